@@ -17,8 +17,8 @@ class Commits:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, world_size: int = 1) -> None:
         self.directory = directory
-        self.committed: list[int] = []
-        self.lost: list[int] = []
+        self._committed: list[int] = []
+        self._lost: list[int] = []
         self._run = RunDirectory(str(directory))
         sizes, errors = store.sizes, [OSError("for a moment")]
 
@@ -30,11 +30,8 @@ class Commits:
         monkeypatch.setattr(store, "sizes", fail_once)
         monkeypatch.setattr(commits, "_RETRY_INTERVAL", 0.01)
 
-        def note(manifest: Manifest) -> None:
-            self.committed.append(manifest.index)
-
         self._gate = threading.Event()
-        self.committer = Committer(self._run, 0, world_size, CheckpointConfig(), 0, note, self.lost.append)
+        self.committer = Committer(self._run, 0, world_size, CheckpointConfig(), 0)
         # Everything else waits behind it.
         self.committer.do(self._gate.wait)
 
@@ -46,6 +43,23 @@ class Commits:
         part: dict[str, Any] = {"file": file.name, "format": "json", "size": 2, "sha256": ""}
         facts = {"id": folder.name, "index": index, "time": 0.0, "metrics": {}, "sharded": sharded}
         self.committer.add(rank, facts | part)
+
+    def _poll(self) -> None:
+        for settled in self.committer.settled():
+            if isinstance(settled, Manifest):
+                self._committed.append(settled.index)
+            else:
+                self._lost.append(settled)
+
+    @property
+    def committed(self) -> list[int]:
+        self._poll()
+        return self._committed
+
+    @property
+    def lost(self) -> list[int]:
+        self._poll()
+        return self._lost
 
     def open(self) -> None:
         self._gate.set()
@@ -119,7 +133,7 @@ def test_a_checkpoint_with_damaged_files_is_skipped_and_named(
     file = work.directory / "checkpoints" / "0000-000001" / "rank-0.json"
     for damage in (lambda: file.write_bytes(b""), file.unlink):
         damage()
-        later = Committer(RunDirectory(str(work.directory)), 1, 1, CheckpointConfig(num_to_keep=1), 0, print, print)
+        later = Committer(RunDirectory(str(work.directory)), 1, 1, CheckpointConfig(num_to_keep=1), 0)
         newest = later.newest()
         assert newest
         assert newest.id == "0000-000000"

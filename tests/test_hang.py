@@ -15,7 +15,7 @@ class Watched:
         for rank in range(2):
             self.watch.on_beat(rank, 1, 0.0)
 
-    def ask(self) -> None:
+    def ask(self, message: object) -> None:
         self.asked += 1
 
     def poll(self, now: float) -> dict[int, str] | None:
@@ -24,7 +24,7 @@ class Watched:
 
 def test_a_rank_that_was_never_heard_of_hangs_from_the_start_on() -> None:
     asked: list[int] = []
-    watch = HangWatch(2, lambda: asked.append(1))
+    watch = HangWatch(2, lambda _: asked.append(1))
     assert watch.poll(5.0, BOUND) is None
     watch.on_beat(0, 1, 6.0)
     # Until then it may be looking for rank 0.

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from rankzero import EngineError, RankZeroError, ResultError, ResultRef, WorkerFailedError
-from rankzero.bounds import LOG_TAIL_WIDTH
 from rankzero.channel import Failed
 from rankzero.driver import Facts, Failure, Member, Verdict, ending
 from rankzero.errors import LOST, PREEMPTED
@@ -39,7 +38,7 @@ def judged(known: Facts, gone: list[Member] | None = None) -> Verdict | None:
 
 
 def failed(known: Facts, rank: int, at: float = JUST, **details: Any) -> bool:
-    return known.note_failure(Failure(rank, "a", f"host-{rank}", order=len(known.failures), **details), at)
+    return known.note_failure(Failure(rank, "a", Failed(0.0, **details), f"host-{rank}", len(known.failures)), at)
 
 
 def test_success_is_every_ranks_end_and_rank_0s_value() -> None:
@@ -93,22 +92,13 @@ def test_a_rank_that_finished_cannot_fail_any_more() -> None:
 def test_the_first_failure_has_the_time_and_the_last_lines() -> None:
     known = facts()
     assert failed(known, 1, LONG_BEFORE, message="first")
-    assert failed(known, 0, JUST, message="then", log_tail=("its own last line",))
+    assert failed(known, 0, JUST, message="then", log_tail=["its own last line"])
     assert known.failed_at == LONG_BEFORE
     verdict = judged(known)
     assert verdict
     assert isinstance(verdict.error, WorkerFailedError)
     assert (verdict.error.rank, verdict.error.log_tail) == (1, ["the last line of rank 1"])
     assert "then" in str(verdict.error)
-
-
-def test_a_failure_keeps_what_is_known_in_short_lines_and_is_an_echo_of_an_agent_that_leaves() -> None:
-    report = Failed(time=1.0, message="no", exit_code=1, log_tail=["x" * 2 * LOG_TAIL_WIDTH]).facts()
-    failure = Failure.reported(1, member(0), report, "host-0", order=2)
-    assert (failure.rank, failure.host, failure.placed_on, failure.order) == (1, "name-0", "host-0", 2)
-    assert (failure.message, failure.exit_code, failure.signal, failure.collateral) == ("no", 1, None, False)
-    assert len(failure.log_tail[0]) == LOG_TAIL_WIDTH
-    assert Failure.reported(1, member(0, LONG_AGO), report).collateral
 
 
 def is_loss_of(verdict: Verdict | None, agent: Member) -> bool:

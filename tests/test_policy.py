@@ -1,16 +1,23 @@
 """Decisions, as tables: no processes, no clocks."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rankzero import errors
+from rankzero.channel import Failed
 from rankzero.driver import Failure, ending, policy
 from rankzero.run import RunStatus, observer
 
-RAISED = Failure(1, "b", order=1, exception_type="ValueError", message="bad")
-ECHO = Failure(0, "a", order=0, exception_type="RuntimeError", message="Connection closed by peer", collateral=True)
-KILLED = Failure(2, "c", order=2, signal="SIGKILL")
+
+def failure(rank: int, host: str, order: int, **facts: Any) -> Failure:
+    return Failure(rank, host, Failed(0.0, **facts), order=order)
+
+
+RAISED = failure(1, "b", 1, exception_type="ValueError", message="bad")
+ECHO = failure(0, "a", 0, exception_type="RuntimeError", message="Connection closed by peer", collateral=True)
+KILLED = failure(2, "c", 2, signal="SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -57,14 +64,14 @@ def test_ranks_are_numbered_host_by_host(hosts: list[str], order: list[int]) -> 
 
 def test_equal_failures_are_grouped_and_consequences_are_marked() -> None:
     echoes = [
-        Failure(rank, "a", order=rank, exception_type="E", message=f"peer {rank} is lost", collateral=True)
+        failure(rank, "a", rank, exception_type="E", message=f"peer {rank} is lost", collateral=True)
         for rank in (0, 3, 2)
     ]
     assert ending.group_others([RAISED, *echoes], RAISED) == ["ranks 0, 2, 3: E: peer 0 is lost (a consequence)"]
 
 
 def test_ranks_that_fail_of_the_same_thing_are_named_together() -> None:
-    same = [Failure(rank, "a", order=rank, exception_type="E", message=f"no file {rank}.csv") for rank in range(6)]
+    same = [failure(rank, "a", rank, exception_type="E", message=f"no file {rank}.csv") for rank in range(6)]
     assert ending.same_as(same[1], [*same, KILLED]) == [0, 2, 3, 4, 5]
     assert ending.group_others([*same, KILLED], same[1]) == [f"rank 2: {KILLED.headline}"]
 
@@ -90,11 +97,11 @@ def test_the_message_leads_with_rank_host_and_cause() -> None:
     ("failure", "cause"),
     [
         (RAISED, None),
-        (Failure(0, "a", exit_code=9), None),
-        (Failure(0, "a", exception_type="rankzero.errors.RetryableError", retryable=True), errors.RETRYABLE),
+        (failure(0, "a", 0, exit_code=9), None),
+        (failure(0, "a", 0, exception_type="rankzero.errors.RetryableError", retryable=True), errors.RETRYABLE),
         (KILLED, errors.KILLED),
-        (Failure(0, "a", signal="SIGSEGV"), errors.KILLED),
-        (Failure(0, "a", signal="SIGTERM"), errors.PREEMPTED),
+        (failure(0, "a", 0, signal="SIGSEGV"), errors.KILLED),
+        (failure(0, "a", 0, signal="SIGTERM"), errors.PREEMPTED),
         (ECHO, errors.LOST),
     ],
 )
@@ -257,8 +264,8 @@ def test_a_host_is_bad_when_it_has_failed_twice(blamed: list[str | None], bad: s
     assert record.bad == set(bad)
 
 
-MATCHED = Failure(3, "d", order=0, exception_type="RuntimeError", message="CUDA error 700", matched="CUDA error")
-SAME = replace(MATCHED, message="CUDA error 9", order=1)
+MATCHED = failure(3, "d", 0, exception_type="RuntimeError", message="CUDA error 700", matched="CUDA error")
+SAME = replace(MATCHED, report=MATCHED.report.having(message="CUDA error 9"), order=1)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +279,8 @@ SAME = replace(MATCHED, message="CUDA error 9", order=1)
         # Nobody knows whose fault that was.
         ([ECHO], None),
         ([RAISED], None),
-        ([Failure(2, "c", exception_type="RetryableError", retryable=True)], None),
-        ([Failure(2, "c", signal="SIGTERM")], None),
+        ([failure(2, "c", 0, exception_type="RetryableError", retryable=True)], None),
+        ([failure(2, "c", 0, signal="SIGTERM")], None),
         # The same on two hosts is the code's fault; on one host of several ranks it is that host's.
         (
             [MATCHED, replace(SAME, rank=4, host="e")],

@@ -3,6 +3,7 @@
 import pytest
 
 from rankzero.bounds import RETURNED_HANG, RETURNED_NOTICE
+from rankzero.channel import Position
 from rankzero.driver import RemainingWatch, describe, is_waiting
 
 SITE = "/venv/lib/python3.12/site-packages/torch"
@@ -46,12 +47,12 @@ def watch(
 ) -> tuple[list[str], float]:
     """Rank 1 of two returns at 0; the lines that are told, and when the run counts as hung (0: never)."""
     asked: list[float] = []
-    remaining = RemainingWatch(2, lambda: asked.append(now))
+    remaining = RemainingWatch(2, lambda _: asked.append(now))
     told, now = [], 0.0
     while now < 2 * RETURNED_HANG:
         if asked:
             cpu = None if cpu_per_second is None else asked[0] * cpu_per_second
-            remaining.note(0, stacks[int(asked.pop() // RETURNED_NOTICE) % len(stacks)], cpu)
+            remaining.note(0, Position(stacks[int(asked.pop() // RETURNED_NOTICE) % len(stacks)], cpu))
         if line := remaining.poll(now, ONE, now // progress_every * progress_every):
             told.append(line)
         if remaining.is_hung(now):
@@ -87,6 +88,6 @@ def test_a_rank_that_works_alone_never_hangs_and_is_told_of_once(stacks: list[st
 
 def test_nothing_is_told_while_there_is_progress_or_before_or_after_the_return() -> None:
     assert watch([ALL_REDUCE], progress_every=RETURNED_NOTICE - 1) == ([], 0.0)
-    remaining = RemainingWatch(2, lambda: pytest.fail("nothing to look for"))
+    remaining = RemainingWatch(2, lambda _: pytest.fail("nothing to look for"))
     assert remaining.poll(1e6, frozenset(), 0.0) is None
     assert remaining.poll(1e6, BOTH, 0.0) is None

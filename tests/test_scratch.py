@@ -17,7 +17,7 @@ from rankzero.task import NEW, OWNER, remove_abandoned
 
 DRIVER = """
 import sys
-from rankzero.driver.scratch import Scratch
+from rankzero.driver.storage import Scratch
 own = Scratch()
 print(own.path, flush=True)
 sys.stdin.read()

@@ -224,7 +224,7 @@ def test_a_submitter_that_died_half_way_does_not_block_the_run_id(
 DYING = """
 import os, signal, sys
 from rankzero import Launcher
-from rankzero.driver.thread import DriverThread
+from rankzero.driver.driver import DriverThread
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.submit import drivers

@@ -12,7 +12,7 @@ from tests.conftest import free_ports
 
 from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
 from rankzero.agent import output
-from rankzero.driver import Recorder, attempt, policy
+from rankzero.driver import Recorder, policy
 from rankzero.engines import LocalSession
 from rankzero.host import OPEN_FILES
 
@@ -122,7 +122,7 @@ def test_a_slow_driver_neither_stalls_a_rank_nor_loses_a_line(
         log(self, rank, batch)
 
     monkeypatch.setattr(Recorder, "log", slow)
-    monkeypatch.setattr(attempt, "BACKLOG", 2)
+    monkeypatch.setattr("rankzero.driver.watch.BACKLOG", 2)
     launcher = launcher.options(num_processes=1, run_id="chatter", timeout=WAIT)
     spent = launcher.run(chatter)
     handle = RunHandle.attach(Path(str(launcher.store)) / "chatter")

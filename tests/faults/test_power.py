@@ -2,13 +2,11 @@
 
 import fcntl
 import os
-import queue
 import signal
 import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.conftest import processes_with, until
@@ -107,9 +105,8 @@ def upload(run: RunDirectory, name: str, data: bytes) -> Uploaded:
 def test_what_came_over_the_channel_outlives_a_power_failure(disk: Disk) -> None:
     run, data = RunDirectory(str(disk.path / "run")), b"1" * 100_000
     store.make_directory(run.path("result"))
-    stored: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    committer = Committer(run, 0, 1, CheckpointConfig(), 0, stored.put, stored.put)
-    storage = Storage(run, 0, committer, Facts(1, run.directory), stored.put)
+    committer, facts = Committer(run, 0, 1, CheckpointConfig(), 0), Facts(1, run.directory)
+    storage = Storage(run, 0, committer, facts)
 
     storage.note_upload(0, upload(run, "part", data))
     storage.add_part(
@@ -130,11 +127,13 @@ def test_what_came_over_the_channel_outlives_a_power_failure(disk: Disk) -> None
             upload="part",
         ),
     )
-    assert isinstance(stored.get(timeout=WAIT), Manifest)
+    until(lambda: not committer.is_busy, WAIT, "the commit")
+    assert [type(settled) for settled in committer.settled()] == [Manifest]
     storage.note_upload(0, upload(run, "value", data))
     value = {"path": "", "format": "json", "size": len(data), "digest": "digest", "summary": {}}
-    storage.commit(0, 0, Finished(0.0, value))
-    assert stored.get(timeout=WAIT)["error"] is None
+    storage.finish(0, 0, Finished(0.0, value), {})
+    until(lambda: storage.poll() or facts.success or facts.refusal, WAIT, "the value")
+    assert facts.success
     store.write_bytes(run.path("status.json"), b"{}", durable=True)
     committer.close(WAIT)
     disk.fail()

@@ -16,8 +16,9 @@ lazy_names(
     "driver_end.files.Uploads driver_end.server.ChannelServer driver_end.server.DISCONNECTED "
     "driver_end.server.LOST driver_end.server.RECONNECTED driver_end.tls.Identity driver_end.tls.make_identity "
     "frames.Decoder frames.FrameError frames.Message frames.Sealer messages.Assign messages.decode "
-    "messages.encode messages.End messages.Failed messages.Finished messages.Join messages.Part messages.Ready "
-    "messages.Rendezvous messages.Returned messages.Start messages.Uploaded messages.Usage session.ACK "
+    "messages.encode messages.End messages.Failed messages.Finished messages.Join messages.Part "
+    "messages.Position messages.Ready messages.Rendezvous messages.Returned messages.Start messages.Uploaded "
+    "messages.Usage session.ACK "
     "session.BULK session.CONTENT session.CONTROL session.LEFT session.LOGS session.MADE_UP session.Session "
     "session.UPLOADS sockets.listen",
 )

@@ -147,7 +147,7 @@ class Metrics(Message, kind="metric"):
 
 
 class PartKind(Message, kind="checkpoint-kind"):
-    """A rank of several reports its first checkpoint, and says whether its checkpoints are sharded."""
+    """A rank of several reports its first checkpoint, with the fact whether its checkpoints are sharded."""
 
     sharded: bool
 
@@ -208,11 +208,23 @@ class Finished(Message, kind="commit"):
 
 
 class Failed(Message, kind="failure"):
-    """A rank has failed; `rankzero.driver.ending.Failure` explains the facts."""
+    """The facts about a rank that has failed.
+
+    Attributes:
+        exception_type: None if the process died without an exception.
+        message: The exception's text.
+        exit_code: Exit code of the process; None if a signal ended it.
+        signal: Name of the signal that ended the process.
+        collateral: True if the exception looks like a consequence of another rank's death.
+        cause: ``"no-torch"`` or None.
+        retryable: True if the user's code asked for another attempt.
+        matched: The entry of the job's ``restart_on`` that the exception matches; None if no entry does.
+        log_tail: The last lines that the rank printed, oldest first.
+    """
 
     time: float
     exception_type: str | None = None
-    message: str | None = None
+    message: str = ""
     traceback: str | None = None
     exit_code: int | None = None
     signal: str | None = None
@@ -362,19 +374,13 @@ class Uploaded(Message, kind="uploaded"):
 class Disconnected(Message, kind="disconnected"):
     """The connection of an agent has ended, and the agent may make a new one."""
 
-    reason: str
-
 
 class Reconnected(Message, kind="reconnected"):
     """A disconnected agent has made a new connection."""
 
-    reason: str
-
 
 class Lost(Message, kind="lost"):
     """An agent is lost, and no new connection of it is accepted."""
-
-    reason: str
 
 
 class Left(Message, kind="left"):

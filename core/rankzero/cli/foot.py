@@ -97,7 +97,7 @@ def describe(status: RunStatus, progress: Progress) -> list[str]:
         status: Status of the run.
         progress: Progress of its ranks.
     """
-    facts = [status.state]
+    facts = [status.shown]
     if status.attempt:
         facts.append(f"attempt {status.attempt}")
     ranks, slowest = progress.ranks, progress.slowest

@@ -36,7 +36,7 @@ def status(directory: str, as_json: bool) -> None:
     facts = {
         "run": handle.id,
         "trains": f"{job.name} on {found.world_size or job.world} ranks",
-        "state": found.state,
+        "state": found.shown,
         "attempt": found.attempt,
         "driver": f"process {found.driver_pid} on {found.driver_host}" if found.driver_pid else None,
         "engine": None if found.final else found.engine_url,

@@ -6,19 +6,18 @@ Its session is the session of that application: pyspark finds the JVM by the env
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
-import select
 import signal
 import socket
 import sys
-import threading
 from typing import Any
 
-from rankzero.driver.main import LOG_FORMAT, OWNER_INTERVAL, drive
+from rankzero.driver.main import LOG_FORMAT, drive, when_gone
 from rankzero.engines.spark.deploy import unpack
 from rankzero.errors import RunNotFoundError
-from rankzero.host.processes import is_gone, pidfd_of, process_namespace, process_start, settle_signals
+from rankzero.host.processes import process_namespace, process_start, settle_signals
 from rankzero.run.directory import RunDirectory
 
 
@@ -46,7 +45,8 @@ def main() -> None:
     if not run.is_remote:
         log.append(logging.FileHandler(run.path("driver.log")))
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=log)
-    _end_with(parent)
+    # A cluster that kills an application kills the JVM, not this process.
+    when_gone(parent, functools.partial(os.kill, os.getpid(), signal.SIGTERM))
     try:
         drive(run, arguments.submission, lambda: private)
     except RunNotFoundError as error:
@@ -67,17 +67,3 @@ def _read_private(place: str) -> str:
     gateway._ensure_initialized()
     # The application's SparkContext must not keep it either.
     return str(gateway._jvm.java.lang.System.clearProperty(name))
-
-
-def _end_with(parent: dict[str, Any]) -> None:
-    """Ends the run when the JVM has exited: a cluster that kills an application kills the JVM, not this process."""
-    watched = pidfd_of(parent)
-
-    def watch() -> None:
-        sources = [] if watched is None else [watched]
-        while not select.select(sources, [], [], OWNER_INTERVAL if watched is None else None)[0]:
-            if is_gone(parent):
-                break
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
-import queue
-import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from rankzero import store
 from rankzero.data.table import Written
+from rankzero.engines.base import ActionThread
 from rankzero.run.checkpoints import (
     FOLDER,
     MANIFEST,
@@ -25,9 +26,12 @@ from rankzero.run.checkpoints import (
     to_remove,
     up_to_whole,
 )
+from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 COMMIT_TIMEOUT = 600.0
 """Seconds that a run waits at its end for checkpoints that are still being stored."""
@@ -52,9 +56,8 @@ class Committer:
         world_size: int,
         config: CheckpointConfig,
         fresh_since: int,
-        on_commit: Callable[[Manifest], None],
-        on_loss: Callable[[int], None],
-        owns: Callable[[], bool] = lambda: True,
+        owner: tuple[int, str] | None = None,
+        wake: Callable[[object], None] | None = None,
     ) -> None:
         """Prepares the committer of one attempt.
 
@@ -64,29 +67,28 @@ class Committer:
             world_size: Number of ranks, which is the number of parts of a sharded checkpoint.
             config: How many checkpoints are kept, and which.
             fresh_since: First attempt of this training: checkpoints of earlier attempts do not count.
-            on_commit: Called in the committer's thread after each commit.
-            on_loss: Called in the same thread with the number of a checkpoint that could not be committed.
-            owns: Returns True while the run directory still belongs to this driver's submission.
+            owner: Number and nonce of the submission to which the run directory must belong; None for any.
+            wake: Called in the committer's thread after each action.
         """
         self._run = run
         self._attempt = attempt
         self._world_size = world_size
         self._config = config
         self._fresh_since = fresh_since
-        self._on_commit = on_commit
-        self._on_loss = on_loss
-        self._owns = owns
+        self._owner = owner
+        self._wake = wake
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
         self._newest: dict[int, dict[str, Any]] | None = None
+        self._commits: dict[int, Future[Manifest]] = {}
+        self._lost: list[int] = []
         self._closed = False
-        self._given = self._done = 0
+        self._last: Future[Any] | None = None
         self._in_use: str | None = None
         self._kept: list[Manifest] | None = None
         """The committed checkpoints of this training, which only this object writes; None until they were read."""
         self.tables: Written = {}
         """The rows that belong to the newest committed checkpoint."""
-        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
+        self._thread = ActionThread("rankzero-checkpoints")
 
     def newest(self) -> Manifest | None:
         """Returns the checkpoint that this attempt starts from, and removes folders that can no longer be committed.
@@ -121,75 +123,87 @@ class Committer:
     def sweep(self) -> None:
         """Schedules the deletion of files that ranks of this attempt had begun to write when they died."""
         # Only this attempt's: a newer driver may already write files of a later one.
-        self.do(lambda: self._sweep(f"{self._attempt:04d}-"))
+        self.do(functools.partial(self._sweep, f"{self._attempt:04d}-"))
 
-    def add(self, rank: int, part: dict[str, Any]) -> None:
+    def add(self, rank: int, part: dict[str, Any]) -> Future[Manifest] | None:
         """Adds the part of one rank: the worker's message, with ``uploaded`` if the driver has the file.
 
-        The checkpoint is committed when rank 0's part is there or, if it is sharded, the parts of all ranks.
+        Returns:
+            The commit, which begins when rank 0's part is there or, if the checkpoint is sharded, the parts of all
+            ranks; else None.
         """
         parts = self._incoming.setdefault(part["index"], {})
         parts[rank] = part
         if not part["sharded"]:
             # Parts of other ranks do not belong to an unsharded checkpoint, in whatever order they arrive.
             parts = {rank: part}
-        if len(parts) == (self._world_size if part["sharded"] else 1):
-            for index in sorted(index for index in self._incoming if index < part["index"]):
-                self.drop(index)
-            del self._incoming[part["index"]]
-            self._newest = parts
-            self.do(lambda: self._commit_parts(parts))
+        if len(parts) < (self._world_size if part["sharded"] else 1):
+            return None
+        for index in sorted(index for index in self._incoming if index < part["index"]):
+            self.drop(index)
+        del self._incoming[part["index"]]
+        self._newest = parts
+        commit = self._commits[part["index"]] = self.submit(functools.partial(self._commit_parts, parts))
+        self.do(self._prune)
+        return commit
 
     def drop(self, index: int) -> None:
         """Gives up a checkpoint of which a part will not arrive."""
         self._incoming.pop(index, None)
-        self._on_loss(index)
+        self._lost.append(index)
 
-    def do(self, action: Callable[[], object]) -> None:
+    def settled(self) -> Iterator[Manifest | int]:
+        """Yields each checkpoint that was committed since the last call, and the number of each that is lost."""
+        while self._lost:
+            yield self._lost.pop(0)
+        for index in [index for index, commit in self._commits.items() if commit.done()]:
+            commit = self._commits.pop(index)
+            yield index if commit.exception() else commit.result()
+
+    def submit(self, action: Callable[[], T]) -> Future[T]:
         """Queues an action for the committer's thread, behind earlier ones."""
-        if not self._thread.ident:
-            self._thread.start()
-        self._given += 1
-        self._queue.put(action)
+        future = self._thread.submit(action)
+        if self._wake:
+            future.add_done_callback(self._wake)
+        self._last = future
+        return future
+
+    def do(self, action: Callable[[], object], *, as_owner: bool = False) -> None:
+        """Queues an action whose error is only logged.
+
+        Args:
+            action: The action.
+            as_owner: True skips it if the run directory belongs to another submission by then.
+        """
+        self.submit(functools.partial(self._do, action, as_owner))
+
+    def _do(self, action: Callable[[], object], as_owner: bool) -> None:
+        try:
+            if as_owner:
+                self._check_owner()
+            action()
+        except NotOwnerError as error:
+            logger.warning("nothing is written or deleted any more: %s", error)
+        except Exception:
+            logger.exception("the committer failed")
 
     def release(self) -> None:
         """Allows the checkpoint that this attempt started from to be pruned."""
-        if self._in_use and self._thread.ident:
+        if self._in_use and self._last:
             self._in_use = None
             self.do(self._prune)
 
     def close(self, timeout: float) -> None:
         """Ends the thread; checkpoints that are not committed within ``timeout`` seconds are lost."""
-        if self._thread.ident:
-            self._queue.put(None)
-            self._thread.join(timeout)
+        self._thread.end(timeout)
         self._closed = True
-
-    def do_as_owner(self, action: Callable[[], object]) -> None:
-        """Queues an action that runs only if the run directory still belongs to this driver's submission by then."""
-
-        def guarded() -> None:
-            self._check_owner()
-            action()
-
-        self.do(guarded)
 
     @property
     def is_busy(self) -> bool:
         """True while a queued action is not done."""
-        return self._done < self._given
+        return self._last is not None and not self._last.done()
 
-    def _work(self) -> None:
-        while (action := self._queue.get()) is not None:
-            try:
-                action()
-            except NotOwnerError as error:
-                logger.warning("nothing is written or deleted any more: %s", error)
-            except Exception:
-                logger.exception("the committer failed")
-            self._done += 1
-
-    def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> None:
+    def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> Manifest:
         def is_outdated(error: Exception) -> bool:
             # A newer checkpoint replaces this one; other queued actions do not.
             return self._closed or self._newest is not parts or isinstance(error, NotOwnerError)
@@ -199,13 +213,11 @@ class Committer:
         except Exception:
             # The previous checkpoint is complete, and a lost one must not end the training.
             logger.exception("a checkpoint could not be committed")
-            self._on_loss(parts[min(parts)]["index"])
-            return
+            raise
         self.tables = manifest.tables
         if self._kept is not None:
             self._kept.append(manifest)
-        self._on_commit(manifest)
-        self._prune()
+        return manifest
 
     def _commit(self, parts: dict[int, dict[str, Any]]) -> Manifest:
         lead = parts[min(parts)]
@@ -231,7 +243,7 @@ class Committer:
         return manifest
 
     def _check_owner(self) -> None:
-        if not self._owns():
+        if self._owner and not owns(self._run, *self._owner):
             raise NotOwnerError("the run directory belongs to another submission by now")
 
     def _prune(self) -> None:

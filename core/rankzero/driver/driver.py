@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
+import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,15 +14,18 @@ from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
+from rankzero.driver.ending import Verdict
 from rankzero.driver.handover import RETRY_INTERVAL, DrivenElsewhere, Handover, Unseen
-from rankzero.driver.places import CLOSE_TIMEOUT, Places
-from rankzero.driver.policy import HostRecord, Placement, Restarts, Start, spent
+from rankzero.driver.launched import Final, Starting
+from rankzero.driver.places import Placed, Places, Plan
+from rankzero.driver.policy import HostRecord, Restarts, Start, spent
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.reporter import Reporter
-from rankzero.driver.tables import Tables, remove_computed
+from rankzero.driver.states import follow
+from rankzero.driver.tables import remove_computed
 from rankzero.driver.trackers import Trackers
-from rankzero.driver.watch import Inbox, Watch
-from rankzero.engines.base import Engine, EngineSession
+from rankzero.driver.watch import TICK, Inbox, Watch
+from rankzero.engines.base import Engine
 from rankzero.errors import (
     HANG,
     EngineError,
@@ -33,7 +37,6 @@ from rankzero.errors import (
     WorkerFailedError,
 )
 from rankzero.host.processes import allow_open_files
-from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory, RunStatus
 
@@ -82,7 +85,7 @@ class Driver:
         self._may_delegate = leased and not self._job.queries
         self._packed_trackers = trackers
         self._begin_writing(self._status_of_before() if start else None)
-        self._places = Places(engine, self._job, self.inbox, self._check, self._report)
+        self._places = Places(engine, self.inbox)
         self._started_at: float | None = None
 
     def _status_of_before(self) -> RunStatus | None:
@@ -128,7 +131,7 @@ class Driver:
 
     def _run_to_its_end(self) -> None:
         try:
-            attempt = self._attempt_until_done()
+            verdict = self._attempt_until_done()
         except DrivenElsewhere:
             # The other driver runs the trackers, too.
             self._trackers = Trackers(self._run, self._job.fresh_since, None)
@@ -142,8 +145,8 @@ class Driver:
             what = EngineError(f"the driver failed: {type(error).__name__}: {error}")
             self._recorder.finish(state="failed", error=what.to_json())
         else:
-            assert attempt.outcome is not None
-            result, value = attempt.outcome
+            assert verdict.success is not None
+            result, value = verdict.success
             # Before the final status: the next submission may write new rows as soon as it sees that.
             remove_computed(self._job)
             self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
@@ -167,68 +170,71 @@ class Driver:
         """True if another driver has the run by now, which this one detected too late."""
         return self._recorder.superseded
 
-    def _attempt_until_done(self) -> Attempt:
+    def _attempt_until_done(self) -> Verdict:
         """Makes attempts until one succeeds; raises the error of the last one when no further attempt is allowed."""
         hosts = HostRecord()
         try:
             while True:
-                attempt: Attempt | None = None
                 try:
-                    number = self._number
-                    self._recorder.update(state="starting", attempt=number, preemptions=self._budget.preemptions)
-                    deadline = time.monotonic() + self._job.start_timeout
-                    session = self._places.session or self._open(deadline)
-                    if self._job.queries:
-                        self._job = self._read_tables(session)
-                        deadline = time.monotonic() + self._job.start_timeout
-                    placement = self._places.gather(session, deadline, hosts.bad)
-                    self._note_placement(number, placement, session)
-                    if session.num_agents(placement.num_tasks) > MANY_AGENTS:
-                        allow_open_files()
-                    if self._may_delegate and session.can_host_driver:
-                        self._delegate(session, placement, deadline)
-                    self._trackers.start()
-                    attempt = Attempt(
-                        self._run, self._job, number, self._recorder, session, placement, self.inbox, self._watch
-                    )
-                    attempt.run(deadline, self._env, self._started_at)
-                    return attempt
+                    verdict = self._attempt(hosts.bad)
                 except BaseException as error:
-                    if attempt and attempt.outcome:
-                        # Success was certain before this error.
-                        return attempt
-                    after = self._budget.after(_restart_cause(error))
-                    if after is None:
-                        raise
-                    self._budget, pause = after
-                    hosts = hosts.after(attempt.failed_host if attempt else None)
-                    self._note_restart(self._number + 1, error, pause)
-                if self._started_at is None and attempt:
-                    self._started_at = attempt.started_at
+                    verdict = Verdict(error=error)
+                if verdict.error is None:
+                    return verdict
+                after = self._budget.after(_restart_cause(verdict.error))
+                if after is None:
+                    raise verdict.error
+                self._budget, pause = after
+                hosts = hosts.after(verdict.blamed)
                 self._number += 1
-                self._prepare_restart(pause)
+                self._prepare_restart(verdict.error, pause)
         except BaseException:
             # Processes that an attempt left behind end with the session, so it closes before the run has ended.
             self._places.close()
             raise
 
-    def _delegate(self, session: EngineSession, placement: Placement, deadline: float) -> None:
+    def _attempt(self, bad: frozenset[str]) -> Verdict:
+        """Makes one attempt and returns how it ended.
+
+        Args:
+            bad: Hosts that are left out where others suffice.
+        """
+        number, recorder, mailbox = self._number, self._recorder, self.inbox.renew()
+        recorder.update(state="starting", phase="opening", attempt=number, preemptions=self._budget.preemptions)
+        deadline = time.monotonic() + self._job.start_timeout
+        plan = Plan(self._run, self._job, self._places, recorder, self._check, self._env, bad, deadline)
+        placed = follow(plan.state(), Placed, mailbox, recorder)
+        self._job = placed.plan.job
+        self._note_placement(number, placed)
+        if placed.session.num_agents(placed.placement.num_tasks) > MANY_AGENTS:
+            allow_open_files()
+        if self._may_delegate and placed.session.can_host_driver:
+            self._delegate(placed)
+        self._trackers.start()
+        attempt = Attempt(self._run, number, placed, self._recorder, mailbox, self._watch, self._env, self._started_at)
+        try:
+            return follow(Starting(attempt), Final, mailbox, self._recorder).verdict
+        finally:
+            attempt.close()
+            if self._started_at is None:
+                self._started_at = attempt.started_at
+
+    def _delegate(self, placed: Placed) -> None:
         """Delegates the run to a driver inside its own stage; returns if executors do not see the run directory.
 
         Raises:
             DrivenElsewhere: the run was delegated, and this process has nothing more to do.
             RankZeroError: the run could not be delegated, or that driver was lost; this process drives the run again.
         """
-        handover = Handover(
-            self._run, self._job, self._number, self._recorder, session, placement, self.inbox, self._watch
-        )
+        where = placed.session, placed.placement
+        handover = Handover(self._run, self._job, self._number, self._recorder, *where, self.inbox, self._watch)
         try:
-            handover.run(deadline, self._env, self._budget, self._packed_trackers)
+            handover.run(placed.plan.deadline, self._env, self._budget, self._packed_trackers)
         except Unseen as why:
             self._may_delegate = False
             if handover.is_delegated:
                 self._begin_writing(handover.last_status())
-            self._report({"type": "handover", "what": f"the run is driven from this host, not in its stage: {why}"})
+            self._recorder.announce("handover", f"the run is driven from this host, not in its stage: {why}")
         except DrivenElsewhere:
             # Closing the session would end the stage, which may continue.
             self._places.session = None
@@ -242,15 +248,17 @@ class Driver:
                 self._begin_writing(status)
             raise
 
-    def _note_restart(self, attempt: int, error: BaseException, pause: float) -> None:
-        what = str(error).splitlines()[0]
-        logger.warning("attempt %s follows in %s s, because %s", attempt, pause, what)
-        event = {"type": "restart", "attempt": attempt, "cause": _restart_cause(error), "what": what, "pause": pause}
+    def _prepare_restart(self, error: BaseException, pause: float) -> None:
+        """Records the restart, waits for the pause between two attempts, and closes the session if it is broken."""
+        cause, what = _restart_cause(error), str(error).splitlines()[0]
+        logger.warning("attempt %s follows in %s s, because %s", self._number, pause, what)
+        event = {"type": "restart", "attempt": self._number, "cause": cause, "what": what, "pause": pause}
         self._recorder.event(event)
-
-    def _prepare_restart(self, pause: float) -> None:
-        """Waits for the pause between two attempts, and closes the session if it is broken."""
-        self._places.pause(pause)
+        end = time.monotonic() + pause
+        self._check()
+        while (left := end - time.monotonic()) > 0:
+            self.inbox.wait(min(left, TICK))
+            self._check()
         if self._places.is_broken():
             self._places.close()
 
@@ -261,43 +269,55 @@ class Driver:
         if timeout and started_at is not None and time.monotonic() - started_at > timeout:
             raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended between two attempts")
 
-    def _open(self, deadline: float) -> EngineSession:
-        session, url = self._places.open(self._env, deadline)
-        if url:
-            self._recorder.update(engine_url=url)
-        return session
-
-    def _read_tables(self, session: EngineSession) -> Job:
-        """Has the engine compute the tables that ranks read; this has no deadline, since it may take longer than any
-        start.
-        """
-        tables = Tables(self._run, self._job, session)
-        try:
-            return self._places.in_thread(lambda: tables.read(self._places.say_from_thread), math.inf)
-        except BaseException:
-            tables.stop(CLOSE_TIMEOUT)
-            raise
-
-    def _note_placement(self, number: int, placement: Placement, session: EngineSession) -> None:
+    def _note_placement(self, number: int, placed: Placed) -> None:
         """Records a world size or a set of hosts that differs from what the job alone would give."""
-        world_size = self._job.sized(placement.num_tasks).num_processes
-        if placement.left_out:
-            hosts = ", ".join(sorted(placement.left_out))
-            what = f"attempt {number} leaves out {hosts}, which failed {policy.FAILURES_OF_A_BAD_HOST} times"
-            self._report({"type": "left-out", "attempt": number, "hosts": sorted(placement.left_out), "what": what})
+        left_out = sorted(placed.placement.left_out)
+        world_size = self._job.sized(placed.placement.num_tasks).num_processes
+        if left_out:
+            times = policy.FAILURES_OF_A_BAD_HOST
+            what = f"attempt {number} leaves out {', '.join(left_out)}, which failed {times} times"
+            self._recorder.announce("left-out", what, attempt=number, hosts=left_out)
         if self._job.min_processes is not None:
-            what = f"attempt {number} starts with {world_size} ranks, of {self._job.world}, on {session.place}"
-            self._report({"type": "world", "attempt": number, "world_size": world_size, "what": what})
+            what = f"attempt {number} starts with {world_size} ranks, of {self._job.world}, on {placed.session.place}"
+            self._recorder.announce("world", what, attempt=number, world_size=world_size)
             self._recorder.update(world_size=world_size)
-
-    def _report(self, event: dict[str, Any]) -> None:
-        """Records an event whose text followers of the run see among the lines of rank 0."""
-        logger.info("%s", event["what"])
-        self._recorder.event(event)
-        self._recorder.log(0, [f"rankzero: {event['what']}"])
 
 
 def _restart_cause(error: BaseException) -> str | None:
     if isinstance(error, HangError):
         return HANG
     return error.cause if isinstance(error, (WorkerFailedError, EngineError)) else None
+
+
+class DriverThread(threading.Thread):
+    """A driver in a thread of the caller's process. ``error`` has the exception that `Driver.run` raised, if any."""
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(name="rankzero-driver", daemon=True)
+        self.driver = driver
+        self.error: BaseException | None = None
+        # join() with a timeout and is_alive() are unusable: before CPython 3.13, an exception that a signal handler
+        # raises inside join() makes a running thread look finished.
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Runs the driver until the run has ended."""
+        try:
+            self.driver.run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended.set()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the caller's process."""
+        return os.getpid()
+
+    def poll(self) -> int | None:
+        """Returns None while the driver runs, then 0, like `subprocess.Popen.poll`."""
+        return 0 if self._ended.is_set() else None
+
+    def await_end(self, timeout: float) -> None:
+        """Waits until the driver has finished, for at most ``timeout`` seconds."""
+        self._ended.wait(timeout)

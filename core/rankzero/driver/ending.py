@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankzero import bounds
+from rankzero.channel.messages import Failed
 from rankzero.driver import policy
 from rankzero.driver.policy import name_ranks
 from rankzero.driver.roster import Member
@@ -49,85 +50,49 @@ Success = tuple[ResultRef, list[Any]]
 
 @dataclass(frozen=True)
 class Failure:
-    """The facts about one rank's failure.
+    """The failure of one rank.
 
     Attributes:
         rank: Global rank.
         host: Host of the rank, as the host names itself.
+        report: The facts, with secrets masked.
         placed_on: Host of the rank, as the engine names it; None before ranks are numbered.
         order: Position in which the failure reached the driver, from 0.
-        exception_type: None if the process died without an exception.
-        message: The exception's text.
-        traceback: The rank's traceback.
-        exit_code: Exit code of the process; None if a signal ended it.
-        signal: Name of the signal that ended the process.
-        collateral: True if the exception looks like a consequence of another rank's death.
-        cause: ``"no-torch"`` or None.
-        retryable: True if the user's code asked for another attempt.
-        matched: The entry of the job's ``restart_on`` that the exception matches; None if no entry does.
-        log_tail: The last lines that the rank printed, oldest first.
     """
 
     rank: int
     host: str
+    report: Failed
     placed_on: str | None = None
     order: int = 0
-    exception_type: str | None = None
-    message: str = ""
-    traceback: str | None = None
-    exit_code: int | None = None
-    signal: str | None = None
-    collateral: bool = False
-    cause: str | None = None
-    retryable: bool = False
-    matched: str | None = None
-    log_tail: tuple[str, ...] = ()
-
-    @classmethod
-    def reported(
-        cls, rank: int, member: Member, report: Mapping[str, Any], placed_on: str | None = None, order: int = 0
-    ) -> Failure:
-        """Returns the failure of a rank from the facts of its report, a `messages.Failed`.
-
-        Args:
-            rank: The rank.
-            member: Its agent. If the agent is leaving, the rank was asked to exit, and may do so by an exception.
-            report: The facts, with secrets masked.
-            placed_on: Host of the rank, as the engine names it.
-            order: Number of failures that the driver received before.
-        """
-        facts = {name: report[name] for name in cls.__dataclass_fields__ if name in report}
-        facts["log_tail"] = tuple(line[: bounds.LOG_TAIL_WIDTH] for line in report.get("log_tail", ()))
-        facts["collateral"] = bool(report.get("collateral")) or member.left_at is not None
-        return cls(rank, member.name, placed_on, order, **facts)
 
     @property
     def restart_cause(self) -> str | None:
         """The cause that decides about a restart; None for an exception of the user's code."""
-        if self.retryable:
+        report = self.report
+        if report.retryable:
             return RETRYABLE
-        if self.matched is not None:
+        if report.matched is not None:
             return MATCHED
-        if self.signal == "SIGTERM":
-            return PREEMPTED
-        if self.signal:
-            return KILLED
-        return LOST if self.collateral else None
+        if report.signal:
+            return PREEMPTED if report.signal == "SIGTERM" else KILLED
+        return LOST if report.collateral else None
 
     @property
     def headline(self) -> str:
         """The failure in one line."""
-        if self.exception_type:
-            return f"{self.exception_type}: {self.message}".rstrip(": ")
-        if self.signal:
-            hint = SIGNAL_HINTS.get(self.signal)
-            return (self.message or f"killed by {self.signal}") + (f" ({hint})" if hint else "")
-        return self.message or f"exited with code {self.exit_code} before it returned"
+        report = self.report
+        if report.exception_type:
+            return f"{report.exception_type}: {report.message}".rstrip(": ")
+        if report.signal:
+            hint = SIGNAL_HINTS.get(report.signal)
+            return (report.message or f"killed by {report.signal}") + (f" ({hint})" if hint else "")
+        return report.message or f"exited with code {report.exit_code} before it returned"
 
     @property
     def kind(self) -> tuple[str, bool]:
         """A key that equal failures share; numbers, such as ports and ranks, are not part of it."""
-        return re.sub(r"\d+", "<n>", self.headline.splitlines()[0]), self.collateral
+        return re.sub(r"\d+", "<n>", self.headline.splitlines()[0]), self.report.collateral
 
 
 @dataclass
@@ -217,7 +182,7 @@ def judge(
     if facts.success:
         return Verdict(success=facts.success)
     if failures and is_conclusive(failures, now - facts.failed_at):
-        if gone and all(failure.collateral for failure in failures):
+        if gone and all(failure.report.collateral for failure in failures):
             # The peers of a lost host see only broken connections, even if that host had finished its own work.
             return _lost(gone[0], facts, explain)
         return Verdict(error=_failed(failures, tail, facts.directory), blamed=host_to_blame(failures))
@@ -238,18 +203,18 @@ def judge(
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
     """Returns the failure that explains the others: the earliest that is not a consequence of another one."""
-    return min(failures, key=lambda failure: (failure.collateral, failure.order))
+    return min(failures, key=lambda failure: (failure.report.collateral, failure.order))
 
 
 def is_conclusive(failures: Sequence[Failure], waited: float) -> bool:
     """Returns True if the first cause is known: a failure is no consequence, or the time to wait for one is over."""
-    return any(not failure.collateral for failure in failures) or waited >= CAUSE_WINDOW
+    return any(not failure.report.collateral for failure in failures) or waited >= CAUSE_WINDOW
 
 
 def host_to_blame(failures: Sequence[Failure]) -> str | None:
     """Returns the host that may have caused the first failure; None for the user's code, or for several hosts."""
     cause = first_cause(failures) if failures else None
-    if cause is None or cause.collateral or cause.restart_cause not in (KILLED, LOST, MATCHED):
+    if cause is None or cause.report.collateral or cause.restart_cause not in (KILLED, LOST, MATCHED):
         return None
     hosts = {failure.placed_on for failure in failures if failure.kind == cause.kind}
     return hosts.pop() if len(hosts) == 1 else None
@@ -261,21 +226,22 @@ def host_to_blame(failures: Sequence[Failure]) -> str | None:
 def _failed(failures: Sequence[Failure], tail: Callable[[int], list[str]], directory: str) -> RankZeroError:
     """Returns the error of an attempt in which ranks failed: the first cause, with its consequences."""
     cause = first_cause(failures)
-    if cause.cause == "no-torch":
-        return EngineError(cause.message)
-    if cause.exception_type == "rankzero.errors.ResultError":
-        return ResultError(cause.message)
+    report = cause.report
+    if report.cause == "no-torch":
+        return EngineError(report.message)
+    if report.exception_type == "rankzero.errors.ResultError":
+        return ResultError(report.message)
     others = group_others(failures, cause)
     same = same_as(cause, failures)
-    log_tail = list(cause.log_tail) or tail(cause.rank)
+    log_tail = report.log_tail or tail(cause.rank)
     return WorkerFailedError(
         failure_message(cause, same, others, log_tail, directory),
         rank=cause.rank,
         host=cause.host,
-        exception_type=cause.exception_type,
-        traceback=cause.traceback,
-        exit_code=cause.exit_code,
-        signal=cause.signal,
+        exception_type=report.exception_type,
+        traceback=report.traceback,
+        exit_code=report.exit_code,
+        signal=report.signal,
         log_tail=log_tail,
         others=([f"{name_ranks(same)}: the same"] if same else []) + others,
         cause=cause.restart_cause,
@@ -287,8 +253,8 @@ def failure_message(
 ) -> str:
     """Returns the text of the error: the first cause, its traceback or last lines, the other failures, the logs."""
     parts = [f"rank {cause.rank} on {cause.host} failed: {cause.headline}"]
-    if cause.traceback:
-        parts.append(cause.traceback.rstrip())
+    if cause.report.traceback:
+        parts.append(cause.report.traceback.rstrip())
     elif log_tail:
         parts += [f"Last log lines of rank {cause.rank}:", *(f"  {line}" for line in log_tail)]
     if same:

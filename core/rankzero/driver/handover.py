@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -16,10 +16,9 @@ from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.driver import policy
-from rankzero.driver.agents import agent_config
 from rankzero.driver.policy import Placement, Restarts
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
+from rankzero.driver.watch import TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import LOST, EngineError, RankZeroError, RunNotFoundError, StartTimeoutError
 from rankzero.job import Job
@@ -49,8 +48,6 @@ STORE_ANSWER_TIMEOUT = 20.0
 
 RETRY_INTERVAL = 1.0
 """Seconds between two requests to a store that fails."""
-
-_ENDED = "stage-ended"
 
 
 class DrivenElsewhere(Exception):
@@ -82,7 +79,7 @@ class Handover:
         self._session = session
         self._num_tasks = placement.num_tasks + placement.spare
         self._inbox = inbox
-        self._messages = inbox.renew()
+        self._ended: Future[BaseException | None] = Future()
         self._watch = watch
         self._folder = run.submission_path(job.submission, f"stage-{number}")
         self.is_delegated = False
@@ -120,7 +117,7 @@ class Handover:
             "budget": asdict(budget),
             "trackers": trackers,
         }
-        config = {**agent_config(self._job, self._number, env, self._job.start_timeout), "stage": stage}
+        config = {**policy.agent_config(self._job, self._number, env, self._job.start_timeout), "stage": stage}
         group = self._session.launch(self._num_tasks, config, self._on_end)
         try:
             self._await_driver(group, deadline)
@@ -135,7 +132,8 @@ class Handover:
             raise
 
     def _on_end(self, error: BaseException | None) -> None:
-        self._messages.put((DRIVER, {"type": _ENDED, "error": error}))
+        self._ended.set_result(error)
+        self._inbox.wake()
 
     def _await_driver(self, group: AgentGroup, deadline: float) -> None:
         """Waits for the driver in the stage, which starts when Spark has slots for it."""
@@ -160,8 +158,7 @@ class Handover:
             if now > say_at:
                 say_at = now + policy.WAITING_INTERVAL
                 what = f"waiting for {self._session.place} to begin {self._num_tasks} tasks, for {now - began:.0f} s"
-                self._recorder.event({"type": "waiting", "what": what})
-                self._recorder.log(0, [f"rankzero: {what}"])
+                self._recorder.announce("waiting", what)
 
     def _let_go(self) -> None:
         self._recorder.let_go()
@@ -279,14 +276,15 @@ class Handover:
         )
 
     def _poll_end(self, group: AgentGroup, timeout: float) -> None:
-        with contextlib.suppress(queue.Empty):
-            _, message = self._messages.get(timeout=timeout)
-            if message["type"] == _ENDED:
-                if self.is_delegated and message["error"] and not self._engine_answers():
-                    self._engine_reports = False
-                    logger.warning("the engine no longer reports on the stage; its driver is followed by its heartbeat")
-                    return
-                raise self._outcome(group, message["error"])
+        self._inbox.wait(timeout)
+        if not self._engine_reports or not self._ended.done():
+            return
+        error = self._ended.result()
+        if self.is_delegated and error and not self._engine_answers():
+            self._engine_reports = False
+            logger.warning("the engine no longer reports on the stage; its driver is followed by its heartbeat")
+            return
+        raise self._outcome(group, error)
 
     def _outcome(self, group: AgentGroup, error: BaseException | None) -> Exception:
         if self.is_delegated and (not (status := self.last_status()) or status.certain):

@@ -8,6 +8,7 @@ on standard input. Everything else is `Driver.run`, as in the caller's process.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -19,7 +20,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from rankzero.driver.driver import Driver
-from rankzero.driver.watch import Inbox
 from rankzero.host import descendants
 from rankzero.host.processes import allow_open_files, is_gone, pidfd_of, settle_signals
 from rankzero.run.directory import RunDirectory
@@ -33,42 +33,24 @@ OWNER_INTERVAL = 1.0
 """Seconds between two polls of an owner that has no pidfd."""
 
 
-def _watch_owner(fd: int, owner: dict[str, Any] | None, inbox: Inbox) -> None:
-    """Cancels the run when the process at the other end of the pipe requests it or has exited.
+def when_gone(process: dict[str, Any] | None, then: Callable[[], None], *pipes: int) -> None:
+    """Calls a function, in a thread, once a process has exited.
 
     Args:
-        fd: The pipe. A child that the owner has forked may keep its other end open for longer.
-        owner: The process, as `this_process` describes it.
-        inbox: The driver's.
+        process: The process, as `this_process` describes it.
+        then: The function.
+        pipes: Descriptors whose input or end of file counts, too. Of a pipe of the process alone, a child that the
+            process has forked may keep the other end open for longer.
     """
-    watched = None if owner is None else pidfd_of(owner)
+    watched = None if process is None else pidfd_of(process)
+    sources, interval = ([*pipes], OWNER_INTERVAL) if watched is None else ([*pipes, watched], None)
 
     def watch() -> None:
-        sources = [fd] if watched is None else [fd, watched]
-        while not select.select(sources, [], [], OWNER_INTERVAL if watched is None else None)[0]:
-            if owner and is_gone(owner):
-                break
-        inbox.interrupt("the process that called run() has exited")
+        while not (process and is_gone(process)) and not select.select(sources, [], [], interval)[0]:
+            pass
+        then()
 
     threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()
-
-
-def _watch_retrier(retrier: dict[str, Any], inbox: Inbox) -> None:
-    """Shortens the lease once the process that would start the next try of the run's step has exited.
-
-    Args:
-        retrier: The process, as `describe_process` describes it.
-        inbox: The driver's.
-    """
-    watched = pidfd_of(retrier)
-
-    def watch() -> None:
-        sources, interval = ([], OWNER_INTERVAL) if watched is None else ([watched], None)
-        while not is_gone(retrier) and not select.select(sources, [], [], interval)[0]:
-            pass
-        inbox.is_retrier_gone = True
-
-    threading.Thread(target=watch, name="rankzero-retrier", daemon=True).start()
 
 
 def main() -> None:
@@ -120,9 +102,10 @@ def drive(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
     if owner is not None:
-        _watch_owner(owner, job.owner, driver.inbox)
+        exited = "the process that called run() has exited"
+        when_gone(job.owner, functools.partial(driver.inbox.interrupt, exited), owner)
     elif private.get("retrier"):
-        _watch_retrier(private["retrier"], driver.inbox)
+        when_gone(private["retrier"], driver.inbox.note_retrier_gone)
     code = 1
     try:
         driver.run()

@@ -1,24 +1,31 @@
-"""`Places`: the engine session in which the attempts of a run get their slots.
+"""`Places`: the engine session that the attempts of a run share, and the states in which an attempt gets its slots.
 
-A cluster may take minutes to answer, or never answer. So each request to it runs in a thread, and a cancel ends the
-wait.
+A cluster may take minutes to reply, or never reply. So each request to it runs in a thread, and a cancel ends the wait.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import functools
 import math
 import queue
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from rankzero.driver import policy
 from rankzero.driver.policy import Placement
-from rankzero.driver.watch import DRIVER, TICK, Inbox, Messages
+from rankzero.driver.recorder import Recorder
+from rankzero.driver.states import State
+from rankzero.driver.tables import Tables
+from rankzero.driver.watch import Inbox
 from rankzero.engines.base import ActionThread, Engine, EngineSession, within, words_of
 from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
 from rankzero.job import Job
+from rankzero.run.directory import RunDirectory
 
 CLOSE_TIMEOUT = 10.0
 """Seconds for an engine session to close (a SparkContext to stop)."""
@@ -26,183 +33,240 @@ CLOSE_TIMEOUT = 10.0
 SLOTS_INTERVAL = 0.1
 """Seconds between two polls of the number of slots of a cluster."""
 
-_DONE = "engine-done"
-_SAY = "engine-says"
-
 T = TypeVar("T")
 
 
 class Places:
-    """Opens engine sessions, one at a time, and waits for their slots."""
+    """Holds the engine session of a run, one at a time, and makes requests to it."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        job: Job,
-        inbox: Inbox,
-        check: Callable[[], None],
-        say: Callable[[dict[str, Any]], None],
-    ) -> None:
+    def __init__(self, engine: Engine, inbox: Inbox) -> None:
         """Prepares the object without opening a session.
 
         Args:
             engine: The engine to open.
-            job: The job of the run.
-            inbox: The driver's inbox.
-            check: Raises the typed error if the run must end.
-            say: Records an event, which followers of the run also see as a line.
+            inbox: The driver's inbox, which each reply wakes.
         """
         self._engine = engine
-        self._job = job
         self._inbox = inbox
-        self._check = check
-        self._say = say
         self._thread = ActionThread()
         self.session: EngineSession | None = None
         self.left_nothing = True
         """False if a session did not close, so a JVM that was stopped may still exist."""
 
-    def open(self, env: dict[str, str], deadline: float) -> tuple[EngineSession, str | None]:
-        """Opens a session; returns it with the URL of its user interface, or None if it has none.
-
-        Args:
-            env: The user's environment for the ranks.
-            deadline: Monotonic time by which the engine must answer.
-        """
-        self.session, url = self.in_thread(lambda: self._open(env), deadline)
-        for note in self.session.notes:
-            self._say({"type": "engine", "what": note})
-        return self.session, url
-
-    def _open(self, env: dict[str, str]) -> tuple[EngineSession, str | None]:
-        self._engine.start_ahead(self._job, env)
-        session, url = self._engine.open(self._job), None
+    def open(self, job: Job, env: Mapping[str, str]) -> tuple[EngineSession, str | None]:
+        """Opens a session; returns it with the URL of its user interface, or None if it has none."""
+        self._engine.start_ahead(job, env)
+        session, url = self._engine.open(job), None
         # A missing link must not fail a run.
         with contextlib.suppress(Exception):
             url = session.url
         return session, url
 
+    def request(self, action: Callable[[], T]) -> Future[T]:
+        """Runs an action in the engine's thread. The future gets its result, or an error that is a RankZeroError."""
+        reply = self._thread.submit(functools.partial(_with_typed_error, action))
+        reply.add_done_callback(self._inbox.wake)
+        return reply
+
+    def abandon(self) -> None:
+        """Makes later requests independent of an earlier one that may never return."""
+        self._thread.end()
+        self._thread = ActionThread()
+
     def is_broken(self) -> bool:
-        """Returns True if the session is unusable or does not answer."""
-        session, answers = self.session, list[bool]()
-        # A JVM that was stopped does not answer at all.
-        return session is not None and not (
-            self._within(lambda: answers.append(session.is_usable())) and answers == [True]
-        )
-
-    def gather(self, session: EngineSession, deadline: float, bad: frozenset[str]) -> Placement:
-        """Waits for the slots of the next attempt.
-
-        Raises:
-            StartTimeoutError: there were too few slots at the deadline.
-            RunTimeoutError: the run had started, and took longer than its timeout.
-            EngineError: the session ended meanwhile.
-        """
-        job, began = self._job, time.monotonic()
-        changed, say_at, before = began, began + policy.WAITING_INTERVAL, -1
-        least = job.least_tasks
-        while True:
-            slots, provable, by_host = self.in_thread(lambda: _count_slots(session, by_host=bool(bad)), deadline)
-            # Slots that exist count more than the most that settings allow.
-            most = max(least, min(job.num_tasks, provable or job.num_tasks))
-            now = time.monotonic()
-            if slots != before:
-                before, changed = slots, now
-            on_bad = {host: count for host, count in by_host.items() if host in bad}
-            waited = job.start_timeout - (deadline - now)
-            placement = policy.place(slots, least, most, now - changed, waited, job.start_timeout, on_bad)
-            if placement and session.reserve(placement.num_tasks + placement.spare):
-                return placement
-            what = policy.waiting_message(session.place, slots, least, most, now - began, job.start_timeout)
-            if now > deadline and slots < least:
-                missing = [f"task {task}" for task in range(slots, least)]
-                raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
-            if now > say_at:
-                say_at = now + policy.WAITING_INTERVAL
-                self._say({"type": "waiting", "what": what})
-            self.pause(SLOTS_INTERVAL)
-
-    def pause(self, seconds: float) -> None:
-        """Waits for some seconds, unless a cancel or the run's timeout ends the wait."""
-        end = time.monotonic() + seconds
-        while True:
-            self._check()
-            left = end - time.monotonic()
-            if left <= 0:
-                return
-            with contextlib.suppress(queue.Empty):
-                self._inbox.queue.get(timeout=min(left, TICK))
+        """Returns True if the session is unusable, or does not reply, as a JVM that was stopped."""
+        if self.session is None:
+            return False
+        reply = self._thread.submit(self.session.is_usable)
+        if not wait([reply], CLOSE_TIMEOUT).done:
+            self.abandon()
+            return True
+        return reply.exception() is not None or not reply.result()
 
     def close(self) -> None:
         """Closes the session, if there is one."""
         session, self.session = self.session, None
         if session:
-            self.left_nothing = self._within(session.close)
-        self._renew_thread()
+            self.left_nothing = within(CLOSE_TIMEOUT, session.close, self._thread)
+        self.abandon()
 
-    def _within(self, action: Callable[[], None]) -> bool:
-        """Runs an engine's action for `CLOSE_TIMEOUT` seconds at most; returns False if it took longer."""
-        is_done = within(CLOSE_TIMEOUT, action, self._thread.start)
-        if not is_done:
-            self._renew_thread()
-        return is_done
 
-    def _renew_thread(self) -> None:
-        """Makes later actions independent of an earlier one that may never return."""
-        self._thread.end()
-        self._thread = ActionThread()
+@dataclass(frozen=True)
+class Plan:
+    """The conditions under which an attempt gets its slots.
 
-    def say_from_thread(self, what: str) -> None:
-        """Records an event of the engine, from an action that runs in `in_thread`."""
-        self._inbox.queue.put((DRIVER, {"type": _SAY, "what": what}))
+    Attributes:
+        check: Raises the typed error if the run must end.
+        env: The user's environment for the ranks.
+        bad: Hosts that are left out where others suffice.
+        deadline: Monotonic time by which every rank must have started.
+    """
 
-    def in_thread(self, action: Callable[[], T], deadline: float) -> T:
-        """Runs an engine's action in a thread, so that a cluster that does not answer cannot block the driver."""
-        messages = self._inbox.renew()
+    run: RunDirectory
+    job: Job
+    places: Places
+    recorder: Recorder
+    check: Callable[[], None]
+    env: Mapping[str, str]
+    bad: frozenset[str]
+    deadline: float
 
-        def act() -> None:
-            result: T | None = None
-            failure: RankZeroError | None = None
-            try:
-                result = action()
-            except RankZeroError as error:
-                failure = error
-            except BaseException as error:
-                failure = EngineError(f"the engine could not be opened: {words_of(error)}")
-            messages.put((DRIVER, {"type": _DONE, "result": result, "failure": failure}))
+    def state(self) -> State:
+        """Returns the state in which the attempt begins, or continues once the session is open."""
+        if self.places.session is None:
+            return Opening(self)
+        kind = Reading if self.job.queries else WaitingForSlots
+        return kind(self, self.places.session)
 
-        self._thread.start(act)
-        try:
-            return cast(T, self._await_done(messages, deadline))
-        except BaseException:
-            # The action may never return.
-            self._renew_thread()
-            raise
 
-    def _await_done(self, messages: Messages, deadline: float) -> Any:
-        began = time.monotonic()
-        # Actions without a deadline report their own progress.
-        say_at = math.inf if deadline == math.inf else began + policy.WAITING_INTERVAL
-        while True:
-            with contextlib.suppress(queue.Empty):
-                _, message = messages.get(timeout=TICK)
-                if message["type"] == _SAY:
-                    self._say({"type": "engine", "what": message["what"]})
-                if message["type"] == _DONE:
-                    if message["failure"]:
-                        raise message["failure"]
-                    return message["result"]
-            self._check()
-            now = time.monotonic()
-            if now > say_at:
-                say_at = now + policy.WAITING_INTERVAL
-                what = f"waiting for the engine {self._job.engine} to answer, for {now - began:.0f} s"
-                self._say({"type": "waiting", "what": what})
-            if now > deadline:
-                raise StartTimeoutError(
-                    f"the engine {self._job.engine} did not answer within start_timeout={self._job.start_timeout} s",
-                    missing=["engine"],
-                )
+class _Asking(State):
+    """A state that waits for a reply of the engine."""
+
+    phase = "opening"
+
+    def __init__(self, plan: Plan, question: Callable[[], Any], deadline: float) -> None:
+        self._plan = plan
+        self._question = question
+        self._deadline = deadline
+        self._ask()
+
+    def _ask(self) -> None:
+        self._asked_at = time.monotonic()
+        # A question without a deadline reports its own progress.
+        self._report_at = math.inf if self._deadline == math.inf else self._asked_at + policy.WAITING_INTERVAL
+        self._reply = self._plan.places.request(self._question)
+
+    @abc.abstractmethod
+    def on_reply(self, reply: Any, now: float) -> State:
+        """Returns the next state."""
+
+    def tick(self, now: float) -> State:
+        """Ends the wait with the reply, the error of a run that must end, or at the deadline."""
+        if self._reply.done():
+            return self.on_reply(self._reply.result(), now)
+        self._plan.check()
+        engine, bound = self._plan.job.engine, self._plan.job.start_timeout
+        if now > self._report_at:
+            self._report_at = now + policy.WAITING_INTERVAL
+            waited = f"{now - self._asked_at:.0f} s"
+            self._plan.recorder.announce("waiting", f"waiting for the engine {engine} to answer, for {waited}")
+        if now > self._deadline:
+            what = f"the engine {engine} did not answer within start_timeout={bound} s"
+            raise StartTimeoutError(what, missing=["engine"])
+        return self
+
+    def fail(self, error: BaseException) -> State:
+        """Raises the error, and no longer uses the thread of a request that may never return."""
+        self._plan.places.abandon()
+        raise error
+
+
+class Opening(_Asking):
+    """The engine opens a session."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, functools.partial(plan.places.open, plan.job, plan.env), plan.deadline)
+
+    def on_reply(self, reply: Any, now: float) -> State:
+        """Keeps the session for this attempt and later ones."""
+        session, url = reply
+        self._plan.places.session = session
+        for note in session.notes:
+            self._plan.recorder.announce("engine", note)
+        if url:
+            self._plan.recorder.update(engine_url=url)
+        return self._plan.state()
+
+
+class Reading(_Asking):
+    """The engine computes the tables that ranks read, without a deadline, since it may take longer than any start."""
+
+    def __init__(self, plan: Plan, session: EngineSession) -> None:
+        self._session = session
+        self._tables = Tables(plan.run, plan.job, session)
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        super().__init__(plan, functools.partial(self._tables.read, self._said.put), math.inf)
+
+    def tick(self, now: float) -> State:
+        """Reports the progress so far."""
+        while not self._said.empty():
+            self._plan.recorder.announce("engine", self._said.get())
+        return super().tick(now)
+
+    def on_reply(self, reply: Any, now: float) -> State:
+        """Continues with a job that has the locations of its tables."""
+        deadline = now + self._plan.job.start_timeout
+        return WaitingForSlots(replace(self._plan, job=reply, deadline=deadline), self._session)
+
+    def fail(self, error: BaseException) -> State:
+        """Stops the engine's work, too."""
+        self._tables.stop(CLOSE_TIMEOUT)
+        return super().fail(error)
+
+
+class WaitingForSlots(_Asking):
+    """The attempt polls the number of slots until they suffice, or until no more of them appear."""
+
+    phase = "waiting for slots"
+
+    def __init__(self, plan: Plan, session: EngineSession) -> None:
+        self._session = session
+        self._began = self._changed = time.monotonic()
+        self._say_at, self._before, self._ask_at = self._began + policy.WAITING_INTERVAL, -1, math.inf
+        super().__init__(plan, functools.partial(_count_slots, session, by_host=bool(plan.bad)), plan.deadline)
+
+    def tick(self, now: float) -> State:
+        """Polls again after a pause."""
+        if self._ask_at == math.inf:
+            return super().tick(now)
+        self._plan.check()
+        if now >= self._ask_at:
+            self._ask_at = math.inf
+            self._ask()
+        return self
+
+    def on_reply(self, reply: Any, now: float) -> State:
+        """Decides whether the attempt starts with the slots that exist."""
+        job, session, least = self._plan.job, self._session, self._plan.job.least_tasks
+        slots, provable, by_host = reply
+        # Slots that exist count more than the most that settings allow.
+        most = max(least, min(job.num_tasks, provable or job.num_tasks))
+        if slots != self._before:
+            self._before, self._changed = slots, now
+        on_bad = {host: count for host, count in by_host.items() if host in self._plan.bad}
+        waited = job.start_timeout - (self._deadline - now)
+        placement = policy.place(slots, least, most, now - self._changed, waited, job.start_timeout, on_bad)
+        if placement and session.reserve(placement.num_tasks + placement.spare):
+            return Placed(self._plan, session, placement)
+        what = policy.waiting_message(session.place, slots, least, most, now - self._began, job.start_timeout)
+        if now > self._deadline and slots < least:
+            missing = [f"task {task}" for task in range(slots, least)]
+            raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
+        if now > self._say_at:
+            self._say_at = now + policy.WAITING_INTERVAL
+            self._plan.recorder.announce("waiting", what)
+        self._ask_at = now + SLOTS_INTERVAL
+        return self
+
+
+@dataclass(frozen=True)
+class Placed(State):
+    """The attempt has its slots, and its agents can start; the job of its plan has the locations of its tables."""
+
+    phase = "starting"
+
+    plan: Plan
+    session: EngineSession
+    placement: Placement
+
+
+def _with_typed_error(action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except RankZeroError:
+        raise
+    except BaseException as error:
+        raise EngineError(f"the engine could not be opened: {words_of(error)}") from error
 
 
 def _count_slots(session: EngineSession, *, by_host: bool) -> tuple[int, int | None, dict[str, int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import PREEMPTED
@@ -243,3 +244,26 @@ def order_tasks(hosts: Sequence[str]) -> list[int]:
     """
     first_seen = {host: index for index, host in reversed(list(enumerate(hosts)))}
     return sorted(range(len(hosts)), key=lambda task: (first_seen[hosts[task]], task))
+
+
+def agent_config(job: Job, number: int, env: dict[str, str], seconds: float) -> dict[str, Any]:
+    """Returns the configuration that the agents of an attempt share, except the address of their driver.
+
+    Args:
+        job: The job of the run.
+        number: The number of the attempt.
+        env: The user's environment for the ranks.
+        seconds: Seconds within which every rank must have started.
+    """
+    return {
+        "attempt": number,
+        "use_gpu": job.use_gpu,
+        "ports": job.ports,
+        "grace": job.stop_grace,
+        "connect_timeout": connect_timeout(seconds),
+        "exit_timeout": job.exit_timeout,
+        "restart_count": number - job.first_attempt,
+        "max_restarts": job.max_restarts,
+        "warm_start": job.warm_start,
+        "env": env,
+    }

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import astuple
 from typing import Any
 
@@ -136,15 +136,28 @@ class Recorder:
         before = 0.0 if status.held_since is None else max(0.0, now - status.held_since)
         self._writer.note(held_seconds=status.held_seconds + ranks * before, held_since=now if held else None)
 
-    def commit(self, result: ResultRef, value: list[Any], then: Callable[[], None]) -> None:
+    def commit(self, result: ResultRef, value: list[Any]) -> Future[None]:
         """Writes that the run has succeeded, which holds even if this driver dies. The run ends with `finish`.
 
         Args:
             result: The value's handle.
             value: The value itself in a list, if it is small JSON; else empty.
-            then: Called in another thread as soon as the record is durable.
+
+        Returns:
+            A future that completes as soon as the record is durable.
         """
-        self._writer.change(result=result.to_json(), value=value, then=then)
+        return self._writer.change(result=result.to_json(), value=value)
+
+    def note_phase(self, phase: str) -> None:
+        """Records the state of the attempt, which the next write of the status has."""
+        if phase != self.status.phase:
+            self._writer.note(phase=phase)
+
+    def announce(self, kind: str, what: str, **facts: Any) -> None:
+        """Records an event whose text followers of the run also see among the lines of rank 0."""
+        logger.info("%s", what)
+        self.event({"type": kind, **facts, "what": what})
+        self.log(0, [f"rankzero: {what}"])
 
     def _flush(self) -> None:
         """Writes pieces to an object store in a thread of its own, so neither the heartbeat nor the driver waits.
@@ -218,8 +231,7 @@ class Recorder:
         self._finished.set()
         if self._flusher.ident:
             self._flusher.join(LET_GO_TIMEOUT)
-            self._writer.change(**self._progress())
-            self._writer.await_written(LET_GO_TIMEOUT)
+            wait([self._writer.change(**self._progress())], LET_GO_TIMEOUT)
         self._writer.stop(LET_GO_TIMEOUT if self._run.is_remote else DRIVER_DEAD_AFTER)
 
     def finish(self, **changes: Any) -> None:
@@ -231,6 +243,7 @@ class Recorder:
             ResultError: the store refused the final status for `STORE_OUTAGE` seconds.
         """
         self._note_state(changes["state"])
+        self.note_phase("final")
         for lines in (self._events, *self._logs.values()):
             lines.close()
         self._finished.set()
@@ -240,8 +253,8 @@ class Recorder:
             self._flusher.join(STORE_OUTAGE)
             if self._flusher.is_alive():
                 logger.warning("lines are lost: the store has not taken them for %g s", STORE_OUTAGE)
-        self._writer.change(**changes, **self._progress(), ended=time.time())
-        if not self._writer.await_written(STORE_OUTAGE):
+        written = self._writer.change(**changes, **self._progress(), ended=time.time())
+        if not wait([written], STORE_OUTAGE).done:
             problem = self._writer.problem
             what = f"the run ended as {changes['state']}, but its status could not be written"
             raise ResultError(f"{what}: {problem or 'the store does not answer'}") from problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -38,9 +38,8 @@ class StatusWriter:
         """
         self._run = run
         self._changed = threading.Condition()
-        self._wanted = self._tried = self._written = 0
-        self._stopped = False
-        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self._has_changed = self._stopped = False
+        self._unwritten: list[Future[None]] = []
         self._thread = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self.status = status
         self.superseded = False
@@ -53,21 +52,24 @@ class StatusWriter:
         with self._changed:
             self.status = replace(self.status, **changes)
 
-    def change(self, *, then: Callable[[], None] | None = None, **changes: Any) -> None:
+    def change(self, **changes: Any) -> Future[None]:
         """Changes the status and writes it immediately. No write follows a final status.
 
         Args:
-            then: Called in the writer's thread once the change is written.
             changes: New values of fields of the status.
+
+        Returns:
+            A future that completes once the change is written.
         """
+        written: Future[None] = Future()
         with self._changed:
             self.status = replace(self.status, **changes)
-            self._wanted += 1
-            if then:
-                self._waiting.append((self._wanted, then))
+            self._has_changed = True
+            self._unwritten.append(written)
             self._changed.notify_all()
         if not self._thread.ident:
             self._thread.start()
+        return written
 
     def stop(self, timeout: float = DRIVER_DEAD_AFTER) -> None:
         """Stops writing; waits up to ``timeout`` seconds for a write that is under way."""
@@ -77,22 +79,16 @@ class StatusWriter:
         if self._thread.ident:
             self._thread.join(timeout)
 
-    def await_written(self, timeout: float) -> bool:
-        """Waits until every change so far is written; returns False if ``timeout`` seconds did not suffice."""
-        with self._changed:
-            wanted = self._wanted
-            return self._changed.wait_for(lambda: self._written >= wanted, timeout)
-
     def _work(self) -> None:
         next_beat, next_check = time.monotonic() + self._beat_interval(), time.time() + DRIVER_DEAD_AFTER
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._stopped or self._wanted > self._tried, max(0.0, next_beat - time.monotonic())
+                    lambda: self._stopped or self._has_changed, max(0.0, next_beat - time.monotonic())
                 )
                 if self._stopped:
                     return
-                self._tried = wanted = self._wanted
+                self._has_changed, due = False, list(self._unwritten)
                 status = self.status = replace(self.status, heartbeat=time.time())
             try:
                 # Wall-clock time, since it also advances while a machine sleeps.
@@ -112,12 +108,9 @@ class StatusWriter:
             self.problem = None
             next_beat = time.monotonic() + self._beat_interval()
             with self._changed:
-                self._written = wanted
-                self._changed.notify_all()
-                due = [then for number, then in self._waiting if number <= wanted]
-                self._waiting = [(number, then) for number, then in self._waiting if number > wanted]
-            for then in due:
-                then()
+                del self._unwritten[: len(due)]
+            for written in due:
+                written.set_result(None)
             if status.final:
                 return
 

@@ -1,30 +1,35 @@
-"""`Storage`: stores rank 0's value and the parts of checkpoints that ranks report."""
+"""`Storage` stores rank 0's value and the parts of checkpoints; `Scratch` has them on their way to an object store."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.messages import Finished, Part, Uploaded
-from rankzero.driver import ending
 from rankzero.driver.commits import Committer
-from rankzero.driver.ending import Facts
+from rankzero.driver.ending import Facts, not_stored
 from rankzero.driver.rows import remove_rows
 from rankzero.errors import ResultError
-from rankzero.run.checkpoints import FOLDER
+from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
 from rankzero.run.directory import RunDirectory
+from rankzero.task.hold import lock_directory, remove_abandoned, scratch_root
 from rankzero.values.formats import SHARDS
 from rankzero.values.ref import ResultRef, fingerprint_of
 
 logger = logging.getLogger(__name__)
 
-RESULT_STORED = "result-stored"
-
 _RESULT_INTERVAL = 0.5
+
+_SCRATCH_PREFIX = "rankzero-driver-"
 
 
 class Storage:
@@ -33,14 +38,7 @@ class Storage:
     A rank that does not see the run directory sends its file over the channel before the message about it.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        number: int,
-        committer: Committer,
-        facts: Facts,
-        send: Callable[[dict[str, Any]], None],
-    ) -> None:
+    def __init__(self, run: RunDirectory, number: int, committer: Committer, facts: Facts) -> None:
         """Creates a storage that has received no files yet.
 
         Args:
@@ -48,15 +46,15 @@ class Storage:
             number: Number of the attempt.
             committer: Commits parts of checkpoints; its thread makes all requests to an object store.
             facts: Receives finished ranks and errors of the store.
-            send: Sends a message to the driver's thread, from any thread.
         """
         self._run = run
         self._number = number
         self._committer = committer
         self._facts = facts
-        self._send = send
         self._uploads: dict[tuple[int, str], Uploaded] = {}
         self._kinds: dict[bool, int] = {}
+        self._storing: Future[ResultRef] | None = None
+        self._value: list[Any] = []
 
     def note_upload(self, task: int, message: Uploaded) -> None:
         """Records that a file of this task has arrived over the channel, or that it will not."""
@@ -86,8 +84,15 @@ class Storage:
             part["uploaded"] = uploaded.path
         self._committer.add(rank, part)
 
-    def commit(self, rank: int, task: int, message: Finished) -> None:
-        """Records a rank's commit. Rank 0 has committed when its value is stored, which `on_stored` records."""
+    def finish(self, rank: int, task: int, message: Finished, metrics: dict[str, Any]) -> None:
+        """Records that a rank has finished. Rank 0 has finished when its value is stored, which `poll` notes.
+
+        Args:
+            rank: The rank.
+            task: Task of its agent.
+            message: Its message.
+            metrics: Rank 0's last metrics, for the summary of its value.
+        """
         result = message.result
         if result is None:
             self._facts.finished.add(rank)
@@ -95,55 +100,68 @@ class Storage:
         path, is_uploaded = result["path"], False
         if uploaded := self._uploads.pop((task, "value"), None):
             if uploaded.digest != result["digest"]:
-                self._facts.refusal = ending.not_stored(uploaded.error or "the upload was damaged on its way")
+                self._facts.refusal = not_stored(uploaded.error or "the upload was damaged on its way")
                 return
             path, is_uploaded = uploaded.path, True
         uri = self._run.path("result", f"value-{self._number}.{result['format']}")
-
-        def put() -> None:
-            error = _place(path, uri, result["size"], durable=is_uploaded)
-            fingerprint = None if error else fingerprint_of(uri, result["format"])
-            stored = {"type": RESULT_STORED, "result": result, "uri": uri, "error": error}
-            self._send({**stored, "fingerprint": fingerprint})
-
-        if self._run.is_remote or "value" not in result:
+        store_it = functools.partial(_store_value, path, uri, result, dict(metrics), durable=is_uploaded)
+        self._value = [result["value"]] if "value" in result else []
+        if self._run.is_remote or not self._value:
             # In the committer's thread: the driver continues to check for failures and cancels.
-            self._committer.do(put)
+            self._storing = self._committer.submit(store_it)
         else:
-            put()
+            self._note_stored(store_it)
+
+    def poll(self) -> None:
+        """Notes that rank 0's value is stored, or that the store refused it, once that is known."""
+        if self._storing and self._storing.done():
+            self._note_stored(self._storing.result)
+            self._storing = None
+
+    def _note_stored(self, store_it: Callable[[], ResultRef]) -> None:
+        try:
+            self._facts.note_stored(store_it(), self._value)
+        except ResultError as error:
+            self._facts.refusal = error
 
     def sweep(self) -> None:
         """Schedules the deletion of everything that this attempt stored; it counts as failed from now on."""
         self._facts.is_given_up = True
         self._committer.sweep()
         attempts = range(self._number, self._number + 1)
-        # In the committer's thread, after its pending commits.
-        self._committer.do_as_owner(lambda: remove_rows(self._run, attempts, self._committer.tables))
+        # In the committer's thread, after its pending commits: only then is it known which rows a checkpoint covers.
+        self._committer.do(functools.partial(self._remove_rows, attempts), as_owner=True)
         if self._run.is_remote:
-            self._committer.do_as_owner(lambda: remove_values(self._run, attempts))
+            self._committer.do(functools.partial(remove_values, self._run, attempts), as_owner=True)
+
+    def _remove_rows(self, attempts: range) -> None:
+        remove_rows(self._run, attempts, self._committer.tables)
 
     def abort_uploads(self) -> None:
         """Schedules the abort of uploads that ranks of this attempt began and repeated after an outage of the store."""
         begins = self._run.path(FOLDER, f"{self._number:04d}-"), self._run.path("result", f"value-{self._number}.")
         for begin in begins if self._run.is_remote else ():
-            self._committer.do_as_owner(functools.partial(store.abort_uploads, begin))
+            self._committer.do(functools.partial(store.abort_uploads, begin), as_owner=True)
 
-    def on_stored(self, message: dict[str, Any], metrics: dict[str, Any]) -> None:
-        """Records that rank 0's value is stored, or that the store refused it.
 
-        Args:
-            message: A message of the type `RESULT_STORED`.
-            metrics: Rank 0's last metrics, for the summary.
-        """
-        if message["error"]:
-            self._facts.refusal = ending.not_stored(message["error"])
-            return
-        result = message["result"]
-        summary = {**result["summary"], "metrics": dict(metrics)}
-        ref = ResultRef(
-            message["uri"], result["format"], result["digest"], result["size"], summary, message["fingerprint"]
-        )
-        self._facts.note_stored(ref, [result["value"]] if "value" in result else [])
+def files_of(run: RunDirectory, checkpoint: Manifest | None) -> dict[str, str]:
+    """Returns the files of the checkpoint to start from, by the names under which agents request them."""
+    if checkpoint is None:
+        return {}
+    files = {rank: part["file"] for rank, part in checkpoint.parts.items()}
+    files |= {"manifest": MANIFEST, "pieces": PIECES}
+    return {f"checkpoint-{name}": run.path(FOLDER, checkpoint.id, file) for name, file in files.items()}
+
+
+def remove_leftovers(run: RunDirectory, attempts: range) -> None:
+    """Removes files that ranks of earlier attempts had begun to write when the ranks or their driver died."""
+    remove_rows(run, attempts, {})
+    if run.is_remote:
+        remove_values(run, attempts)
+        return
+    for name in store.list_names(run.path("result")):
+        if name.startswith("."):
+            store.remove(run.path("result", name))
 
 
 def remove_values(run: RunDirectory, attempts: range) -> None:
@@ -161,24 +179,58 @@ def _is_whole(uploaded: Uploaded, part: Part) -> bool:
     return (part.format == SHARDS or uploaded.digest == part.sha256) and uploaded.size == part.size
 
 
-def _place(path: str, uri: str, size: int, *, durable: bool) -> str | None:
-    """Moves the result into place, unless its rank has done so; returns a message if the store refused it.
+def _store_value(path: str, uri: str, result: dict[str, Any], metrics: dict[str, Any], *, durable: bool) -> ResultRef:
+    """Moves rank 0's value into place, unless the rank has done so. Raises ResultError if the store refuses it.
 
     Args:
         path: The local file, or the URL of a file that the rank has written.
         uri: Location of the result.
-        size: Its bytes.
+        result: The facts about the value from the rank's message.
+        metrics: Rank 0's last metrics.
         durable: True if no process has synced the file.
     """
 
     def place() -> None:
         if path != uri:
             store.upload(path, uri, durable=durable)
-        elif (found := store.size(uri)) != size:
-            raise OSError(f"{uri} has {found} bytes, not {size}")
+        elif (found := store.size(uri)) != result["size"]:
+            raise OSError(f"{uri} has {found} bytes, not {result['size']}")
 
     try:
         store.patiently(place, STORE_OUTAGE, _RESULT_INTERVAL, lambda _: not store.is_url(uri))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        raise not_stored(f"{type(error).__name__}: {error}") from error
+    fingerprint = fingerprint_of(uri, result["format"])
+    summary = {**result["summary"], "metrics": metrics}
+    return ResultRef(uri, result["format"], result["digest"], result["size"], summary, fingerprint)
+
+
+class Scratch:
+    """A temporary directory, locked while its process lives; creating one removes those of killed drivers.
+
+    Attributes:
+        path: The directory.
+    """
+
+    def __init__(self) -> None:
+        """Creates and locks the directory.
+
+        Raises:
+            OSError: the disk is full.
+            RuntimeError: no temporary directory is writable.
+        """
+        root = scratch_root()
+        remove_abandoned(root, _SCRATCH_PREFIX)
+        self.path = tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir=root)
+        lock = lock_directory(self.path)
+        # An attempt that fails early does not call `remove`.
+        self._remove = weakref.finalize(self, _remove_scratch, self.path, lock)
+
+    def remove(self) -> None:
+        """Removes the directory and its lock."""
+        self._remove()
+
+
+def _remove_scratch(path: str, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)

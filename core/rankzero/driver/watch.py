@@ -6,8 +6,10 @@ import logging
 import queue
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+from rankzero.channel.messages import Message, decode
 from rankzero.driver.recorder import Recorder
 from rankzero.errors import RunCancelledError
 from rankzero.job import Job
@@ -28,38 +30,94 @@ LEASE_INTERVAL = 30.0
 MISSED_RENEWALS = 3
 """Renewals that a follower may miss once no other try can come: half a minute, three minutes on an object store."""
 
-DRIVER = -1
-"""The "task" under which the driver's own threads put messages into the queue."""
-
-INTERRUPT = "interrupt"
+BACKLOG = 256
+"""Most messages that wait for the driver before agents have to hold back their log lines."""
 
 REQUEST_TIMEOUT = 1.0
 """Seconds for an object store to answer whether the end that a signal asks for was requested by a user."""
 
 _ON_REQUEST = "the run was cancelled on request"
 
-Messages = queue.SimpleQueue[tuple[int, dict[str, Any]]]
+
+class Received(NamedTuple):
+    """A message of the agent of a task, or of one of its ranks."""
+
+    task: int
+    local_rank: int | None
+    message: Message
+
+
+class Mailbox:
+    """The messages of the agents of one attempt, and wake-ups by work that other threads have completed."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
+
+    def put(self, task: int, wire: Mapping[str, Any]) -> None:
+        """Adds a message of an agent. Raises FrameError if it is malformed."""
+        self._items.put(Received(task, wire.get("local_rank"), decode(wire)))
+
+    def wake(self, _: object = None) -> None:
+        """Ends the driver's wait. Threads, signal handlers and futures may call it."""
+        self._items.put(None)
+
+    def has_room(self) -> bool:
+        """Returns False if agents have to hold back their log lines."""
+        return self._items.qsize() < BACKLOG
+
+    @property
+    def is_empty(self) -> bool:
+        """True if every message so far was received."""
+        return self._items.empty()
+
+    def receive(self, timeout: float) -> Iterator[Received]:
+        """Yields the messages that have arrived, at most `BACKLOG` of them.
+
+        Args:
+            timeout: Seconds to wait for the first message or for a wake-up.
+        """
+        for _ in range(BACKLOG):
+            try:
+                item = self._items.get(timeout=timeout) if timeout else self._items.get(False)
+            except queue.Empty:
+                return
+            if item:
+                yield item
+            timeout = 0.0
 
 
 class Inbox:
-    """Messages of other threads to the driver. Each attempt has its own queue; an interrupt applies to all."""
+    """The mailbox of the current attempt, and an interrupt, which applies to all attempts."""
 
     def __init__(self) -> None:
-        self.queue: Messages = queue.SimpleQueue()
+        self.mailbox = Mailbox()
         self.interrupted: str | None = None
         self.is_retrier_gone = False
         """True once the process that would start the next try has exited, so only a present follower keeps the run
         alive."""
 
-    def renew(self) -> Messages:
-        """Creates and returns a new queue, which messages of an earlier attempt cannot reach."""
-        self.queue = queue.SimpleQueue()
-        return self.queue
+    def note_retrier_gone(self) -> None:
+        """Records that the process that would start the next try has exited."""
+        self.is_retrier_gone = True
+
+    def renew(self) -> Mailbox:
+        """Creates and returns a new mailbox, which messages of an earlier attempt cannot reach."""
+        self.mailbox = Mailbox()
+        return self.mailbox
+
+    def wake(self, _: object = None) -> None:
+        """Ends the driver's wait. Threads, signal handlers and futures may call it."""
+        self.mailbox.wake()
+
+    def wait(self, timeout: float) -> None:
+        """Waits for a wake-up, at most ``timeout`` seconds."""
+        for _ in self.mailbox.receive(timeout):
+            pass
 
     def interrupt(self, reason: str) -> None:
         """Asks the driver to cancel the run. Threads and signal handlers may call it."""
         self.interrupted = self.interrupted or reason
-        self.queue.put((DRIVER, {"type": INTERRUPT}))
+        self.wake()
 
 
 class Watch:

@@ -8,7 +8,8 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankzero.channel.auth import new_secret
 from rankzero.channel.sockets import listen
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 AgentConfig = dict[str, Any]
 OnEnd = Callable[[BaseException | None], None]
 
@@ -260,35 +262,38 @@ def words_of(error: BaseException) -> str:
 
 
 class ActionThread:
-    """Runs an engine's actions one after the other in one thread, since py4j opens a connection for each thread."""
+    """Runs actions one after the other in one daemon thread. For engines, py4j opens a connection for each thread."""
 
-    def __init__(self) -> None:
-        self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+    def __init__(self, name: str = "rankzero-engine") -> None:
+        self._actions: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
-    def start(self, action: Callable[[], None]) -> None:
-        """Queues an action, which must not raise."""
-        self._actions.put(action)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="rankzero-engine", daemon=True)
+    def submit(self, action: Callable[[], T]) -> Future[T]:
+        """Queues an action; the future gets its result or its exception."""
+        future: Future[T] = Future()
+        self._actions.put((future, action))
+        if not self._thread.ident:
             self._thread.start()
+        return future
 
-    def end(self) -> None:
-        """Ends the thread when the last action has returned."""
-        self._actions.put(None)
+    def end(self, timeout: float = 0.0) -> None:
+        """Ends the thread after the last action, for which it waits ``timeout`` seconds at most."""
+        if self._thread.ident:
+            self._actions.put(None)
+            self._thread.join(timeout)
 
     def _work(self) -> None:
-        while action := self._actions.get():
-            action()
+        while item := self._actions.get():
+            future, action = item
+            try:
+                future.set_result(action())
+            except BaseException as error:
+                future.set_exception(error)
+            # Until the next action, this thread keeps no result in memory.
+            del item, future, action
 
 
-def _start_in_thread(action: Callable[[], None]) -> None:
-    threading.Thread(target=action, name="rankzero-engine", daemon=True).start()
-
-
-def within(
-    seconds: float, action: Callable[[], None], start: Callable[[Callable[[], None]], None] = _start_in_thread
-) -> bool:
+def within(seconds: float, action: Callable[[], object], thread: ActionThread | None = None) -> bool:
     """Runs an engine's action in a thread for limited time; returns False if it took longer.
 
     A call into a JVM that was stopped never returns.
@@ -296,20 +301,15 @@ def within(
     Args:
         seconds: The limit.
         action: The function that the thread calls.
-        start: Calls a function in a thread; by default in a new one.
+        thread: The thread; None for a new one.
     """
-    done = threading.Event()
-
-    def act() -> None:
-        try:
-            action()
-        except Exception:
-            logger.warning("the engine failed", exc_info=True)
-        finally:
-            done.set()
-
-    start(act)
-    if done.wait(seconds):
-        return True
-    logger.warning("the engine did not answer within %s s", seconds)
-    return False
+    own = thread or ActionThread()
+    future = own.submit(action)
+    if thread is None:
+        own.end()
+    if not wait([future], seconds).done:
+        logger.warning("the engine did not answer within %s s", seconds)
+        return False
+    if error := future.exception():
+        logger.warning("the engine failed", exc_info=error)
+    return True

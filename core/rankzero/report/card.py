@@ -64,7 +64,7 @@ def render(facts: Facts) -> str:
     """Returns the card as HTML."""
     state = facts.status.state
     badge = f"color:#fff;background:{_COLORS.get(state, _OTHER)};border-radius:999px;padding:1px 10px;font-size:12px"
-    head = f'<b>{_text(facts.id)}</b> <span style="{badge}">{_text(state)}</span>'
+    head = f'<b>{_text(facts.id)}</b> <span style="{badge}">{_text(facts.status.shown)}</span>'
     what = f"{facts.name} on {facts.world} ranks"
     parts = [
         f'<div style="display:flex;gap:10px;align-items:center;flex-wrap:wrap">{head}'

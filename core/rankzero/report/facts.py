@@ -69,6 +69,7 @@ class Collector:
             "directory": handle.directory,
             "name": job.name,
             "state": status.state,
+            "shown": status.shown,
             "error": status.error,
             "created": job.created,
             "started": status.started,

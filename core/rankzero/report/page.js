@@ -153,7 +153,7 @@
   const heading = (run) => {
     const head = add(page, "div", { class: "head" });
     add(head, "h1", {}, run.id);
-    add(head, "span", { class: `badge ${/^[a-z]+$/.test(run.state) ? run.state : ""}` }, run.state);
+    add(head, "span", { class: `badge ${/^[a-z]+$/.test(run.state) ? run.state : ""}` }, run.shown);
     add(page, "p", { class: "sub" }, `${run.name} on ${run.world} ranks · submitted ${moment(run.created)} · ${run.directory}`);
     if (run.engine_url && /^https?:/.test(run.engine_url)) {
       add(add(page, "p", { class: "sub" }), "a", { href: run.engine_url, rel: "noreferrer" }, "Spark UI");

@@ -78,6 +78,8 @@ class RunStatus:
     Attributes:
         state: ``"pending"``, ``"starting"``, ``"running"``, ``"succeeded"``, ``"failed"`` or
             ``"cancelled"``.
+        phase: State of the current attempt: ``"opening"``, ``"waiting for slots"``, ``"starting"``, ``"running"``,
+            ``"ending"`` or ``"final"``; empty before the first one.
         attempt: Number of the current attempt, from 0.
         preemptions: Number of preempted attempts of this submission.
         submission: Number of the submission: how often the run id was submitted before.
@@ -108,6 +110,7 @@ class RunStatus:
     """
 
     state: str = "pending"
+    phase: str = ""
     attempt: int = 0
     preemptions: int = 0
     submission: int = 0
@@ -132,6 +135,11 @@ class RunStatus:
     world_size: int | None = None
     held_seconds: float = 0.0
     held_since: float | None = None
+
+    @property
+    def shown(self) -> str:
+        """The state, and the phase of the attempt where that says more, such as ``starting (waiting for slots)``."""
+        return self.state if self.final or self.phase in ("", self.state) else f"{self.state} ({self.phase})"
 
     @property
     def final(self) -> bool:
@@ -161,6 +169,7 @@ _NUMBER = (int, float)
 
 # Fields that earlier versions of rankzero do not write, with their types.
 _LATER_KINDS: dict[str, type | tuple[type, ...]] = {
+    "phase": str,
     "attempt": int,
     "interval": _NUMBER,
     "patience": _NUMBER,

@@ -82,7 +82,8 @@ class Observer:
         if status.certain:
             return replace(status, state="succeeded", ended=status.heartbeat)
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
-        text = f"the driver of run {self._run.directory.rsplit('/', 1)[-1]} ({who}) died without ending the run"
+        text = f"the driver of run {self._run.directory.rsplit('/', 1)[-1]} ({who}) died without ending the run, "
+        text += f"which was {status.shown}"
         error = EngineError("\n".join([text, *self._driver_log_tail()]))
         return replace(status, state="failed", error=error.to_json(), ended=status.heartbeat)
 

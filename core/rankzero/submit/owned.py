@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankzero.bounds import CANCEL_TIMEOUT
-from rankzero.driver.driver import Driver
-from rankzero.driver.thread import DriverThread
+from rankzero.driver.driver import Driver, DriverThread
 from rankzero.driver.trackers import FLUSH_TIMEOUT
 from rankzero.errors import InvalidJobError
 from rankzero.host.processes import this_process

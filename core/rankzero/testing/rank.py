@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import IO, Any, NoReturn
 
@@ -107,21 +108,24 @@ def _checkpoints(
     """The writer of a rank, and what the driver does of the commit, in this process."""
     run = RunDirectory(home)
 
-    def on_commit(manifest: Manifest) -> None:
-        # By its attribute: `seed_checkpoint` takes the manifest.
-        checkpoints.committed(manifest.for_ranks([rank]))
-
-    def on_loss(index: int) -> None:
-        checkpoints.on_message(messages.NotCommitted(index))
-
-    committer = Committer(run, attempt, 1, CheckpointConfig(), 0, on_commit, on_loss)
+    committer = Committer(run, attempt, 1, CheckpointConfig(), 0)
 
     def on_message(message: messages.Message) -> None:
         if not isinstance(message, messages.Part):
             return
         if message.sharded and world_size > 1:
             raise NotImplementedError("sharded checkpoints of several ranks need a run: Launcher(n).run(train)")
-        committer.add(0, message.facts())
+        index, commit = message.index, committer.add(0, message.facts())
+        assert commit is not None, "one rank has all parts of a checkpoint"
+
+        def on_end(commit: Future[Manifest]) -> None:
+            if commit.exception():
+                checkpoints.on_message(messages.NotCommitted(index))
+                return
+            # By its attribute: `seed_checkpoint` takes the manifest.
+            checkpoints.committed(commit.result().for_ranks([rank]))
+
+        commit.add_done_callback(on_end)
 
     checkpoints = writer.CheckpointWriter(files, attempt, rank, world_size, on_message)
     try:

@@ -1,12 +1,12 @@
-"""`RemainingWatch`: detects ranks that wait for peers that have already returned."""
+"""`HangWatch` distinguishes a run that hangs from a slow one, `RemainingWatch` ranks that wait for returned peers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
 
 from rankzero import bounds
+from rankzero.channel.messages import Dump, Message, Peek, Position
 from rankzero.driver import policy
 from rankzero.driver.policy import name_ranks
 
@@ -22,17 +22,70 @@ _HOROVOD_DEPTH = 4
 """Number of innermost calls in which a call of hvd shows that a rank waits in an operation of hvd."""
 
 
-@dataclass(frozen=True)
-class Position:
-    """The stack and the processor time of a rank at one moment.
+class HangWatch:
+    """Tracks the last progress of every rank, and requests their stacks before it reports a hang."""
 
-    Attributes:
-        stack: The Python stack of its main thread, innermost call first, as faulthandler writes it.
-        cpu: Seconds of processor time that its process has used; None if the system does not report it.
-    """
+    def __init__(self, num_processes: int, broadcast: Callable[[Message], None]) -> None:
+        """Creates a watch that has not seen any rank yet.
 
-    stack: str
-    cpu: float | None
+        Args:
+            num_processes: Number of ranks.
+            broadcast: Sends a message to all agents: a request for stacks, which arrive through `on_stack`.
+        """
+        self._ranks = range(num_processes)
+        self._broadcast = broadcast
+        self._progress: dict[int, tuple[int, float]] = {}
+        self._returned: set[int] = set()
+        self._began: float | None = None
+        self._stacks: dict[int, str] = {}
+        self._stacks_deadline: float | None = None
+
+    def on_beat(self, rank: int, progress: int, now: float) -> None:
+        """Records a rank's progress counter; heartbeats of a rank that has returned do not count."""
+        if rank in self._returned:
+            return
+        if rank not in self._progress or self._progress[rank][0] != progress:
+            self._progress[rank] = progress, now
+
+    def on_return(self, rank: int, now: float) -> None:
+        """Records that a rank's code has returned, its last progress: storing its value has no time limit."""
+        self._returned.add(rank)
+        self._progress[rank] = -1, now
+
+    @property
+    def progress_at(self) -> float:
+        """Monotonic time of the last progress or return of any rank."""
+        return max((when for _, when in self._progress.values()), default=0.0)
+
+    def on_stack(self, rank: int, text: str) -> None:
+        """Records the stack that a rank sent."""
+        self._stacks[rank] = text
+
+    def poll(self, now: float, bound: float) -> dict[int, str] | None:
+        """Returns the stack of each rank if the run hangs; None if it does not, or if stacks are still missing.
+
+        The caller polls this from when every rank has started; progress counts from the first call.
+
+        Args:
+            now: Monotonic time.
+            bound: Seconds without progress of any rank after which a run hangs.
+        """
+        if self._began is None:
+            self._began = now
+        for rank in self._ranks:
+            # A rank without any heartbeat may hang, too. It has `MEET_TIMEOUT` more, to reach rank 0.
+            self._progress.setdefault(rank, (-1, self._began + bounds.MEET_TIMEOUT))
+        if self._returned.issuperset(self._ranks):
+            return None
+        if not policy.is_hung((when for _, when in self._progress.values()), now, bound):
+            self._stacks_deadline = None
+        elif self._stacks_deadline is None:
+            self._stacks.clear()
+            self._stacks_deadline = now + policy.STACKS_WINDOW
+            self._broadcast(Dump())
+        elif now > self._stacks_deadline or len(self._stacks) == len(self._ranks):
+            return {rank: self._stacks.get(rank, "no answer: its agent or the network hangs") for rank in self._ranks}
+        return None
 
 
 class RemainingWatch:
@@ -42,15 +95,15 @@ class RemainingWatch:
     takes. A rank counts as waiting only if its innermost call is a collective and its process uses no processor time.
     """
 
-    def __init__(self, num_processes: int, peek: Callable[[], None]) -> None:
+    def __init__(self, num_processes: int, broadcast: Callable[[Message], None]) -> None:
         """Creates a watch that has not polled any rank yet.
 
         Args:
             num_processes: Number of ranks.
-            peek: Requests the positions of all ranks from their agents, which arrive through `note`.
+            broadcast: Sends a message to all agents: a request for positions, which arrive through `note`.
         """
         self._ranks = frozenset(range(num_processes))
-        self._peek = peek
+        self._broadcast = broadcast
         self._positions: dict[int, Position] = {}
         self._before: dict[int, Position] = {}
         self._peeked_at: float | None = None
@@ -59,11 +112,11 @@ class RemainingWatch:
         self._has_reported = False
         self._waiting_since: float | None = None
 
-    def note(self, rank: int, stack: str, cpu: float | None) -> None:
+    def note(self, rank: int, position: Position) -> None:
         """Records the position that a rank sent."""
-        self._positions[rank] = Position(stack, cpu)
+        self._positions[rank] = position
 
-    def poll(self, now: float, returned: frozenset[int], progress_at: float) -> str | None:
+    def poll(self, now: float, returned: Set[int], progress_at: float) -> str | None:
         """Returns a message, once, if some ranks have returned and the others make no progress; else None.
 
         Args:
@@ -81,7 +134,7 @@ class RemainingWatch:
             self._before, self._before_at = dict(self._positions) if self._peeked_at else {}, self._peeked_at or now
             self._positions.clear()
             self._peeked_at, self._is_open = now, True
-            self._peek()
+            self._broadcast(Peek())
         elif self._is_open and (remaining <= set(self._positions) or now - self._peeked_at > policy.STACKS_WINDOW):
             self._is_open = False
             self._judge(now, remaining)
@@ -112,7 +165,7 @@ class RemainingWatch:
             return position.cpu - before.cpu <= IDLE_SHARE * elapsed and position.stack == before.stack
         return position.stack == before.stack
 
-    def _notice(self, returned: frozenset[int], remaining: frozenset[int], seconds: float) -> str:
+    def _notice(self, returned: Set[int], remaining: frozenset[int], seconds: float) -> str:
         groups: dict[str, list[int]] = {}
         for rank in sorted(remaining):
             position = self._positions.get(rank)
