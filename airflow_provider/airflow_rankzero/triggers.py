@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -28,10 +29,13 @@ POLL_INTERVAL = 0.5
 """Seconds between two polls of a run directory on a disk."""
 
 THREADS = 8
-"""Threads that poll the runs of all deferred trainings. The triggerer's own threads are for all triggers, and a store
-that does not respond would block them."""
+"""Threads that poll the runs of a store. The triggerer's own threads are for all triggers, and a store that does not
+respond would block them, as it would block the threads of other stores."""
 
-_threads = ThreadPoolExecutor(THREADS, "rankzero-trigger")
+
+@functools.cache
+def _threads_of(store: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, "rankzero-trigger")
 
 
 class RunTrigger(BaseTrigger):
@@ -76,14 +80,20 @@ class RunTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Yields one event: ``directory``, ``nonce`` and, if the run can no longer be read, ``error``."""
         try:
-            handle = await _in_thread(self._attach)
+            handle = await self._in_thread(self._attach)
+            leaseholder = RunHandle[Any](self.directory)
             # A triggerer that cannot write there cannot keep the run alive: its task has to follow.
-            await _in_thread(handle.renew_lease)
-            await _in_thread(self._mask_secrets)
-            follower = await _in_thread(self._follower, handle)
-            self.log.info("following the run in %s", self.directory)
-            while not await _in_thread(self._show_new, follower):
-                await asyncio.sleep(max(POLL_INTERVAL, handle.pace))
+            await self._in_thread(leaseholder.renew_lease)
+            interval = await self._in_thread(lambda: leaseholder.renewal_interval)
+            keeping = asyncio.create_task(self._keep_alive(leaseholder, interval))
+            try:
+                await self._in_thread(self._mask_secrets)
+                follower = await self._in_thread(self._follower, handle)
+                self.log.info("following the run in %s", self.directory)
+                while not await self._in_thread(self._show_new, follower):
+                    await asyncio.sleep(max(POLL_INTERVAL, handle.pace))
+            finally:
+                keeping.cancel()
         except Exception as error:
             # The task reports it, with its own retries.
             yield self._event(error=f"{type(error).__name__}: {error}")
@@ -92,10 +102,27 @@ class RunTrigger(BaseTrigger):
 
     def _attach(self) -> RunHandle[Any]:
         """Returns the run. Raises RunNotFoundError if it was submitted again, because another try has it then."""
-        handle = RunHandle[Any].attach(self.directory)
+        handle = RunHandle[Any].attach(self.directory, follows=False)
         if handle.nonce != self.nonce:
             raise RunNotFoundError(f"the run in {self.directory} was submitted again")
         return handle
+
+    async def _keep_alive(self, handle: RunHandle[Any], interval: float) -> None:
+        """Renews the lease, each time in a thread of its own: all other threads may wait for reads of a slow store."""
+        renewing: threading.Thread | None = None
+        while interval:
+            await asyncio.sleep(interval)
+            if renewing is None or not renewing.is_alive():
+                renew = functools.partial(contextvars.copy_context().run, self._renew, handle)
+                renewing = threading.Thread(target=renew, name="rankzero-lease", daemon=True)
+                renewing.start()
+
+    def _renew(self, handle: RunHandle[Any]) -> None:
+        try:
+            handle.renew_lease()
+        except Exception as error:
+            # Drivers of object stores raise exceptions of their own types.
+            self.log.warning("the lease of the run in %s was not renewed: %s", self.directory, error)
 
     def _mask_secrets(self) -> None:
         """Registers the connection's secrets in this process, so that Airflow masks them in its log.
@@ -128,18 +155,18 @@ class RunTrigger(BaseTrigger):
         with contextlib.suppress(OSError, RankZeroError):
             self._attach().cancel(tries.TaskTry(ti).receiver if ti is not None else None)
 
+    async def _in_thread(self, action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls ``action`` in a thread of the run's store with the task's context, like `asyncio.to_thread`."""
+        call = functools.partial(contextvars.copy_context().run, action, *args, **kwargs)
+        threads = _threads_of(self.directory.rpartition("/")[0])
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
+
     def _show_new(self, follower: Follower) -> bool:
         """Logs the lines since the last call, and returns True if the run has ended."""
         for event in follower.poll():
             if isinstance(event, LineWritten):
                 self.log.info("%s", event.text)
         return follower.ended
-
-
-async def _in_thread(action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls ``action`` in a thread of this module with the task's context, like `asyncio.to_thread`."""
-    call = functools.partial(contextvars.copy_context().run, action, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_threads, call)
 
 
 def _state_of(ti: Any) -> str | None:

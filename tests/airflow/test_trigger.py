@@ -2,8 +2,11 @@
 
 import asyncio
 import importlib
+import re
 import shutil
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,3 +160,99 @@ def test_a_hundred_deferred_trainings_leave_the_triggerer_its_threads(
     monkeypatch.setattr(files, "_filesystem", stall)
     events = asyncio.run(asyncio.wait_for(follow(), 120))
     assert events == [{"directory": handle.directory, "nonce": ""} for handle in handles]
+
+
+STALLED = 12
+"""Trainings whose store does not respond: more than a store has threads."""
+
+
+class Stall:
+    """Lets requests for some places wait while it is on."""
+
+    def __init__(self, places: str) -> None:
+        self._places = re.compile(places)
+        self._through = files._filesystem
+        self._open = threading.Event()
+        self._open.set()
+        self.stalled = 0
+
+    def filesystem(self, location: str) -> tuple[Any, str]:
+        if self._places.search(location) and not self._open.is_set():
+            self.stalled += 1
+            self._open.wait()
+        return self._through(location)
+
+    def begin(self) -> None:
+        self._open.clear()
+
+    def end(self) -> None:
+        self._open.set()
+
+
+def make_runs(store: str, state: str, *, orphan_timeout: float | None = None) -> list[RunDirectory]:
+    runs = [RunDirectory(f"{store}/run-{number}") for number in range(STALLED)]
+    for run in runs:
+        assert run.claim(0)
+        run.write_submission(Job("run", "train", 1, 1, False, None, None, 60.0, {}, orphan_timeout=orphan_timeout))
+        run.write_status(RunStatus(state=state, heartbeat=time.time()))
+    return runs
+
+
+async def true(look: Callable[[], object]) -> None:
+    while not look():
+        await asyncio.sleep(0.02)
+
+
+def test_a_lease_is_renewed_while_the_store_does_not_answer_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = make_runs(f"memory://{tmp_path.name}", "running", orphan_timeout=2.0)
+    triggers = [make_trigger(RunHandle[Any](run.directory)) for run in runs]
+    stall = Stall(r"(?<!/lease)$")
+    monkeypatch.setattr(files, "_filesystem", stall.filesystem)
+
+    async def renewed() -> None:
+        """Waits until each run has had two further leases: the first one may have been under way."""
+        for _ in range(2):
+            leases = [run.lease() for run in runs]
+            await true(lambda before=leases: all(run.lease() != lease for run, lease in zip(runs, before, strict=True)))
+
+    async def follow() -> None:
+        following = [asyncio.create_task(first(trigger)) for trigger in triggers]
+        await renewed()
+        stall.begin()
+        await true(lambda: stall.stalled)
+        await renewed()
+        stall.end()
+        for run in runs:
+            run.write_status(RunStatus(state="succeeded"))
+        await asyncio.gather(*following)
+
+    try:
+        asyncio.run(asyncio.wait_for(follow(), 60))
+    finally:
+        stall.end()
+
+
+def test_a_store_that_does_not_answer_delays_no_training_of_another_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = make_runs(f"memory://{tmp_path.name}/away", "succeeded")
+    triggers = [make_trigger(RunHandle[Any](run.directory)) for run in runs]
+    (other, *_) = make_runs(f"memory://{tmp_path.name}/there", "succeeded")
+    trigger = make_trigger(RunHandle[Any](other.directory))
+    stall = Stall("/away/")
+    monkeypatch.setattr(files, "_filesystem", stall.filesystem)
+
+    async def follow() -> None:
+        stall.begin()
+        following = [asyncio.create_task(first(each)) for each in triggers]
+        await true(lambda: stall.stalled)
+        assert (await first(trigger))["directory"] == other.directory
+        stall.end()
+        await asyncio.gather(*following)
+
+    try:
+        asyncio.run(asyncio.wait_for(follow(), 60))
+    finally:
+        stall.end()

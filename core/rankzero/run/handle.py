@@ -241,6 +241,11 @@ class RunHandle(Generic[R]):
         if self._lease:
             self._lease.renew()
 
+    @property
+    def renewal_interval(self) -> float:
+        """Seconds after which a follower has to call `renew_lease` again; 0 if the run has no ``orphan_timeout``."""
+        return self._lease.interval if self._lease else 0.0
+
     def hold(self, bound: float) -> None:
         """Replaces the run's ``orphan_timeout``: it ends if this handle does not follow it for ``bound`` seconds.
 

@@ -80,6 +80,14 @@ class Renewal:
         self._interval: float | None = None
         self._renewed = 0.0
 
+    @property
+    def interval(self) -> float:
+        """Seconds between two renewals; 0 if the run has no ``orphan_timeout``. Raises OSError on the first use."""
+        if self._interval is None:
+            bound = self._run.job().orphan_timeout
+            self._interval = 0.0 if bound is None else self._interval_of(bound)
+        return self._interval
+
     def renew(self) -> None:
         """Renews the lease now. Raises OSError if the store cannot be written."""
         self._run.renew_lease(self._bound)
@@ -91,10 +99,7 @@ class Renewal:
 
     def renew_if_due(self) -> None:
         """Renews the lease if the run has an ``orphan_timeout`` and the interval has passed."""
-        if self._interval is None:
-            bound = self._run.job().orphan_timeout
-            self._interval = 0.0 if bound is None else self._interval_of(bound)
-        if self._interval and time.monotonic() - self._renewed > self._interval:
+        if self.interval and time.monotonic() - self._renewed > self.interval:
             self._renewed = time.monotonic()
             # A lease that cannot be renewed must not end the follower.
             with contextlib.suppress(Exception):
