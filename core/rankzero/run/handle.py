@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -67,6 +66,7 @@ class RunHandle(Generic[R]):
         self._run = RunDirectory(directory)
         self._driver = driver
         self._current = CurrentStatus(self._run)
+        self._submission: int | None = None
         self._observer = Observer(self._run, driver, self._bound if driver else -1, self._current)
         self._delivered = -1
         self.directory = self._run.directory
@@ -349,9 +349,16 @@ class RunHandle(Generic[R]):
         """
         return self._run.cancelled_for(self._bound)
 
-    @functools.cached_property
+    @property
     def _bound(self) -> int:
-        """Returns the submission that this handle was made for, whose status may be written before its job."""
+        """Returns the submission that this handle was made for."""
+        # Not a cached_property: in Python 3.11 a store that does not answer would hold its lock for all handles.
+        if self._submission is None:
+            self._submission = self._bind()
+        return self._submission
+
+    def _bind(self) -> int:
+        """Binds the reader of the status to the last submission, whose status may be written before its job."""
         job = self._run.job()
         with contextlib.suppress(RunNotFoundError):
             status = self._current.read()
