@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from airflow_rankzero.arguments import OperatorArguments
     from rankzero.pipeline import Opened
 
+_GENERATION = "generation"
+
 
 @described(templates.OPTIONS)
 class TorchDistributorOperator(BaseOperator):
@@ -187,6 +189,7 @@ class TorchDistributorOperator(BaseOperator):
         try:
             args, kwargs = positional(self.op_args), keyword(self.op_kwargs)
             launcher = self._launcher(context)
+            self._end_cleared(launcher, task_try)
             while True:
                 with launcher.durable(self.train, args, kwargs, task_try, self.log) as opened:
                     self._follow(opened, launcher, task_try)
@@ -200,6 +203,16 @@ class TorchDistributorOperator(BaseOperator):
             raise self._final(error, has_checkpoint=False) from error
         return self._deliver(context, opened.handle, (args, kwargs))
 
+    def _end_cleared(self, launcher: Launcher, task_try: TaskTry) -> None:
+        """Ends the run of a try that a user has cleared while it was deferred, if its trigger has not ended it."""
+        before = launcher.find()
+        if before is None or before.status().final:
+            return
+        follower = before.delivery().receiver
+        if follower.get(_GENERATION, task_try.generation) != task_try.generation:
+            self.log.info("the deferred task was cleared; the run in %s ends, and is submitted again", before.directory)
+            before.cancel(follower)
+
     def _follow(self, opened: Opened, launcher: Launcher, task_try: TaskTry) -> None:
         """Follows the run to its end, here or in the triggerer."""
         handle = opened.handle
@@ -210,6 +223,9 @@ class TorchDistributorOperator(BaseOperator):
             task_log.detach_if_killed()
             from airflow_rankzero.triggers import RunTrigger
 
+            # From here on no process of this try runs: the next try finds out by this whether a user has cleared it.
+            follower = {**task_try.receiver, _GENERATION: task_try.generation}
+            attempt(self.log, "the record of the deferral", lambda: handle.offer(follower), None)
             self.defer(
                 trigger=RunTrigger(handle.directory, handle.nonce, self.conn_id, self.log_ranks, opened.attached),
                 method_name="execute_complete",

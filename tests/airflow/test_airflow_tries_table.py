@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -109,12 +110,13 @@ class Airflow:
             yield
 
     @contextlib.contextmanager
-    def apart(self, *, worker: bool = True, retries: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+    def apart(self, *, worker: bool = True, retries: int = 1, **operator: Any) -> Iterator[subprocess.Popen[bytes]]:
         """The first try, in a process of its own, which takes itself for a worker's or not, once its ranks train."""
-        self._register(tries_dag.make(self.dag_id, self.place, retries=retries))
+        operator = {"retries": retries, **operator}
+        self._register(tries_dag.make(self.dag_id, self.place, **operator))
         command = [sys.executable, "-m", "tests.airflow.tries_dag", self.dag_id, self.place.folder, self.place.mark]
         child = subprocess.Popen(
-            [*command, str(retries)] + ["worker"] * worker,
+            [*command, json.dumps(operator)] + ["worker"] * worker,
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -370,6 +372,24 @@ def test_a_try_whose_run_is_ended_for_a_cleared_one_resumes_the_training(
         until(lambda: not ranks & airflow.place.ranks(), WAIT, "the end of the first ranks")
 
     with airflow.beside(end_cleared):
+        assert airflow.try_again(retries=1)
+    airflow.place.assert_outcome("resumes", airflow.xcom())
+
+
+@pytest.mark.soak
+def test_a_clear_of_a_deferred_task_ends_its_training_although_its_trigger_is_gone(airflow: Airflow) -> None:
+    with airflow.apart(deferrable=True) as process:
+        # The state that `dag.test` gives a deferred task.
+        until(lambda: airflow.state() == "queued", WAIT, "the deferral")
+        process.kill()
+        process.wait()
+    ranks = airflow.place.ranks()
+    airflow.clear()
+
+    def end_later() -> None:
+        until(lambda: not ranks & airflow.place.ranks(), WAIT, "the end of the first ranks")
+
+    with airflow.beside(end_later):
         assert airflow.try_again(retries=1)
     airflow.place.assert_outcome("resumes", airflow.xcom())
 

@@ -1,8 +1,9 @@
 """The DAG of `test_airflow_tries_table.py`, also in a process of its own, which the test kills.
 
-python -m tests.airflow.tries_dag DAG_ID FOLDER MARK RETRIES [worker]
+python -m tests.airflow.tries_dag DAG_ID FOLDER MARK OPERATOR [worker], where OPERATOR are arguments as JSON
 """
 
+import json
 import os
 import sys
 from datetime import timedelta
@@ -45,10 +46,10 @@ def make(dag_id: str, place: Place, *, train: str = "train", lr: float = 0.1, da
 
 
 if __name__ == "__main__":
-    dag_id, folder, mark, retries, *worker = sys.argv[1:]
+    dag_id, folder, mark, operator, *worker = sys.argv[1:]
     # The module of `Place.deploy`; not by a variable, for which the ranks would need a warm server of their own.
     sys.path.insert(0, folder)
     if worker:
         versions.be_a_worker()
     # Registered by the test.
-    make(dag_id, Place(Path(folder), mark), retries=int(retries)).test()
+    make(dag_id, Place(Path(folder), mark), **json.loads(operator)).test()
