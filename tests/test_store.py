@@ -77,3 +77,18 @@ def test_what_is_not_there_cannot_be_copied(root: str, tmp_path: Path) -> None:
     root = str(tmp_path) if root == "tmp" else root
     with pytest.raises(FileNotFoundError):
         store.copy_within(f"{root}/missing", f"{root}/target")
+
+
+def test_of_two_creators_of_a_file_one_wins_also_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("this file system has no links")
+
+    for name in ("with", "without"):
+        path = tmp_path / name
+        assert store.create(str(path), b"first")
+        assert not store.create(str(path), b"second")
+        assert path.read_bytes() == b"first"
+        monkeypatch.setattr(os, "link", refuse)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["with", "without"]
+    with pytest.raises(FileNotFoundError):
+        store.create(str(tmp_path / "nowhere" / "claim"), b"first")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import ROOT, restore_signal_handlers, signal_handlers, until
+from tests.conftest import JVM_TIMEOUT, ROOT, restore_signal_handlers, signal_handlers, until
 
 from rankzero import Launcher, ResultRef
 from rankzero.run import RunDirectory
@@ -240,7 +240,7 @@ def own_jvm() -> Iterator[None]:
     if gateway := SparkContext._gateway:
         gateway.shutdown()
         gateway.proc.stdin.close()
-        gateway.proc.wait(30)
+        gateway.proc.wait(JVM_TIMEOUT)
         SparkContext._gateway = SparkContext._jvm = None
 
 

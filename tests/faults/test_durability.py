@@ -262,6 +262,26 @@ def test_the_run_id_of_a_killed_submitter_is_taken_over(
     assert handle.result(WAIT).startswith("attempt")
 
 
+CLAIMING = """
+import os, signal, sys
+from rankzero.run import RunDirectory
+from rankzero.store import files
+
+files.open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+RunDirectory(sys.argv[1]).claim(0)
+"""
+
+
+def test_a_claim_whose_writer_was_killed_is_none_or_names_the_writer(single: Launcher, tmp_path: Path) -> None:
+    """An empty claim would be waited for, since it may be that of a process on another host."""
+    (tmp_path / "go").touch()
+    command = [sys.executable, "-c", CLAIMING, str(Path(str(single.store), "one"))]
+    assert subprocess.run(command, cwd=ROOT, timeout=WAIT).returncode == -signal.SIGKILL
+    run = RunDirectory(str(Path(str(single.store), "one")))
+    assert not run.is_claimed(0) or run.claimant(0)
+    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
+
+
 LATE = """
 import os, signal, sys
 from rankzero import Launcher

@@ -223,18 +223,49 @@ def create(location: str, data: bytes) -> bool:
     """
     if is_url(location):
         return _create_object(location, data)
+    # The file appears with its content: readers would wait for a process that was killed before it wrote an empty one.
+    temporary = _temporary(location)
     try:
-        handle = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        _write_new(temporary, data)
+        os.link(temporary, location)
+    except FileExistsError:
+        # A file server may have executed the request twice, because its first response was lost.
+        return os.stat(temporary).st_nlink > 1
+    except FileNotFoundError:
+        # The directory was removed meanwhile.
+        raise
+    except OSError:
+        # A file system without links, or a full disk, which raises again.
+        return _create_in_place(location, data)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+    return True
+
+
+def _create_in_place(location: str, data: bytes) -> bool:
+    try:
+        _write_new(location, data)
     except FileExistsError:
         return False
+    return True
+
+
+def _write_new(path: str, data: bytes) -> None:
+    """Writes a local file that does not exist yet; removes it if that fails. Raises FileExistsError."""
+    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
         with open(handle, "wb") as file:
             file.write(data)
     except OSError:
         # A full disk: the empty file would count as the claim of a caller that died.
-        os.unlink(location)
+        os.unlink(path)
         raise
-    return True
+
+
+def _temporary(path: str) -> str:
+    """Returns an unused name beside a local file, which `remove_unfinished` recognizes."""
+    return os.path.join(os.path.dirname(path), f".writing-{secrets.token_hex(8)}")
 
 
 def _create_object(location: str, data: bytes) -> bool:
@@ -276,7 +307,7 @@ def remove_unfinished(directory: str, *, deep: bool = True) -> None:
 @contextlib.contextmanager
 def atomic_file(path: str) -> Iterator[IO[bytes]]:
     """Opens a temporary file beside local ``path`` for writing, which replaces it if the block raises nothing."""
-    temporary = os.path.join(os.path.dirname(path), f".writing-{secrets.token_hex(8)}")
+    temporary = _temporary(path)
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
         with open(handle, "wb") as file:
