@@ -391,6 +391,22 @@ def test_rows_that_are_written_outside_of_a_run_end_with_the_process(tmp_path: P
     assert os.listdir(tmp_path) == []
 
 
+def test_the_name_of_each_file_of_rows_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    durable: set[str] = set()
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if os.path.isdir(path):
+            durable.update(os.path.join(path, name) for name in os.listdir(path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    uri = rt.write_rows({"id": [1]}, "durable").uri
+    files = [os.path.join(uri, name) for name in os.listdir(uri)]
+    assert {*files, uri, os.path.dirname(uri), os.path.dirname(os.path.dirname(uri))} <= durable
+
+
 def test_what_are_no_rows_is_refused() -> None:
     with pytest.raises(TypeError, match="different lengths"):
         rt.write_rows({"a": [1], "b": [1, 2]})

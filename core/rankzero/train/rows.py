@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -134,12 +136,19 @@ def _place(session: Any) -> _Place:
 
 @contextlib.contextmanager
 def _open_local(path: str) -> Iterator[IO[bytes]]:
-    """Opens a local file that is written atomically."""
-    store.make_directory(os.path.dirname(path))
+    """Opens a local file that is written atomically and durably, like the directories of its table."""
+    folder = os.path.dirname(path)
+    if is_new := not os.path.isdir(folder):
+        store.make_directory(folder)
     with store.atomic_file(path) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
+    store.sync_directory(folder)
+    if is_new:
+        # The folder of the attempt, the one of all tables, and the run directory.
+        for above in itertools.islice(map(str, pathlib.PurePath(folder).parents), 3):
+            store.sync_directory(above)
 
 
 @contextlib.contextmanager
