@@ -72,6 +72,7 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
   install --no-deps --no-build-isolation -e .
   # Where the environment forbids Python to write compiled modules, every process would compile them again.
   "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" core airflow_provider dagster_integration >/dev/null 2>&1 || true
+  rm -f "$venv/spark-classes.jsa"
   echo "$want" > "$stamp"
 fi
 
@@ -87,3 +88,5 @@ fi
 
 # The first trainings on embedded Spark need not wait for what every later one starts with. Nothing depends on it.
 "$venv/bin/python" -m rankzero.engines.spark.dump >/dev/null 2>&1 || true
+# The suite's JVMs start with half the processor time. They start without it, too.
+[ -e "$venv/spark-classes.jsa" ] || "$venv/bin/python" -m tests.spark_classes >/dev/null 2>&1 || true

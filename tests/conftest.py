@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import hypothesis
 import pytest
+from tests import spark_classes
 
 from rankzero import Launcher
 from rankzero.task import OWNER, hold
@@ -29,8 +30,7 @@ ROOT = Path(__file__).parents[1]
 
 pytest_plugins = ("tests.schedule", "tests.durations")
 
-# Every JVM of the suite, of clusters and executors too, lives for a minute: it shall start, not get fast.
-os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+os.environ.setdefault("JDK_JAVA_OPTIONS", spark_classes.options())
 
 # Test modules are compiled once, also where the environment forbids it: each process of the suite imports all of them.
 sys.dont_write_bytecode = False

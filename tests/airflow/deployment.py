@@ -22,7 +22,6 @@ from tests.conftest import free_port, processes_with, until
 from tests.postgres import Postgres, find_programs
 from tests.servers import STOP_TIMEOUT
 
-from airflow_rankzero import run_id_of
 from rankzero import RunHandle
 
 DAGS = Path(__file__).parent / "dags"
@@ -201,6 +200,8 @@ class Deployment:
 
     def run_of(self, dag_id: str, run_id: str, task_id: str = "train") -> RunHandle[Any]:
         """The training run of a task, once it is there."""
+        from airflow_rankzero import run_id_of
+
         directory = self.store / run_id_of(dag_id, run_id, task_id, -1)
         wait_until((directory / "job.json").exists, RUN_TIMEOUT, "the run directory")
         return RunHandle.attach(directory)
