@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import hypothesis
 import pytest
 from tests import spark_classes
 
@@ -35,12 +34,6 @@ os.environ.setdefault("JDK_JAVA_OPTIONS", spark_classes.options())
 # Test modules are compiled once, also where the environment forbids it: each process of the suite imports all of them.
 sys.dont_write_bytecode = False
 
-# Beside other work an example may take as long as it likes.
-hypothesis.settings.register_profile(
-    "rankzero", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
-)
-hypothesis.settings.load_profile("rankzero")
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job, which would pass it on: programs of users are interrupted by it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,6 +48,17 @@ LOOK = 0.02
 """Seconds between two looks at a condition."""
 
 T = TypeVar("T")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets an example of hypothesis take as long as it likes, beside other work."""
+    # Each rank imports this module, most of them for a function that only waits.
+    import hypothesis
+
+    hypothesis.settings.register_profile(
+        "rankzero", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+    )
+    hypothesis.settings.load_profile("rankzero")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 from tests.airflow import versions
 from tests.airflow.database import migrate
-from tests.conftest import ROOT, restore_signal_handlers, signal_handlers
-
-EXAMPLES = ROOT / "example_dags"
+from tests.conftest import restore_signal_handlers, signal_handlers
 
 # Deleted when the object is, at the end of the test process.
 _home = tempfile.TemporaryDirectory(prefix="rankzero-airflow-", ignore_cleanup_errors=True)
 HOME = _home.name
+# Empty: each `dag.test` parses every file of the folder and writes every DAG of it to the database.
+DAGS_FOLDER = os.path.join(HOME, "dags")
+os.mkdir(DAGS_FOLDER)
 os.environ.update(
     {
         "AIRFLOW_HOME": HOME,
-        "AIRFLOW__CORE__DAGS_FOLDER": str(EXAMPLES),
+        "AIRFLOW__CORE__DAGS_FOLDER": DAGS_FOLDER,
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
         "AIRFLOW__CORE__UNIT_TEST_MODE": "False",
         "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",

@@ -20,9 +20,13 @@ def dag_bag(airflow_home: Path, request: pytest.FixtureRequest, tmp_path: Path, 
     # Airflow puts the DAG folder on the search path; the other tests shall not see it there.
     monkeypatch.setattr(sys, "path", list(sys.path))
     from airflow.dag_processing.dagbag import BundleDagBag
+    from tests.airflow.conftest import register
 
     file = EXAMPLES / "airflow" / "digits_retraining.py"
-    return BundleDagBag(dag_folder=file, bundle_path=EXAMPLES, bundle_name="dags-folder")
+    bag = BundleDagBag(dag_folder=file, bundle_path=EXAMPLES, bundle_name="dags-folder")
+    for dag in bag.dags.values():
+        register(dag)
+    return bag
 
 
 def promotions(run_id: str) -> list[dict[str, Any]]:

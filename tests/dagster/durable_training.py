@@ -83,7 +83,8 @@ def stubborn() -> str:
         threading.Event().wait(1.0)
 
 
-quick_job = dg.define_asset_job("quick_job", selection=[quick])
+# A process of its own for the step would import Dagster once more; it is the daemon that starts these runs that counts.
+quick_job = dg.define_asset_job("quick_job", selection=[quick], executor_def=dg.in_process_executor)
 
 defs = dg.Definitions(
     assets=[durable, patient, fragile, streamed, quick, lettered, stubborn],

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -361,6 +360,9 @@ def test_an_error_of_the_model_stays_its_own_and_leaves_no_rows(monkeypatch: pyt
 
 
 def test_every_kind_of_batch_is_rows() -> None:
+    # Each rank of this file's other trainings imports this module.
+    import pandas
+
     def schema_of(batches: Any) -> dict[str, str]:
         return {field.name: str(field.type) for field in rt.write_rows(batches).to_arrow().schema}
 
@@ -479,6 +481,8 @@ def test_calls_and_batches_with_other_columns_write_one_table() -> None:
 
 
 def test_spark_reads_times_and_half_precision(session: Any) -> None:
+    import pandas
+
     frame = pandas.DataFrame({"t": pandas.to_datetime(["2024-01-02 03:04:05.123456789", None]), "id": [0, 1]})
     frame["zone"] = frame["t"].dt.tz_localize("UTC")
     half = torch.tensor([0.5, 1.5], dtype=torch.float16)
