@@ -178,7 +178,7 @@ def test_a_python_command_meets_its_peers_and_says_why_it_failed(launcher: Launc
 )
 def test_what_a_command_left_behind_is_the_echo_of_a_lost_peer_or_not(kind: str, message: str, is_echo: bool) -> None:
     facts = {"exception_type": kind, "message": message, "exit_code": 1}
-    assert describe(CommandError("the command", facts))["collateral"] is is_echo
+    assert describe(CommandError("the command", facts)).collateral is is_echo
 
 
 def test_a_launcher_in_a_process_that_multiprocessing_spawned_refuses(tmp_path: Path) -> None:
