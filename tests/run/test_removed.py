@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.conftest import until, wait_until_gone
 
-from rankzero import Launcher, RunHandle, RunNotFoundError
+from rankzero import Launcher, RunHandle, RunNotFoundError, store
 from rankzero.job import Job
 from rankzero.run import CurrentStatus, RunDirectory, RunStatus, owns
 
@@ -57,6 +58,62 @@ def test_the_new_run_gets_nothing_of_the_removed_one(launcher: Launcher, tmp_pat
     if submissions == 1:
         with pytest.raises(RunNotFoundError, match="was removed, and another one was submitted under its name"):
             old.result(10)
+
+
+def write_and_wait(folder: str, name: str) -> Any:
+    """Writes a row and a checkpoint, both before and after the folder has a file, and says how that went."""
+    import time
+    from pathlib import Path
+
+    import rankzero.train as rt
+
+    def write() -> object:
+        table = rt.write_rows({"who": [name]})
+        rt.report({}, checkpoint={"who": name})
+        return table
+
+    write()
+    Path(folder, f"{name}-begun").touch()
+    while not Path(folder, f"{name}-go").exists():
+        time.sleep(0.05)
+    said = Path(folder, f"{name}-said")
+    try:
+        table = write()
+        rt.await_checkpoint()
+    except Exception as error:
+        said.write_text(str(error))
+        raise
+    said.write_text("wrote")
+    return table
+
+
+@pytest.mark.parametrize("place", ["local", "bucket"])
+def test_ranks_of_a_removed_run_write_nothing_into_the_new_one(
+    launcher: Launcher, request: pytest.FixtureRequest, tmp_path: Path, place: str
+) -> None:
+    folder = str(tmp_path)
+    launcher = launcher.options(num_processes=1, run_id="same")
+    if place == "bucket":
+        launcher = launcher.options(store=f"{request.getfixturevalue('bucket')}/runs")
+    mark = f"removed-{os.getpid()}-{place}"
+    old = launcher.options(env={**(launcher.env or {}), "OF_RANK": mark}).submit(write_and_wait, folder, "old")
+    until((tmp_path / "old-begun").exists, 60, "the old training")
+    driver = psutil.Process(until(lambda: old.status().driver_pid, 30, "its driver"))
+    # A driver that stands still cannot notice the removal, and its rank does not wait for it.
+    driver.suspend()
+    try:
+        until(lambda: (store.remove(old.directory), not store.list_names(old.directory))[1], 30, "the removal")
+        new = launcher.submit(write_and_wait, folder, "new")
+        until((tmp_path / "new-begun").exists, 60, "the new training")
+        (tmp_path / "old-go").touch()
+        until((tmp_path / "old-said").exists, 60, "the old rank")
+        assert "was removed, or is another run's by now" in (tmp_path / "old-said").read_text()
+    finally:
+        driver.resume()
+    assert wait_until_gone(f"OF_RANK={mark}") == [], "the old training ends by itself"
+    (tmp_path / "new-go").touch()
+    assert new.result(60).to_arrow().to_table().to_pydict() == {"who": ["new", "new"]}
+    assert [manifest.index for manifest in new.checkpoints()] == [0, 1]
 
 
 def _removes(directory: Path) -> bool:

@@ -111,7 +111,7 @@ class Committer:
 
     def _sweep(self, begin: str) -> list[Manifest]:
         """Deletes uncommitted folders whose names start with ``begin``; returns the committed ones, oldest first."""
-        self._check_owner()
+        self.check_owner()
         names = [name for name in store.list_names(self._run.path(FOLDER)) if name.startswith(begin)]
         committed = read_manifests(self._run, names)
         for name in set(names) - {manifest.id for manifest in committed}:
@@ -180,7 +180,7 @@ class Committer:
     def _do(self, action: Callable[[], object], as_owner: bool) -> None:
         try:
             if as_owner:
-                self._check_owner()
+                self.check_owner()
             action()
         except NotOwnerError as error:
             logger.warning("nothing is written or deleted any more: %s", error)
@@ -234,7 +234,7 @@ class Committer:
         manifest = Manifest.of_parts(self._attempt, self._world_size, parts, self.tables)
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")
-        self._check_owner()
+        self.check_owner()
         if any("pieces" in part for part in parts.values()):
             lines = [part.get("pieces", "") for _, part in sorted(parts.items())]
             store.write_bytes(store.join(folder, PIECES), "\n".join(lines).encode(), durable=True)
@@ -242,13 +242,14 @@ class Committer:
         store.sync_directory(self._run.path(FOLDER))
         return manifest
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
+        """Raises NotOwnerError if the run directory belongs to another submission or another run by now."""
         if self._owner and not owns(self._run, *self._owner):
             raise NotOwnerError("the run directory belongs to another submission by now")
 
     def _prune(self) -> None:
         try:
-            self._check_owner()
+            self.check_owner()
             # Checkpoints of an earlier training stay until the user runs `rankzero gc`.
             if self._kept is None:
                 self._kept = list_committed(self._run, self._fresh_since)

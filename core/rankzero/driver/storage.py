@@ -15,7 +15,7 @@ from typing import Any
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.messages import Finished, Part, Uploaded
-from rankzero.driver.commits import Committer
+from rankzero.driver.commits import Committer, NotOwnerError
 from rankzero.driver.ending import Facts, not_stored
 from rankzero.driver.rows import remove_rows
 from rankzero.errors import ResultError
@@ -104,7 +104,7 @@ class Storage:
                 return
             path, is_uploaded = uploaded.path, True
         uri = self._run.path("result", f"value-{self._number}.{result['format']}")
-        store_it = functools.partial(_store_value, path, uri, result, dict(metrics), durable=is_uploaded)
+        store_it = functools.partial(self._store_value, path, uri, result, dict(metrics), durable=is_uploaded)
         self._value = [result["value"]] if "value" in result else []
         if self._run.is_remote or not self._value:
             # In the committer's thread: the driver continues to check for failures and cancels.
@@ -123,6 +123,37 @@ class Storage:
             self._facts.note_stored(store_it(), self._value)
         except ResultError as error:
             self._facts.refusal = error
+
+    def _store_value(
+        self, path: str, uri: str, result: dict[str, Any], metrics: dict[str, Any], *, durable: bool
+    ) -> ResultRef:
+        """Moves rank 0's value into place, unless the rank has done so. Raises ResultError if the store refuses it.
+
+        Args:
+            path: The local file, or the URL of a file that the rank has written.
+            uri: Location of the result.
+            result: The facts about the value from the rank's message.
+            metrics: Rank 0's last metrics.
+            durable: True if no process has synced the file.
+        """
+
+        def place() -> None:
+            self._committer.check_owner()
+            if path != uri:
+                store.upload(path, uri, durable=durable)
+            elif (found := store.size(uri)) != result["size"]:
+                raise OSError(f"{uri} has {found} bytes, not {result['size']}")
+
+        def gives_up(error: Exception) -> bool:
+            return isinstance(error, NotOwnerError) or not store.is_url(uri)
+
+        try:
+            store.patiently(place, STORE_OUTAGE, _RESULT_INTERVAL, gives_up)
+        except Exception as error:
+            raise not_stored(f"{type(error).__name__}: {error}") from error
+        fingerprint = fingerprint_of(uri, result["format"])
+        summary = {**result["summary"], "metrics": metrics}
+        return ResultRef(uri, result["format"], result["digest"], result["size"], summary, fingerprint)
 
     def sweep(self) -> None:
         """Schedules the deletion of everything that this attempt stored; it counts as failed from now on."""
@@ -177,32 +208,6 @@ def remove_values(run: RunDirectory, attempts: range) -> None:
 def _is_whole(uploaded: Uploaded, part: Part) -> bool:
     # The index of a sharded checkpoint has checksums of its own, and the channel authenticates its frames.
     return (part.format == SHARDS or uploaded.digest == part.sha256) and uploaded.size == part.size
-
-
-def _store_value(path: str, uri: str, result: dict[str, Any], metrics: dict[str, Any], *, durable: bool) -> ResultRef:
-    """Moves rank 0's value into place, unless the rank has done so. Raises ResultError if the store refuses it.
-
-    Args:
-        path: The local file, or the URL of a file that the rank has written.
-        uri: Location of the result.
-        result: The facts about the value from the rank's message.
-        metrics: Rank 0's last metrics.
-        durable: True if no process has synced the file.
-    """
-
-    def place() -> None:
-        if path != uri:
-            store.upload(path, uri, durable=durable)
-        elif (found := store.size(uri)) != result["size"]:
-            raise OSError(f"{uri} has {found} bytes, not {result['size']}")
-
-    try:
-        store.patiently(place, STORE_OUTAGE, _RESULT_INTERVAL, lambda _: not store.is_url(uri))
-    except Exception as error:
-        raise not_stored(f"{type(error).__name__}: {error}") from error
-    fingerprint = fingerprint_of(uri, result["format"])
-    summary = {**result["summary"], "metrics": metrics}
-    return ResultRef(uri, result["format"], result["digest"], result["size"], summary, fingerprint)
 
 
 class Scratch:

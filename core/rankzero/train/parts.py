@@ -114,19 +114,35 @@ class Parts:
         """Returns the path of a part that is written as a local file, and creates its folder.
 
         Raises:
-            OSError: the folder cannot be created, or the run directory was removed and may now be another run's.
+            OSError: the folder cannot be created.
+            ResultError: the run directory was removed.
         """
-        if self.shared and self._token:
-            self._check_directory()
+        self.check_directory()
         folder = os.path.join(self.run_directory if self.shared else self._scratch, FOLDER, checkpoint)
         os.makedirs(folder, exist_ok=True)
         return os.path.join(folder, file)
 
-    def _check_directory(self) -> None:
-        # A run directory that was removed and submitted again has the same name, and files of the same names.
-        with open(os.path.join(self.run_directory, "token")) as file:
-            if file.read() != self._token:
-                raise OSError(f"{self.run_directory} was removed and is now another run's")
+    def check_directory(self) -> None:
+        """Checks that the run directory, if this rank writes to it, was not removed or given to another run.
+
+        A directory that was removed and submitted again has the same name, and files of the same names. This is
+        therefore called immediately before a file appears in the directory or disappears from it.
+
+        Raises:
+            ResultError: the directory was removed, and may be another run's by now.
+            Exception: the store cannot be read.
+        """
+        client = None if self.shared else self.client()
+        if not self._token or not (self.shared or client):
+            return
+        path = store.join(self.run_directory, "token")
+        try:
+            with client.open_read(path) if client else open(path, "rb") as file:
+                is_this = file.read().decode() == self._token
+        except FileNotFoundError:
+            is_this = False
+        if not is_this:
+            raise ResultError(f"{self.run_directory} was removed, or is another run's by now: this rank writes no more")
 
     def folder(self, checkpoint: str) -> str:
         """Returns the path of the scratch folder of a checkpoint."""
@@ -162,7 +178,7 @@ class Parts:
                 print(f"rankzero: the store refuses checkpoints of this rank, which sends them to the driver: {error}")
                 self._client = None
         path = self.local_path(checkpoint, file)
-        return {**_write_local(path, produce), "path": path, "shared": self.shared}
+        return {**self._write_local(path, produce), "path": path, "shared": self.shared}
 
     def upload_value(self, path: str, name: str) -> str | None:
         """Copies rank 0's value to the object store.
@@ -184,13 +200,13 @@ class Parts:
             return None
         return url
 
-    @staticmethod
-    def _upload(client: remote.Client, url: str, produce: Produce, timeout: float = UPLOAD_TIMEOUT) -> Message:
+    def _upload(self, client: remote.Client, url: str, produce: Produce, timeout: float = UPLOAD_TIMEOUT) -> Message:
         deadline: float | None = None
         while True:
             try:
                 with remote.Upload(client, url) as upload:
                     facts = produce(upload)
+                    self.check_directory()
                 return {**facts, "path": url, "shared": True}
             except ResultError:
                 raise
@@ -200,6 +216,20 @@ class Parts:
                 if remote.is_refusal(error) or time.monotonic() > deadline:
                     raise
             threading.Event().wait(STORE_INTERVAL)
+
+    def _write_local(self, path: str, produce: Produce) -> Message:
+        writing = f"{path}.writing"
+        try:
+            with open(writing, "wb") as file:
+                facts = produce(file)
+                file.flush()
+                os.fsync(file.fileno())
+            self.check_directory()
+            os.replace(writing, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(writing)
+        return facts
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -307,17 +337,3 @@ def copy_file(path: str, file: Writable) -> Message:
         while chunk := source.read(_COPY_CHUNK):
             file.write(chunk)
     return {}
-
-
-def _write_local(path: str, produce: Produce) -> Message:
-    writing = f"{path}.writing"
-    try:
-        with open(writing, "wb") as file:
-            facts = produce(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(writing, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(writing)
-    return facts

@@ -22,6 +22,7 @@ from rankzero.train import context
 
 if TYPE_CHECKING:
     from rankzero.store.remote import Client
+    from rankzero.train.parts import Parts
     from rankzero.train.tables import RankTables
 
 GROUP_BYTES = 64 << 20
@@ -124,19 +125,37 @@ def _place(session: Any) -> _Place:
     parts = session.parts
     if parts is None:
         return _Place(session.directory, _open_local, store.remove)
+    parts.check_directory()
     if parts.shared:
-        return _Place(parts.run_directory, _open_local, store.remove)
+        open_write = functools.partial(_open_local, check=parts.check_directory)
+        return _Place(parts.run_directory, open_write, _checked(store.remove, parts))
     if client := parts.client():
-        return _Place(parts.run_directory, functools.partial(_open_remote, client), client.remove)
+        open_write = functools.partial(_open_remote, client, check=parts.check_directory)
+        return _Place(parts.run_directory, open_write, _checked(client.remove, parts))
     raise ResultError(
         f"this host does not reach {parts.run_directory}, where rows are to be written: give a store that all ranks "
         "see, a shared path or the URL of an object store to which they have the right"
     )
 
 
+def _checked(remove: Callable[[str], object], parts: Parts) -> Callable[[str], object]:
+    """Returns a function that removes a file of this run, and none of another run that has the directory by now."""
+
+    def checked(path: str) -> None:
+        parts.check_directory()
+        remove(path)
+
+    return checked
+
+
 @contextlib.contextmanager
-def _open_local(path: str) -> Iterator[IO[bytes]]:
-    """Opens a local file that is written atomically and durably, like the directories of its table."""
+def _open_local(path: str, check: Callable[[], None] = lambda: None) -> Iterator[IO[bytes]]:
+    """Opens a local file that is written atomically and durably, like the directories of its table.
+
+    Args:
+        path: Path of the file.
+        check: Called before the file appears; raises an exception if it must not appear.
+    """
     folder = os.path.dirname(path)
     if is_new := not os.path.isdir(folder):
         store.make_directory(folder)
@@ -144,6 +163,7 @@ def _open_local(path: str) -> Iterator[IO[bytes]]:
         yield file
         file.flush()
         os.fsync(file.fileno())
+        check()
     store.sync_directory(folder)
     if is_new:
         # The folder of the attempt, the one of all tables, and the run directory.
@@ -152,11 +172,12 @@ def _open_local(path: str) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _open_remote(client: Client, url: str) -> Iterator[IO[bytes]]:
+def _open_remote(client: Client, url: str, check: Callable[[], None]) -> Iterator[IO[bytes]]:
     """Opens a file of an object store. After an exception a part of it may exist, which the caller removes."""
     file = client.open_write(url)
     try:
         yield file
+        check()
     except BaseException:
         # Some clients cannot discard a file.
         with contextlib.suppress(Exception):

@@ -201,8 +201,9 @@ class CheckpointWriter:
         path = self._parts.local_path(name, self._file(file_format))
         try:
             size, sha256 = formats.write_directory(directory, f"{path}.writing")
+            self._parts.check_directory()
             os.replace(f"{path}.writing", path)
-        except OSError:
+        except (OSError, ResultError):
             _delete(f"{path}.writing")
             raise
         return _Taken(index, name, None, path, {**facts, "format": file_format, "size": size, "sha256": sha256})
