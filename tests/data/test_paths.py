@@ -354,6 +354,30 @@ def test_a_data_loader_of_several_processes_gives_the_same_batches(
     assert ids_of(loader) == ids_of(list(shard.iter_batches(64, shuffle=True, seed=3))[3:])
 
 
+def test_a_loaded_position_is_that_of_its_epoch_only(
+    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another test of this process may have written tables, which a cursor names.
+    monkeypatch.setattr(context, "_session", None)
+    manifest = manifest_of_path(str(parquet), "train")
+
+    def orders(resume: dict[str, Any] | None, epoch: int) -> list[list[int]]:
+        shard = shard_of(manifest, tmp_path)
+        data = shard_of(manifest, tmp_path).to_torch(100, shuffle=True)
+        loader = rt.prepare_data_loader(DataLoader(data, batch_size=None))
+        for each in (shard, loader):
+            if resume:
+                each.load_state_dict(resume)
+            each.set_epoch(epoch)
+            if resume:
+                assert each.state_dict() == {**resume, "epoch": epoch, "consumed": resume["consumed"][: epoch == 2]}
+        return [ids_of(shard.iter_batches(100, shuffle=True)), ids_of(loader)]
+
+    state = {"epoch": 2, "consumed": [[1, 100, 0, 3]], "rows": 1003}
+    for epoch, begin in ((2, 300), (0, 0), (3, 0)):
+        assert orders(state, epoch) == [order[begin:] for order in orders(None, epoch)]
+
+
 def test_processes_that_are_kept_learn_of_each_epoch(
     parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

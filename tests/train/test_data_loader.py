@@ -260,6 +260,37 @@ def test_a_state_that_was_loaded_is_kept_until_the_first_batch(as_rank: Any, kin
     assert len(rows_of(again)) == ROWS
 
 
+@pytest.mark.parametrize("kind", [DataLoader, Stateful])
+@pytest.mark.parametrize("by_sampler", [False, True])
+def test_a_loaded_position_is_that_of_its_epoch_only(as_rank: Any, kind: Any, by_sampler: bool) -> None:
+    as_rank(0, 1)
+
+    def loader() -> Any:
+        return rt.prepare_data_loader(kind(Numbers(), 3, shuffle=True))
+
+    whole = loader()
+    orders = [rows_of(whole) for _ in range(4)]
+    first = loader()
+    rows_of(first)
+    next(iter(first))
+    state = first.state_dict()
+    for epoch in (1, 3):
+        again = loader()
+        again.load_state_dict(state)
+        (again.sampler if by_sampler else again).set_epoch(epoch)
+        begin = 3 if epoch == state["epoch"] else 0
+        assert rows_of(again) == orders[epoch][begin:]
+        again.set_epoch(1)
+        assert rows_of(again) == orders[1], "an epoch that is set once more begins at its first batch"
+    again = loader()
+    again.load_state_dict(state)
+    again.set_epoch(1)
+    assert again.state_dict() == state
+    again.set_epoch(3)
+    again.set_epoch(1)
+    assert (again.state_dict()["batches"], rows_of(again)) == (0, orders[1])
+
+
 def test_a_drawn_order_is_the_same_when_it_goes_on(as_rank: Any) -> None:
     as_rank(0, 1)
 

@@ -54,19 +54,28 @@ class PreparedDataLoader:
         return getattr(self.loader, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one."""
+        """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one.
+
+        A position that was loaded belongs to its epoch: that one is resumed, any other epoch begins at its first batch.
+        """
+        if epoch != self._next:
+            self._start, self._skip, self._loaded, self._resume = 0, 0, None, []
         self.epoch = self._next = epoch
+        self._done, self._skipped, self._consumed = self._start, self._skip, self._resume
 
     def __iter__(self) -> Iterator[Batch]:
         sampler, batch_sampler = self.loader.sampler, self.loader.batch_sampler
         if isinstance(sampler, DistributedSampler) and sampler.epoch != self._sampled:
             # The training function has set the epoch itself.
-            self._next = sampler.epoch
+            self.set_epoch(sampler.epoch)
         self.epoch = epoch = self._next
         self._next = epoch + 1
         self._done, self._start = self._start, 0
         self._skipped, self._skip = self._skip, 0
-        self._loaded = None
+        if self._loaded is not None:
+            # Not earlier, since `set_epoch` may still choose another epoch.
+            self.loader.load_state_dict(self._loaded)  # type: ignore[attr-defined]
+            self._loaded = None
         self._consumed, self._resume = self._resume, []
         for part in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), self.loader.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -116,21 +125,18 @@ class PreparedDataLoader:
         batches. With the data of `DatasetShard.to_torch` every row is used exactly once.
         """
         if isinstance(data := self.loader.dataset, BatchDataset):
-            self._consumed = self._resume = data.consumed_in(state)
-            self._done = 0
+            self._resume = data.consumed_in(state)
             current().load_cursor_tables(state)
-            self.set_epoch(state["epoch"])
-            return
-        self.set_epoch(state["epoch"])
-        world_size = get_context().world_size
-        self._start = self._skip = state["batches"] * state["world_size"] // world_size
-        self._loaded = None
-        if "loader" in state and self._is_stateful() and state["world_size"] == world_size:
-            self._skip = 0
-            self._loaded = state["loader"]
-            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        else:
+            world_size = get_context().world_size
+            self._start = self._skip = state["batches"] * state["world_size"] // world_size
+            self._loaded = None
+            if "loader" in state and self._is_stateful() and state["world_size"] == world_size:
+                self._skip = 0
+                self._loaded = state["loader"]
+        self._next = state["epoch"]
         # A checkpoint before the first batch gets this state.
-        self._done, self._skipped = self._start, self._skip
+        self.set_epoch(self._next)
 
 
 def prepare_data_loader(

@@ -195,9 +195,14 @@ class DatasetShard:
         return BatchDataset(self._manifest, self._world, self._scratch, cut)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one."""
+        """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one.
+
+        A position that was loaded belongs to its epoch: that one is resumed, any other epoch begins at its first batch.
+        """
+        if epoch != self._next:
+            self._consumed = []
         self.epoch = self._next = epoch
-        self._consumed, self._current = [], []
+        self._current = list(self._consumed)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of all ranks, the same on each, for a checkpoint that resumes inside an epoch."""
