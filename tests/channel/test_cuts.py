@@ -14,7 +14,6 @@ import pytest
 
 from rankzero.channel import (
     DISCONNECTED,
-    LEFT,
     LOST,
     RECONNECTED,
     ChannelClosed,
@@ -205,7 +204,6 @@ def test_a_second_session_of_one_task_is_refused_and_the_first_goes_on(serving: 
     first.queue({"type": "still first"})
     assert serving.next() == (0, {"type": "still first"})
     first.close(5.0)
-    assert serving.next() == (0, {"type": LEFT})
     third = serving.client(0)
     third.queue({"type": "third"})
     assert serving.next() == (0, {"type": "third"})

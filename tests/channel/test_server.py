@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rankzero.channel import DISCONNECTED, LEFT, LOST, ChannelClient, ChannelClosed, FrameError, Message, limits, listen
+from rankzero.channel import DISCONNECTED, LOST, ChannelClient, ChannelClosed, FrameError, Message, limits, listen
 from rankzero.values import digest_of_file
 
 Receive = Callable[..., list[Message]]
@@ -65,7 +65,7 @@ def test_close_delivers_everything_and_is_not_a_loss(
     seen = [message for _, message in iter_queue(serving)]
     assert [message["n"] for message in seen if message["type"] == "log"] == list(range(200))
     types = [message["type"] for message in seen if message["type"] != "log"]
-    assert types == ["bye", "uploaded", "commit", LEFT]
+    assert types == ["bye", "uploaded", "commit"]
     with pytest.raises(ChannelClosed):
         client.receive()
     other = serving.client(1)

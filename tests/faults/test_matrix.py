@@ -542,8 +542,7 @@ def kept(stage: Stage) -> None:
     until(lambda: stage.processes() == [], GONE, "the end of its processes")
     stage.assert_whole(attached.result(0))
     again = stage.launcher.submit(train, **stage.arguments)
-    # Of a driver in a stage its heartbeat alone tells, of which who comes next knows nothing yet.
-    stage.assert_whole(again.result(LOST if stage.cell.engine == "connect" else 0))
+    stage.assert_whole(again.result(0))
     assert again.submission == 0
 
 

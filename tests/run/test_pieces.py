@@ -1,14 +1,11 @@
 """Lines on an object store: few pieces, nothing lost, doubled or out of order, whatever the store refuses."""
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rankzero import store
 from rankzero.run import PieceWriter, Position, pieces
-from rankzero.store import files
 
 WAIT = 30.0
 
@@ -37,33 +34,6 @@ def test_a_piece_is_written_again_until_it_is_large(location: str, monkeypatch: 
     lines, end = read_all(location, Position(), None)
     assert lines == [f"line {number}" for number in range(50)]
     assert end == writer.written
-
-
-def test_a_write_of_the_driver_before_that_lands_late_replaces_nothing(
-    location: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, after = PieceWriter(location), PieceWriter(location)
-    before.append(["of the one before"])
-    late = threading.Thread(target=before.flush)
-    through, is_under_way, may_land = files._filesystem, threading.Event(), threading.Event()
-
-    def filesystem(path: str) -> tuple[Any, str]:
-        if threading.current_thread() is late and path != location:
-            is_under_way.set()
-            assert may_land.wait(WAIT)
-        return through(path)
-
-    monkeypatch.setattr(files, "_filesystem", filesystem)
-    late.start()
-    assert is_under_way.wait(WAIT)
-    after.note_end(Position())
-    after.append(["of the driver"])
-    after.flush()
-    assert read_all(location, Position(), after.written)[0] == ["of the driver"]
-    may_land.set()
-    late.join(WAIT)
-    for end in (after.written, None):
-        assert read_all(location, Position(), end)[0] == ["of the one before", "of the driver"]
 
 
 def test_a_follower_reads_each_line_once_and_asks_for_nothing_in_vain(

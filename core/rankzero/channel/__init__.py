@@ -19,6 +19,6 @@ lazy_names(
     "messages.encode messages.End messages.Failed messages.Finished messages.Join messages.Part "
     "messages.Position messages.Ready messages.Rendezvous messages.Returned messages.Start messages.Uploaded "
     "messages.Usage session.ACK "
-    "session.BULK session.CONTENT session.CONTROL session.LEFT session.LOGS session.MADE_UP session.Session "
+    "session.BULK session.CONTENT session.CONTROL session.LOGS session.MADE_UP session.Session "
     "session.UPLOADS sockets.listen",
 )

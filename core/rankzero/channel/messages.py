@@ -381,7 +381,3 @@ class Reconnected(Message, kind="reconnected"):
 
 class Lost(Message, kind="lost"):
     """An agent is lost, and no new connection of it is accepted."""
-
-
-class Left(Message, kind="left"):
-    """An agent has disconnected after all its messages arrived."""

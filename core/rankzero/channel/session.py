@@ -28,11 +28,7 @@ LOGS = 0
 UPLOADS = 1
 """The stream of an agent's uploads, which are sent one after the other; each fetched file has its own stream."""
 
-LEFT = "left"
-"""Type of the message that the driver's end synthesizes when an agent has disconnected and all its frames have
-arrived."""
-
-MADE_UP = frozenset({"disconnected", "reconnected", "lost", "uploaded", "fetched", LEFT})
+MADE_UP = frozenset({"disconnected", "reconnected", "lost", "uploaded", "fetched"})
 """Types of messages that only the channel synthesizes; a message of such a type cannot be sent."""
 
 _ACK = struct.Struct(">QQ")

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import logging
 import time
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any
 
 from rankzero import store
 from rankzero.bounds import LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.channel import messages
+from rankzero.channel.auth import new_secret
 from rankzero.channel.driver_end.server import ChannelServer
 from rankzero.channel.messages import Message, encode
+from rankzero.channel.sockets import listen
 from rankzero.driver import ending, policy
 from rankzero.driver.commits import Committer, NotOwnerError
 from rankzero.driver.ending import Facts, Failure, Verdict
-from rankzero.driver.handover import RETRY_INTERVAL
 from rankzero.driver.hangs import HangWatch, RemainingWatch
 from rankzero.driver.places import Placed
 from rankzero.driver.recorder import Recorder
@@ -32,6 +32,9 @@ from rankzero.run.checkpoints import CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
+
+RETRY_INTERVAL = 1.0
+"""Seconds between two requests to a store that fails."""
 
 
 class Attempt:
@@ -85,8 +88,12 @@ class Attempt:
         self._remaining = RemainingWatch(job.num_processes, self.broadcast)
         self._ended: Future[BaseException | None] = Future()
         encrypts = job.encrypts(by_default=session.encrypts)
-        identity = session.identity() if encrypts else None
-        if identity:
+        identity = None
+        if encrypts:
+            # Imported here, so that most drivers do not load TLS.
+            from rankzero.channel.driver_end.tls import make_identity
+
+            identity = make_identity()
             logger.info("the connections of attempt %s are encrypted", number)
         self.committer = Committer(
             run,
@@ -104,7 +111,7 @@ class Attempt:
             self._resume, self._token = store.patiently(self._read_store, STORE_OUTAGE, RETRY_INTERVAL, self._gives_up)
             # An outage of the store takes no time from the ranks' start.
             self.start_deadline += time.monotonic() - began
-            secret = session.secret(number)
+            secret = new_secret()
             self._server = ChannelServer(
                 secret,
                 mailbox.put,
@@ -132,7 +139,7 @@ class Attempt:
 
     def _listen(self, session: EngineSession) -> int:
         try:
-            return self._server.start(session.listen(self.job.ports))
+            return self._server.start(listen(session.bind_host, self.job.ports))
         except OSError as error:
             raise EngineError(f"the driver cannot listen for the agents: {error}") from error
 
@@ -173,9 +180,7 @@ class Attempt:
             self.facts.engine_ended, self.facts.engine_error = True, self._ended.result()
 
     def _on_engine_end(self, error: BaseException | None) -> None:
-        # The end of the tasks and the last disconnect may both report it.
-        with contextlib.suppress(InvalidStateError):
-            self._ended.set_result(error)
+        self._ended.set_result(error)
         self.mailbox.wake()
 
     def _on_settled(self, settled: Manifest | int) -> None:
@@ -265,8 +270,6 @@ class Attempt:
         task, local_rank, message = received
         if isinstance(message, messages.Join):
             self._on_join(task, message, is_stopping=is_stopping)
-        elif isinstance(message, messages.Left):
-            self._group.note_disconnect(task)
         elif (member := self._roster.get(task)) is None:
             return
         elif local_rank is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -10,15 +9,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero import store
-from rankzero.bounds import STORE_OUTAGE
 from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.ending import Verdict
-from rankzero.driver.handover import RETRY_INTERVAL, DrivenElsewhere, Handover, Unseen
 from rankzero.driver.launched import Final, Starting
 from rankzero.driver.places import Placed, Places, Plan
-from rankzero.driver.policy import HostRecord, Restarts, Start, spent
+from rankzero.driver.policy import HostRecord, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.reporter import Reporter
 from rankzero.driver.states import follow
@@ -32,7 +28,6 @@ from rankzero.errors import (
     HangError,
     RankZeroError,
     RunCancelledError,
-    RunNotFoundError,
     RunTimeoutError,
     WorkerFailedError,
 )
@@ -57,7 +52,6 @@ class Driver:
         env: dict[str, str],
         *,
         leased: bool = False,
-        start: Start | None = None,
         trackers: Mapping[str, Any] | None = None,
     ) -> None:
         """Reads the job of the run and prepares the run directory for this driver.
@@ -68,74 +62,42 @@ class Driver:
             env: The user's environment for the ranks.
             leased: True if the run outlives its caller, and cancels itself when no process follows it
                 (`Job.orphan_timeout`).
-            start: The attempt and the budget that a driver in its run's own stage begins with; the process that
-                submitted the stage has the run again if this driver dies. None for every other driver.
             trackers: The result of `rankzero.submit.trackers.pack`, or None.
         """
         self._run = run
         self._job = run.job()
         self._env = env
         self._mask = Mask(secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {})))
-        self._is_in_stage = start is not None
-        self._number = start.attempt if start else self._job.first_attempt
-        self._budget = start.budget if start else Restarts(self._job.max_restarts, self._job.max_preemptions)
+        self._number = self._job.first_attempt
+        self._budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
-        self._leased = leased
-        # Tables are computed by this process's session, so a run with queries is driven from this process.
-        self._may_delegate = leased and not self._job.queries
-        self._packed_trackers = trackers
-        self._begin_writing(self._status_of_before() if start else None)
+        self._recorder = Recorder(run, self._job.submission, self._number, self._mask, nonce=self._job.nonce)
+        self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
+        self._trackers = Trackers(run, self._job.fresh_since, trackers)
         self._places = Places(engine, self.inbox)
         self._started_at: float | None = None
 
-    def _status_of_before(self) -> RunStatus | None:
-        """Returns the last status that another driver of this submission wrote; None if there was no other driver."""
-        with contextlib.suppress(RunNotFoundError):
-            return store.patiently(
-                self._run.status, STORE_OUTAGE, RETRY_INTERVAL, lambda error: isinstance(error, RunNotFoundError)
-            )
-        return None
-
-    def _begin_writing(self, before: RunStatus | None) -> None:
-        """Makes this process the writer of the run directory, continuing from the status of the driver before it, if
-        any.
-        """
-        self._recorder = Recorder(
-            self._run,
-            self._job.submission,
-            self._number,
-            self._mask,
-            is_in_stage=self._is_in_stage,
-            nonce=self._job.nonce,
-        )
-        self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
-        if before:
-            self._recorder.carry_on(before)
-        self._trackers = Trackers(self._run, self._job.fresh_since, self._packed_trackers)
-
-    def run(self) -> None:
+    def run(self, refused: Exception | None = None) -> None:
         """Runs the submission until it has ended. A failed run does not raise: its status reports the failure.
+
+        Args:
+            refused: The error of a stage that should have run the driver; it counts as that of the first attempt.
 
         Raises:
             ResultError: the store does not take the outcome.
         """
         self._recorder.note_thread()
         reporter = Reporter(self._run)
-        if not self._may_delegate:
-            self._trackers.start()
+        self._trackers.start()
         try:
-            self._run_to_its_end()
+            self._run_to_its_end(refused)
         finally:
             self._trackers.close()
             reporter.close()
 
-    def _run_to_its_end(self) -> None:
+    def _run_to_its_end(self, refused: Exception | None) -> None:
         try:
-            verdict = self._attempt_until_done()
-        except DrivenElsewhere:
-            # The other driver runs the trackers, too.
-            self._trackers = Trackers(self._run, self._job.fresh_since, None)
-            return
+            verdict = self._attempt_until_done(refused)
         except RunCancelledError as error:
             self._recorder.finish(state="cancelled", error=error.to_json())
         except RankZeroError as error:
@@ -170,13 +132,13 @@ class Driver:
         """True if another driver has the run by now, which this one detected too late."""
         return self._recorder.superseded
 
-    def _attempt_until_done(self) -> Verdict:
+    def _attempt_until_done(self, refused: Exception | None) -> Verdict:
         """Makes attempts until one succeeds; raises the error of the last one when no further attempt is allowed."""
         hosts = HostRecord()
         try:
             while True:
                 try:
-                    verdict = self._attempt(hosts.bad)
+                    verdict = Verdict(error=refused) if refused else self._attempt(hosts.bad)
                 except BaseException as error:
                     verdict = Verdict(error=error)
                 if verdict.error is None:
@@ -184,7 +146,7 @@ class Driver:
                 after = self._budget.after(_restart_cause(verdict.error))
                 if after is None:
                     raise verdict.error
-                self._budget, pause = after
+                (self._budget, pause), refused = after, None
                 hosts = hosts.after(verdict.blamed)
                 self._number += 1
                 self._prepare_restart(verdict.error, pause)
@@ -208,9 +170,6 @@ class Driver:
         self._note_placement(number, placed)
         if placed.session.num_agents(placed.placement.num_tasks) > MANY_AGENTS:
             allow_open_files()
-        if self._may_delegate and placed.session.can_host_driver:
-            self._delegate(placed)
-        self._trackers.start()
         attempt = Attempt(self._run, number, placed, self._recorder, mailbox, self._watch, self._env, self._started_at)
         try:
             return follow(Starting(attempt), Final, mailbox, self._recorder).verdict
@@ -218,35 +177,6 @@ class Driver:
             attempt.close()
             if self._started_at is None:
                 self._started_at = attempt.started_at
-
-    def _delegate(self, placed: Placed) -> None:
-        """Delegates the run to a driver inside its own stage; returns if executors do not see the run directory.
-
-        Raises:
-            DrivenElsewhere: the run was delegated, and this process has nothing more to do.
-            RankZeroError: the run could not be delegated, or that driver was lost; this process drives the run again.
-        """
-        where = placed.session, placed.placement
-        handover = Handover(self._run, self._job, self._number, self._recorder, *where, self.inbox, self._watch)
-        try:
-            handover.run(placed.plan.deadline, self._env, self._budget, self._packed_trackers)
-        except Unseen as why:
-            self._may_delegate = False
-            if handover.is_delegated:
-                self._begin_writing(handover.last_status())
-            self._recorder.announce("handover", f"the run is driven from this host, not in its stage: {why}")
-        except DrivenElsewhere:
-            # Closing the session would end the stage, which may continue.
-            self._places.session = None
-            raise
-        except BaseException:
-            if handover.is_delegated:
-                status = handover.last_status()
-                if status:
-                    self._number = max(self._number, status.attempt)
-                    self._budget = spent(self._job, status)
-                self._begin_writing(status)
-            raise
 
     def _prepare_restart(self, error: BaseException, pause: float) -> None:
         """Records the restart, waits for the pause between two attempts, and closes the session if it is broken."""

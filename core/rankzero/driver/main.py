@@ -19,7 +19,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from rankzero.driver.delegation import Delegation
 from rankzero.driver.driver import Driver
+from rankzero.engines.base import Engine
 from rankzero.host import descendants
 from rankzero.host.processes import allow_open_files, is_gone, pidfd_of, settle_signals
 from rankzero.run.directory import RunDirectory
@@ -68,15 +70,20 @@ def main() -> None:
 
 
 def drive(
-    run: RunDirectory, submission: int, read_private: Callable[[], Mapping[str, Any]], owner: int | None = None
+    run: RunDirectory,
+    submission: int,
+    read_private: Callable[[], Mapping[str, Any]],
+    owner: int | None = None,
+    engine: Engine | None = None,
 ) -> NoReturn:
-    """Claims a submission, drives it, and exits this process.
+    """Claims a submission, drives it, and exits this process. It may delegate the submission to a driver in its stage.
 
     Args:
         run: The run.
         submission: Number of the submission.
         read_private: Returns `Request.private`.
         owner: File descriptor of the owner's pipe; None for a run with a lease.
+        engine: The engine of a driver in its stage; None takes the engine of the job.
     """
     from rankzero.engines.specs import engine_from_spec
 
@@ -86,11 +93,12 @@ def drive(
     job = run.job()
     if job.submission != submission:
         sys.exit(f"{run.directory} was submitted again before this driver started")
-    if not run.claim_driver(job.submission):
+    private = read_private()
+    engine = engine or engine_from_spec(job.engine, private["engine"])
+    may_delegate = engine.can_host_driver(run, job)
+    if not (may_delegate or run.claim_driver(job.submission)):
         sys.exit(f"{run.directory} has a driver already")
     allow_open_files()
-    private = read_private()
-    engine = engine_from_spec(job.engine, private["engine"])
     trackers = private.get("trackers")
     # The modules of the trackers' classes are found there.
     sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
@@ -108,7 +116,14 @@ def drive(
         when_gone(private["retrier"], driver.inbox.note_retrier_gone)
     code = 1
     try:
-        driver.run()
+        refused = is_delegated = None
+        if may_delegate:
+            try:
+                is_delegated = Delegation(run, job, engine, private, driver.inbox).run()
+            except Exception as error:
+                refused = error
+        if not is_delegated:
+            driver.run(refused)
         code = int(driver.superseded)
     except BaseException:
         logger.exception("the outcome of the run could not be written")

@@ -12,7 +12,6 @@ from typing import Any
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import PREEMPTED
 from rankzero.job import Job
-from rankzero.run.directory import RunStatus
 
 STOP_MARGIN = 2.0
 """Seconds beyond the grace after which agents that do not disconnect are cancelled at the engine. The engine has as
@@ -63,31 +62,6 @@ class Restarts:
             return None
         left = replace(self, preemptions=count + 1) if cause == PREEMPTED else replace(self, restarts=count + 1)
         return left, min(2.0 ** min(count, 10) - 1, RESTART_DELAY_LIMIT)
-
-
-@dataclass(frozen=True)
-class Start:
-    """The state that a driver in its run's own stage begins with.
-
-    Attributes:
-        attempt: Its first attempt.
-        budget: The restarts that are left.
-    """
-
-    attempt: int
-    budget: Restarts
-
-
-def spent(job: Job, status: RunStatus) -> Restarts:
-    """Returns the budget of a submission whose driver was lost, less what that driver had used of it.
-
-    Args:
-        job: The job of the run.
-        status: The last status that the lost driver wrote.
-    """
-    used = max(0, status.attempt - job.first_attempt)
-    preemptions = min(used, status.preemptions)
-    return Restarts(job.max_restarts, job.max_preemptions, used - preemptions, preemptions)
 
 
 @dataclass(frozen=True)

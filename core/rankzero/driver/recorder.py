@@ -14,22 +14,18 @@ from dataclasses import astuple
 from typing import Any
 
 from rankzero import store
-from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
+from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.driver.status import StatusWriter
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.masking import Mask
 from rankzero.run.directory import EVENTS, LINES, RunDirectory, RunStatus, log_name
-from rankzero.run.growing import Appender, Position
+from rankzero.run.growing import Appender
 from rankzero.run.pace import pace
 from rankzero.run.pieces import PieceWriter
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
-
-LET_GO_TIMEOUT = 3.0
-"""Seconds for an object store to take the last lines, again for the status, and again for a write under way, when a
-driver passes its run to another. The other driver waits 10 s at most."""
 
 _LAST_LINES_INTERVAL = 0.5
 """Seconds between two tries to write the last lines to an object store."""
@@ -50,7 +46,6 @@ class Recorder:
         attempt: int,
         mask: Mask | None = None,
         *,
-        is_in_stage: bool = False,
         nonce: str = "",
     ) -> None:
         """Prepares the files of events and lines; nothing is written yet.
@@ -60,14 +55,10 @@ class Recorder:
             submission: The submission that the driver drives.
             attempt: Its first attempt.
             mask: Hides the secrets of the run.
-            is_in_stage: True for a driver in its run's own stage. Its death may not be the end of the run, so readers
-                go by the heartbeat alone.
             nonce: `Job.nonce` of the submission.
         """
         self._run = run
         self.mask = mask or Mask()
-        self._has_let_go = False
-        """True once another driver writes the run directory."""
         self._streams = {name: PieceWriter(run.path(name)) for name in (EVENTS, LINES)} if run.is_remote else {}
         self._events = _Lines(self._streams.get(EVENTS) or Appender(run.path(EVENTS)))
         self._logs: dict[str, _Lines] = {}
@@ -81,7 +72,7 @@ class Recorder:
                 nonce=nonce,
                 driver_host=socket.gethostname(),
                 driver_pid=os.getpid(),
-                driver_namespace=None if is_in_stage else process_namespace(),
+                driver_namespace=process_namespace(),
                 driver_start=process_start(os.getpid()),
                 interval=pace(0.0) if run.is_remote else HEARTBEAT_INTERVAL,
             ),
@@ -111,19 +102,6 @@ class Recorder:
     def note_thread(self) -> None:
         """Records the calling thread as the driver, for readers that query the kernel whether it is alive."""
         self._writer.note(driver_thread=this_thread())
-
-    def carry_on(self, before: RunStatus) -> None:
-        """Continues from the status of another driver of this submission: start time, seconds of slots, preemptions."""
-        if before.submission != self.status.submission:
-            return
-        held = before.held_seconds
-        if before.held_since is not None:
-            held += (before.world_size or self._run.job().num_processes) * max(
-                0.0, before.heartbeat - before.held_since
-            )
-        self._writer.note(started=before.started, held_seconds=held, preemptions=before.preemptions)
-        for name, stream in self._streams.items():
-            stream.note_end(Position(*before.written.get(name, ())))
 
     def note_places(self, ranks: int, *, held: bool) -> None:
         """Measures how long the ranks of an attempt occupy their slots, which is the cost of a training.
@@ -173,18 +151,13 @@ class Recorder:
             # This also writes a heartbeat and the position up to which followers may read.
             self._writer.change(**self._progress())
         try:
-            store.patiently(self._flush_streams, STORE_OUTAGE, _LAST_LINES_INTERVAL, lambda _: self._is_over)
+            store.patiently(self._flush_streams, STORE_OUTAGE, _LAST_LINES_INTERVAL, lambda _: self.superseded)
         except Exception as error:
             logger.warning("lines are lost: %s", error)
 
     def _flush_streams(self) -> None:
         for stream in self._streams.values():
             stream.flush()
-
-    @property
-    def _is_over(self) -> bool:
-        """True if another driver writes, whose pieces a late write would replace."""
-        return self.superseded or self._has_let_go
 
     def _progress(self) -> dict[str, Any]:
         if not self._run.is_remote:
@@ -222,17 +195,6 @@ class Recorder:
     def tail(self, rank: int) -> list[str]:
         """Returns the last log lines of a rank."""
         return list(self._tails.get(rank, ()))
-
-    def let_go(self) -> None:
-        """Closes the files and stops writing, because another process drives the run. Waits for a write under way."""
-        for lines in (self._events, *self._logs.values()):
-            lines.close()
-        self._has_let_go = True
-        self._finished.set()
-        if self._flusher.ident:
-            self._flusher.join(LET_GO_TIMEOUT)
-            wait([self._writer.change(**self._progress())], LET_GO_TIMEOUT)
-        self._writer.stop(LET_GO_TIMEOUT if self._run.is_remote else DRIVER_DEAD_AFTER)
 
     def finish(self, **changes: Any) -> None:
         """Closes the files, then writes the final status: a reader who sees it sees everything.

@@ -38,7 +38,7 @@ class StatusWriter:
         """
         self._run = run
         self._changed = threading.Condition()
-        self._has_changed = self._stopped = False
+        self._has_changed = False
         self._unwritten: list[Future[None]] = []
         self._thread = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self.status = status
@@ -71,23 +71,11 @@ class StatusWriter:
             self._thread.start()
         return written
 
-    def stop(self, timeout: float = DRIVER_DEAD_AFTER) -> None:
-        """Stops writing; waits up to ``timeout`` seconds for a write that is under way."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        if self._thread.ident:
-            self._thread.join(timeout)
-
     def _work(self) -> None:
         next_beat, next_check = time.monotonic() + self._beat_interval(), time.time() + DRIVER_DEAD_AFTER
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._stopped or self._has_changed, max(0.0, next_beat - time.monotonic())
-                )
-                if self._stopped:
-                    return
+                self._changed.wait_for(lambda: self._has_changed, max(0.0, next_beat - time.monotonic()))
                 self._has_changed, due = False, list(self._unwritten)
                 status = self.status = replace(self.status, heartbeat=time.time())
             try:

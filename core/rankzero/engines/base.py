@@ -5,20 +5,16 @@ from __future__ import annotations
 import abc
 import logging
 import queue
-import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rankzero.channel.auth import new_secret
-from rankzero.channel.sockets import listen
 from rankzero.data.manifest import Manifest
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
 
 if TYPE_CHECKING:
-    from rankzero.channel.driver_end.tls import Identity
     from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -78,6 +74,15 @@ class Engine(abc.ABC):
         """
         raise NotImplementedError
 
+    def can_host_driver(self, run: RunDirectory, job: Job) -> bool:
+        """Returns True if the driver of a submitted run may run inside its stage; its submitter only starts the stage.
+
+        Args:
+            run: The run.
+            job: Its job.
+        """
+        return False
+
     def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
         """Returns the ranks for ``num_processes="auto"``, one for each slot; None if the number of slots is unknown.
 
@@ -134,24 +139,6 @@ class EngineSession(abc.ABC):
     def bind_host(self) -> str:
         """Address on which the driver's channel listens."""
 
-    def listen(self, ports: Sequence[int] | None) -> socket.socket:
-        """Returns a socket on which the driver's channel listens for the agents of an attempt.
-
-        Args:
-            ports: First and last port that may be used; None for any.
-
-        Raises:
-            OSError: no port is free.
-        """
-        return listen(self.bind_host, ports)
-
-    def identity(self) -> Identity:
-        """Returns the certificate and key that encrypt the connections of an attempt. Raises EngineError."""
-        # Imported here, so that processes that only describe an engine do not load TLS.
-        from rankzero.channel.driver_end.tls import make_identity
-
-        return make_identity()
-
     @property
     @abc.abstractmethod
     def driver_host(self) -> str:
@@ -171,15 +158,6 @@ class EngineSession(abc.ABC):
     def encrypts(self) -> bool:
         """True if the engine encrypts its own connections, so that those of the run are encrypted by default, too."""
         return False
-
-    @property
-    def can_host_driver(self) -> bool:
-        """True if the driver of the run may run inside a stage: `launch` then takes a ``"stage"`` for its tasks."""
-        return False
-
-    def secret(self, attempt: int) -> str:
-        """Returns the secret that authenticates the channel of one attempt."""
-        return new_secret()
 
     def reserve(self, num_tasks: int) -> bool:
         """Reserves the slots of the next attempt; returns False if another run took them first."""
@@ -237,9 +215,6 @@ class AgentGroup(abc.ABC):
 
         From now on the driver receives messages from the agents, or heartbeats, without the engine.
         """
-
-    def note_disconnect(self, task: int) -> None:  # noqa: B027 - most engines report the end immediately
-        """Records that an agent has finished its work and is about to exit."""
 
     @abc.abstractmethod
     def cancel(self) -> None:

@@ -124,11 +124,12 @@ class Observer:
         continues even if the store rejects its heartbeats for minutes.
         """
         if self._driver is not None and status.submission == self._submission:
+            ours = (process_namespace(), self._driver.pid)
+            if status.driver_pid is not None and (status.driver_namespace, status.driver_pid) != ours:
+                # It has delegated the run to a driver in its stage.
+                return process_lives(status)
             if self._driver.poll() is not None:
-                ours = (process_namespace(), self._driver.pid)
-                # It may have delegated the run to a driver on another host.
-                is_another = status.driver_pid is not None and (status.driver_namespace, status.driver_pid) != ours
-                return process_lives(status) if is_another else False
+                return False
             # A child process that is stopped loses its agents. A driver thread stops only together with this code.
             is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
             return None if is_stopped else True

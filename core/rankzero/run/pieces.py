@@ -30,21 +30,11 @@ class PieceWriter:
         self._waiting: list[bytes] = []
         self._piece: int | None = None
         self._content = b""
-        self._end = Position()
-        self._follows = False
 
     @property
     def written(self) -> Position:
         """Returns the end of the stream, up to which it can be read."""
-        return self._end if self._piece is None else Position(self._piece, len(self._content))
-
-    def note_end(self, end: Position) -> None:
-        """Sets the end of the lines that an earlier driver wrote, which is valid until this writer's first flush.
-
-        The last write of the earlier driver may still be under way. The first flush creates an empty piece at the
-        place where that write may arrive, so that it replaces no lines.
-        """
-        self._end, self._follows = end, True
+        return Position() if self._piece is None else Position(self._piece, len(self._content))
 
     def append(self, lines: list[str]) -> None:
         """Queues lines for `flush`. Raises OSError if more than `WAITING_LIMIT` bytes would wait."""
@@ -61,11 +51,7 @@ class PieceWriter:
             return
         # Only acknowledged writes decide where the lines go: if a reply is lost, the same piece is written again.
         if self._piece is None:
-            piece = end_of(self._location).piece
-            if self._follows:
-                store.create(_name(self._location, piece), b"")
-                piece += 1
-            self._piece = piece
+            self._piece = end_of(self._location).piece
         piece, content = self._piece, self._content
         if len(content) >= PIECE:
             piece, content = piece + 1, b""

@@ -187,7 +187,8 @@ def _submit(run: RunDirectory, job: Job, asked: Asked, parts: Payload, request: 
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},
         )
 
-    start_timeout = job.start_timeout if request.engine.drives_elsewhere else 0.0
+    is_elsewhere = request.engine.drives_elsewhere or request.engine.can_host_driver(run, job)
+    start_timeout = job.start_timeout if is_elsewhere else 0.0
     return submission.submit(run, asked, make_job, files | listings, start_timeout, request.caller)
 
 

@@ -5,4 +5,8 @@ The task function is pickled by value, so modules here import only the standard 
 
 from rankzero import lazy_names
 
-lazy_names(__name__, "hold.NEW hold.remove_abandoned start.OWNER start.start_time")
+lazy_names(
+    __name__,
+    "hold.NEW hold.remove_abandoned stage.ATTEMPT stage.OVER stage.put stage.run_task stage.sealed start.OWNER "
+    "start.start_time",
+)

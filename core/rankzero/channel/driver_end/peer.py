@@ -15,7 +15,6 @@ from rankzero.channel.session import (
     BULK,
     CONTENT,
     CONTROL,
-    LEFT,
     MADE_UP,
     OWN,
     Session,
@@ -139,13 +138,9 @@ class Peer:
             self._begin_fetch(message.get("stream"), message.get("name"))
         elif kind == "farewell":
             self.has_left = True
-            self._uploads.when_idle(self._on_disconnect)
+            self._uploads.when_idle(self.confirm_disconnect)
         else:
             raise FrameError(f"unknown message {kind!r} of the channel")
-
-    def _on_disconnect(self) -> None:
-        self.deliver({"type": LEFT})
-        self.confirm_disconnect()
 
     def confirm_disconnect(self) -> None:
         """Confirms to the agent that the session has ended and everything has arrived."""

@@ -16,6 +16,8 @@ from rankzero.job import Job
 if TYPE_CHECKING:
     from pyspark.sql.connect.session import SparkSession
 
+    from rankzero.run.directory import RunDirectory
+
 
 @dataclass(frozen=True)
 class SparkConnectEngine(Engine):
@@ -85,6 +87,13 @@ class SparkConnectEngine(Engine):
     def prefers_own_process(self) -> bool:
         """True unless the caller gave a session: gRPC's threads make forks of the caller unsafe."""
         return self.session is None
+
+    def can_host_driver(self, run: RunDirectory, job: Job) -> bool:
+        """Returns True for a run that outlives its caller, on a path, which all executors may see.
+
+        Tables and queries are computed by the session of the submitter's process, so a run with those is driven there.
+        """
+        return job.owner is None and not job.queries and not run.is_remote
 
     def open(self, job: Job) -> ConnectSession:
         """Connects, and checks the server's slots and resources."""

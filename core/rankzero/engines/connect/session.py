@@ -36,13 +36,15 @@ from rankzero.engines.spark.conf import (
     require_task_cpus,
     require_task_gpus,
 )
-from rankzero.engines.spark.context import agent_code
+from rankzero.engines.spark.context import task_code
 from rankzero.engines.spark.materialize import materialize, open_query
 from rankzero.engines.spark.resources import TaskResources, task_resources
 from rankzero.engines.spark.stage import make_task, task_config
 from rankzero.errors import RankZeroError
 from rankzero.host.network import address_towards, bind_address, is_loopback, own_addresses
 from rankzero.job import Job
+from rankzero.task.hold import hold
+from rankzero.task.stage import run_task
 
 logger = logging.getLogger(__name__)
 
@@ -146,20 +148,29 @@ class ConnectSession(EngineSession):
         """True if the cluster encrypts its own connections."""
         return not self._is_local and any(self._settings.get(name) == "true" for name in ENCRYPTION)
 
-    @property
-    def can_host_driver(self) -> bool:
-        """True, so that no process of this host need outlive the launch."""
-        return True
-
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:
         """Starts the barrier stage in a thread, under a tag of its own."""
+        config = {**config, "connect_timeout": min(config["connect_timeout"], CONNECT_TIMEOUT)}
+        return self._start(num_tasks, config, on_end, hold)
+
+    def host_driver(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:
+        """Starts a stage whose task 0 runs the driver, which gives the agents their configuration.
+
+        Args:
+            num_tasks: Number of tasks.
+            config: The configuration of the tasks, as `run_task` needs it.
+            on_end: Called once, from another thread, when the stage has ended.
+        """
+        return self._start(num_tasks, config, on_end, run_task)
+
+    def _start(
+        self, num_tasks: int, config: AgentConfig, on_end: OnEnd, run: Callable[[dict[str, Any]], None]
+    ) -> ConnectGroup:
         cores = int(self._settings.get(TASK_CPUS, "1"))
-        if "stage" not in config:
-            config = {**config, "connect_timeout": min(config["connect_timeout"], CONNECT_TIMEOUT)}
         task = make_task(
             task_config(config, cores, self._job.processes_per_task, threads_set=THREADS in self._settings),
             # A part of the task's function, which Spark sends to each executor once for all its tasks.
-            SimpleNamespace(value=agent_code()),
+            SimpleNamespace(value=task_code(run)),
             None,
             LOOPBACK if self._is_local else None,
         )

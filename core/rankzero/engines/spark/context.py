@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import io
 import os
+from collections.abc import Callable
 from typing import Any
 
 from rankzero.engines.spark.resources import TaskResources
 from rankzero.host.network import addresses_of
-from rankzero.task import hold, staged, start
+from rankzero.task import hold, stage, start
 
 _KNOWN = "_rankzero"
 _DRIVER = "driver"
@@ -34,14 +35,14 @@ class KnownContext:
         return found
 
     def code(self, *, zipped: bool = True) -> Any:
-        """Returns a broadcast of `agent_code`, which reaches every executor once instead of with every task.
+        """Returns a broadcast of `task_code`, which reaches every executor once instead of with every task.
 
         The SparkContext keeps it. Tasks of a local master read a file that pyspark made of it; a cleaner of the
         temporary directory may have removed that file, and then it is made again.
         """
         code = self._codes.get(zipped)
         if code is None or not os.path.exists(getattr(code, "_path", None) or os.curdir):
-            code = self._codes[zipped] = self._context.broadcast(agent_code(zipped=zipped))
+            code = self._codes[zipped] = self._context.broadcast(task_code(hold.hold, zipped=zipped))
         return code
 
     def setting(self, key: str) -> str | None:
@@ -101,20 +102,21 @@ _TRAVELS = (".py", ".html", ".css", ".js")
 
 
 @functools.cache
-def agent_code(*, zipped: bool = True) -> bytes:
-    """Returns a pickle of the function `run_task` and of a zip of the rankzero and cloudpickle packages.
+def task_code(run: Callable[[dict[str, Any]], None], *, zipped: bool = True) -> bytes:
+    """Returns a pickle of a task's function and of a zip of the rankzero and cloudpickle packages.
 
     rankzero does not need to be installed on executors: the function is pickled by value, and agents import the zip.
 
     Args:
+        run: The function: `hold`, or `run_task` of a stage that has the driver of the run.
         zipped: False leaves out the zip, for agents that can import the packages from this process's paths.
     """
     from pyspark import cloudpickle
 
     untyped: Any = cloudpickle
-    for module in (staged, hold, start):
+    for module in (stage, hold, start):
         untyped.register_pickle_by_value(module)
-    pickled: bytes = untyped.dumps((staged.run_task, zipped_packages() if zipped else None))
+    pickled: bytes = untyped.dumps((run, zipped_packages() if zipped else None))
     return pickled
 
 

@@ -88,7 +88,7 @@ def make_task(
 
     Args:
         config: The result of `task_config`.
-        code: An object whose ``value`` is `agent_code`: a broadcast, if the session has broadcasts.
+        code: An object whose ``value`` is `task_code`: a broadcast, if the session has broadcasts.
         local_gpus: GPUs of this machine, which the tasks of a local master share; None for a cluster.
         local_host: The address of every agent; None if Spark knows the addresses.
     """
@@ -111,9 +111,9 @@ def make_task(
             gpus = local_gpus[index * count : (index + 1) * count]
         elif config["use_gpu"] and "gpu" in context.resources():
             gpus = list(context.resources()["gpu"].addresses)
-        run_task, code_zip = pickle.loads(code.value)
+        run, code_zip = pickle.loads(code.value)
         found = {"code_path": None, "code_zip": code_zip}
-        run_task({**found, **config, "task": index, "host": host, "gpus": gpus})
+        run({**found, **config, "task": index, "host": host, "gpus": gpus})
         return iter(())
 
     return task

@@ -1,0 +1,150 @@
+"""The engine of a driver inside its own stage: the tasks are running, and start the agents of each attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from rankzero.channel.driver_end.tls import make_identity
+from rankzero.channel.sockets import listen
+from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
+from rankzero.engines.local import LOOPBACK
+from rankzero.engines.spark.errors import explain
+from rankzero.errors import RankZeroError
+from rankzero.host.network import bind_address, own_addresses
+from rankzero.job import Job
+from rankzero.task import stage
+
+ENDED_POLL_INTERVAL = 0.05
+"""Seconds between two listings of the folder for the ends of agents."""
+
+
+@dataclass(frozen=True)
+class StageEngine(Engine):
+    """The tasks of one running stage.
+
+    Attributes:
+        folder: Directory through which the driver and the tasks communicate.
+        num_tasks: Number of tasks.
+        host: Address of this task's executor, as Spark knows it.
+        secret: A secret that the driver and the tasks share.
+        place: Display name of the cluster.
+        encrypts: True if connections are encrypted.
+    """
+
+    folder: str
+    num_tasks: int
+    host: str
+    secret: str
+    place: str
+    encrypts: bool
+    can_detach = False
+    prefers_own_process = False
+
+    def check(self, job: Job) -> None:
+        """Raises OSError or EngineError if no driver can listen for agents on this host."""
+        listen(bind_address(self.host), job.ports).close()
+        if self.encrypts:
+            make_identity()
+
+    def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns a specification without details, since no other process opens this engine."""
+        return {"kind": "stage"}, {}
+
+    def open(self, job: Job) -> StageSession:
+        """Returns a session with the running tasks."""
+        return StageSession(self)
+
+
+class StageSession(EngineSession):
+    """A session whose tasks are those of the stage."""
+
+    def __init__(self, engine: StageEngine) -> None:
+        self._engine = engine
+
+    @property
+    def place(self) -> str:
+        """Display name of the cluster, as the submitter gave it."""
+        return self._engine.place
+
+    def slots(self) -> int:
+        """Returns the number of tasks in the stage."""
+        return self._engine.num_tasks
+
+    @property
+    def most_slots(self) -> int | None:
+        """The number of tasks in the stage, which is fixed."""
+        return self._engine.num_tasks
+
+    def num_agents(self, num_tasks: int) -> int:
+        """Returns one agent for each task."""
+        return num_tasks
+
+    @property
+    def driver_host(self) -> str:
+        """The address by which Spark knows this executor."""
+        return self._engine.host
+
+    @property
+    def driver_hosts(self) -> list[str]:
+        """The address by which Spark knows this executor, then the other addresses of its host."""
+        if self._engine.host == LOOPBACK:
+            return [LOOPBACK]
+        return list(dict.fromkeys([self._engine.host, *own_addresses(), socket.gethostname()]))
+
+    @property
+    def bind_host(self) -> str:
+        """The address to listen on: loopback if all tasks run on this host, else any address."""
+        return bind_address(self._engine.host)
+
+    @property
+    def encrypts(self) -> bool:
+        """True if the submitter chose encrypted connections for the stage."""
+        return self._engine.encrypts
+
+    def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> StageGroup:
+        """Sends the tasks the configuration of their agents, which they start."""
+        return StageGroup(self._engine, config, on_end)
+
+    def close(self) -> None:
+        """Does nothing: the stage ends when this process exits."""
+
+
+class StageGroup(AgentGroup):
+    """The agents of one attempt in the stage."""
+
+    def __init__(self, engine: StageEngine, config: AgentConfig, on_end: OnEnd) -> None:
+        super().__init__()
+        self._engine = engine
+        self._attempt: int = config["attempt"]
+        self._on_end = on_end
+        # The tasks have the user's environment already, which may hold secrets.
+        settings = {name: value for name, value in config.items() if name != "env"}
+        settings["secret"] = stage.sealed(config["secret"], engine.secret, self._attempt)
+        stage.put(engine.folder, f"{stage.ATTEMPT}{self._attempt}", json.dumps(settings))
+        threading.Thread(target=self._follow, name="rankzero-stage", daemon=True).start()
+
+    def _follow(self) -> None:
+        names = {f"{stage.ENDED}{self._attempt}-{task}" for task in range(self._engine.num_tasks)}
+        # Without a time limit, since this process ends with its task.
+        while not names <= set(os.listdir(self._engine.folder)):
+            self._ended.wait(ENDED_POLL_INTERVAL)
+        texts = []
+        for name in sorted(names):
+            with open(os.path.join(self._engine.folder, name)) as file:
+                texts.append(file.read())
+        errors = [text for text in texts if text]
+        self._ended.set()
+        self._on_end(RuntimeError(errors[0]) if errors else None)
+
+    def cancel(self) -> None:
+        """Makes the tasks kill their agents."""
+        stage.put(self._engine.folder, f"{stage.CANCEL}{self._attempt}", "")
+
+    def explain(self, error: BaseException) -> RankZeroError:
+        """Returns the typed error for an agent's error text."""
+        return explain(str(error))

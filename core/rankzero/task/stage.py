@@ -1,0 +1,156 @@
+"""A task of a stage whose task 0 runs the driver: it runs one agent for each attempt.
+
+Driver and tasks exchange files in a folder of the run directory, which all of them see; no file holds a secret in plain
+text. Runs in Spark's Python worker, is pickled by value, and uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+from rankzero.task.hold import hold, scratch_root
+
+ATTEMPT = "attempt-"
+"""Prefix, before the attempt's number, of the file with the agents' configuration, which the driver writes."""
+
+CANCEL = "cancel-"
+"""Prefix, before the attempt's number, of the file by which the driver requests to kill the agents of that attempt."""
+
+ENDED = "ended-"
+"""Prefix, before the numbers of attempt and task, of the file that reports the agent's end and holds its error."""
+
+OVER = "over"
+"""File that task 0 writes when the driver has exited after the end of the run."""
+
+POLL_INTERVAL = 0.02
+SLOW_POLL_INTERVAL = 0.5
+SLOW_AFTER = 5.0
+"""Seconds between two listings of the folder for the next attempt, and the time after which there are fewer. NFS caches
+for long that a single name does not exist, and a listing avoids that."""
+
+KILL_POLL_INTERVAL = 2.0
+DRIVER_POLL_INTERVAL = 0.2
+"""Seconds between two polls for a request to kill the agent, and in task 0, which also polls the driver process. A
+thousand tasks may list the folder."""
+
+_DRIVER = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
+_DRIVER += "sys.path.append(sys.path.pop(0)); from rankzero.driver.stage import main; main()"
+
+Process = subprocess.Popen[bytes]
+
+
+def run_task(config: dict[str, Any]) -> None:
+    """Runs one agent after the other, one for each attempt of the driver in this stage.
+
+    Raises:
+        RuntimeError: the driver failed, or this host does not see the run directory.
+    """
+    stage, task = config.pop("stage"), config["task"]
+    _require_directory(stage)
+    driver = _start_driver(config, stage) if task == 0 else None
+    attempt = -1
+    try:
+        while (found := _next_attempt(stage["folder"], attempt, driver)) is not None:
+            attempt = found
+            error = _run_agent(config, stage, attempt, driver)
+            put(stage["folder"], f"{ENDED}{attempt}-{task}", error)
+    finally:
+        if driver:
+            driver.kill()
+            driver.wait()
+            shutil.rmtree(stage["code"], ignore_errors=True)
+
+
+def sealed(secret: str, stage_secret: str, attempt: int) -> str:
+    """Encrypts the secret of one attempt's channel, or decrypts it, by a pad that no other attempt uses."""
+    pad = hmac.new(bytes.fromhex(stage_secret), f"attempt {attempt}".encode(), hashlib.sha256).digest()
+    return bytes(one ^ other for one, other in zip(bytes.fromhex(secret), pad, strict=True)).hex()
+
+
+def put(folder: str, name: str, text: str) -> None:
+    """Writes a file of the folder atomically, by a temporary name that matches no name or prefix of this module."""
+    with open(os.path.join(folder, f".{os.getpid()}-{name}"), "w") as file:
+        file.write(text)
+    os.rename(file.name, os.path.join(folder, name))
+
+
+def _require_directory(stage: dict[str, Any]) -> None:
+    directory = stage["directory"]
+    try:
+        with open(os.path.join(directory, "token")) as file:
+            is_this = file.read() == stage["token"] and os.access(stage["folder"], os.W_OK)
+    except OSError:
+        is_this = False
+    if not is_this:
+        raise RuntimeError(f"rankzero: an executor does not see {directory}")
+
+
+def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> Process:
+    stage["code"] = tempfile.mkdtemp(prefix="rankzero-stage-", dir=scratch_root())
+    path = os.path.join(stage["code"], "rankzero.zip")
+    with open(path, "wb") as file:
+        file.write(config["code_zip"])
+    with open(os.path.join(stage["directory"], "driver.log"), "ab") as log:
+        command = [sys.executable, "-u", "-c", _DRIVER, path]
+        driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+    settings = {**stage, "env": config["env"], "host": config["host"]}
+    assert driver.stdin
+    with contextlib.suppress(BrokenPipeError):
+        driver.stdin.write(json.dumps(settings).encode() + b"\n")
+        driver.stdin.flush()
+    return driver
+
+
+def _next_attempt(folder: str, last: int, driver: Process | None) -> int | None:
+    """Waits for the number of the next attempt, or None if none follows. Raises RuntimeError if the driver failed."""
+    began = time.monotonic()
+    while True:
+        code = driver.poll() if driver else None
+        if code == 0:
+            put(folder, OVER, "")
+        elif code is not None:
+            raise RuntimeError(f"rankzero: the driver of the run, beside task 0, ended with exit code {code}")
+        names = os.listdir(folder)
+        if OVER in names:
+            return None
+        newest = max((int(name[len(ATTEMPT) :]) for name in names if name.startswith(ATTEMPT)), default=last)
+        if newest > last:
+            return newest
+        time.sleep(POLL_INTERVAL if time.monotonic() - began < SLOW_AFTER else SLOW_POLL_INTERVAL)
+
+
+def _run_agent(config: dict[str, Any], stage: dict[str, Any], attempt: int, driver: Process | None) -> str:
+    """Runs one agent to its end; returns its error, or an empty text."""
+    with open(os.path.join(stage["folder"], f"{ATTEMPT}{attempt}")) as file:
+        settings = json.load(file)
+    settings["secret"] = sealed(settings["secret"], stage["secret"], attempt)
+    requests, ended = {f"{CANCEL}{attempt}", OVER}, threading.Event()
+
+    def kill_on_request(agent: Any) -> None:
+        while not ended.wait(DRIVER_POLL_INTERVAL if driver else KILL_POLL_INTERVAL):
+            with contextlib.suppress(OSError):
+                if (driver and driver.poll() is not None) or not requests.isdisjoint(os.listdir(stage["folder"])):
+                    agent.kill()
+                    return
+
+    def watch(agent: Any) -> None:
+        threading.Thread(target=kill_on_request, args=[agent], daemon=True).start()
+
+    try:
+        hold({**config, **settings}, watch)
+    except RuntimeError as failure:
+        return str(failure)
+    finally:
+        ended.set()
+    return ""
