@@ -2,7 +2,7 @@
 
 Run: ``python benchmarks/connect.py [runs]``. One server runs throughout; each launch is a Python process of its own, as
 a pipeline's task is, and its time that of the whole process. What is compared runs in turn. Submitted runs are driven
-in their own stage, on a path and on an object store (moto's server).
+in their own stage if they are on a path, and by the client if they are on an object store (moto's server).
 """
 
 import contextlib
@@ -115,7 +115,7 @@ def main() -> None:
     seconds = report.add("rankzero", found["ours"])
     report.add("rankzero, the first launch on a server", first)
     path = report.add("rankzero, submitted: driven in its stage", found["submitted"])
-    url = report.add("the same with the run on an object store", found[BUCKET])
+    url = report.add("rankzero, submitted: on an object store, driven by the client", found[BUCKET])
     theirs = report.add("TorchDistributor", found["peer"])
     report.hold("rankzero / TorchDistributor", seconds / theirs, 0.1)
     report.hold("rankzero / floor (no-op barrier stage)", seconds / least, 1.0)

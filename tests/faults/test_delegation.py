@@ -23,7 +23,7 @@ from rankzero.host.processes import process_namespace, process_start
 from rankzero.job import Job
 from rankzero.run import RunDirectory
 from rankzero.submit.prepare import prepare
-from rankzero.task import ATTEMPT, put, run_task, sealed
+from rankzero.task import ATTEMPT, OVER, put, run_task, sealed
 
 WAIT = 30.0
 
@@ -151,6 +151,17 @@ def test_a_submitter_that_must_exit_leaves_the_stage_running(tmp_path: Path, poo
     interrupt(submitted)
     assert submitted.followed.result(WAIT)
     assert not submitted.stage.is_cancelled
+
+
+def test_a_stage_that_does_not_end_after_its_driver_is_cancelled(
+    tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankzero.driver.delegation.STAGE_END_TIMEOUT", 0.2)
+    submitted = Submitted(tmp_path, pool)
+    assert submitted.run.claim_driver(0)
+    put(submitted.engine.configs[0]["stage"]["folder"], OVER, "")
+    assert submitted.followed.result(WAIT)
+    assert submitted.stage.is_cancelled
 
 
 def test_no_file_of_a_stage_holds_a_secret(tmp_path: Path, pool: ThreadPoolExecutor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -20,11 +21,15 @@ from rankzero.errors import RankZeroError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory
+from rankzero.task.stage import OVER
 
 if TYPE_CHECKING:
     from rankzero.engines.connect.session import ConnectGroup, ConnectSession
 
 logger = logging.getLogger(__name__)
+
+STAGE_END_TIMEOUT = 5.0
+"""Seconds for a stage to end after its driver has exited; then it is cancelled. The connection may be broken."""
 
 
 class Delegation:
@@ -51,6 +56,7 @@ class Delegation:
         self._recorder = Recorder(run, job.submission, job.first_attempt, Mask(secrets_of(private["env"])))
         self._watch = Watch(run, job, self._recorder, inbox, leased=True)
         self._places = Places(engine, inbox)
+        self._folder = run.submission_path(job.submission, "stage")
         self._group: ConnectGroup | None = None
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -93,13 +99,12 @@ class Delegation:
         plan = Plan(self._run, job, self._places, self._recorder, self._watch.check, env, frozenset(), deadline)
         placed = follow(plan.state(), Placed, self._inbox.renew(), self._recorder)
         session, num_tasks = cast("ConnectSession", placed.session), placed.placement.num_tasks
-        folder = self._run.submission_path(job.submission, "stage")
-        store.make_directory(folder)
+        store.make_directory(self._folder)
         stage = {
             "directory": self._run.directory,
             "token": self._run.token(),
             "submission": job.submission,
-            "folder": folder,
+            "folder": self._folder,
             "secret": new_secret(),
             "num_tasks": num_tasks,
             "place": session.place,
@@ -129,7 +134,13 @@ class Delegation:
             return
         logger.info("the run is driven in its stage; this process keeps the connection to %s", self._job.engine)
         self._group.tolerate_outage()
+        over_at = math.inf
         while not self._ended.wait(TICK):
+            if over_at == math.inf and store.exists(store.join(self._folder, OVER)):
+                over_at = time.monotonic()
+            if time.monotonic() - over_at > STAGE_END_TIMEOUT:
+                within(policy.STOP_MARGIN, self._group.cancel)
+                return
             if self._inbox.interrupted:
                 logger.info("this process exits (%s), and the stage continues", self._inbox.interrupted)
                 return
