@@ -145,6 +145,36 @@ def test_a_stage_that_does_not_begin_in_time_is_cancelled(tmp_path: Path, pool: 
     assert not submitted.run.claim_driver(0)
 
 
+# The submitter of a stage that does not begin, and of a run whose directory takes no claim: the stage may have claimed it.
+UNCLAIMED = """
+import sys
+from rankzero.driver.main import drive
+from rankzero.run import RunDirectory
+from tests.faults.test_delegation import Cluster
+
+class Full(RunDirectory):
+    def claim_driver(self, submission):
+        raise OSError("no space left on device")
+
+class Engine(Cluster):
+    def can_host_driver(self, run, job):
+        return True
+
+drive(Full(sys.argv[1]), 0, lambda: {"env": {}, "trackers": None}, engine=Engine())
+"""
+
+
+def test_a_submitter_that_cannot_claim_a_run_does_not_drive_it(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run"))
+    assert run.claim(0)
+    run.write_submission(Job("run", "train", 1, 1, False, None, None, 0.2, {}))
+    before = run.status()
+    submitter = subprocess.run([sys.executable, "-c", UNCLAIMED, run.directory], capture_output=True, text=True)
+    assert submitter.returncode == 1
+    assert "no space left on device" in submitter.stderr
+    assert run.status() == before
+
+
 def test_a_submitter_that_must_exit_leaves_the_stage_running(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     submitted = Submitted(tmp_path, pool)
     assert submitted.run.claim_driver(0)

@@ -58,6 +58,8 @@ class Delegation:
         self._places = Places(engine, inbox)
         self._folder = run.submission_path(job.submission, "stage")
         self._group: ConnectGroup | None = None
+        self.has_claimed = False
+        """True once this process has claimed the submission, and must drive the run."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
@@ -69,7 +71,8 @@ class Delegation:
             submission: this process has claimed it then, and must drive the run.
 
         Raises:
-            Exception: the run was cancelled or could not start; this process has claimed the submission.
+            Exception: the run was cancelled or could not start, if this process `has_claimed` the submission. Else the
+                store failed, and this process must not write.
         """
         try:
             self._start(time.monotonic() + self._job.start_timeout)
@@ -86,7 +89,8 @@ class Delegation:
 
     def _claim(self) -> bool:
         """Claims the submission and ends the stage; returns False if the driver in the stage has claimed it."""
-        if not self._run.claim_driver(self._job.submission):
+        self.has_claimed = self._run.claim_driver(self._job.submission)
+        if not self.has_claimed:
             return False
         if self._group:
             within(policy.STOP_MARGIN, self._group.cancel)

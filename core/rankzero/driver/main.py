@@ -118,9 +118,12 @@ def drive(
     try:
         refused = is_delegated = None
         if may_delegate:
+            delegation = Delegation(run, job, engine, private, driver.inbox)
             try:
-                is_delegated = Delegation(run, job, engine, private, driver.inbox).run()
+                is_delegated = delegation.run()
             except Exception as error:
+                if not delegation.has_claimed:
+                    raise
                 refused = error
         if not is_delegated:
             driver.run(refused)

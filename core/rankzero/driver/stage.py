@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 
 from rankzero.driver.main import LOG_FORMAT, drive
 from rankzero.engines.connect.stage import StageEngine
+from rankzero.host import descendants
 from rankzero.host.processes import settle_signals
 from rankzero.run.directory import RunDirectory
 
@@ -20,6 +22,8 @@ from rankzero.run.directory import RunDirectory
 def main() -> None:
     """Entry point: reads one line of JSON from standard input, whose end of file ends this process."""
     settle_signals()
+    # A stopped process does not read the end of its standard input.
+    descendants.signal_on_parent_death(signal.SIGKILL)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     stage = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_task, name="rankzero-task", daemon=True).start()

@@ -28,11 +28,11 @@ def explain(text: str) -> RankZeroError:
         return dynamic_allocation_error()
     if found := re.search(r'Cannot run program "([^"]+)"', text):
         return EngineError(f"the executors have no Python at {found[1]!r}: set spark.pyspark.python to one they have")
-    if found := re.search(r"rankzero: .+", text):
-        return EngineError(found[0].removeprefix("rankzero: "))
     if found := re.search(r"rankzero agent of task \d+ ended by (signal)?.*", text):
         is_lost = found[1] or any(words in found[0] for words in CUT_OFF)
         return EngineError(first_lines(text[found.start() :]), cause=LOST if is_lost else None)
+    if found := re.search(r"rankzero: .+", text):
+        return EngineError(found[0].removeprefix("rankzero: "))
     if re.search(_PREEMPTED, text, re.IGNORECASE):
         return EngineError(f"the cluster took an executor back: {first_lines(text)}", cause=PREEMPTED)
     if found := re.search(_EXECUTOR_LOST, text):
