@@ -445,7 +445,6 @@ def test_what_an_agent_said_before_the_engine_reports_its_end_is_heard_first(sta
     scene.say(messages.Leaving("it got SIGTERM", "preempted"))
     scene.group.on_end(RuntimeError("the task has ended"))
     scene.until("Leaving")
-    scene.group.on_end(None)
     scene.until("Final")
     assert isinstance(scene.state, Final)
     assert "it got SIGTERM" in str(scene.state.verdict.error)

@@ -145,7 +145,7 @@ def test_a_stage_that_does_not_begin_in_time_is_cancelled(tmp_path: Path, pool: 
     assert not submitted.run.claim_driver(0)
 
 
-# The submitter of a stage that does not begin, and of a run whose directory takes no claim: the stage may have claimed it.
+# The submitter of a stage that does not begin. The store takes no claim, so whether the stage has the run is unknown.
 UNCLAIMED = """
 import sys
 from rankzero.driver.main import drive
