@@ -73,7 +73,7 @@ def _end(dag_id: str, run_id: str, task_id: str, map_index: int) -> None:
     key = {"dag_id": dag_id, "run_id": run_id, "task_id": task_id, "map_index": map_index}
     directory = None
     try:
-        directory = next((row.value for row in _rows(_XCOMS, "value", key=DIRECTORY_KEY, **key)), None)
+        directory = next(map(_value_of, _rows(_XCOMS, "value", key=DIRECTORY_KEY, **key)), None)
         if not isinstance(directory, str):
             return
         handle = RunHandle.attach(directory, follows=False)
@@ -86,6 +86,12 @@ def _end(dag_id: str, run_id: str, task_id: str, map_index: int) -> None:
         logger.info("the training of the task %s is not within reach, and is left to its lease: %s", task_id, directory)
     except Exception:
         logger.warning("the training of the marked task %s is left to its lease", task_id, exc_info=True)
+
+
+def _value_of(row: Any) -> Any:
+    """Returns the value of an XCom, which a backend may keep elsewhere, such as in an object store."""
+    backend: Any = importlib.import_module("airflow.sdk.execution_time.xcom").XCom
+    return backend.deserialize_value(row)
 
 
 def _state_of(key: dict[str, Any]) -> str | None:

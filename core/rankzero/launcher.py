@@ -190,10 +190,10 @@ class Launcher(Options):
         """Runs a sweep: trains with many sets of keyword arguments, some in parallel, and compares the trials.
 
         Each trial is a run with its own directory, named after its arguments and ``run_id`` if this launcher has one. A
-        trial that fails does not end the sweep; an interrupt of this call ends all trials. Called again with the
-        same ``run_id`` after an interrupt, the sweep returns results that had succeeded, and trains only the rest;
-        trials may then be added, left out or reordered. A DataFrame is computed once for all trials. Trials share
-        this engine: with ``SparkEngine(session=...)`` one session, and the cluster needs slots for
+        trial that fails does not end the sweep; an interrupt of this call ends all trials. Called again with the same
+        ``run_id`` after an interrupt, or after a trial has failed, the sweep returns results that had succeeded, and
+        trains only the rest; trials may then be added, left out or reordered. A DataFrame is computed once for all
+        trials. Trials share this engine: with ``SparkEngine(session=...)`` one session, and the cluster needs slots for
         ``max_parallel`` of them; with ``SparkEngine(master=...)`` each starts its own.
 
         Args:
@@ -223,7 +223,7 @@ class Launcher(Options):
         """
         from rankzero.submit import datasets
         from rankzero.sweep.search import ListedParams, Search
-        from rankzero.sweep.trials import RunNames, run_trials
+        from rankzero.sweep.trials import STOPPED, RunNames, run_trials
 
         COUNT_FROM_ONE.check("max_parallel", max_parallel)
         if mode not in ("min", "max"):
@@ -241,11 +241,13 @@ class Launcher(Options):
             return trials.options(run_id=names.of(given)).owned(train, (), given)
 
         sweep = run_trials(start, search, metric, mode, max_parallel, stop)
-        if rows and (self.run_id is None or all(trial.result for trial in sweep.trials)):
+        is_complete = all(trial.result or trial.state == STOPPED for trial in sweep.trials)
+        if rows and (self.run_id is None or is_complete):
             # No trial can be resumed any more.
             store.remove(rows.directory)
         for trial in sweep.trials:
-            if trial.result:
+            # The results of a sweep with a failed trial belong to the call that repeats that trial, too.
+            if trial.result and is_complete:
                 self._acknowledge(RunHandle.attach(trial.directory))
         return sweep
 

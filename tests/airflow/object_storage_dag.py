@@ -39,4 +39,5 @@ if __name__ == "__main__":
 
     made = make()
     register(made)
-    print("ended:", made.test().state)
+    # In one piece: listeners of the plugin may write at the same time.
+    print(f"ended: {made.test().state}\n", end="")

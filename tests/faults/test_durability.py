@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,24 @@ def test_a_submitter_that_was_held_up_does_not_write_over_the_one_who_came_after
     assert starts(tmp_path) == 1
 
 
+def test_submitters_whose_files_take_long_do_not_overtake_each_other_for_ever(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RunDirectory.write_files
+
+    def slowly(self: RunDirectory, *what: object) -> None:
+        time.sleep(1.5)
+        write(self, *what)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RunDirectory, "write_files", slowly)
+    monkeypatch.setattr(submission, "CLAIM_TIMEOUT", 0.5)
+    (tmp_path / "go").touch()
+    with ThreadPoolExecutor(3) as threads:
+        handles = [threads.submit(single.submit, count_and_wait, str(tmp_path)) for _ in range(3)]
+        assert [handle.result(60).result(60) for handle in handles] == ["attempt 0"] * 3
+    assert len({handle.result().submission for handle in handles}) == 1
+
+
 def test_a_cancel_reaches_a_submission_that_is_just_being_written(single: Launcher, tmp_path: Path) -> None:
     first = start(single, tmp_path)
     first.cancel()
@@ -377,7 +396,8 @@ def test_a_driver_that_comes_too_late_leaves_the_run_alone(single: Launcher, tmp
     handle = single.submit(count_and_wait, str(tmp_path))
     assert handle.result(WAIT) == "attempt 0"
     command = [sys.executable, "-m", "rankzero.driver", handle.directory, "--submission"]
-    again = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=WAIT)
+    private = json.dumps({"env": {}, "engine": {}})
+    again = subprocess.run([*command, "0"], input=private, capture_output=True, text=True, timeout=WAIT)
     assert "has a driver already" in again.stderr
     handle.acknowledge()
     single.submit(count_and_wait, str(tmp_path)).result(WAIT)

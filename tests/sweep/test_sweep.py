@@ -133,6 +133,22 @@ def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(tmp
     assert RunHandle.attach(third[2].directory).created > began
 
 
+def test_after_a_failed_trial_the_next_call_trains_only_that_one(tmp_path: Path) -> None:
+    launcher = Launcher(store=tmp_path, run_id="s")
+    good, bad = {"lr": 0.1, "steps": 1}, {"lr": 0.9, "steps": 1, "fails": True}
+    first = launcher.map(train, [good, bad])
+    assert [trial.state for trial in first] == ["succeeded", "failed"]
+    began = [RunHandle.attach(trial.directory).created for trial in first]
+    again = launcher.map(train, [good, bad])
+    assert [RunHandle.attach(trial.directory).created == when for trial, when in zip(again, began, strict=True)] == [
+        True,
+        False,
+    ]
+    # Without the trial that fails, the sweep is complete, and its results count as delivered.
+    assert launcher.map(train, [good])[0].state == "succeeded"
+    assert RunHandle.attach(launcher.map(train, [good])[0].directory).created > began[0]
+
+
 def test_an_exception_in_the_caller_ends_all_trials(tmp_path: Path) -> None:
     class Stop(Exception):
         pass

@@ -1,4 +1,4 @@
-"""`CurrentStatus` reads the status of a directory's current submission and ignores what other drivers write there.
+"""`CurrentStatus` reads the status of one submission of a directory and ignores what other drivers write there.
 
 A directory that was removed and submitted again starts with submission 0. Until the driver of the removed run notices
 the removal, it may write a status into the new directory. Each submission therefore has a nonce.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 
-from rankzero.errors import RunNotFoundError
+from rankzero.errors import EngineError, RunNotFoundError
 from rankzero.run.directory import RunDirectory, RunStatus
 
 
@@ -22,11 +22,11 @@ class CurrentStatus:
         self._bound: tuple[int, str] | None = None
 
     def bind(self, submission: int, nonce: str) -> None:
-        """Makes `read` raise if the directory now belongs to another run of the same name."""
+        """Makes `read` follow this submission, and raise if the directory now belongs to another run of its name."""
         self._bound = (submission, nonce)
 
     def read(self) -> RunStatus:
-        """Returns the status of the directory's last submission.
+        """Returns the status of the submission given to `bind`, else of the directory's last submission.
 
         Raises:
             RunNotFoundError: the directory holds no run, or another run than the one given to `bind`.
@@ -37,18 +37,39 @@ class CurrentStatus:
             self._accepted = status
             return status
         job = self._run.job()
-        if self._bound and job.submission == self._bound[0] and job.nonce != self._bound[1] != "" != job.nonce:
-            raise RunNotFoundError(
-                f"the run in {self._run.directory} was removed, and another one was submitted under its name"
-            )
         # A submission's status is written before its job.
         is_being_written = status.submission > job.submission and self._run.is_claimed(status.submission)
+        if self._bound:
+            submission, nonce = self._bound
+            if job.submission == submission and job.nonce != nonce != "" != job.nonce:
+                raise self._removed()
+            if max(job.submission, status.submission if is_being_written else 0) > submission:
+                self._accepted = self._end_of(submission, nonce)
+                return self._accepted
         if job.nonce in ("", status.nonce) or is_being_written:
             self._accepted = status
             return status
         if known and known.nonce == job.nonce:
             return known
         return RunStatus(attempt=job.first_attempt, submission=job.submission, heartbeat=job.created, nonce=job.nonce)
+
+    def _end_of(self, submission: int, nonce: str) -> RunStatus:
+        """Returns how a submission ended that was followed by a later one."""
+        if (found := self._run.outcome(submission)) and found.nonce == nonce:
+            return found
+        try:
+            is_ours = self._run.job_of(submission).nonce in ("", nonce)
+        except RunNotFoundError:
+            is_ours = False
+        if not is_ours:
+            raise self._removed()
+        text = f"submission {submission} of {self._run.directory} was followed by a later one, and its end is unknown"
+        return RunStatus("failed", submission=submission, nonce=nonce, error=EngineError(text).to_json())
+
+    def _removed(self) -> RunNotFoundError:
+        return RunNotFoundError(
+            f"the run in {self._run.directory} was removed, and another one was submitted under its name"
+        )
 
     def outcome(self, status: RunStatus) -> RunStatus:
         """Returns the recorded outcome if a late write has replaced it by this status; else the status itself."""

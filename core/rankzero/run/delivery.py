@@ -1,7 +1,7 @@
 """The delivery of a run's result: the receiver that it was offered to, and whether that has acknowledged it.
 
 Until the acknowledgement, the next submission of the same training gets the result, since a receiver may die or its
-orchestrator may fail to store the result. The file ``delivery`` records the last submission whose result was offered.
+orchestrator may fail to store the result. The file ``delivery`` of a submission records the receiver of its result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 from rankzero import store
 
-_FILE = "delivery"
+
+def _path(directory: str, submission: int) -> str:
+    return store.join(directory, "submissions", str(submission), "delivery")
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,10 @@ def read(directory: str, submission: int) -> Delivery:
     """
     # A power failure may have emptied the file. The result is then delivered again.
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        found = Delivery(**json.loads(store.read_bytes(store.join(directory, _FILE))))
-        if found.submission == submission:
-            return found
+        return Delivery(**json.loads(store.read_bytes(_path(directory, submission))))
     return Delivery(submission)
 
 
 def write(directory: str, delivery: Delivery) -> None:
     """Replaces the recorded delivery. Raises OSError (or an error of the store's fsspec driver)."""
-    store.write_bytes(store.join(directory, _FILE), json.dumps(asdict(delivery)).encode())
+    store.write_bytes(_path(directory, delivery.submission), json.dumps(asdict(delivery)).encode())

@@ -10,7 +10,8 @@
         modules.zip   the user's modules;  modules.txt  lists the files in it, and those left out, for people
         driver        names the driver; created once, so that one driver runs the submission
         starting      the driver's process, until it writes a status; not on an object store
-        outcome.json  the status since success or the end is certain; only on an object store
+        outcome.json  the status since success or the end is certain; on a disk, since a later submission has begun
+        delivery      the receiver of the result, and its acknowledgement; see `rankzero.run.delivery`
         stage-K/      files between a driver in a stage, its tasks and its submitter; see `rankzero.task.staged`
         cancel        a request to end this submission; may name the orchestrator's try for which it is
     token         proves to an agent that it sees the same directory as the driver
@@ -22,7 +23,6 @@
     result/       rank 0's value
     tables/       rows that ranks have written, by attempt; see `rankzero.data.table`
     lease         renewed by followers of a run with an ``orphan_timeout``; may hold a shorter timeout
-    delivery      the receiver of the last result, and its acknowledgement; see `rankzero.run.delivery`
     driver.log    output of a detached driver
 
 On an object store ``events.jsonl`` and ``logs/lines`` are folders of numbered pieces; see `rankzero.run.pieces`.
@@ -61,7 +61,7 @@ IDENTITY = "identity.json"
 """The file with the identity of a submission's training, by parts."""
 
 OUTCOME = "outcome.json"
-"""The file with the certain status of a submission on an object store."""
+"""The file with the certain status of a submission."""
 
 DATASETS = "datasets"
 """The folder of rows that Spark has computed for the ranks, with a folder for each dataset."""
@@ -199,6 +199,10 @@ class RunDirectory:
     def submission_path(self, submission: int, *parts: str) -> str:
         """Returns the location of a file or folder of one submission."""
         return self.path("submissions", str(submission), *parts)
+
+    def result_path(self, uri: str) -> str:
+        """Returns where the value with this location is now, since the run directory may have been moved."""
+        return self.path("result", uri.rsplit("/", 1)[-1])
 
     def new_dataset(self, name: str, submission: int | None = None) -> str:
         """Returns an unused location for the rows of a dataset.
@@ -347,7 +351,7 @@ class RunDirectory:
     def _read_job(self, path: str) -> Job:
         try:
             return _job_from_json(store.read_bytes(path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
 
     def token(self) -> str:
@@ -359,13 +363,12 @@ class RunDirectory:
         return self._read_status(self.path("status.json"))
 
     def outcome(self, submission: int) -> RunStatus | None:
-        """Returns the status with which a submission on an object store ended or was certain to succeed; else None.
+        """Returns the recorded status with which a submission ended or was certain to succeed; None if there is none.
 
-        Only a certain status is written to this object. A delayed request of an earlier heartbeat, which the server
-        executes after the final write, can therefore replace ``status.json`` but not the outcome.
+        It is recorded on an object store as soon as the status is certain: a delayed request of an earlier heartbeat,
+        which the server executes after the final write, can replace ``status.json`` but not the outcome. On a disk the
+        next submission records it, before it replaces ``status.json``.
         """
-        if not self.is_remote:
-            return None
         with contextlib.suppress(RunNotFoundError):
             return self._read_status(self.submission_path(submission, OUTCOME))
         return None
@@ -389,11 +392,19 @@ class RunDirectory:
         except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"{path} was not written by rankzero: {error}") from None
 
+    def keep_outcome(self, status: RunStatus) -> None:
+        """Records how a submission ended, before the status of the next one replaces its status. Raises OSError."""
+        if self.outcome(status.submission) is None:
+            self._write_outcome(status)
+
+    def _write_outcome(self, status: RunStatus) -> None:
+        store.write_bytes(self.submission_path(status.submission, OUTCOME), json.dumps(vars(status)).encode())
+
     def write_status(self, status: RunStatus) -> None:
         """Replaces the status. The write is durable if the outcome is certain; a heartbeat is not worth an fsync."""
         data = json.dumps(vars(status)).encode()
         if self.is_remote and status.certain:
-            store.write_bytes(self.submission_path(status.submission, OUTCOME), data)
+            self._write_outcome(status)
         store.write_bytes(self.path("status.json"), data, durable=status.certain)
 
     def put_status_back(self, data: bytes) -> None:

@@ -48,7 +48,9 @@ THOROUGH_INTERVAL = 2.0
 
 
 class RunHandle(Generic[R]):
-    """A handle of a run, for any process that can read its directory.
+    """A handle of one submission of a run, for any process that can read its directory.
+
+    If the run id is submitted again, the handle keeps to its own submission, with the outcome and value of that.
 
     Attributes:
         directory: Absolute path or URL of the run directory.
@@ -68,7 +70,6 @@ class RunHandle(Generic[R]):
         self._current = CurrentStatus(self._run)
         self._submission: int | None = None
         self._observer = Observer(self._run, driver, self._bound if driver else -1, self._current)
-        self._delivered = -1
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
         self._tick = threading.Event()
@@ -199,6 +200,7 @@ class RunHandle(Generic[R]):
     def _end(self, timeout: float | None) -> RunStatus | None:
         """Waits as `wait` does, and returns the status of the run that has ended; None if the timeout has passed."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._observer.patiently(lambda: self._bound, self._observer.store_timeout_until(deadline))
         while not (status := self._seen(self._observer.store_timeout_until(deadline))).final:
             if deadline is not None and time.monotonic() >= deadline:
                 return None
@@ -264,14 +266,14 @@ class RunHandle(Generic[R]):
             TimeoutError: the run has not ended after ``timeout`` seconds.
             RankZeroError: the run did not succeed; the type of the error tells the reason.
         """
-        return ResultRef.from_json(cast("dict[str, Any]", self._outcome(timeout).result))
+        return self._ref(self._outcome(timeout))
 
     def result(self, timeout: float | None = None) -> R:
         """Waits for the end of the run and returns rank 0's value. Raises like `result_ref`."""
         status = self._outcome(timeout)
         if status.value:
             return cast(R, status.value[0])
-        return cast(R, ResultRef.from_json(cast("dict[str, Any]", status.result)).load())
+        return cast(R, self._ref(status).load())
 
     def _outcome(self, timeout: float | None) -> RunStatus:
         status = self._end(timeout)
@@ -285,12 +287,16 @@ class RunHandle(Generic[R]):
         is_root = getattr(os, "geteuid", int)() == 0
         if not is_root and (why := store.why_untrusted(self.directory)):
             raise ResultError(f"the run directory {self.directory} {why}")
-        self._delivered = status.submission
         return status
 
+    def _ref(self, status: RunStatus) -> ResultRef:
+        """Returns the handle of the value, in this directory even if that was moved since."""
+        ref = ResultRef.from_json(cast("dict[str, Any]", status.result))
+        return ref if ref.uri.startswith(f"{self.directory}/") else replace(ref, uri=self._run.result_path(ref.uri))
+
     def delivery(self) -> Delivery:
-        """Returns the receiver of the last submission's result, and whether it has acknowledged the result."""
-        return deliveries.read(self.directory, self._ended_submission())
+        """Returns the receiver of this submission's result, and whether it has acknowledged the result."""
+        return deliveries.read(self.directory, self._bound)
 
     def offer(self, receiver: Mapping[str, Any]) -> None:
         """Records the receiver of the result before the result is delivered.
@@ -299,9 +305,11 @@ class RunHandle(Generic[R]):
             receiver: JSON values by name, with which the orchestrator can be queried later for the delivery.
 
         Raises:
+            RunNotFoundError: the run was removed.
             OSError: the store cannot be written.
         """
-        deliveries.write(self.directory, Delivery(self._ended_submission(), dict(receiver)))
+        self._observer.patiently(self._current.read)
+        deliveries.write(self.directory, Delivery(self._bound, dict(receiver)))
 
     def acknowledge(self) -> None:
         """Records that the receiver has stored the result, so that submitting this run id again trains from scratch.
@@ -309,12 +317,14 @@ class RunHandle(Generic[R]):
         Without this, another submission of the same training under this id gets this result and does not train.
 
         Raises:
+            ResultError: the run has no result yet, or has ended without one.
+            RunNotFoundError: the run was removed.
             OSError: the store cannot be written.
         """
+        status = self._observer.patiently(self._current.read)
+        if status.result is None:
+            raise ResultError(f"run {self.id} has no result that could be acknowledged: it is {status.state}")
         deliveries.write(self.directory, replace(self.delivery(), acknowledged=True))
-
-    def _ended_submission(self) -> int:
-        return self._delivered if self._delivered >= 0 else self._run.job().submission
 
     def checkpoints(self) -> list[Manifest]:
         """Returns the committed checkpoints, oldest first."""
@@ -351,7 +361,7 @@ class RunHandle(Generic[R]):
 
     @property
     def _bound(self) -> int:
-        """Returns the submission that this handle was made for."""
+        """Returns the submission that this handle follows: the last one when it was made or first used."""
         # Not a cached_property: in Python 3.11 a store that does not answer would hold its lock for all handles.
         if self._submission is None:
             self._submission = self._bind()

@@ -40,7 +40,7 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
     request = replace(request, template=template)
     run, started = prepare(request, train, args, kwargs, detached=engine.prefers_own_process)
     if not started:
-        handle = RunHandle[Any](run.directory)
+        handle = RunHandle.attach(run.directory)
         if not handle.status().final:
             raise InvalidJobError(
                 f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or choose "

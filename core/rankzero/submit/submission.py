@@ -36,7 +36,8 @@ from rankzero.values.envelope import Part
 logger = logging.getLogger(__name__)
 
 CLAIM_TIMEOUT = 20.0
-"""Seconds until a submitter on another host that claimed a run without writing ``job.json`` counts as dead."""
+"""Seconds until another submitter that claimed a run without writing ``job.json`` counts as dead; longer for a
+submitter that has itself needed longer to write its files."""
 
 _POLL_INTERVAL = 0.05
 
@@ -111,7 +112,7 @@ def assess(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
         by_name=asked.by_name,
     )
-    if decision is Decision.DELIVER and status.result and not store.exists(status.result["uri"]):
+    if decision is Decision.DELIVER and status.result and not store.exists(run.result_path(status.result["uri"])):
         logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", run.directory)
         decision = Decision.RESUME
     return Existing(job, status, decision, ending, comparison)
@@ -190,7 +191,7 @@ def submit(
         EngineError: the run was cancelled and does not end.
     """
     try:
-        number = 0
+        number, patience = 0, CLAIM_TIMEOUT
         while True:
             existing = assess(run, asked, caller)
             if existing and existing.ending:
@@ -205,6 +206,9 @@ def submit(
             if existing and existing.decision in (Decision.ATTACH, Decision.DELIVER):
                 state = existing.status.state
                 logger.warning("run %s is there already (%s); this submission attaches to it", run.directory, state)
+                if existing.job.owner and not existing.status.final:
+                    pid = existing.job.owner["pid"]
+                    logger.warning("the run ends with the process %s, which called run(), and not with this one", pid)
                 if existing.decision is Decision.DELIVER:
                     store.remove_unfinished(run.directory)
                 return False
@@ -221,12 +225,16 @@ def submit(
                 # Another user may have created the directory meanwhile.
                 _check_owner(run)
                 store.remove_unfinished(run.directory)
+                began = time.monotonic()
                 run.write_files(number, files)
+                # Another submitter may need as long for its files, and must not count as dead meanwhile.
+                patience = max(patience, 2 * (time.monotonic() - began))
                 if run.newest_claim() == number:
                     first_attempt = fresh_since = 0
                     if existing:
                         first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
                         fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
+                        run.keep_outcome(existing.status)
                     run.write_submission(make_job(number, first_attempt, fresh_since), start_timeout)
                 newest = run.newest_claim()
                 if newest == number:
@@ -237,7 +245,7 @@ def submit(
                 number = newest
                 with contextlib.suppress(FileNotFoundError):
                     run.restore(newest)
-            if not _await_submission(run, number):
+            if not _await_submission(run, number, patience):
                 number += 1
     except (OSError, ImportError, ValueError) as error:
         if isinstance(error, InvalidJobError):
@@ -261,9 +269,9 @@ def _report_earlier(run: RunDirectory, existing: Existing) -> None:
             )
 
 
-def _await_submission(run: RunDirectory, number: int) -> bool:
+def _await_submission(run: RunDirectory, number: int, timeout: float) -> bool:
     """Waits for another submitter to write ``job.json``; returns False if it died or the claim was removed."""
-    deadline, tick = time.monotonic() + CLAIM_TIMEOUT, threading.Event()
+    deadline, tick = time.monotonic() + timeout, threading.Event()
     claimant = run.claimant(number)
     while _submission_of(run) < number and run.is_claimed(number) and time.monotonic() < deadline:
         if claimant and is_gone(claimant):

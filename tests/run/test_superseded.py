@@ -1,0 +1,100 @@
+"""Handles keep to the submission that they were made for, whatever is submitted under its run id afterwards."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.conftest import until
+
+from rankzero import Launcher, ResultError, RunHandle, RunNotFoundError, WorkerFailedError
+
+
+@pytest.fixture
+def single(launcher: Launcher) -> Launcher:
+    return launcher.options(num_processes=1, run_id="same")
+
+
+def train(value: object, folder: str = "") -> object:
+    import os
+    import time
+
+    open(os.path.join(folder, f"{value}-begun"), "w").close()
+    while folder and not os.path.exists(os.path.join(folder, f"{value}-go")):
+        time.sleep(0.02)
+    if value == "fails":
+        raise ValueError("no value")
+    return value
+
+
+def test_a_handle_returns_the_value_of_its_own_submission(single: Launcher, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for name in ("one", "fails"):
+        (tmp_path / f"{name}-go").touch()
+    one = single.submit(train, "one", folder)
+    assert one.wait(60)
+    fails = single.submit(train, "fails", folder)
+    assert fails.wait(60)
+    last = single.submit(train, "last", folder)
+    until((tmp_path / "last-begun").exists, 60, "the last training")
+    # A handle that another process makes now is one of the last submission.
+    assert RunHandle.attach(last.directory).status().state == "running"
+    assert one.result(1) == "one"
+    assert one.status().submission == 0
+    with pytest.raises(WorkerFailedError, match="no value"):
+        fails.result(1)
+    # The receiver of the first value acknowledges that value, and no other one.
+    one.acknowledge()
+    one.cancel()
+    assert one.delivery().acknowledged
+    assert not last.delivery().acknowledged
+    (tmp_path / "last-go").touch()
+    assert last.result(60) == "last"
+    assert single.submit(train, "last", folder).submission == last.submission, "its value is not delivered yet"
+
+
+def test_without_a_value_there_is_nothing_to_acknowledge(single: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "fails-go").touch()
+    handle = single.submit(train, "fails", str(tmp_path))
+    assert handle.wait(60)
+    with pytest.raises(ResultError, match="has no result that could be acknowledged: it is failed"):
+        handle.acknowledge()
+    assert not handle.delivery().acknowledged
+
+
+def test_the_handle_of_a_removed_run_acknowledges_no_other_run(single: Launcher, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}-go").touch()
+    one = single.submit(train, "one", str(tmp_path))
+    assert one.result(60) == "one"
+    shutil.rmtree(one.directory)
+    two = single.submit(train, "two", str(tmp_path))
+    assert two.wait(60)
+    for call in (one.acknowledge, lambda: one.offer({"step": "train"})):
+        with pytest.raises(RunNotFoundError, match="was removed, and another one was submitted under its name"):
+            call()
+    assert two.delivery().receiver == {}
+    assert not two.delivery().acknowledged
+
+
+def test_a_value_is_delivered_from_a_store_that_was_moved(single: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "one-go").touch()
+    before = single.submit(train, "one", str(tmp_path))
+    assert before.wait(60)
+    os.rename(tmp_path / "store", tmp_path / "moved")
+    handle = single.options(store=tmp_path / "moved").submit(train, "one", str(tmp_path))
+    assert (handle.submission, handle.result(1)) == (0, "one")
+    assert handle.result_ref().uri.startswith(f"{tmp_path}/moved/same/result/")
+    assert handle.result_ref().load() == "one"
+
+
+def test_a_submission_beside_a_living_call_says_with_whom_its_run_ends(
+    single: Launcher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with single.owned(train, ("one", str(tmp_path)), {}) as owned:
+        with caplog.at_level(logging.WARNING):
+            handle = single.submit(train, "one", str(tmp_path))
+        assert f"the run ends with the process {os.getpid()}, which called run()" in caplog.text
+        (tmp_path / "one-go").touch()
+        assert handle.result(60) == owned.result(60) == "one"
