@@ -206,3 +206,12 @@ def test_variables_for_the_ranks() -> None:
 def test_a_world_size_that_is_none(world_size: Any) -> None:
     with pytest.raises(InvalidJobError, match="world_size is"):
         run_inline(lambda: None, world_size=world_size)
+
+
+def test_no_rank_awaits_a_checkpoint_without_a_driver() -> None:
+    def train() -> str:
+        rt.report({}, checkpoint={"step": 1})
+        rt.await_checkpoint()
+        return "done"
+
+    assert run_inline(train, world_size=2).values == ["done", "done"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import until
 from tests.faults.kit import SlotsEngine
 
 from rankzero import Launcher, ResultError, RetryableError, RunHandle
@@ -345,6 +346,39 @@ def test_pipeline_stages_that_name_their_tensors_alike_are_refused(launcher: Lau
             return str(error)
 
     assert "ranks 0 and 1 wrote different values of 'w'" in launcher.options(num_processes=2).run(train)
+
+
+def _await_a_later_one(file: str) -> str:
+    import rankzero.train as rt
+
+    rt.report({}, checkpoint={"step": 0})
+    rt.await_checkpoint()
+    if rt.get_context().rank == 0:
+        until(lambda: os.path.exists(file), 60.0, "the other rank's report")
+    rt.report({}, checkpoint={"step": 1})
+    if rt.get_context().rank == 1:
+        Path(file).touch()
+    rt.await_checkpoint()
+    checkpoint = rt.get_checkpoint()
+    assert checkpoint is not None
+    return str(rt.all_gather_object(checkpoint.load()["step"]))
+
+
+def test_every_rank_awaits_rank_zeros_checkpoint_of_the_same_number(launcher: Launcher, tmp_path: Path) -> None:
+    assert launcher.run(_await_a_later_one, str(tmp_path / "reported")) == "[1, 1]"
+
+
+def _await_one_more(of_rank_zero: int) -> None:
+    import rankzero.train as rt
+
+    for step in range(of_rank_zero + rt.get_context().rank):
+        rt.report({}, checkpoint={"step": step})
+    rt.await_checkpoint()
+
+
+@pytest.mark.parametrize("of_rank_zero", [0, 1])
+def test_no_rank_awaits_a_checkpoint_that_rank_zero_did_not_report(launcher: Launcher, of_rank_zero: int) -> None:
+    launcher.options(timeout=100).run(_await_one_more, of_rank_zero)
 
 
 def _report_in_two_ways(sharding_rank: int) -> None:

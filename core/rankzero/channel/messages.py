@@ -7,6 +7,7 @@ ranks, so that the driver can tell the sender. Standard library only: this modul
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, dataclass_transform
@@ -15,6 +16,9 @@ from rankzero.channel.frames import FrameError
 
 KINDS: dict[str, type[Message]] = {}
 """The class of each kind of message."""
+
+NEVER = sys.maxsize
+"""Number in `NotCommitted` that is greater than that of any checkpoint."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -291,7 +295,7 @@ class Committed(Message, kind="checkpoint-committed"):
 
 
 class NotCommitted(Message, kind="checkpoint-lost"):
-    """A checkpoint cannot be committed."""
+    """A checkpoint cannot be committed; with `NEVER`, no later one will be."""
 
     index: int
 

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rankzero import store
+from rankzero.channel.messages import NEVER
 from rankzero.data.table import Written
 from rankzero.engines.base import ActionThread
 from rankzero.run.checkpoints import (
@@ -81,6 +82,7 @@ class Committer:
         self._newest: dict[int, dict[str, Any]] | None = None
         self._commits: dict[int, Future[Manifest]] = {}
         self._lost: list[int] = []
+        self._has_all = False
         self._closed = False
         self._last: Future[Any] | None = None
         self._in_use: str | None = None
@@ -152,13 +154,23 @@ class Committer:
         self._incoming.pop(index, None)
         self._lost.append(index)
 
+    def note_last(self) -> None:
+        """Records that every checkpoint was added that will be."""
+        self._has_all = True
+
     def settled(self) -> Iterator[Manifest | int]:
-        """Yields each checkpoint that was committed since the last call, and the number of each that is lost."""
+        """Yields each checkpoint that was committed since the last call, and the number of each that is lost.
+
+        After the last one, the number is `NEVER`.
+        """
         while self._lost:
             yield self._lost.pop(0)
         for index in [index for index, commit in self._commits.items() if commit.done()]:
             commit = self._commits.pop(index)
             yield index if commit.exception() else commit.result()
+        if self._has_all and not self._commits:
+            self._has_all = False
+            yield NEVER
 
     def submit(self, action: Callable[[], T]) -> Future[T]:
         """Queues an action for the committer's thread, behind earlier ones."""

@@ -70,6 +70,12 @@ class Storage:
                 f"rank {whole} has reported a whole checkpoint, and rank {part} a sharded one, so parts would be lost: "
                 "report checkpoints with sharded=True on every rank or on none"
             )
+        self._note_last()
+
+    def _note_last(self) -> None:
+        """Notes that no whole checkpoint follows if rank 0 has finished; other ranks may have reported more."""
+        if 0 in self._facts.over and set(self._kinds) == {False}:
+            self._committer.note_last()
 
     def add_part(self, rank: int, task: int, message: Part) -> None:
         """Adds a rank's part of a checkpoint."""
@@ -97,6 +103,7 @@ class Storage:
         if result is None:
             self._facts.finished.add(rank)
             return
+        self._note_last()
         path, is_uploaded = result["path"], False
         if uploaded := self._uploads.pop((task, "value"), None):
             if uploaded.digest != result["digest"]:

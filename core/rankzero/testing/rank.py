@@ -128,6 +128,9 @@ def _checkpoints(
         commit.add_done_callback(on_end)
 
     checkpoints = writer.CheckpointWriter(files, attempt, rank, world_size, on_message)
+    if rank:
+        # No driver tells this process when rank 0's checkpoints are committed.
+        checkpoints.on_message(messages.NotCommitted(messages.NEVER))
     try:
         yield checkpoints
     finally:

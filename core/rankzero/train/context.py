@@ -313,7 +313,11 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
 
 
 def await_checkpoint() -> None:
-    """Waits until the last checkpoint that this rank has reported is committed, or has failed with a log message."""
+    """Waits until the last checkpoint that this rank has reported is committed, or has failed with a log message.
+
+    If rank 0's checkpoints are the whole ones, every rank that has reported as often waits for the same checkpoint, and
+    no rank waits for one that rank 0 did not report. After ten minutes the call returns anyway, with a log message.
+    """
     session = own("await_checkpoint")
     if session.writer is not None:
         session.writer.await_settled()

@@ -130,7 +130,7 @@ class CheckpointWriter:
         if not sharded and self._rank != 0:
             if self._next == 0:
                 print(f"rankzero: rank 0's checkpoints are kept, not those of rank {self._rank} (see sharded=True)")
-                self._next = 1
+            self._next += 1
             return
         index, self._next = self._next, self._next + 1
         # From here on the agent gives this process its grace to finish, however the attempt ends.
@@ -171,12 +171,17 @@ class CheckpointWriter:
     def await_settled(self) -> None:
         """Waits until the last checkpoint that this rank has reported is committed or has failed.
 
+        With whole checkpoints, other ranks than 0 wait for the one that rank 0 reports in its call of the same number.
         The wait lasts as long as the driver tries to store the checkpoint, at most `SETTLE_TIMEOUT` seconds.
         """
         self._busy = True
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._settled >= self._next - 1, SETTLE_TIMEOUT)
+                if not self._changed.wait_for(lambda: self._settled >= self._next - 1, SETTLE_TIMEOUT):
+                    name = self._name(self._next - 1)
+                    print(
+                        f"rankzero: checkpoint {name} is not complete after {SETTLE_TIMEOUT:.0f} s, no longer awaited"
+                    )
         finally:
             self._busy = False
 
@@ -295,22 +300,22 @@ class CheckpointWriter:
             manifest: The facts from `rankzero.run.checkpoints.Manifest.for_ranks` for this task.
         """
         own = manifest["attempt"] == self._attempt
-        if own:
-            self._forget(manifest["index"])
-        if own and self._next == 0:
-            return
         if not own:
             self.carried = set(manifest["tables"])
-        self._last = Checkpoint(
-            manifest["id"],
-            manifest["metrics"],
-            manifest["world_size"],
-            manifest["sharded"],
-            self._rank,
-            self._world_size,
-            self._parts.listed(manifest),
-            self._parts,
-        )
+        if not own or self._next > 0:
+            self._last = Checkpoint(
+                manifest["id"],
+                manifest["metrics"],
+                manifest["world_size"],
+                manifest["sharded"],
+                self._rank,
+                self._world_size,
+                self._parts.listed(manifest),
+                self._parts,
+            )
+        if own:
+            # At the end, since it lets `await_settled` return, after which the rank may ask for this checkpoint.
+            self._forget(manifest["index"])
 
     def _forget(self, index: int) -> None:
         """Forgets the staged copies up to a checkpoint that is committed or has failed."""
