@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rankzero import ResultError
-from rankzero.channel import Start
+from rankzero.channel import Start, encode
 from rankzero.train import CheckpointWriter, Parts, snapshot
 from rankzero.values import formats
 
@@ -101,6 +101,24 @@ def test_who_waits_for_a_checkpoint_does_not_hang(tmp_path: Path, monkeypatch: p
     writer.last.load()
     assert busy == [True]
     assert not writer.busy
+
+
+def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(state: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(snapshot, "take", take)
+    sent: list[Any] = []
+    parts = Parts(Start(str(tmp_path), run_token="", shared=True, scratch=""), str)
+    writer = CheckpointWriter(parts, 1, 0, 1, sent.append)
+    with pytest.raises(MemoryError, match="no room"):
+        writer.write({}, {}, 0.0, {}, sharded=False)
+    assert [encode(message) for message in sent] == [
+        {"type": "checkpoint-begun", "index": 0},
+        {"type": "checkpoint-failed", "index": 0},
+    ]
 
 
 def test_storages_that_begin_at_one_address_are_copied_as_far_as_the_longest_reaches() -> None:

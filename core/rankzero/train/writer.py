@@ -140,9 +140,9 @@ class CheckpointWriter:
             self._await_room()
             facts = {"sharded": sharded, "metrics": metrics, "time": when, "tables": dict(tables)}
             taken = self._take(index, value, directory, facts)
-        except (ResultError, OSError) as error:
+        except BaseException as error:
             self._fail(index)
-            if isinstance(error, ResultError):
+            if not isinstance(error, OSError):
                 raise
             raise ResultError(
                 f"checkpoint {self._name(index)} of rank {self._rank} cannot be written: {error}"
