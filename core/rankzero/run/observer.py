@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -124,8 +125,9 @@ class Observer:
         continues even if the store rejects its heartbeats for minutes.
         """
         if self._driver is not None and status.submission == self._submission:
-            ours = (process_namespace(), self._driver.pid)
-            if status.driver_pid is not None and (status.driver_namespace, status.driver_pid) != ours:
+            # By the host's name, which costs less than the process namespace: followers query this again and again.
+            ours = (socket.gethostname(), self._driver.pid)
+            if status.driver_pid is not None and (status.driver_host, status.driver_pid) != ours:
                 # It has delegated the run to a driver in its stage.
                 return process_lives(status)
             if self._driver.poll() is not None:
