@@ -18,6 +18,7 @@ from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
 
 from dagster_rankzero import RankZeroIOManager
 from rankzero import ResultRef
+from rankzero.pipeline import store as storage
 
 
 class Point:
@@ -97,7 +98,7 @@ def test_metadata_says_what_is_stored_and_where(
     assert shown["path"] == str(directory)
     assert shown["size"] == data.stat().st_size
     assert shown["parameters"] == 6
-    assert data.name == f"data-{shown['sha256'][:16]}.safetensors"
+    assert data.name.startswith(f"data-{shown['sha256'][:16]}-")
     assert json.loads((directory / "manifest.json").read_text())["digest"] == f"sha256:{shown['sha256']}"
 
 
@@ -221,9 +222,27 @@ def test_superseded_versions_go_after_one_more(
     for version in (1, 2, 2, 3):
         store({"version": version}, manager, instance)
         refs.append(load(manager, instance, ResultRef))
-    assert refs[1].load() == {"version": 2}
+    assert refs[2].load() == {"version": 2}
     assert refs[3].load() == {"version": 3}
     assert len(list((assets_path / "stored").glob("data-*"))) == 2
+
+
+def test_two_materializations_at_once_leave_a_complete_version(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2):
+        store({"version": version}, manager, instance)
+    upload, others = storage.upload, [3]
+
+    def be_overtaken(path: str, target: str) -> None:
+        upload(path, target)
+        if others:
+            # It retires the first version, which has the same content as the file that was just stored.
+            store({"version": others.pop()}, manager, instance)
+
+    monkeypatch.setattr(storage, "upload", be_overtaken)
+    store({"version": 1}, manager, instance)
+    assert load(manager, instance) == {"version": 1}
 
 
 def test_an_input_annotated_as_a_handle_is_not_loaded(
@@ -256,8 +275,7 @@ def test_a_handle_of_the_same_file_system_is_stored_without_reading_it(
     ref = ResultRef.save({"w": torch.ones(4)}, tmp_path / "elsewhere")
     for _ in range(2):
         store(ref, manager, instance)
-        (data,) = (assets_path / "stored").glob("data-*")
-        assert data.samefile(ref.uri)
+        assert all(data.samefile(ref.uri) for data in (assets_path / "stored").glob("data-*"))
     assert [path.name for path in (assets_path / "stored").iterdir() if path.name.startswith(".")] == []
 
 

@@ -1,15 +1,16 @@
-"""One version of a stored value: a data file named by its content, and a manifest that commits it.
+"""One version of a stored value: a data file of its own name, and a manifest that commits it.
 
-    <asset>[/<partition>]/data-<sha16>.<format>
+    <asset>[/<partition>]/data-<sha16>-<nonce>.<format>
     <asset>[/<partition>]/manifest.json      written last, atomically
 
 Until the new manifest is written, readers see the complete previous version; a crash leaves at most an
 unreferenced data file. The previous version stays until the next one is committed, since handles of it may
-still be in use.
+still be in use. Each name is written once, so no commit removes the file that another one is about to commit.
 """
 
 import json
 import os
+import secrets
 import tempfile
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -123,13 +124,13 @@ def commit(
         else:
             size, digest = formats.write(value, file_format, path)
             summary = formats.summarize(value)
-        name = f"data-{split(digest)[1][:_NAME_DIGITS]}.{file_format}"
+        name = f"data-{split(digest)[1][:_NAME_DIGITS]}-{secrets.token_hex(4)}.{file_format}"
         target = store.join(directory, name)
         if not ref:
             store.upload(path, target)
         is_known = _take(ref, path, target) if ref else True
     before = _previous(directory)
-    superseded, obsolete = _retire(before, name)
+    superseded, obsolete = (before.data, before.superseded) if before else (None, None)
     fingerprint = fingerprint_of(target, file_format) if is_known else None
     manifest = Manifest(name, file_format, digest, size, summary, run_id, superseded, fingerprint, owner)
     store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode())
@@ -152,15 +153,6 @@ def _previous(directory: str) -> Manifest | None:
         return read_manifest(directory)
     except (FileNotFoundError, ResultError):
         return None
-
-
-def _retire(before: Manifest | None, name: str) -> tuple[str | None, str | None]:
-    """Returns the data file that a new manifest supersedes, and the obsolete one that can be removed."""
-    if before is None:
-        return None, None
-    if before.data == name:
-        return before.superseded, None
-    return before.data, None if before.superseded == name else before.superseded
 
 
 def _take(ref: ResultRef, path: str, target: str) -> bool:
