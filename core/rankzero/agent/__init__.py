@@ -9,4 +9,6 @@ processes that clean up shared memory after others, such as multiprocessing's re
 
 from rankzero import lazy_names
 
-lazy_names(__name__, "inputs.KEPT inputs.KeptFiles lines.is_own_frame lines.LineSplitter lines.MAX_LINE ranks.visible_gpus")
+lazy_names(
+    __name__, "inputs.KEPT inputs.KeptFiles output.is_own_frame output.LineSplitter output.MAX_LINE ranks.visible_gpus"
+)

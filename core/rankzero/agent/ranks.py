@@ -12,8 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from rankzero.agent.lines import is_own_frame
-from rankzero.agent.output import RankOutput
+from rankzero.agent.output import RankOutput, is_own_frame
 from rankzero.channel import frames, messages
 from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.channel.messages import Message, encode
