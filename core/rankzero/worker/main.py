@@ -22,6 +22,7 @@ import contextlib
 import faulthandler
 import importlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero.channel import messages
@@ -40,7 +41,6 @@ from rankzero.worker import failures, flight, rendezvous
 from rankzero.worker.call import call
 from rankzero.worker.control import Control, out_of_reach
 from rankzero.worker.leaving import run_exit_handlers
-from rankzero.worker.returned import paths_that_go
 
 if TYPE_CHECKING:
     from rankzero.train.parts import Parts
@@ -51,6 +51,11 @@ STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SI
 INLINE_LIMIT = 64 << 10
 """Most bytes of JSON of a value that is sent inside the commit message."""
 
+_MOST_EXAMINED = 1000
+"""Items of a returned container that are examined."""
+
+_AGENT_S = f"{os.sep}rankzero-agent-"
+"""Part of each path below an agent's directories, one of which is a rank's ``TMPDIR``."""
 
 HOROVOD = "RANKZERO_HOROVOD"
 """Environment variable: set to ``1`` in ``env=``, ``import horovod.torch`` finds `rankzero.compat.horovod` in ranks."""
@@ -147,9 +152,27 @@ def _work(
     writer.finish()
     if value is None:
         value = session.result
-    for path in paths_that_go(value):
+    for path in _paths_that_go(value):
         print(f"rankzero: {path}, which is returned, is deleted with the run: return what it holds, or report it")
     return _commit(value, start, files)
+
+
+def _paths_that_go(value: Any) -> list[str]:
+    """Returns the paths in a returned value that are deleted with the run, such as those of `tempfile`.
+
+    Args:
+        value: The value that the training function returned; containers are examined one level deep.
+    """
+    found = (os.fspath(item) for item in _items_of(value) if isinstance(item, (str, os.PathLike)))
+    return [path for path in found if isinstance(path, str) and _AGENT_S in path and os.path.exists(path)]
+
+
+def _items_of(value: Any) -> Iterator[Any]:
+    if type(value) is dict:
+        return itertools.islice(value.values(), _MOST_EXAMINED)
+    if type(value) in (list, tuple):
+        return itertools.islice(value, _MOST_EXAMINED)
+    return iter([value])
 
 
 def _leave_fork(error: BaseException | None) -> NoReturn:
