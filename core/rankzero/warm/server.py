@@ -62,7 +62,7 @@ PRELOADED = (
     "torch",
     "torch.distributed",
     "rankzero.worker.main",
-    "rankzero.worker.references",
+    "rankzero.store.remote",
     "rankzero.train.parts",
     "rankzero.train.writer",
     "rankzero.values.envelope",

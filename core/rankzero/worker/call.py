@@ -9,11 +9,14 @@ import runpy
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankzero.channel.messages import Start
 from rankzero.worker import restarts
 from rankzero.worker.command import run_command
+
+if TYPE_CHECKING:
+    from rankzero.values.ref import ResultRef
 
 LOCAL_RANK_MACRO = "${local_rank}"
 """Placeholder for the local rank in the arguments of a script; torchrun has the same."""
@@ -31,8 +34,7 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
     """
     from rankzero.train.context import RANK_PROCESS
     from rankzero.values.envelope import open_packed
-    from rankzero.values.ref import ResultRef, map_refs
-    from rankzero.worker.references import path_of
+    from rankzero.values.ref import map_refs
 
     if modules := start.modules:
         # The caller's own modules come before installed ones, as in the caller's process.
@@ -45,7 +47,7 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
     is_function = payload["kind"] == "function"
 
     def open_ref(ref: ResultRef) -> object:
-        path = path_of(ref, start, fetch)
+        path = _path_of(ref, start, fetch)
         return ref.load_from(path) if is_function else path
 
     if payload["kind"] != "command":
@@ -70,6 +72,36 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
         if leaving.code not in (None, 0):
             raise
     return None
+
+
+def _path_of(ref: ResultRef, start: Start, fetch: Callable[[str], str]) -> str:
+    """Returns the local path of a referenced file; downloads the file if needed.
+
+    A file on an object store is read directly if this worker has a client and the permission; else the driver sends
+    it. Either happens once for all workers of a task.
+
+    Args:
+        ref: The reference.
+        start: The agent's message.
+        fetch: Makes the agent fetch a file from the driver; returns its local path.
+
+    Raises:
+        ResultError: neither this worker nor the driver can read the file.
+    """
+    from rankzero.store import remote
+
+    name, path = start.refs[ref.uri]
+    assert name is not None
+    if path is not None:
+        return path
+    for client in remote.clients(ref.uri):
+        here = os.path.join(start.scratch, f"read-{name}")
+        try:
+            return remote.download(client, ref.uri, here)
+        except Exception:
+            # The driver's error is the one to report: it has the credentials that the run was given.
+            continue
+    return fetch(name)
 
 
 def _enter(code: str) -> None:
