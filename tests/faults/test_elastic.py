@@ -27,7 +27,7 @@ from rankzero.driver import policy
 from rankzero.job import Job
 from rankzero.kinds import RESTART_ON
 from rankzero.worker import CommandError, describe
-from rankzero.worker import restarts as worker
+from rankzero.worker import failures as worker
 
 WAIT = 60.0
 
@@ -268,9 +268,9 @@ def is_stale(error: BaseException) -> bool:
 )
 def test_what_restart_on_names(restart_on: Any, restarts: bool) -> None:
     assert restart_on == () or RESTART_ON.check("restart_on", restart_on)
-    worker.install(pickle.dumps(RESTART_ON.check("restart_on", restart_on)))
+    worker.install_restart_on(pickle.dumps(RESTART_ON.check("restart_on", restart_on)))
     matched = worker.what_matches(MountLostError(116, "Stale file handle"), "MountLostError: Stale file handle")
-    worker.install(None)
+    worker.install_restart_on(None)
     assert (matched is not None) is restarts
 
 
@@ -329,11 +329,11 @@ def test_a_script_restarts_on_what_is_named(launcher: Launcher, tmp_path: Path) 
     ],
 )
 def test_a_command_is_matched_by_what_is_known_of_its_end(facts: dict[str, Any], wanted: str, matches: bool) -> None:
-    worker.install(pickle.dumps((wanted,)))
+    worker.install_restart_on(pickle.dumps((wanted,)))
     try:
         failure = describe(CommandError(f"the command 'x' exited with code {facts['exit_code']}", facts))
     finally:
-        worker.install(None)
+        worker.install_restart_on(None)
     assert (failure.matched == wanted) is matches
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rankzero.channel.messages import Start
-from rankzero.worker import restarts
 from rankzero.worker.command import run_command
+from rankzero.worker.failures import install_restart_on
 
 if TYPE_CHECKING:
     from rankzero.values.ref import ResultRef
@@ -43,7 +43,7 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
         _enter(code)
     # The agent has verified its digest, so it may be unpickled.
     payload = open_packed(start.payload)
-    restarts.install(payload.get("restart_on"))
+    install_restart_on(payload.get("restart_on"))
     is_function = payload["kind"] == "function"
 
     def open_ref(ref: ResultRef) -> object:

@@ -1,23 +1,24 @@
 """Describes the exception that ended a rank by facts, which are sent to the caller instead of the object.
 
-No function in here may raise, although the exception's ``__str__`` is user code and may.
+One of them is the entry of ``restart_on``, the failures after which the user wants a restart, that matches it. No
+function that describes may raise, although the exception's ``__str__`` is user code and may.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankzero.channel.messages import Failed
 from rankzero.errors import RetryableError
 from rankzero.job import qualified_name
 from rankzero.texts import encodable
-from rankzero.worker import restarts
 from rankzero.worker.command import CommandError
 
 MESSAGE_LIMIT = 16 << 10
@@ -29,6 +30,10 @@ TRACEBACK_LIMIT = 64 << 10
 _FAILED = 1
 _BROKEN_COLLECTIVES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"}
 _ROOM = os.path.dirname(__file__)
+
+RestartOn = Callable[[BaseException], Any] | Sequence[str | type[BaseException]]
+
+_restart_on: bytes | None = None
 
 
 def describe(error: BaseException) -> Failed:
@@ -43,7 +48,7 @@ def _facts_of(error: BaseException) -> dict[str, Any]:
     if isinstance(error, CommandError):
         # The command's own error, and the exception of a Python program if it was recorded.
         text = f"{error}\n{error.facts['exception_type'] or ''}: {error.facts['message']}"
-        matched = restarts.what_matches(error, text)
+        matched = what_matches(error, text)
         return {**error.facts, "matched": matched, "collateral": _is_secondary(error.facts)}
     name, text = qualified_name(type(error)), _text_of(error)
     exit_code = _FAILED
@@ -56,7 +61,7 @@ def _facts_of(error: BaseException) -> dict[str, Any]:
         "exit_code": exit_code & 0xFF or _FAILED,
         "collateral": _is_collateral(error),
         "retryable": isinstance(error, RetryableError),
-        "matched": restarts.what_matches(error, f"{name}: {text}"),
+        "matched": what_matches(error, f"{name}: {text}"),
     }
 
 
@@ -120,3 +125,48 @@ def _is_secondary(facts: Mapping[str, Any]) -> bool:
 def _tells_of_a_peer(text: str) -> bool:
     signs = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
     return any(sign in text for sign in signs)
+
+
+def install_restart_on(pickled: bytes | None) -> None:
+    """Stores the job's pickled ``restart_on``, which is loaded only if this rank fails."""
+    global _restart_on
+    _restart_on = pickled
+
+
+def what_matches(error: BaseException, text: str) -> str | None:
+    """Returns the name of the entry of the job's ``restart_on`` that matches an exception; None if none does.
+
+    Args:
+        error: The exception of the user's code.
+        text: Its type and message, as shown to the user.
+    """
+    if _restart_on is None:
+        return None
+    try:
+        return match(pickle.loads(_restart_on), error, text)
+    except BaseException:
+        # The exception of the training is the one to report.
+        print("rankzero: restart_on raised an exception, so this failure is not matched:")
+        traceback.print_exc()
+        return None
+
+
+def match(restart_on: RestartOn, error: BaseException, text: str) -> str | None:
+    """Returns the name of the text, class or function that matches an exception; None if none does.
+
+    Args:
+        restart_on: A function of the exception; or texts and classes. A text matches if it is a part of ``text``, or
+            the qualified name of a class of the exception.
+        error: The exception.
+        text: Its type and message, as shown to the user.
+    """
+    if callable(restart_on):
+        return getattr(restart_on, "__name__", repr(restart_on)) if restart_on(error) else None
+    names = {qualified_name(cls) for cls in type(error).__mro__}
+    for wanted in restart_on:
+        if isinstance(wanted, str):
+            if wanted in text or wanted in names:
+                return wanted
+        elif isinstance(error, wanted):
+            return qualified_name(wanted)
+    return None
