@@ -35,7 +35,7 @@ RANKS = 2
 LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 5
 ROUNDS = 6
 TURN = 0.6
-"""Seconds. Well below `rankzero.channel.limits.SILENCE`, after which those who were stopped would connect anew."""
+"""Seconds. Well below `rankzero.bounds.CONNECTION_SILENCE`, after which those who were stopped would connect anew."""
 
 SETTLED = 5.0
 """Seconds between the first steps of all trainings and the first turn."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import rankzero.train as rt
-from rankzero import Launcher
+from rankzero import Launcher, bounds
 from rankzero.agent import output
 from rankzero.channel import Finished, frames, pace
 from rankzero.driver import Recorder
@@ -48,7 +48,7 @@ def test_lines_of_a_quiet_rank_travel_together(launcher: Launcher, deliveries: l
     lasted = time.monotonic() - began
     assert [line for lines in deliveries for line in lines] == [f"line {number}" for number in range(LINES)]
     # The first comes at once, and the last ones with the end of the rank.
-    assert len(deliveries) <= lasted / pace.DELIVERY_INTERVAL + 3
+    assert len(deliveries) <= lasted / bounds.DELIVERY_INTERVAL + 3
 
 
 def test_a_rank_that_prints_much_never_waits_for_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,8 +60,8 @@ def test_a_rank_that_prints_much_never_waits_for_the_interval(monkeypatch: pytes
     assert rank.is_quiet
     for _ in range(20):
         # 30 kB a second: no reason to look more often.
-        clock[0] += pace.DELIVERY_INTERVAL
-        rank.feed(b"x" * int(30_000 * pace.DELIVERY_INTERVAL))
+        clock[0] += bounds.DELIVERY_INTERVAL
+        rank.feed(b"x" * int(30_000 * bounds.DELIVERY_INTERVAL))
         assert rank.is_quiet
     rank.feed(b"x" * output.QUIET_BYTES)
     assert not rank.is_quiet
@@ -173,7 +173,7 @@ def test_reports_of_many_threads_and_of_signal_handlers_all_arrive(control: tupl
 
 def test_processes_of_a_host_deliver_at_the_same_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = []
-    for now in (10.0, 10.2, 10.2 + pace.DELIVERY_INTERVAL):
+    for now in (10.0, 10.2, 10.2 + bounds.DELIVERY_INTERVAL):
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
         moments.append(pace.next_delivery())
     assert moments == [10.5, 10.5, 11.0]

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from rankzero.channel import ChannelClient, ChannelServer, Identity, Message, auth, limits, listen, make_identity
+from rankzero import bounds
+from rankzero.channel import ChannelClient, ChannelServer, Identity, Message, auth, listen, make_identity
 
 TIMEOUT = 20.0
 
@@ -129,14 +130,14 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A channel that notices and gives up within a second or two."""
     for name, value in {
         "PING_INTERVAL": 0.1,
-        "SILENCE": 1.0,
-        "LOST_AFTER": 2.0,
-        "TRY_TIMEOUT": 0.3,
-        "ANSWER_TIMEOUT": 0.3,
-        "BACKOFF_MIN": 0.02,
-        "BACKOFF_MAX": 0.1,
+        "CONNECTION_SILENCE": 1.0,
+        "CONNECTION_LOST_AFTER": 2.0,
+        "CONNECT_TRY_TIMEOUT": 0.3,
+        "HANDSHAKE_REPLY_TIMEOUT": 0.3,
+        "CONNECT_PAUSE_MIN": 0.02,
+        "CONNECT_PAUSE_MAX": 0.1,
     }.items():
-        monkeypatch.setattr(limits, name, value)
+        monkeypatch.setattr(bounds, name, value)
 
 
 class Proxy:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from rankzero.channel import DISCONNECTED, LOST, ChannelClient, ChannelClosed, FrameError, Message, limits, listen
+from rankzero import bounds
+from rankzero.channel import DISCONNECTED, LOST, ChannelClient, ChannelClosed, FrameError, Message, listen
 from rankzero.values import digest_of_file
 
 Receive = Callable[..., list[Message]]
@@ -54,7 +55,7 @@ def test_close_delivers_everything_and_is_not_a_loss(
     serving: Any, tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A machine that stands still for a second cuts nothing here.
-    monkeypatch.setattr(limits, "SILENCE", 20.0)
+    monkeypatch.setattr(bounds, "CONNECTION_SILENCE", 20.0)
     path = write(tmp_path / "value", 5 << 20)
     client = serving.client()
     for number in range(200):
@@ -71,7 +72,7 @@ def test_close_delivers_everything_and_is_not_a_loss(
     other = serving.client(1)
     other.queue({"type": "later"})
     # Longer than it takes to be lost: the other agent's word is the only one.
-    time.sleep(limits.LOST_AFTER + 0.5)
+    time.sleep(bounds.CONNECTION_LOST_AFTER + 0.5)
     assert serving.next() == (1, {"type": "later"})
     assert serving.inbox.empty()
 
@@ -309,7 +310,7 @@ def test_an_agent_whose_drivers_process_lives_takes_silence_for_a_pause(
     client.queue({"type": "join"})
     assert serving.next() == (0, {"type": "join"})
     proxy.hole()
-    time.sleep(limits.LOST_AFTER + 1.0)
+    time.sleep(bounds.CONNECTION_LOST_AFTER + 1.0)
     assert client.receive() == []
     lives.clear()
     with pytest.raises(ChannelClosed, match="nothing was received from the driver"):
@@ -321,7 +322,7 @@ def test_a_driver_that_stood_still_loses_no_agent(serving: Any, fast: None, rece
     client.queue({"type": "join"})
     assert serving.next() == (0, {"type": "join"})
     # As one call of native code does that keeps the interpreter's lock, or Ctrl-Z.
-    serving.server._call(lambda: time.sleep(limits.LOST_AFTER + limits.SILENCE))
+    serving.server._call(lambda: time.sleep(bounds.CONNECTION_LOST_AFTER + bounds.CONNECTION_SILENCE))
     serving.server.send(0, {"type": "stop"})
     assert receive(client, lambda got: got) == [{"type": "stop"}]
     client.queue({"type": "bye"})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.conftest import free_ports
 
-from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
+from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError, bounds
 from rankzero.agent import output
 from rankzero.driver import Recorder, policy
 from rankzero.engines import LocalSession
@@ -163,7 +163,7 @@ def test_lines_wait_on_disk_in_order(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_is_behind_gets_fewer_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "DELIVERY_INTERVAL", 1e9)
+    monkeypatch.setattr(bounds, "DELIVERY_INTERVAL", 1e9)
 
     class Client:
         bulk_bytes = 0
@@ -194,7 +194,7 @@ def test_a_driver_that_is_behind_gets_fewer_messages(tmp_path: Path, monkeypatch
     out.add(["zero"])
     assert client.messages[-1] == ["one", "two"]
     # Files are on their way, perhaps for minutes.
-    monkeypatch.setattr(output, "DELIVERY_INTERVAL", 0.0)
+    monkeypatch.setattr(bounds, "DELIVERY_INTERVAL", 0.0)
     out.add(["three"])
     assert client.messages[-1] == ["zero", "three"]
 

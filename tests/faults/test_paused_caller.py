@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.conftest import ROOT, until
 
-from rankzero.channel import limits
+from rankzero import bounds
 
 WAIT = 120.0
 
@@ -54,7 +54,7 @@ def hold_the_lock(_: psutil.Process, folder: Path, seconds: float) -> None:
 
 @pytest.mark.parametrize("pause", [stop, pytest.param(hold_the_lock, marks=pytest.mark.soak)])
 def test_a_caller_that_stands_still_for_long_loses_nothing(tmp_path: Path, pause: object) -> None:
-    seconds = limits.LOST_AFTER + 2.0
+    seconds = bounds.CONNECTION_LOST_AFTER + 2.0
     command = [sys.executable, "-c", CALLER, str(tmp_path), str(int(seconds))]
     caller = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:

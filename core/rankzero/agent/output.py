@@ -15,10 +15,10 @@ import time
 from collections import deque
 from typing import IO
 
+from rankzero import bounds
 from rankzero.bounds import LOG_TAIL, LOG_TAIL_WIDTH
 from rankzero.channel import messages
 from rankzero.channel.agent_end.client import ChannelClient
-from rankzero.channel.pace import DELIVERY_INTERVAL
 
 HIGH_WATER = 8 << 20
 """Bytes waiting for the driver above which lines are spooled to disk."""
@@ -86,7 +86,7 @@ class RankOutput:
     def feed(self, data: bytes) -> None:
         """Adds bytes that the rank wrote."""
         now = time.monotonic()
-        self._recent = self._recent * 0.5 ** ((now - self._fed_at) / DELIVERY_INTERVAL) + len(data)
+        self._recent = self._recent * 0.5 ** ((now - self._fed_at) / bounds.DELIVERY_INTERVAL) + len(data)
         self._fed_at = now
         self.add(self._splitter.feed(data))
 
@@ -113,7 +113,7 @@ class RankOutput:
 
     def _may_send(self) -> bool:
         """Returns True if the gathered lines are many or old, or the driver is not behind."""
-        is_old = time.monotonic() - self._gathered_since >= DELIVERY_INTERVAL
+        is_old = time.monotonic() - self._gathered_since >= bounds.DELIVERY_INTERVAL
         # Received bytes may not be accepted yet, and queued bytes are not even sent: the larger number counts.
         on_their_way = max(self._client.bulk_bytes, self._client.unaccepted)
         return is_old or self._length >= BATCH or on_their_way <= BEHIND

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 
-DELIVERY_INTERVAL = 0.5
-"""Seconds between two deliveries of messages that may wait: metrics, and the lines of a rank that prints little."""
+from rankzero import bounds
 
 
 def next_delivery() -> float:
     """Returns the next of these moments as `time.monotonic` time, which all processes of a host share."""
-    return (time.monotonic() // DELIVERY_INTERVAL + 1) * DELIVERY_INTERVAL
+    return (time.monotonic() // bounds.DELIVERY_INTERVAL + 1) * bounds.DELIVERY_INTERVAL

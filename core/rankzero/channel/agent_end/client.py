@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from rankzero.channel import limits
+from rankzero import bounds
 from rankzero.channel.agent_end.exchange import ChannelClosed, Exchange
 from rankzero.channel.agent_end.keeper import Keeper
 from rankzero.channel.frames import Message
@@ -46,13 +46,13 @@ class ChannelClient:
             port: The driver's port.
             secret: The run's secret, hex.
             task: This agent's number.
-            connect_timeout: Seconds from its start to find the driver; None for `limits.CONNECT_TIMEOUT`.
+            connect_timeout: Seconds from its start to find the driver; None for `bounds.AGENT_CONNECT_TIMEOUT`.
             certificate: The driver's certificate as DER, if the connection is encrypted.
             driver_lives: Returns True while the kernel of this host reports that the driver's process lives: then a
                 driver that sends nothing is paused, not lost.
         """
         self._exchange = Exchange()
-        connect_timeout = connect_timeout or limits.CONNECT_TIMEOUT
+        connect_timeout = connect_timeout or bounds.AGENT_CONNECT_TIMEOUT
         keeper = Keeper(self._exchange, hosts, port, secret, task, connect_timeout, certificate, driver_lives)
         self._thread = threading.Thread(target=keeper.run, name=f"rankzero-channel-{task}", daemon=True)
 
@@ -138,5 +138,5 @@ class ChannelClient:
         """
         self._exchange.close_within(timeout)
         if self._thread.ident is not None:
-            self._thread.join(timeout + limits.JOIN_TIMEOUT)
+            self._thread.join(timeout + bounds.CHANNEL_JOIN_MARGIN)
         self._exchange.close()

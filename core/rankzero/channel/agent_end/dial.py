@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankzero.channel import auth, frames, limits
+from rankzero import bounds
+from rankzero.channel import auth, frames
 from rankzero.channel.auth import Handshake, Hello
 from rankzero.channel.frames import Decoder, FrameError, Message, Sealer
 from rankzero.channel.sockets import Wait, tune
@@ -84,14 +85,14 @@ def dial(address: Address, secret: str, hello: Hello, wait: Wait, certificate: b
 def _connect(connection: socket.socket, address: Any, wait: Wait) -> None:
     problem = connection.connect_ex(address)
     if problem == errno.EINPROGRESS:
-        wait(connection, selectors.EVENT_WRITE, time.monotonic() + limits.TRY_TIMEOUT)
+        wait(connection, selectors.EVENT_WRITE, time.monotonic() + bounds.CONNECT_TRY_TIMEOUT)
         problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if problem:
         raise OSError(problem, os.strerror(problem))
 
 
 def _shake_hands(connection: socket.socket | TlsSocket, secret: str, hello: Hello, wait: Wait) -> Link:
-    deadline = time.monotonic() + limits.ANSWER_TIMEOUT
+    deadline = time.monotonic() + bounds.HANDSHAKE_REPLY_TIMEOUT
     decoder = Decoder()
 
     def receive() -> Message:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from rankzero import bounds
 from rankzero.channel import auth, frames, limits
 from rankzero.channel.agent_end import dial
 from rankzero.channel.agent_end.dial import Address, Link, RefusedError
@@ -74,7 +75,7 @@ class Keeper:
         pause = 0.0
         while True:
             self._pause(pause)
-            pause = min(limits.BACKOFF_MAX, max(limits.BACKOFF_MIN, 2 * pause))
+            pause = min(bounds.CONNECT_PAUSE_MAX, max(bounds.CONNECT_PAUSE_MIN, 2 * pause))
             link = self._find_driver()
             if link is None:
                 continue
@@ -82,7 +83,7 @@ class Keeper:
             # Whatever broke the connection, the session continues on the next one.
             with contextlib.closing(link.socket), contextlib.suppress(OSError):
                 self._talk(link)
-            if time.monotonic() - connected > limits.BACKOFF_MAX:
+            if time.monotonic() - connected > bounds.CONNECT_PAUSE_MAX:
                 pause = 0.0
 
     def _pause(self, seconds: float) -> None:
@@ -155,8 +156,8 @@ class Keeper:
         if not self._received_at and now - self._started >= self._connect_timeout:
             text = f"no driver was found on port {self._port} within {self._connect_timeout:g} s: {problems}"
             raise _OverError(text)
-        if self._received_at and now - self._received_at >= limits.LOST_AFTER and not self._driver_lives():
-            text = f"nothing was received from the driver for {limits.LOST_AFTER:g} s: {problems}"
+        if self._received_at and now - self._received_at >= bounds.CONNECTION_LOST_AFTER and not self._driver_lives():
+            text = f"nothing was received from the driver for {bounds.CONNECTION_LOST_AFTER:g} s: {problems}"
             raise _OverError(text)
 
     # -- one connection ------------------------------------------------------------------------
@@ -176,7 +177,9 @@ class Keeper:
                 if key.events != events:
                     key = selector.modify(link.socket, events)
                 until = min(
-                    pinged + limits.PING_INTERVAL, self._received_at + limits.SILENCE, self._exchange.give_up_at
+                    pinged + bounds.PING_INTERVAL,
+                    self._received_at + bounds.CONNECTION_SILENCE,
+                    self._exchange.give_up_at,
                 )
                 for ready, mask in selector.select(max(0.0, until - time.monotonic())):
                     if ready.fileobj is not link.socket:
@@ -185,9 +188,9 @@ class Keeper:
                         is_whole = self._receive(link)
                 self._check_end()
                 now = time.monotonic()
-                if now - self._received_at >= limits.SILENCE:
+                if now - self._received_at >= bounds.CONNECTION_SILENCE:
                     return
-                if now - pinged >= limits.PING_INTERVAL:
+                if now - pinged >= bounds.PING_INTERVAL:
                     pinged = now
                     self._exchange.ping()
 

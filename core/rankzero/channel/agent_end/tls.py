@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 
-from rankzero.channel import limits
+from rankzero import bounds
 from rankzero.channel.frames import FrameError
 from rankzero.channel.sockets import Wait
 
@@ -81,7 +81,7 @@ def encrypt(connection: socket.socket, certificate: bytes, wait: Wait) -> TlsSoc
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     encrypted = context.wrap_socket(connection, do_handshake_on_connect=False)
-    deadline = time.monotonic() + limits.ANSWER_TIMEOUT
+    deadline = time.monotonic() + bounds.HANDSHAKE_REPLY_TIMEOUT
     try:
         while True:
             try:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
+from rankzero import bounds
 from rankzero.channel import limits
 from rankzero.channel.auth import Hello
 from rankzero.channel.driver_end.connection import Connection
@@ -100,12 +101,12 @@ class ChannelServer:
         self._call(lambda: self._queue(list(self._peers.values()), body))
 
     def close(self) -> None:
-        """Disconnects every agent and ends the thread, within `limits.CLOSE_TIMEOUT`."""
+        """Disconnects every agent and ends the thread, within `bounds.CHANNEL_CLOSE_TIMEOUT`."""
         if not self._thread.ident:
             return
         self._call(self._begin_close)
         if threading.current_thread() is not self._thread:
-            self._stopped.wait(limits.CLOSE_TIMEOUT)
+            self._stopped.wait(bounds.CHANNEL_CLOSE_TIMEOUT)
 
     def _call(self, act: Callable[[], None]) -> None:
         # The loop is closed after the end of the thread.
@@ -149,7 +150,7 @@ class ChannelServer:
         for peer in self._peers.values():
             if peer.is_live:
                 peer.confirm_disconnect()
-        self._loop.call_later(limits.DISCONNECT_TIMEOUT, self._ended.set)
+        self._loop.call_later(bounds.DISCONNECT_TIMEOUT, self._ended.set)
         self._stop_when_alone()
 
     def _stop_when_alone(self) -> None:
@@ -177,7 +178,7 @@ class ChannelServer:
             return False
         except OSError as error:
             logger.warning("channel: cannot accept a connection: %s", error)
-            await asyncio.sleep(limits.ACCEPT_RETRY)
+            await asyncio.sleep(bounds.ACCEPT_RETRY_INTERVAL)
             return False
         accepted.setblocking(False)
         try:
@@ -200,7 +201,7 @@ class ChannelServer:
 
     async def _make_room(self) -> None:
         oldest = next(iter(self._unproved))
-        left = oldest.made + limits.UNPROVED_GRACE - time.monotonic()
+        left = oldest.made + bounds.UNPROVED_GRACE - time.monotonic()
         if left <= 0:
             oldest.drop("too many connections that prove nothing")
             self._unproved.pop(oldest, None)
@@ -210,27 +211,27 @@ class ChannelServer:
             await asyncio.wait_for(self._place_free.wait(), left)
 
     def _sweep(self) -> None:
-        self._loop.call_later(limits.PING_INTERVAL / 4, self._sweep)
+        self._loop.call_later(bounds.PING_INTERVAL / 4, self._sweep)
         now = time.monotonic()
-        self._forgive(now - self._swept - limits.PING_INTERVAL / 4)
+        self._forgive(now - self._swept - bounds.PING_INTERVAL / 4)
         self._swept = now
         for connection in list(self._unproved):
-            if now - connection.made >= limits.HANDSHAKE_TIMEOUT:
+            if now - connection.made >= bounds.HANDSHAKE_TIMEOUT:
                 connection.drop("it did not prove the secret in time")
         for peer in list(self._peers.values()):
             if peer.connection is not None:
-                if now - peer.received_at >= limits.SILENCE:
-                    peer.connection.drop(f"agent {peer.task} sent nothing for {limits.SILENCE:g} s")
-                elif now - peer.pinged >= limits.PING_INTERVAL:
+                if now - peer.received_at >= bounds.CONNECTION_SILENCE:
+                    peer.connection.drop(f"agent {peer.task} sent nothing for {bounds.CONNECTION_SILENCE:g} s")
+                elif now - peer.pinged >= bounds.PING_INTERVAL:
                     peer.pinged = now
                     peer.session.ping()
                     peer.pump()
-            elif peer.is_live and now - peer.received_at >= limits.LOST_AFTER:
-                self.lose(peer, f"nothing was received from agent {peer.task} for {limits.LOST_AFTER:g} s")
+            elif peer.is_live and now - peer.received_at >= bounds.CONNECTION_LOST_AFTER:
+                self.lose(peer, f"nothing was received from agent {peer.task} for {bounds.CONNECTION_LOST_AFTER:g} s")
 
     def _forgive(self, pause: float) -> None:
         """Extends all time-outs by a pause of this process itself, which was stopped or did not get the GIL."""
-        if pause < limits.PING_INTERVAL:
+        if pause < bounds.PING_INTERVAL:
             return
         now = time.monotonic()
         for connection in self._unproved:
@@ -317,12 +318,12 @@ class ChannelServer:
             return
         peer.withheld += size
         if not self._withheld:
-            self._loop.call_later(limits.TAKE_INTERVAL, self._grant_withheld)
+            self._loop.call_later(bounds.BULK_POLL_INTERVAL, self._grant_withheld)
         self._withheld.add(peer)
 
     def _grant_withheld(self) -> None:
         if not self._driver_can_take():
-            self._loop.call_later(limits.TAKE_INTERVAL, self._grant_withheld)
+            self._loop.call_later(bounds.BULK_POLL_INTERVAL, self._grant_withheld)
             return
         for peer in list(self._withheld):
             peer.session.grant(peer.withheld)

@@ -12,12 +12,10 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, field
 
+from rankzero import bounds
 from rankzero.channel import limits
 from rankzero.channel.frames import FrameError
 from rankzero.errors import EngineError
-
-MAKING_TIMEOUT = 30.0
-"""Seconds for the openssl command."""
 
 _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 _COMMAND = ("openssl", "req", "-x509", *_CURVE, "-nodes", "-days", "3650", "-subj", "/CN=rankzero")
@@ -49,7 +47,7 @@ def make_identity() -> Identity:
                 [*_COMMAND, "-keyout", key.name],
                 capture_output=True,
                 stdin=subprocess.DEVNULL,
-                timeout=MAKING_TIMEOUT,
+                timeout=bounds.CERTIFICATE_TIMEOUT,
                 check=True,
             )
             certificate = ssl.PEM_cert_to_DER_cert(made.stdout.decode())
