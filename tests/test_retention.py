@@ -25,6 +25,7 @@ from rankzero.run import (
     RunStatus,
     collect,
     is_due,
+    remove_unread,
 )
 from rankzero.submit import submit
 
@@ -114,9 +115,20 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
     store.make_directory(store.join(root, "digits-data"))
     store.write_bytes(store.join(root, "digits-data", "a.safetensors"), b"data")
     store.write_bytes(store.join(root, "notes.txt"), b"mine")
+    # Folders of others with names that rankzero uses, too.
+    for path in (
+        "huggingface/token",
+        "huggingface/datasets/squad/1/x",
+        "project/datasets/train/part-0",
+        "project/a",
+    ):
+        location = store.join(root, *path.split("/"))
+        store.make_directory(location.rpartition("/")[0])
+        store.write_bytes(location, b"hf_mine")
+    others = ["digits-data", "huggingface", "notes.txt", "project"]
 
     would = collect(root, MONTH, dry_run=True)
-    assert len(names(root)) == 9, "a dry run removes nothing"
+    assert len(names(root)) == 11, "a dry run removes nothing"
     done = collect(root, MONTH)
 
     gone = ["dead", "old-cancelled", "old-failed", "old-succeeded"]
@@ -128,7 +140,8 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
     assert done.size == sum(removed.size for removed in done.removed)
     assert all(removed.size > 1100 for removed in done.removed)
     assert json.loads(json.dumps(done.to_json()))["size"] == done.size
-    assert names(root) == ["dead-lately", "digits-data", "live", "notes.txt", "young"]
+    assert names(root) == sorted(["dead-lately", "live", "young", *others])
+    assert store.tree_size(store.join(root, "huggingface")) == 14
     assert collect(root, MONTH).removed == []
 
 
@@ -285,6 +298,7 @@ def test_what_cannot_be_removed_is_reported(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_rows_of_a_submitter_that_died_before_its_claim_are_removed(tmp_path: Path) -> None:
+    RunDirectory(str(tmp_path / "run")).make()
     folder = tmp_path / "run" / "datasets" / "train-0a1b2c3d"
     folder.mkdir(parents=True)
     (folder / "_token").write_text("x")
@@ -296,6 +310,7 @@ def test_rows_of_a_submitter_that_died_before_its_claim_are_removed(tmp_path: Pa
 
 def make_rows(root: str) -> str:
     """The directory of the rows of a sweep, which is no run."""
+    RunDirectory(store.join(root, "nightly-data")).make()
     rows = store.join(root, "nightly-data", "datasets", "train-0a1b2c3d", "part-0.arrow")
     store.make_directory(rows.rpartition("/")[0])
     store.write_bytes(rows, b"rows")
@@ -319,6 +334,16 @@ def test_rows_of_a_sweep_stay_while_a_trial_lives(root: str) -> None:
     done = collect(root, 60.0, now=now + 2 * CLAIM_PATIENCE)
     assert (done.removed, done.problems, done.kept) == ([], {}, 2)
     assert store.exists(rows)
+
+
+def test_the_end_of_a_sweep_leaves_rows_that_a_trial_of_another_one_reads(root: str) -> None:
+    rows = make_rows(root)
+    make_trial(root, rows, RunStatus(state="running", heartbeat=time.time(), driver_host="elsewhere", driver_pid=1))
+    remove_unread(store.join(root, "nightly-data"))
+    assert store.exists(rows)
+    RunDirectory(store.join(root, "nightly-1")).write_status(ended(time.time()))
+    remove_unread(store.join(root, "nightly-data"))
+    assert not store.exists(rows)
 
 
 def test_rows_of_a_sweep_are_kept_as_long_as_its_last_trial(root: str) -> None:

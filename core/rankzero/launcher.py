@@ -221,6 +221,7 @@ class Launcher(Options):
             >>> sweep.best.load()
             0.3
         """
+        from rankzero.run.retention import remove_unread
         from rankzero.submit import datasets
         from rankzero.sweep.search import ListedParams, Search
         from rankzero.sweep.trials import STOPPED, RunNames, run_trials
@@ -244,7 +245,7 @@ class Launcher(Options):
         is_complete = all(trial.result or trial.state == STOPPED for trial in sweep.trials)
         if rows and (self.run_id is None or is_complete):
             # No trial can be resumed any more.
-            store.remove(rows.directory)
+            remove_unread(rows.directory)
         for trial in sweep.trials:
             # The results of a sweep with a failed trial belong to the call that repeats that trial, too.
             if trial.result and is_complete:

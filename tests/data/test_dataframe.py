@@ -331,6 +331,12 @@ def test_a_sweep_does_not_keep_its_rows_in_a_run(session: Any, tmp_path: Path) -
     with pytest.raises(InvalidJobError, match="'s' would be in .*s-data, which is a run"):
         sweep.map(_fail_or_count, [{"number": 0, "folder": str(tmp_path)}])
     assert RunHandle[int].attach(tmp_path / "runs" / "s-data").result() == 2
+    image = tmp_path / "runs" / "mine-data" / "train" / "image"
+    image.parent.mkdir(parents=True)
+    image.touch()
+    with pytest.raises(InvalidJobError, match=r"mine-data holds files of others \(train\)"):
+        sweep.options(run_id="mine").map(_fail_or_count, [{"number": 0, "folder": str(tmp_path)}])
+    assert image.exists()
 
 
 def test_spark_writes_nothing_for_a_training_that_resumes(session: Any, tmp_path: Path, written: list[str]) -> None:

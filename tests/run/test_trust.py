@@ -40,6 +40,16 @@ def test_a_run_directory_that_another_user_made_is_refused(launcher: Launcher, t
     refuses_a_directory(planted, launcher, rf"belongs to user .*{NOBODY}")
 
 
+@pytest.mark.parametrize("name", ["checkpoints/epoch-1", "token", "thesis.tex"])
+def test_a_directory_with_files_of_others_becomes_no_run_directory(
+    launcher: Launcher, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "mnist" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    refuses_a_directory(tmp_path / "mnist", launcher, rf"mnist holds files of others \({name}\)")
+
+
 def test_a_run_directory_that_everybody_may_write_is_refused(launcher: Launcher, tmp_path: Path) -> None:
     open_to_all = tmp_path / "nightly"
     open_to_all.mkdir()

@@ -23,5 +23,6 @@ lazy_names(
     "lease.power listing.list_runs observer.dead_after observer.process_lives pace.LONGEST_PACE pieces.PieceWriter "
     "reconcile.decide reconcile.Decision lease.RENEWAL_INTERVAL_REMOTE "
     "retention.ABANDONED retention.Age retention.CLAIM_PATIENCE retention.collect retention.EARLIER "
-    "retention.HALF_REMOVED retention.HIDDEN retention.is_due tries.may_retry",
+    "retention.HALF_REMOVED retention.HIDDEN retention.is_due retention.remove_unread "
+    "tries.may_retry",
 )

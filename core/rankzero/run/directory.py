@@ -14,7 +14,7 @@
         delivery      the receiver of the result, and its acknowledgement; see `rankzero.run.delivery`
         stage-K/      files between a driver in a stage, its tasks and its submitter; see `rankzero.task.staged`
         cancel        a request to end this submission; may name the orchestrator's try for which it is
-    token         proves to an agent that it sees the same directory as the driver
+    token         written first: this is a directory of rankzero's; agents see by it that it is their driver's
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
     logs/         rank-N.log for every rank; on an object store one stream, ``lines``, for all of them
     checkpoints/  see `rankzero.run.checkpoints`
@@ -65,6 +65,12 @@ OUTCOME = "outcome.json"
 
 DATASETS = "datasets"
 """The folder of rows that Spark has computed for the ranks, with a folder for each dataset."""
+
+_LEFT_NAMES = {
+    *("submissions", "status.json", EVENTS, "logs", "checkpoints", "flight", DATASETS, "result", "tables", "lease"),
+    *("driver.log", "report.html"),
+}
+"""Names that a driver or a rank may write after a user has removed the directory of their run."""
 
 STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
 
@@ -220,6 +226,27 @@ class RunDirectory:
         found = [(name, re.fullmatch(r".*-[0-9a-f]{8}\.(\d+)", name)) for name in names]
         return [self.path(DATASETS, name) for name, of in found if of and int(of[1]) < submission]
 
+    def is_own(self) -> bool:
+        """Returns True if rankzero has made this directory: for a run, or for the rows of a sweep."""
+        return self._has_token() or self.claimed_at(max(self.newest_claim(), 0)) is not None
+
+    def _has_token(self) -> bool:
+        # Other programs have files with this name, and a power failure may have emptied this one.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return re.fullmatch(rb"[0-9a-f]{32}", store.read_bytes(self.path("token"))) is not None
+        return False
+
+    def strangers(self) -> list[str]:
+        """Returns names in a directory that is not `is_own` that do not look as if a removed run had left them."""
+        found = [name for name in store.list_names(self.directory) if name not in _LEFT_NAMES]
+        checkpoints = store.list_names(self.path("checkpoints"))
+        return found + [f"checkpoints/{name}" for name in checkpoints if not re.fullmatch(r"\d{4,}-\d{6,}", name)]
+
+    def make(self) -> None:
+        """Makes the directory. Of several processes that call this at once, each finds it made. Raises OSError."""
+        store.make_directory(self.directory)
+        store.create(self.path("token"), secrets.token_hex(16).encode())
+
     def claim(self, submission: int) -> bool:
         """Returns True to the one caller that may write this submission. Raises OSError."""
         try:
@@ -312,7 +339,7 @@ class RunDirectory:
             job: Job of the submission.
             patience: `RunStatus.patience`: seconds that a cluster may take to start the driver.
         """
-        if not (store.exists(self.path("token")) and self.token()):
+        if not self._has_token():
             store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
         store.remove(self.path("lease"))
         if self.newest_claim() > job.submission:

@@ -244,20 +244,27 @@ def _age(run: RunDirectory, newest: int) -> Age | None:
 
 
 def _age_of_rows(run: RunDirectory) -> Age | None:
-    """Returns the age of a directory that has only rows; None if it has none.
+    """Returns the age of a directory of rankzero's that has no submission; None if it is not rankzero's.
 
-    Trials of a sweep share the rows in its directory. A submitter that died while Spark computed its dataset has left
-    such a directory, too.
+    Trials of a sweep share the rows in its directory. A submitter that died before its submission, perhaps while Spark
+    computed its dataset, has left such a directory, too.
     """
+    if not run.is_own():
+        return None
     folders = [run.path(DATASETS, name) for name in store.list_names(run.path(DATASETS))]
     files = [store.join(folder, name) for folder in folders for name in store.list_names(folder)]
-    if not files:
-        return None
-    listed = [run.path(MANIFESTS)] if store.exists(run.path(MANIFESTS)) else []
+    others = [path for path in map(run.path, (MANIFESTS, "token")) if store.exists(path)]
     root, name = run.directory.rstrip("/").rsplit("/", 1)
     readers = [age for other in store.list_names(root) if (age := _age_of_reader(store.join(root, other), name))]
-    since = max([*map(store.modified, [*files, *listed]), *(age.since for age in readers)])
+    since = max([*map(store.modified, [*files, *others]), *(age.since for age in readers)])
     return Age(ABANDONED, all(age.final for age in readers), since, since)
+
+
+def remove_unread(directory: str) -> None:
+    """Removes the rows of a sweep, unless a living run reads them, which `collect` then removes. Raises like that."""
+    age = _age_of_rows(RunDirectory(directory))
+    if age and age.final:
+        store.remove(directory)
 
 
 def _age_of_reader(directory: str, name: str) -> Age | None:

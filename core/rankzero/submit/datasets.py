@@ -23,6 +23,7 @@ from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError, RunNotFoundError
 from rankzero.job import Job, new_run_id
 from rankzero.run.directory import RunDirectory
+from rankzero.submit import submission
 from rankzero.train.dataset import DEFAULT
 from rankzero.values.envelope import Part
 from rankzero.values.ref import ResultRef
@@ -180,6 +181,7 @@ def share(
             f"the rows of the sweep {job.run_id!r} would be in {run.directory}, which is a run: give the sweep another "
             "run_id"
         )
+    submission.adopt(run)
     known = run.path(FILE)
     before = from_bytes(store.read_bytes(known)) if store.exists(known) else {}
     if before:

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,38 @@ def _check_owner(run: RunDirectory) -> None:
     """Raises InvalidJobError for a directory of another user, since its content is executed as this user."""
     if why := store.why_untrusted(run.directory):
         raise InvalidJobError(f"the run directory {run.directory} {why}")
+
+
+def adopt(run: RunDirectory) -> None:
+    """Makes a run directory, unless it exists, before the first file is written there.
+
+    Raises:
+        InvalidJobError: the store cannot be written, or the directory belongs to another user or holds files that
+            rankzero has not written.
+    """
+    with _storing(run):
+        _check_owner(run)
+        if run.is_own():
+            return
+        if (found := run.strangers()) and not run.is_own():
+            # Nor has another submitter made it meanwhile.
+            raise InvalidJobError(
+                f"{run.directory} holds files of others ({', '.join(sorted(found)[:_MOST_NAMED])}), so it cannot "
+                "become a run directory: choose another run_id or another store"
+            )
+        store.prove(os.path.dirname(run.directory))
+        run.make()
+
+
+@contextlib.contextmanager
+def _storing(run: RunDirectory) -> Iterator[None]:
+    """Turns errors of the store in the block into InvalidJobError."""
+    try:
+        yield
+    except InvalidJobError:
+        raise
+    except (OSError, ImportError, ValueError) as error:
+        raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}") from error
 
 
 def find(run: RunDirectory) -> RunHandle[Any] | None:
@@ -190,7 +222,7 @@ def submit(
         InvalidJobError: the store cannot be written, or another training is live under this run id.
         EngineError: the run was cancelled and does not end.
     """
-    try:
+    with _storing(run):
         number, patience = 0, CLAIM_TIMEOUT
         while True:
             existing = assess(run, asked, caller)
@@ -247,10 +279,6 @@ def submit(
                     run.restore(newest)
             if not _await_submission(run, number, patience):
                 number += 1
-    except (OSError, ImportError, ValueError) as error:
-        if isinstance(error, InvalidJobError):
-            raise
-        raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}") from error
 
 
 def _report_earlier(run: RunDirectory, existing: Existing) -> None:
