@@ -94,11 +94,18 @@ defs = dg.Definitions(
         dg.define_asset_job("patient_job", selection=[patient]),
         dg.define_asset_job("fragile_job", selection=[fragile]),
         dg.define_asset_job("fragile_in_process", selection=[fragile], executor_def=dg.in_process_executor),
-        dg.define_asset_job("streamed_job", selection=[streamed]),
+        dg.define_asset_job("streamed_job", selection=[streamed], executor_def=dg.in_process_executor),
         dg.define_asset_job("stubborn_job", selection=[stubborn]),
         quick_job,
     ],
-    schedules=[dg.ScheduleDefinition(name="often", job=quick_job, cron_schedule="* * * * *")],
+    schedules=[
+        dg.ScheduleDefinition(
+            name="often",
+            job=quick_job,
+            cron_schedule="* * * * *",
+            should_execute=lambda tick: not tick.instance.get_runs(dg.RunsFilter(job_name="quick_job"), limit=1),
+        )
+    ],
     resources={
         "torch_distributor": TorchDistributorResource(
             engine="local",

@@ -39,8 +39,16 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+# The processes of the steps are forks of one that has imported what they need.
+FORKED = """
+execution: {config: {multiprocess: {start_method: {forkserver: {preload_modules: [dagster_rankzero, sklearn, torch]}}}}}
+"""
+
+
 def test_the_pipeline_trains_on_spark_and_promotes_a_good_model(digits_home: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dagster", "job", "execute", "-j", "digits_retraining"]
+    settings = tmp_path / "run.yaml"
+    settings.write_text(FORKED)
+    command = [sys.executable, "-m", "dagster", "job", "execute", "-j", "digits_retraining", "-c", str(settings)]
     done = subprocess.run(
         [*command, "-f", str(PIPELINE), "-d", str(EXAMPLES)], capture_output=True, text=True, timeout=280
     )

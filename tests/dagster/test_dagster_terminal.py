@@ -1,26 +1,19 @@
 """A person at a terminal presses Ctrl-C once: the training ends, whatever retries the step may have."""
 
-import contextlib
 import os
-import pty
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests import servers
 from tests.conftest import ROOT, processes_with, until, wait_until_gone
 from tests.dagster import durable_training
-from tests.dagster.deployment import Deployment
+from tests.dagster.terminal import CTRL_C, Terminal
 
 from rankzero import RunHandle
 
 WAIT = 120.0
-CTRL_C = b"\x03"
 
 MATERIALIZE = """
 import dagster as dg
@@ -39,61 +32,6 @@ PROGRAMS = {
     "dg launch": ["-m", "dagster_dg_cli.cli", "launch", "--assets", "durable", "-f", durable_training.__file__],
     "dg.materialize in a script": ["-c", MATERIALIZE],
 }
-
-
-class Terminal:
-    """A shell in a terminal of its own, and a program that it runs in the foreground."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._keyboard, screen = pty.openpty()
-        self.process = subprocess.Popen(
-            # -m: the program is a process group of its own, which a key reaches and the shell's end does not.
-            ["bash", "-m", "-c", '"$@"; exit $?', "bash", *command],
-            stdin=screen,
-            stdout=screen,
-            stderr=screen,
-            env=environment,
-            preexec_fn=lambda: _own_terminal(screen),
-        )
-        os.close(screen)
-        self.shown = b""
-        # So that the program never waits for room.
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        # An end of file of a terminal is an error.
-        with contextlib.suppress(OSError):
-            while read := os.read(self._keyboard, 1 << 16):
-                self.shown += read
-
-    def press(self, keys: bytes) -> None:
-        os.write(self._keyboard, keys)
-
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def close(self) -> None:
-        for pid in servers.session(self.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait(WAIT)
-        self._reader.join(WAIT)
-        os.close(self._keyboard)
-
-
-def _own_terminal(screen: int) -> None:
-    """In the child: a session of its own, whose terminal this is, and default signals, as a terminal emulator does.
-
-    Whoever runs the tests in the background of a script ignores SIGINT, and so would the child.
-    """
-    import fcntl
-    import termios
-
-    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    os.setsid()
-    fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
 
 
 @pytest.fixture
@@ -122,28 +60,6 @@ def test_ctrl_c_ends_the_training(name: str, environment: dict[str, str], tmp_pa
         assert_ctrl_c_ends_it(terminal, environment, tmp_path)
     finally:
         terminal.close()
-
-
-def test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs(environment: dict[str, str], tmp_path: Path) -> None:
-    terminals: list[Terminal] = []
-
-    def start(*command: str, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        terminals.append(Terminal(command, env))
-        return terminals[0].process
-
-    dagster = Deployment(Path(environment["DAGSTER_HOME"]), Path(durable_training.__file__), environment, start)
-    try:
-        (terminal,) = terminals
-        # Whoever sits at a terminal wants the end of it all, though the run would be started again.
-        dagster.launch("durable_job", {"dagster/max_retries": "1"})
-        await_training(terminal, tmp_path)
-        assert_ctrl_c_ends_it(terminal, environment, tmp_path)
-        # What the webserver, the daemon and the code server were, too.
-        assert wait_until_gone(dagster.marker, WAIT) == []
-    finally:
-        dagster.stop()
-        for terminal in terminals:
-            terminal.close()
 
 
 def await_training(terminal: Terminal, folder: Path) -> None:

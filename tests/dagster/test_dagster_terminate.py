@@ -1,8 +1,12 @@
-"""Trainings in a real `dagster dev` (webserver, daemon, code server): launched, watched, killed, terminated."""
+"""Trainings in a real `dagster dev` (webserver, daemon, code server): launched, watched, killed, terminated.
+
+It runs in a terminal, and ends by Ctrl-C in the last test.
+"""
 
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import pytest
 from tests.conftest import processes_with, wait_until_gone
 from tests.dagster.deployment import FINAL, RUN_TIMEOUT, Deployment, wait_until
 from tests.dagster.durable_training import FOLDER_TAG, lettered
+from tests.dagster.terminal import CTRL_C, Terminal
 
 from dagster_rankzero import RankZeroIOManager
 from rankzero import RunHandle
@@ -64,8 +69,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dagster(root: Path) -> Iterator[Deployment]:
+def terminals() -> list[Terminal]:
+    """The terminal of `dagster dev`, once that has started."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def dagster(root: Path, terminals: list[Terminal]) -> Iterator[Deployment]:
     """`dagster dev` with an instance of its own; nothing of it is left afterwards."""
+
+    def start(*command: str, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        terminals.append(Terminal(command, env))
+        return terminals[0].process
+
     home = root / "home"
     home.mkdir()
     variables = {
@@ -74,13 +90,15 @@ def dagster(root: Path) -> Iterator[Deployment]:
         # Only ranks get the resource's `env`; everything that is started here carries another mark.
         "TEST_RANK_MARK": mark_of(root),
     }
-    deployment = Deployment(home, DEFINITIONS, variables)
+    deployment = Deployment(home, DEFINITIONS, variables, start)
     try:
         # Its tick comes while the other tests run.
         deployment.start_schedule("often")
         yield deployment
     finally:
         deployment.stop()
+        for terminal in terminals:
+            terminal.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -213,3 +231,23 @@ def test_a_backfill_trains_each_partition(dagster: Deployment, backfill: str, ro
 def test_a_schedule_trains(dagster: Deployment) -> None:
     wait_until(lambda: dagster.runs_of("quick_job"), RUN_TIMEOUT, "a tick")
     assert dagster.finish(dagster.runs_of("quick_job")[-1]) == "SUCCESS"
+
+
+def test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs(
+    launch: Any, dagster: Deployment, terminals: list[Terminal]
+) -> None:
+    # A person at a terminal wants the end of everything, although the run could be started again.
+    launched = launch("durable_job", max_retries="1")
+    assert launched.await_ranks()
+    (terminal,) = terminals
+    terminal.press(CTRL_C)
+    wait_until(terminal.has_ended, RUN_TIMEOUT, "the end of dagster dev")
+    assert wait_until_gone(launched.rank_mark, RUN_TIMEOUT) == []
+    # Its driver writes that after the ranks have ended, and is no part of dagster dev.
+    launched.await_end()
+    assert launched.training().status().state == "cancelled"
+    # One key was enough: no other try began.
+    assert launched.training().submission == 0
+    assert not (launched.folder / "step-1").exists()
+    # The webserver, the daemon and the code server have ended, too.
+    assert wait_until_gone(dagster.marker, RUN_TIMEOUT) == []

@@ -42,17 +42,6 @@ def engine(master: str, **conf: str) -> SparkEngine:
     return SparkEngine(master=master, conf={"spark.executor.memory": "1g", **named})
 
 
-def test_each_task_gets_its_own_gpu(launcher: Launcher, standalone: str) -> None:
-    spark = engine(standalone, spark_executor_resource_gpu_amount="2", spark_task_resource_gpu_amount="1")
-    ranks, device, directory = launcher.options(num_processes=4, use_gpu=True, backend="gloo", engine=spark).run(gpus)
-    assert [rank[0] for rank in ranks] == ["0", "1", "2", "3"]
-    assert sorted(rank[2] for rank in ranks) == ["3", "3", "GPU-5a1b", "GPU-5a1b"]
-    assert {rank[1] for rank in ranks} == {"0"}
-    # Asking for a GPU that torch cannot use is an error where the device is asked for.
-    assert "cannot use CUDA" in device
-    assert "/work/worker" in directory, "the ranks must have run on the cluster's workers"
-
-
 def test_a_task_with_two_gpus_runs_two_ranks(
     launcher: Launcher,
     standalone: str,
@@ -72,7 +61,7 @@ def test_a_task_with_two_gpus_runs_two_ranks(
     )
     options = {"num_processes": 4, "processes_per_task": 2, "use_gpu": True, "backend": "gloo", "engine": spark}
     named = launcher.options(**options, run_id="two-gpus")
-    ranks, _, _ = named.run(gpus)
+    ranks, device, directory = named.run(gpus)
     # Of the two cores of a task each of its ranks has its share; Spark gives each all of them.
     assert ranks == [
         ["0", "0", "3,GPU-5a1b", "0", "1"],
@@ -80,6 +69,9 @@ def test_a_task_with_two_gpus_runs_two_ranks(
         ["2", "0", "3,GPU-5a1b", "1", "1"],
         ["3", "1", "3,GPU-5a1b", "1", "1"],
     ]
+    # Asking for a GPU that torch cannot use is an error where the device is asked for.
+    assert "cannot use CUDA" in device
+    assert "/work/worker" in directory, "the ranks must have run on the cluster's workers"
     assert "spark.dynamicAllocation.enabled=false, which this run needs" in capsys.readouterr().out
     run = named.find()
     assert run is not None

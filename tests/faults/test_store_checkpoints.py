@@ -143,7 +143,7 @@ def shard(tensors: int) -> tuple[list[float], int]:
 def test_a_rank_opens_only_the_parts_that_hold_its_pieces(
     launcher: Launcher, s3_server: "S3Server", bucket: str
 ) -> None:
-    ranks, tensors = 4, 8
+    ranks, tensors = 2, 8
     launcher = launcher.options(num_processes=ranks, store=f"{bucket}/runs", max_restarts=1)
     assert launcher.run(shard, tensors) == ([64.0] * tensors, ranks)
     path = f"{bucket.removeprefix('s3:/')}/runs"

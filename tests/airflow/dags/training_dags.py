@@ -25,7 +25,7 @@ def train(start: int) -> dict:
     return {"total": total}
 
 
-@torch_distributor(num_processes=1)
+@torch_distributor(num_processes=1, conn_id="here")
 def diverge(given: dict) -> float:
     import rankzero.train as rt
 
@@ -52,7 +52,12 @@ def never_ends() -> None:
 @dag(schedule=None, start_date=datetime(2026, 1, 1), params={"mark": "none"})
 def endless() -> None:
     TorchDistributorOperator(
-        task_id="train", train=never_ends, env={"MARK": "{{ params.mark }}"}, retries=0, orphan_timeout=6
+        task_id="train",
+        train=never_ends,
+        env={"MARK": "{{ params.mark }}"},
+        conn_id="here",
+        retries=0,
+        orphan_timeout=6,
     )
 
 

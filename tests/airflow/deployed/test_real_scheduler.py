@@ -60,7 +60,7 @@ def test_a_deferred_task_shows_its_secrets_nowhere(airflow: Deployment, tmp_path
 
 @pytest.fixture
 def endless(airflow: Deployment) -> Iterator[tuple[str, str, RunHandle[Any]]]:
-    """A training on Spark that never ends and ignores SIGTERM: DAG run id, its ranks' marker, its run."""
+    """A training that never ends and ignores SIGTERM: DAG run id, its ranks' marker, its run."""
     marker = f"endless-{secrets.token_hex(8)}"
     run_id = airflow.trigger("endless", mark=marker)
     run = airflow.run_of("endless", run_id)
