@@ -7,10 +7,7 @@ import pytest
 
 TOGETHER = {
     "tests/airflow/deployed/": "one whole Airflow",
-    "tests/airflow/test_airflow_tries_table.py": "Airflow in their process, one half",
-    "tests/airflow/test_examples.py": "Airflow in their process, one half",
-    "tests/airflow/test_arguments.py": "Airflow in their process, one half",
-    "tests/airflow/": "Airflow in their process, the other half",
+    "tests/airflow/": "Airflow in their process",
     "tests/engines/test_connect.py": "one Spark Connect server",
     "tests/data/test_connect_frames.py": "one Spark Connect server",
     "tests/airflow/test_connect.py": "one Spark Connect server",
@@ -27,6 +24,9 @@ TOGETHER = {
     "tests/engines/test_spark.py": "another JVM",
     "tests/data/test_rows.py": "another JVM",
     "tests/data/test_front_doors.py": "another JVM",
+    "tests/engines/test_bare_executors.py": "another JVM",
+    "tests/engines/test_resources.py": "another JVM",
+    "tests/test_launch_cost.py": "another JVM",
 }
 """The expensive thing that files share, by file or folder; every other file is a group of its own."""
 

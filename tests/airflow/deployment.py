@@ -211,12 +211,9 @@ class Deployment:
         return int(self.look(dag_id, run_id, task_id)["pid"])
 
     def stop(self) -> None:
-        """Ends everything: first the scheduler, which waits for running tasks, and these need the API server to end."""
-        scheduler = [self._components[name] for name in self._components if name == "scheduler"]
-        others = [self._components[name] for name in self._components if name != "scheduler"]
+        """Kills the components; what their tasks have started has to end by itself."""
         try:
-            servers.stop(scheduler)
-            servers.stop(others)
+            servers.stop(list(self._components.values()), timeout=0)
             wait_until(lambda: not processes_with(self.marker), STOP_TIMEOUT, "the end of Airflow")
         finally:
             for pid in processes_with(self.marker):

@@ -61,6 +61,8 @@ def test_nightly_pipeline_trains_a_good_model_promotes_and_deploys_it(
     dag = dag_bag.dags["digits_retraining"]
     assert dag.schedule == "0 3 * * *"
     assert not dag.catchup
+    # Without a JVM: the script of `test_examples.py` and the DAG `shipped` run on Spark.
+    dag.get_task("train").conn_id = "here"
 
     outcome = run_dag(dag)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import until
+from tests.test_secrets import SECRET, files_with_the_secret
 
 import rankzero.train as rt
 from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, SparkEngine
@@ -348,24 +349,17 @@ def test_spark_writes_nothing_for_a_training_that_resumes(session: Any, tmp_path
     assert written == ["train"]
 
 
-@pytest.fixture(scope="module")
-def owned(tmp_path_factory: pytest.TempPathFactory) -> RunHandle[Any]:
-    """A run whose driver has its own Spark, and computes a query."""
-    store = tmp_path_factory.mktemp("owned")
-    dataset = {"train": "SELECT id FROM range(500)", "eval": "SELECT id, id * 2 AS y FROM range(0, 30, 1, 3)"}
-    launcher = Launcher(2, engine=SparkEngine(master="local[2]"), dataset=dataset, store=store, run_id="q")
-    handle = launcher.submit(both)
-    handle.wait(120)
-    return handle
-
-
 def both() -> list[Any]:
     return [ids(), rt.get_dataset_shard("eval").columns]
 
 
-def test_a_driver_with_a_spark_of_its_own_computes_queries(owned: RunHandle[Any]) -> None:
-    assert owned.result() == [list(range(500)), ["id", "y"]]
-    assert os.listdir(RunDirectory(owned.directory).path("datasets")) == []
+def test_a_driver_with_a_spark_of_its_own_computes_queries_and_writes_no_secret_setting(tmp_path: Path) -> None:
+    engine = SparkEngine(master="local[2]", conf={"spark.hadoop.fs.s3a.secret.key": SECRET})
+    dataset = {"train": "SELECT id FROM range(500)", "eval": "SELECT id, id * 2 AS y FROM range(0, 30, 1, 3)"}
+    handle = Launcher(2, engine=engine, dataset=dataset, store=tmp_path / "store", run_id="q").submit(both)
+    assert handle.result(120) == [list(range(500)), ["id", "y"]]
+    assert os.listdir(RunDirectory(handle.directory).path("datasets")) == []
+    assert files_with_the_secret(tmp_path / "store") == []
 
 
 def test_a_table_that_its_driver_does_not_find_ends_the_run_with_a_typed_error(tmp_path: Path) -> None:
