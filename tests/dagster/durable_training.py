@@ -88,14 +88,16 @@ quick_job = dg.define_asset_job("quick_job", selection=[quick], executor_def=dg.
 
 defs = dg.Definitions(
     assets=[durable, patient, fragile, streamed, quick, lettered, stubborn],
+    # The one of a job without another, and of a backfill.
+    executor=dg.in_process_executor if os.environ.get("TEST_EXECUTOR") == "in process" else dg.multiprocess_executor,
     jobs=[
-        dg.define_asset_job("durable_job", selection=[durable]),
+        dg.define_asset_job("durable_job", selection=[durable], executor_def=dg.multiprocess_executor),
         dg.define_asset_job("durable_in_process", selection=[durable], executor_def=dg.in_process_executor),
-        dg.define_asset_job("patient_job", selection=[patient]),
-        dg.define_asset_job("fragile_job", selection=[fragile]),
+        dg.define_asset_job("patient_job", selection=[patient], executor_def=dg.multiprocess_executor),
+        dg.define_asset_job("fragile_job", selection=[fragile], executor_def=dg.multiprocess_executor),
         dg.define_asset_job("fragile_in_process", selection=[fragile], executor_def=dg.in_process_executor),
         dg.define_asset_job("streamed_job", selection=[streamed], executor_def=dg.in_process_executor),
-        dg.define_asset_job("stubborn_job", selection=[stubborn]),
+        dg.define_asset_job("stubborn_job", selection=[stubborn], executor_def=dg.multiprocess_executor),
         quick_job,
     ],
     schedules=[

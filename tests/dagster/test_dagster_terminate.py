@@ -87,6 +87,8 @@ def dagster(root: Path, terminals: list[Terminal]) -> Iterator[Deployment]:
     variables = {
         "TEST_STORE": str(root / "runs"),
         "TEST_ASSETS": str(root / "assets"),
+        # For the runs of the backfill: a process for each step would import Dagster once more.
+        "TEST_EXECUTOR": "in process",
         # Only ranks get the resource's `env`; everything that is started here carries another mark.
         "TEST_RANK_MARK": mark_of(root),
     }

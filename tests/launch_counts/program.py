@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import sitecustomize
+from tests import spark_classes
 from tests.launch_counts.growth import Counts, grown
 
 from rankzero import Launcher, SparkEngine
@@ -79,7 +80,10 @@ def main() -> None:
         from py4j.java_gateway import GatewayConnection
         from pyspark.sql import SparkSession
 
+        # Only the JVM gets these options, since nothing that runs in it is counted.
+        os.environ["JDK_JAVA_OPTIONS"] = spark_classes.options()
         session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+        del os.environ["JDK_JAVA_OPTIONS"]
         for connection in (ClientServerConnection, GatewayConnection):
             count_py4j(connection)
         launcher = launcher.options(engine=SparkEngine(session=session))
