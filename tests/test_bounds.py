@@ -1,6 +1,10 @@
 """Time limits of different processes hold in relation to each other, so a change of one must look at the other."""
 
 from rankzero import bounds
+from rankzero.driver import watch
+from rankzero.run import lease
+from rankzero.submit import owned
+from rankzero.train import writer
 
 
 def test_a_connection_is_silent_only_after_several_pings_and_is_made_again_before_the_other_end_is_lost() -> None:
@@ -28,3 +32,32 @@ def test_ranks_in_a_collective_without_the_others_are_named_before_they_count_as
 
 def test_a_temporary_file_of_a_store_that_is_out_for_a_while_does_not_count_as_left() -> None:
     assert bounds.STORE_OUTAGE < bounds.UNFINISHED_AFTER
+
+
+def test_the_driver_waits_longer_for_an_agent_than_the_agent_delivers_its_last_lines() -> None:
+    assert bounds.STOPPED_LINES_TIMEOUT < bounds.STOP_MARGIN
+    assert bounds.WORKER_EXIT_MARGIN + bounds.LAST_LINES_STALL_TIMEOUT < bounds.SUCCESS_END_TIMEOUT
+    assert bounds.LAST_LINES_STALL_TIMEOUT < bounds.LAST_LINES_TIMEOUT
+
+
+def test_the_driver_waits_longer_for_stacks_than_the_agent_gives_its_workers_to_write_them() -> None:
+    assert bounds.STACKS_TIMEOUT < bounds.STACKS_WINDOW
+
+
+def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end() -> None:
+    # Agents exit; the engine cancels them, and reports their end; the last checkpoint is stored.
+    stops = 4 * bounds.STOP_MARGIN
+    # A thread of the channel that is stuck is waited for in both the cancel and the close of an attempt.
+    closes = 2 * bounds.CHANNEL_CLOSE_TIMEOUT + bounds.SESSION_CLOSE_TIMEOUT
+    assert stops + closes < bounds.CANCEL_TIMEOUT
+    assert owned.OWNER_LEASE < bounds.CANCEL_TIMEOUT
+
+
+def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_them() -> None:
+    assert bounds.CHECKPOINT_RETRY_TIMEOUT < bounds.CHECKPOINT_COMMIT_TIMEOUT <= writer.SETTLE_TIMEOUT
+    assert bounds.CHECKPOINT_COMMIT_TIMEOUT < bounds.UNFINISHED_AFTER
+
+
+def test_a_lease_outlasts_the_renewals_that_its_follower_may_miss() -> None:
+    assert lease.RENEWAL_INTERVAL < lease.RENEWAL_INTERVAL_REMOTE
+    assert watch.MISSED_RENEWALS * lease.RENEWAL_INTERVAL_REMOTE < lease.SCHEDULING_SLACK <= lease.DETACHED_LEASE

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import CheckpointConfig, store
-from rankzero.driver import Committer, commits
+from rankzero import CheckpointConfig, bounds, store
+from rankzero.driver import Committer
 from rankzero.run import Manifest, RunDirectory
 
 
@@ -28,7 +28,7 @@ class Commits:
             return sizes(folder)
 
         monkeypatch.setattr(store, "sizes", fail_once)
-        monkeypatch.setattr(commits, "_RETRY_INTERVAL", 0.01)
+        monkeypatch.setattr(bounds, "CHECKPOINT_RETRY_INTERVAL", 0.01)
 
         self._gate = threading.Event()
         self.committer = Committer(self._run, 0, world_size, CheckpointConfig(), 0)

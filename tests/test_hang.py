@@ -1,7 +1,8 @@
 """When a run counts as hung, and what is known of it then."""
 
+from rankzero import bounds
 from rankzero.bounds import MEET_TIMEOUT
-from rankzero.driver import HangWatch, policy
+from rankzero.driver import HangWatch
 
 BOUND = 10.0
 
@@ -33,7 +34,7 @@ def test_a_rank_that_was_never_heard_of_hangs_from_the_start_on() -> None:
     assert not asked
     assert watch.poll(start + 0.1 + BOUND, BOUND) is None
     assert asked
-    stacks = watch.poll(start + 0.2 + BOUND + policy.STACKS_WINDOW, BOUND)
+    stacks = watch.poll(start + 0.2 + BOUND + bounds.STACKS_WINDOW, BOUND)
     assert stacks is not None
     assert list(stacks) == [0, 1]
 
@@ -54,7 +55,7 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_longer() -> None:
     ranks = Watched()
     assert ranks.poll(BOUND + 1) is None
     ranks.watch.on_stack(1, "there")
-    stacks = ranks.poll(BOUND + 1.1 + policy.STACKS_WINDOW)
+    stacks = ranks.poll(BOUND + 1.1 + bounds.STACKS_WINDOW)
     assert stacks == {0: "no answer: its agent or the network hangs", 1: "there"}
 
 
@@ -85,4 +86,4 @@ def test_a_return_is_progress_and_what_comes_after_it_hides_no_peer_that_hangs()
     assert ranks.asked == 0
     assert ranks.poll(2 * BOUND + 1) is None
     assert ranks.asked == 1
-    assert ranks.poll(2 * BOUND + 1.1 + policy.STACKS_WINDOW) is not None
+    assert ranks.poll(2 * BOUND + 1.1 + bounds.STACKS_WINDOW) is not None

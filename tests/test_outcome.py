@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import EngineError, RankZeroError, ResultError, ResultRef, WorkerFailedError
+from rankzero import EngineError, RankZeroError, ResultError, ResultRef, WorkerFailedError, bounds
 from rankzero.channel import Failed
 from rankzero.driver import Facts, Failure, Member, Verdict, ending
 from rankzero.errors import LOST, PREEMPTED
@@ -12,8 +12,8 @@ from rankzero.errors import LOST, PREEMPTED
 REF = ResultRef("/store/value-0.json", "json", "0" * 64, 4)
 
 NOW = 100.0
-JUST, LONG_AGO = NOW - 0.01, NOW - ending.AGENT_LOST_WINDOW - 0.01
-LONG_BEFORE = NOW - ending.CAUSE_WINDOW - 0.01
+JUST, LONG_AGO = NOW - 0.01, NOW - bounds.AGENT_LOST_WINDOW - 0.01
+LONG_BEFORE = NOW - bounds.CAUSE_WINDOW - 0.01
 
 REFUSAL = ResultError("the store is full")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import errors
+from rankzero import bounds, errors
 from rankzero.channel import Failed
 from rankzero.driver import Failure, ending, policy
 from rankzero.run import RunStatus, observer
@@ -41,7 +41,7 @@ def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure]
         ([RAISED], 0.0, True),
         ([KILLED], 0.0, True),
         ([ECHO], 0.0, False),
-        ([ECHO], ending.CAUSE_WINDOW, True),
+        ([ECHO], bounds.CAUSE_WINDOW, True),
         ([ECHO, RAISED], 0.1, True),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: fl
     assert observer.driver_is_dead(age, unchanged, observer.dead_after(RunStatus())) is dead
 
 
-NOW, PATIENT = 0.0, policy.GROWTH_TIMEOUT
+NOW, PATIENT = 0.0, bounds.GROWTH_TIMEOUT
 
 
 @pytest.mark.parametrize(

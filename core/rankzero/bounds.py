@@ -35,8 +35,9 @@ LOG_TAIL = 20
 LOG_TAIL_WIDTH = 2000
 """Characters to which each of these lines is cut."""
 
-CANCEL_TIMEOUT = 25.0
-"""Seconds to wait for the end of a cancelled run, in addition to its ``stop_grace``."""
+CANCEL_TIMEOUT = 30.0
+"""Seconds to wait for the end of a cancelled run, in addition to its ``stop_grace``. Its driver may need 28 s of them,
+if neither the agents nor the engine reply."""
 
 RETURNED_NOTICE = 30.0
 """Seconds without progress, after some ranks have returned, until a log line says what the others are doing."""
@@ -108,3 +109,122 @@ CERTIFICATE_TIMEOUT = 30.0
 
 DELIVERY_INTERVAL = 0.5
 """Seconds between two deliveries of messages that may wait: metrics, and the lines of a rank that prints little."""
+
+# An agent.
+
+WORKER_EXIT_MARGIN = 1.0
+"""Seconds after ``exit_timeout`` in which workers exit by themselves and log which exit handlers they cut off."""
+
+LAST_LINES_STALL_TIMEOUT = 15.0
+"""Seconds, after a success, without any line accepted by the driver; the remaining lines are then dropped."""
+
+LAST_LINES_TIMEOUT = 600.0
+"""Seconds to deliver all last lines after a success."""
+
+STOPPED_LINES_TIMEOUT = 1.5
+"""Seconds to deliver the last lines after a failure or a cancel."""
+
+LAST_LINES_POLL_INTERVAL = 0.001
+"""Seconds until the first poll whether the driver has accepted the last lines; the interval doubles."""
+
+PUMP_INTERVAL = 0.05
+"""Seconds between two attempts to send what waits: spooled lines to the driver, messages to a worker."""
+
+STACKS_TIMEOUT = 1.0
+"""Seconds that the workers get to write their stacks."""
+
+CUT_OFF_GRACE = 5.0
+"""Seconds to exit for a rank that closed its connection to the agent before it finished."""
+
+# The driver.
+
+STORE_RETRY_INTERVAL = 1.0
+"""Seconds between two requests to a store that fails."""
+
+CHECKPOINT_COMMIT_TIMEOUT = 600.0
+"""Seconds that a run waits at its end for checkpoints that are still being stored."""
+
+CHECKPOINT_RETRY_TIMEOUT = 30.0
+"""Seconds for which the commit of the newest checkpoint is retried while the store refuses it."""
+
+CHECKPOINT_RETRY_INTERVAL = 0.5
+"""Seconds between two tries to commit a checkpoint."""
+
+STAGE_END_TIMEOUT = 5.0
+"""Seconds for a stage to end after its driver has exited; then it is cancelled. The connection may be broken."""
+
+CAUSE_WINDOW = 0.8
+"""Seconds to wait for the true cause when the first failure looks like a consequence of another."""
+
+AGENT_LOST_WINDOW = 2.0
+"""Seconds to wait for the engine's own explanation when an agent's connection ended."""
+
+OWNER_POLL_INTERVAL = 1.0
+"""Seconds between two polls of an owner that has no pidfd."""
+
+SESSION_CLOSE_TIMEOUT = 10.0
+"""Seconds for an engine session to close (a SparkContext to stop)."""
+
+SLOTS_POLL_INTERVAL = 0.1
+"""Seconds between two polls of the number of slots of a cluster."""
+
+STOP_MARGIN = 2.0
+"""Seconds beyond the grace after which agents that do not disconnect are cancelled at the engine. The engine has as
+long for that."""
+
+SUCCESS_END_TIMEOUT = 25.0
+"""Seconds without a message after which agents are cancelled once the run has succeeded: until then they run exit
+handlers, and deliver log lines that still wait."""
+
+STACKS_WINDOW = 3.0
+"""Seconds to wait for the ranks' stacks once a run counts as hung."""
+
+RESTART_PAUSE_MAX = 60.0
+"""Longest pause in seconds before a restart."""
+
+AGENT_CONNECT_TIMEOUT_MIN = 1.0
+"""Seconds that an agent has at least to find its driver."""
+
+GROWTH_TIMEOUT = 30.0
+"""Seconds without a new slot after which an elastic attempt starts with the slots that exist. As long as torchrun's
+rendezvous waits for more nodes. A quarter of ``start_timeout`` where that is less."""
+
+WAITING_INTERVAL = 30.0
+"""Seconds between two messages about what an attempt waits for."""
+
+LAST_LINES_RETRY_INTERVAL = 0.5
+"""Seconds between two tries to write the last lines to an object store."""
+
+REPORT_INTERVAL = 30.0
+"""Least seconds between two reports of a running run."""
+
+REPORT_TIMEOUT = 10.0
+"""Seconds for the last report. A run that has ended then removes the old report, rather than show an outdated one."""
+
+HEARTBEAT_DELAY = 1.0
+"""Seconds by which a heartbeat to an object store is delayed, so that the write of lines usually carries it."""
+
+OUTCOME_RETRY_INTERVAL = 0.25
+"""Seconds between two tries to write a status whose outcome is certain."""
+
+RESULT_RETRY_INTERVAL = 0.5
+"""Seconds between two tries to store a result."""
+
+TRACKER_POLL_INTERVAL = 1.0
+"""Seconds between two polls of the events for a tracker; on an object store at least as many as its readers wait. The
+first poll waits, too, so that a tracker's imports do not slow down the start of the ranks."""
+
+TRACKER_PAUSE_MAX = 60.0
+"""Most seconds until a tracker that keeps failing is called again: the pause doubles with each failure."""
+
+TRACKERS_TIMEOUT = 10.0
+"""Seconds that all trackers together have after the end of a run."""
+
+TICK = 0.1
+"""Seconds between two checks of deadlines and of the request to cancel."""
+
+LEASE_POLL_INTERVAL_MAX = 30.0
+"""Most seconds between two reads of a lease on an object store, since it may have been shortened."""
+
+CANCEL_REQUEST_TIMEOUT = 1.0
+"""Seconds for an object store to answer whether the end that a signal asks for was requested by a user."""

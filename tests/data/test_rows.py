@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from tests.faults.kit import SlotsEngine
 
 import rankzero.train as rt
-from rankzero import InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, store
+from rankzero import InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, bounds, store
 from rankzero.data import Ragged, file_of
-from rankzero.driver import carry_rows, policy, remove_rows
+from rankzero.driver import carry_rows, remove_rows
 from rankzero.run import RunDirectory
 from rankzero.store import remote
 from rankzero.train import rows
@@ -116,8 +116,8 @@ def _scored_by_changing_worlds(slots: str) -> tuple[Table, Table]:
 def test_every_row_is_scored_once_however_often_ranks_die_and_worlds_change(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "GROWTH_TIMEOUT", 0.2)
-    monkeypatch.setattr(policy, "RESTART_DELAY_LIMIT", 0.1)
+    monkeypatch.setattr(bounds, "GROWTH_TIMEOUT", 0.2)
+    monkeypatch.setattr(bounds, "RESTART_PAUSE_MAX", 0.1)
     pq.write_table(pa.table({"id": list(range(ROWS))}), tmp_path / "ids.parquet")
     slots = tmp_path / "slots"
     slots.write_text(str(DEATHS[0][0]))

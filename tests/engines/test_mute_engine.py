@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import EngineError, Launcher, LocalEngine
-from rankzero.driver import policy
+from rankzero import EngineError, Launcher, LocalEngine, bounds
 from rankzero.engines import EngineSession, base
 from rankzero.job import Job
 
@@ -43,7 +42,7 @@ def test_whoever_waits_for_an_engine_sees_what_for(
         return open_engine(engine, job)
 
     monkeypatch.setattr(LocalEngine, "open", answer_late)
-    monkeypatch.setattr(policy, "WAITING_INTERVAL", 0.1)
+    monkeypatch.setattr(bounds, "WAITING_INTERVAL", 0.1)
     lines = tmp_path / "store" / "run" / "logs" / "rank-0.log"
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(launcher.options(num_processes=1, run_id="run").run, int)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.conftest import restore_signal_handlers, signal_handlers, until
 
-from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
+from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine, bounds
 from rankzero import Launcher as AnyLauncher
 from rankzero.engines import TaskResources, task_resources
 from rankzero.job import Job
@@ -132,9 +132,8 @@ def test_gpus_that_the_session_does_not_give_its_tasks(launcher: Launcher, fair:
 def test_a_run_waits_for_the_jobs_of_others_and_says_so(
     launcher: Launcher, fair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rankzero.driver import policy
 
-    monkeypatch.setattr(policy, "WAITING_INTERVAL", 1.0)
+    monkeypatch.setattr(bounds, "WAITING_INTERVAL", 1.0)
     go_on = tmp_path / "go-on"
 
     def hold_a_slot(_: int) -> None:

@@ -14,8 +14,7 @@ from tests import servers
 from tests.conftest import restore_signal_handlers, signal_handlers, until
 from tests.engines.conftest import Standalone
 
-from rankzero import InvalidJobError, Launcher, SparkEngine, SparkSubmitEngine, StartTimeoutError
-from rankzero.driver import policy
+from rankzero import InvalidJobError, Launcher, SparkEngine, SparkSubmitEngine, StartTimeoutError, bounds
 
 WAIT = 120.0
 
@@ -104,8 +103,8 @@ def on_session(
     """Makes a launcher on a session of this process, so that the test may hurry what waits."""
     from pyspark.sql import SparkSession
 
-    monkeypatch.setattr(policy, "WAITING_INTERVAL", 1.0)
-    monkeypatch.setattr(policy, "GROWTH_TIMEOUT", 1.0)
+    monkeypatch.setattr(bounds, "WAITING_INTERVAL", 1.0)
+    monkeypatch.setattr(bounds, "GROWTH_TIMEOUT", 1.0)
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     handlers = signal_handlers()
     builder = SparkSession.builder.master(cluster.url).config("spark.executor.memory", "1g")

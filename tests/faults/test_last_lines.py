@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import until
 
-from rankzero import RunHandle, store
+from rankzero import RunHandle, bounds, store
 from rankzero.driver import Recorder
 from rankzero.driver import recorder as recorders
 from rankzero.job import Job
@@ -52,7 +52,7 @@ class Store:
 def pieces_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     made = Store()
     monkeypatch.setattr(store, "write_bytes", made.write_bytes)
-    monkeypatch.setattr(recorders, "_LAST_LINES_INTERVAL", 0.02)
+    monkeypatch.setattr(bounds, "LAST_LINES_RETRY_INTERVAL", 0.02)
     monkeypatch.setattr(recorders, "pace", lambda _: 0.05)
     yield made
     made.away = False

@@ -220,7 +220,7 @@ def fail_once() -> int:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that repeats refused reads immediately."""
-    monkeypatch.setattr("rankzero.driver.attempt.RETRY_INTERVAL", 0.01)
+    monkeypatch.setattr("rankzero.bounds.STORE_RETRY_INTERVAL", 0.01)
 
 
 READ_AT_A_RESTART = ("checkpoints", "tables", "result", "token")

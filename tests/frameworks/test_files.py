@@ -17,7 +17,7 @@ from rankzero.tracking import TensorBoard, WandB
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """To import them takes seconds on a busy machine."""
-    monkeypatch.setattr("rankzero.driver.trackers.FLUSH_TIMEOUT", 60.0)
+    monkeypatch.setattr("rankzero.bounds.TRACKERS_TIMEOUT", 60.0)
 
 
 def fail_first(marker: str) -> float:

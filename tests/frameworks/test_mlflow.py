@@ -25,7 +25,7 @@ mlflow = pytest.importorskip("mlflow", reason="make test-frameworks")
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """To import mlflow takes seconds, and a busy machine has no ten of them."""
-    monkeypatch.setattr("rankzero.driver.trackers.FLUSH_TIMEOUT", 60.0)
+    monkeypatch.setattr("rankzero.bounds.TRACKERS_TIMEOUT", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_another_training_under_the_same_run_id_is_another_run(server: str, clie
 
 
 def test_a_server_that_is_away_costs_the_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankzero.driver.trackers.FLUSH_TIMEOUT", 0.5)
+    monkeypatch.setattr("rankzero.bounds.TRACKERS_TIMEOUT", 0.5)
     tracker = MLflow(f"http://127.0.0.1:{free_port()}")
     assert Launcher(1, store=tmp_path, trackers=[tracker]).run(float, "0.5") == 0.5
 

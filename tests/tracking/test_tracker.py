@@ -171,7 +171,7 @@ def test_a_store_that_does_not_say_what_is_there_ends_no_driver_and_what_comes_l
 def test_a_tracker_that_hangs_does_not_hold_the_result(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankzero.driver.trackers.FLUSH_TIMEOUT", 0.5)
+    monkeypatch.setattr("rankzero.bounds.TRACKERS_TIMEOUT", 0.5)
     notes = tmp_path / "notes"
     assert Launcher(1, store=tmp_path, trackers=[Hanging(), Notes(notes)]).run(train, 1) == "done"
     # The other one has its own thread, which may take longer than that bound on a busy machine.

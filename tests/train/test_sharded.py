@@ -11,8 +11,7 @@ import pytest
 from tests.conftest import until
 from tests.faults.kit import SlotsEngine
 
-from rankzero import Launcher, ResultError, RetryableError, RunHandle
-from rankzero.driver import policy
+from rankzero import Launcher, ResultError, RetryableError, RunHandle, bounds
 
 WRITERS = 2
 
@@ -267,7 +266,7 @@ def test_an_elastic_training_goes_on_with_what_another_number_of_ranks_wrote(
         dist.barrier()
         raise RetryableError("the cluster has another size now")
 
-    monkeypatch.setattr(policy, "GROWTH_TIMEOUT", 0.2)
+    monkeypatch.setattr(bounds, "GROWTH_TIMEOUT", 0.2)
     slots.write_text(str(sizes[0]))
     elastic = launcher.options(num_processes=(1, 3), engine=SlotsEngine(str(slots)), max_restarts=2)
     assert elastic.run(train, str(slots)) == [sizes, [2.0] * 5]

@@ -6,27 +6,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from rankzero.agent.output import PUMP_INTERVAL
+from rankzero import bounds
 from rankzero.agent.ranks import Rank
 from rankzero.channel import messages
 from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.errors import LOST
 from rankzero.worker.leaving import cut_off_message
-
-EXIT_MARGIN = 1.0
-"""Seconds after ``exit_timeout`` in which workers exit by themselves and log which exit handlers they cut off."""
-
-LAST_LINES_STALL_TIMEOUT = 15.0
-"""Seconds, after a success, without any line accepted by the driver; the remaining lines are then dropped."""
-
-LAST_LINES_TIMEOUT = 600.0
-"""Seconds to deliver all last lines after a success."""
-
-STOPPED_LINES_TIMEOUT = 1.5
-"""Seconds to deliver the last lines after a failure or a cancel."""
-
-FIRST_POLL_INTERVAL = 0.001
-"""Seconds until the first poll whether the driver has accepted the last lines; the interval doubles."""
 
 
 class Ending:
@@ -116,7 +101,7 @@ class Ending:
             rank.tell(messages.End())
         self.has_begun = True
         if not self.is_early:
-            self.kill_at = time.monotonic() + self._exit_timeout + EXIT_MARGIN
+            self.kill_at = time.monotonic() + self._exit_timeout + bounds.WORKER_EXIT_MARGIN
 
     def kill_overdue(self, now: float) -> None:
         """Sends SIGKILL to all ranks once `kill_at` has passed."""
@@ -135,23 +120,23 @@ class Ending:
             dispatch: Handles the events of the agent's loop that arrive within the given seconds.
         """
         deadline = progress_at = now = time.monotonic()
-        deadline += STOPPED_LINES_TIMEOUT if self.is_early else LAST_LINES_TIMEOUT
-        left, pause = self._waiting(), FIRST_POLL_INTERVAL
-        while left and now < min(deadline, progress_at + LAST_LINES_STALL_TIMEOUT):
+        deadline += bounds.STOPPED_LINES_TIMEOUT if self.is_early else bounds.LAST_LINES_TIMEOUT
+        left, pause = self._waiting(), bounds.LAST_LINES_POLL_INTERVAL
+        while left and now < min(deadline, progress_at + bounds.LAST_LINES_STALL_TIMEOUT):
             for rank in self._ranks:
                 rank.output.pump()
             dispatch(pause)
-            pause = min(2 * pause, PUMP_INTERVAL)
+            pause = min(2 * pause, bounds.PUMP_INTERVAL)
             now = time.monotonic()
             if self.is_early:
                 # A stop, or the death of the task process, may have arrived in this loop.
-                deadline = min(deadline, now + STOPPED_LINES_TIMEOUT)
+                deadline = min(deadline, now + bounds.STOPPED_LINES_TIMEOUT)
             if (waiting := self._waiting()) != left:
                 left, progress_at = waiting, now
         for rank in self._ranks:
             rank.output.drop_rest()
         has_parts = self.has_parts and not self.is_orphaned
-        self._client.close(max(STOPPED_LINES_TIMEOUT, self._stop_by - time.monotonic() if has_parts else 0.0))
+        self._client.close(max(bounds.STOPPED_LINES_TIMEOUT, self._stop_by - time.monotonic() if has_parts else 0.0))
 
     def _waiting(self) -> int:
         """Returns the bytes of lines that the driver has not accepted."""

@@ -32,9 +32,6 @@ BATCH = 256 << 10
 SPOOL_LIMIT = 8 << 30
 """Bytes of one rank's spool on disk above which lines are dropped and counted."""
 
-PUMP_INTERVAL = 0.05
-"""Seconds between two attempts to send what waits: spooled lines to the driver, messages to a worker."""
-
 _BLOCK = 1 << 20
 
 QUIET_BYTES = 40 << 10

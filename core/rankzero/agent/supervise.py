@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable
 from typing import IO, Any
 
+from rankzero import bounds
 from rankzero.agent.ending import Ending
 from rankzero.agent.inputs import InputError, Inputs
-from rankzero.agent.output import PUMP_INTERVAL
 from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.channel import messages
 from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
@@ -43,14 +43,8 @@ from rankzero.host.processes import (
 )
 from rankzero.host.usage import UsageSampler
 
-STACKS_WAIT = 1.0
-"""Seconds that the workers get to write their stacks."""
-
 DRAIN_READS = 16
 """Most reads that drain a pipe; a limit, because a child may write without end."""
-
-CUT_OFF_GRACE = 5.0
-"""Seconds to exit for a rank that closed its connection to the agent before it finished."""
 
 _READ = 1 << 18
 
@@ -164,7 +158,7 @@ class Agent:
         moments += [rank.cut_off_at for rank in self._ranks]
         times = [at - time.monotonic() for at in moments if at is not None]
         if any(rank.output.waiting or rank.flush() for rank in self._ranks):
-            times.append(PUMP_INTERVAL)
+            times.append(bounds.PUMP_INTERVAL)
         return max(0.0, min(times)) if times else None
 
     # -- the driver ----------------------------------------------------------------------------
@@ -206,11 +200,11 @@ class Agent:
         elif isinstance(message, messages.Dump):
             for rank in self._ranks:
                 rank.ask_for_stack()
-            self._stacks_at = time.monotonic() + STACKS_WAIT
+            self._stacks_at = time.monotonic() + bounds.STACKS_TIMEOUT
         elif isinstance(message, messages.Peek):
             for rank in self._ranks:
                 rank.peek()
-            self._positions_at = time.monotonic() + STACKS_WAIT
+            self._positions_at = time.monotonic() + bounds.STACKS_TIMEOUT
         elif isinstance(message, messages.Stop):
             for rank in self._ranks:
                 # A rank may just have reported a checkpoint that it is writing.
@@ -291,7 +285,7 @@ class Agent:
             data = b""
         if not data:
             self._unwatch(rank.control)
-            rank.cut_off_at = time.monotonic() + CUT_OFF_GRACE
+            rank.cut_off_at = time.monotonic() + bounds.CUT_OFF_GRACE
             return False
         rank.decoder.feed(data)
         for message in rank.decoder:
@@ -333,7 +327,7 @@ class Agent:
         if not rank.alive or rank.outcome:
             return
         text = (
-            f"it closed the connection to its agent and did not end within {CUT_OFF_GRACE:g} s: a rank must not "
+            f"it closed the connection to its agent and did not end within {bounds.CUT_OFF_GRACE:g} s: a rank must not "
             "replace its program (exec) or close descriptors that it has not opened"
         )
         self._on_rank_message(rank, messages.Failed(time.time(), message=text, exit_code=1))

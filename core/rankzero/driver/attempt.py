@@ -8,7 +8,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.bounds import LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.channel import messages
 from rankzero.channel.auth import new_secret
@@ -32,9 +32,6 @@ from rankzero.run.checkpoints import CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
-
-RETRY_INTERVAL = 1.0
-"""Seconds between two requests to a store that fails."""
 
 
 class Attempt:
@@ -108,7 +105,9 @@ class Attempt:
         self._scratch = Scratch() if run.is_remote else None
         try:
             began = time.monotonic()
-            self._resume, self._token = store.patiently(self._read_store, STORE_OUTAGE, RETRY_INTERVAL, self._gives_up)
+            self._resume, self._token = store.patiently(
+                self._read_store, STORE_OUTAGE, bounds.STORE_RETRY_INTERVAL, self._gives_up
+            )
             # An outage of the store takes no time from the ranks' start.
             self.start_deadline += time.monotonic() - began
             secret = new_secret()
@@ -254,9 +253,9 @@ class Attempt:
     def cancel(self) -> None:
         """Ends the agents without their cooperation."""
         logger.warning("agents did not end in time; cancelling them at the engine")
-        within(policy.STOP_MARGIN, self._group.cancel)
+        within(bounds.STOP_MARGIN, self._group.cancel)
         self._server.close()
-        self._group.wait(policy.STOP_MARGIN)
+        self._group.wait(bounds.STOP_MARGIN)
 
     # -- messages ------------------------------------------------------------------------------
 

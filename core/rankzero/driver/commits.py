@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.channel.messages import NEVER
 from rankzero.data.table import Written
 from rankzero.engines.base import ActionThread
@@ -33,14 +33,6 @@ from rankzero.run.directory import RunDirectory
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-COMMIT_TIMEOUT = 600.0
-"""Seconds that a run waits at its end for checkpoints that are still being stored."""
-
-RETRY_TIMEOUT = 30.0
-"""Seconds for which the commit of the newest checkpoint is retried while the store refuses it."""
-
-_RETRY_INTERVAL = 0.5
 
 
 class NotOwnerError(OSError):
@@ -221,7 +213,12 @@ class Committer:
             return self._closed or self._newest is not parts or isinstance(error, NotOwnerError)
 
         try:
-            manifest = store.patiently(lambda: self._commit(parts), RETRY_TIMEOUT, _RETRY_INTERVAL, is_outdated)
+            manifest = store.patiently(
+                lambda: self._commit(parts),
+                bounds.CHECKPOINT_RETRY_TIMEOUT,
+                bounds.CHECKPOINT_RETRY_INTERVAL,
+                is_outdated,
+            )
         except Exception:
             # The previous checkpoint is complete, and a lost one must not end the training.
             logger.exception("a checkpoint could not be committed")

@@ -9,13 +9,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.channel.auth import new_secret
-from rankzero.driver import policy
 from rankzero.driver.places import Placed, Places, Plan
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.states import follow
-from rankzero.driver.watch import TICK, Inbox, Watch
+from rankzero.driver.watch import Inbox, Watch
 from rankzero.engines.base import Engine, within
 from rankzero.errors import RankZeroError, StartTimeoutError
 from rankzero.job import Job
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from rankzero.engines.connect.session import ConnectGroup, ConnectSession
 
 logger = logging.getLogger(__name__)
-
-STAGE_END_TIMEOUT = 5.0
-"""Seconds for a stage to end after its driver has exited; then it is cancelled. The connection may be broken."""
 
 
 class Delegation:
@@ -93,7 +89,7 @@ class Delegation:
         if not self.has_claimed:
             return False
         if self._group:
-            within(policy.STOP_MARGIN, self._group.cancel)
+            within(bounds.STOP_MARGIN, self._group.cancel)
         self._places.close()
         return True
 
@@ -117,8 +113,8 @@ class Delegation:
         }
         config = {"env": env, "use_gpu": job.use_gpu, "stage": stage}
         self._group = session.host_driver(num_tasks, config, self._on_end)
-        say_at = began + policy.WAITING_INTERVAL
-        while not (self._run.has_driver(job.submission) or self._ended.wait(TICK)):
+        say_at = began + bounds.WAITING_INTERVAL
+        while not (self._run.has_driver(job.submission) or self._ended.wait(bounds.TICK)):
             self._watch.check()
             now = time.monotonic()
             if now > deadline:
@@ -128,7 +124,7 @@ class Delegation:
                     missing=[f"task {task}" for task in range(num_tasks)],
                 )
             if now > say_at:
-                say_at = now + policy.WAITING_INTERVAL
+                say_at = now + bounds.WAITING_INTERVAL
                 what = f"waiting for {session.place} to begin {num_tasks} tasks, for {now - began:.0f} s"
                 self._recorder.announce("waiting", what)
 
@@ -139,11 +135,11 @@ class Delegation:
         logger.info("the run is driven in its stage; this process keeps the connection to %s", self._job.engine)
         self._group.tolerate_outage()
         over_at = math.inf
-        while not self._ended.wait(TICK):
+        while not self._ended.wait(bounds.TICK):
             if over_at == math.inf and store.exists(store.join(self._folder, OVER)):
                 over_at = time.monotonic()
-            if time.monotonic() - over_at > STAGE_END_TIMEOUT:
-                within(policy.STOP_MARGIN, self._group.cancel)
+            if time.monotonic() - over_at > bounds.STAGE_END_TIMEOUT:
+                within(bounds.STOP_MARGIN, self._group.cancel)
                 return
             if self._inbox.interrupted:
                 logger.info("this process exits (%s), and the stage continues", self._inbox.interrupted)

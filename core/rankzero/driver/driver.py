@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rankzero import bounds
 from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.ending import Verdict
@@ -20,7 +21,7 @@ from rankzero.driver.reporter import Reporter
 from rankzero.driver.states import follow
 from rankzero.driver.tables import remove_computed
 from rankzero.driver.trackers import Trackers
-from rankzero.driver.watch import TICK, Inbox, Watch
+from rankzero.driver.watch import Inbox, Watch
 from rankzero.engines.base import Engine
 from rankzero.errors import (
     HANG,
@@ -187,7 +188,7 @@ class Driver:
         end = time.monotonic() + pause
         self._check()
         while (left := end - time.monotonic()) > 0:
-            self.inbox.wait(min(left, TICK))
+            self.inbox.wait(min(left, bounds.TICK))
             self._check()
         if self._places.is_broken():
             self._places.close()

@@ -30,12 +30,6 @@ from rankzero.errors import (
 )
 from rankzero.values.ref import ResultRef
 
-CAUSE_WINDOW = 0.8
-"""Seconds to wait for the true cause when the first failure looks like a consequence of another."""
-
-AGENT_LOST_WINDOW = 2.0
-"""Seconds to wait for the engine's own explanation when an agent's connection ended."""
-
 SIGNAL_HINTS = {
     "SIGKILL": "often the kernel's out-of-memory killer",
     "SIGABRT": "often a NCCL timeout or a failed assertion in native code",
@@ -197,7 +191,7 @@ def judge(
             return _lost(left[0][0], facts, explain)
         error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
         return Verdict(error=explain(error))
-    overdue = next((member for member, at in left if now - at > AGENT_LOST_WINDOW), None)
+    overdue = next((member for member, at in left if now - at > bounds.AGENT_LOST_WINDOW), None)
     return _lost(overdue, facts, explain) if overdue else None
 
 
@@ -208,7 +202,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
 
 def is_conclusive(failures: Sequence[Failure], waited: float) -> bool:
     """Returns True if the first cause is known: a failure is no consequence, or the time to wait for one is over."""
-    return any(not failure.report.collateral for failure in failures) or waited >= CAUSE_WINDOW
+    return any(not failure.report.collateral for failure in failures) or waited >= bounds.CAUSE_WINDOW
 
 
 def host_to_blame(failures: Sequence[Failure]) -> str | None:

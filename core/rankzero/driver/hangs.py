@@ -81,7 +81,7 @@ class HangWatch:
             self._stacks_deadline = None
         elif self._stacks_deadline is None:
             self._stacks.clear()
-            self._stacks_deadline = now + policy.STACKS_WINDOW
+            self._stacks_deadline = now + bounds.STACKS_WINDOW
             self._broadcast(Dump())
         elif now > self._stacks_deadline or len(self._stacks) == len(self._ranks):
             return {rank: self._stacks.get(rank, "no answer: its agent or the network hangs") for rank in self._ranks}
@@ -135,7 +135,7 @@ class RemainingWatch:
             self._positions.clear()
             self._peeked_at, self._is_open = now, True
             self._broadcast(Peek())
-        elif self._is_open and (remaining <= set(self._positions) or now - self._peeked_at > policy.STACKS_WINDOW):
+        elif self._is_open and (remaining <= set(self._positions) or now - self._peeked_at > bounds.STACKS_WINDOW):
             self._is_open = False
             self._judge(now, remaining)
             if not self._has_reported:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 
+from rankzero import bounds
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel import messages
-from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
-from rankzero.driver.commits import COMMIT_TIMEOUT
 from rankzero.driver.ending import Verdict
 from rankzero.driver.states import State
-from rankzero.driver.watch import TICK, Received
+from rankzero.driver.watch import Received
 from rankzero.errors import RunCancelledError
 
 
@@ -43,7 +42,7 @@ class Starting(_Training):
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
-        self._report_at = time.monotonic() + policy.WAITING_INTERVAL
+        self._report_at = time.monotonic() + bounds.WAITING_INTERVAL
 
     def on(self, received: Received) -> State:
         """Applies the message, which may complete the start."""
@@ -56,7 +55,7 @@ class Starting(_Training):
         if after is self and now > self._attempt.start_deadline:
             raise self._attempt.start_timeout()
         if after is self and now > self._report_at:
-            self._report_at = now + policy.WAITING_INTERVAL
+            self._report_at = now + bounds.WAITING_INTERVAL
             self._attempt.report_waiting()
         return after
 
@@ -81,7 +80,7 @@ class Running(_Training):
 def _stopped(attempt: Attempt, verdict: Verdict) -> Leaving:
     """Stops the agents of an attempt that cannot succeed any more."""
     attempt.broadcast(messages.Stop(attempt.job.stop_grace))
-    return Leaving(attempt, verdict, attempt.job.stop_grace + policy.STOP_MARGIN)
+    return Leaving(attempt, verdict, attempt.job.stop_grace + bounds.STOP_MARGIN)
 
 
 class _Ending(State):
@@ -119,7 +118,7 @@ class Recording(_Ending):
             return self
         self._attempt.broadcast(messages.End())
         return Leaving(
-            self._attempt, self._verdict, self._attempt.job.exit_timeout + policy.END_TIMEOUT, is_patient=True
+            self._attempt, self._verdict, self._attempt.job.exit_timeout + bounds.SUCCESS_END_TIMEOUT, is_patient=True
         )
 
 
@@ -154,13 +153,13 @@ class Leaving(_Ending):
             attempt.broadcast(messages.End())
         if self._is_patient and attempt.is_called_off():
             attempt.broadcast(messages.Stop(attempt.job.stop_grace))
-            self._deadline, self._is_patient = now + attempt.job.stop_grace + policy.STOP_MARGIN, False
+            self._deadline, self._is_patient = now + attempt.job.stop_grace + bounds.STOP_MARGIN, False
         if not attempt.facts.engine_ended and now < self._deadline:
             return self
         if not attempt.facts.engine_ended:
             attempt.cancel()
         is_cancelled = isinstance(self._verdict.error, RunCancelledError)
-        return Storing(attempt, self._verdict, policy.STOP_MARGIN if is_cancelled else COMMIT_TIMEOUT)
+        return Storing(attempt, self._verdict, bounds.STOP_MARGIN if is_cancelled else bounds.CHECKPOINT_COMMIT_TIMEOUT)
 
 
 class Storing(_Ending):
@@ -186,7 +185,7 @@ class Storing(_Ending):
             if self._waits(now):
                 return self
         committer = self._attempt.committer
-        committer.close(0.0 if committer.is_busy else TICK)
+        committer.close(0.0 if committer.is_busy else bounds.TICK)
         self._attempt.poll()
         success = self._attempt.facts.success
         return Final(Verdict(success=success) if success else self._verdict)
@@ -195,7 +194,7 @@ class Storing(_Ending):
         if self._attempt.mailbox.is_empty and not self._attempt.committer.is_busy:
             return False
         if self._attempt.is_called_off():
-            self._deadline = min(self._deadline, now + policy.STOP_MARGIN)
+            self._deadline = min(self._deadline, now + bounds.STOP_MARGIN)
         return now < self._deadline
 
 

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from rankzero import bounds
 from rankzero.driver.delegation import Delegation
 from rankzero.driver.driver import Driver
 from rankzero.engines.base import Engine
@@ -31,9 +32,6 @@ logger = logging.getLogger(__name__)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 """Format of the lines in a driver's own log."""
 
-OWNER_INTERVAL = 1.0
-"""Seconds between two polls of an owner that has no pidfd."""
-
 
 def when_gone(process: dict[str, Any] | None, then: Callable[[], None], *pipes: int) -> None:
     """Calls a function, in a thread, once a process has exited.
@@ -45,7 +43,7 @@ def when_gone(process: dict[str, Any] | None, then: Callable[[], None], *pipes: 
             process has forked may keep the other end open for longer.
     """
     watched = None if process is None else pidfd_of(process)
-    sources, interval = ([*pipes], OWNER_INTERVAL) if watched is None else ([*pipes, watched], None)
+    sources, interval = ([*pipes], bounds.OWNER_POLL_INTERVAL) if watched is None else ([*pipes, watched], None)
 
     def watch() -> None:
         while not (process and is_gone(process)) and not select.select(sources, [], [], interval)[0]:

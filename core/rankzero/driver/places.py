@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from rankzero import bounds
 from rankzero.driver import policy
 from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
@@ -26,12 +27,6 @@ from rankzero.engines.base import ActionThread, Engine, EngineSession, within, w
 from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
-
-CLOSE_TIMEOUT = 10.0
-"""Seconds for an engine session to close (a SparkContext to stop)."""
-
-SLOTS_INTERVAL = 0.1
-"""Seconds between two polls of the number of slots of a cluster."""
 
 T = TypeVar("T")
 
@@ -78,7 +73,7 @@ class Places:
         if self.session is None:
             return False
         reply = self._thread.submit(self.session.is_usable)
-        if not wait([reply], CLOSE_TIMEOUT).done:
+        if not wait([reply], bounds.SESSION_CLOSE_TIMEOUT).done:
             self.abandon()
             return True
         return reply.exception() is not None or not reply.result()
@@ -87,7 +82,7 @@ class Places:
         """Closes the session, if there is one."""
         session, self.session = self.session, None
         if session:
-            self.left_nothing = within(CLOSE_TIMEOUT, session.close, self._thread)
+            self.left_nothing = within(bounds.SESSION_CLOSE_TIMEOUT, session.close, self._thread)
         self.abandon()
 
 
@@ -133,7 +128,7 @@ class _Asking(State):
     def _ask(self) -> None:
         self._asked_at = time.monotonic()
         # A question without a deadline reports its own progress.
-        self._report_at = math.inf if self._deadline == math.inf else self._asked_at + policy.WAITING_INTERVAL
+        self._report_at = math.inf if self._deadline == math.inf else self._asked_at + bounds.WAITING_INTERVAL
         self._reply = self._plan.places.request(self._question)
 
     @abc.abstractmethod
@@ -147,7 +142,7 @@ class _Asking(State):
         self._plan.check()
         engine, bound = self._plan.job.engine, self._plan.job.start_timeout
         if now > self._report_at:
-            self._report_at = now + policy.WAITING_INTERVAL
+            self._report_at = now + bounds.WAITING_INTERVAL
             waited = f"{now - self._asked_at:.0f} s"
             self._plan.recorder.announce("waiting", f"waiting for the engine {engine} to answer, for {waited}")
         if now > self._deadline:
@@ -200,7 +195,7 @@ class Reading(_Asking):
 
     def fail(self, error: BaseException) -> State:
         """Stops the engine's work, too."""
-        self._tables.stop(CLOSE_TIMEOUT)
+        self._tables.stop(bounds.SESSION_CLOSE_TIMEOUT)
         return super().fail(error)
 
 
@@ -212,7 +207,7 @@ class WaitingForSlots(_Asking):
     def __init__(self, plan: Plan, session: EngineSession) -> None:
         self._session = session
         self._began = self._changed = time.monotonic()
-        self._say_at, self._before, self._ask_at = self._began + policy.WAITING_INTERVAL, -1, math.inf
+        self._say_at, self._before, self._ask_at = self._began + bounds.WAITING_INTERVAL, -1, math.inf
         super().__init__(plan, functools.partial(_count_slots, session, by_host=bool(plan.bad)), plan.deadline)
 
     def tick(self, now: float) -> State:
@@ -243,9 +238,9 @@ class WaitingForSlots(_Asking):
             missing = [f"task {task}" for task in range(slots, least)]
             raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
         if now > self._say_at:
-            self._say_at = now + policy.WAITING_INTERVAL
+            self._say_at = now + bounds.WAITING_INTERVAL
             self._plan.recorder.announce("waiting", what)
-        self._ask_at = now + SLOTS_INTERVAL
+        self._ask_at = now + bounds.SLOTS_POLL_INTERVAL
         return self
 
 

@@ -9,33 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rankzero import bounds
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import PREEMPTED
 from rankzero.job import Job
-
-STOP_MARGIN = 2.0
-"""Seconds beyond the grace after which agents that do not disconnect are cancelled at the engine. The engine has as
-long for that."""
-
-END_TIMEOUT = 25.0
-"""Seconds without a message after which agents are cancelled once the run has succeeded: until then they run exit
-handlers, and deliver log lines that still wait."""
-
-STACKS_WINDOW = 3.0
-"""Seconds to wait for the ranks' stacks once a run counts as hung."""
-
-RESTART_DELAY_LIMIT = 60.0
-"""Longest pause in seconds before a restart."""
-
-MIN_CONNECT_TIMEOUT = 1.0
-"""Seconds that an agent has at least to find its driver."""
-
-GROWTH_TIMEOUT = 30.0
-"""Seconds without a new slot after which an elastic attempt starts with the slots that exist. As long as torchrun's
-rendezvous waits for more nodes. A quarter of ``start_timeout`` where that is less."""
-
-WAITING_INTERVAL = 30.0
-"""Seconds between two messages about what an attempt waits for."""
 
 FAILURES_OF_A_BAD_HOST = 2
 """Failures of a host after which attempts leave it out, if the cluster has others."""
@@ -53,7 +30,7 @@ class Restarts:
     def after(self, cause: str | None) -> tuple[Restarts, float] | None:
         """Returns the budget that is left and the seconds to pause before the next attempt; None to give up.
 
-        The pause is 0, 1, 3, 7 ... seconds for one restart after another, up to `RESTART_DELAY_LIMIT`.
+        The pause is 0, 1, 3, 7 ... seconds for one restart after another, up to `RESTART_PAUSE_MAX`.
         """
         if cause is None:
             return None
@@ -61,7 +38,7 @@ class Restarts:
         if count >= (self.max_preemptions if cause == PREEMPTED else self.max_restarts):
             return None
         left = replace(self, preemptions=count + 1) if cause == PREEMPTED else replace(self, restarts=count + 1)
-        return left, min(2.0 ** min(count, 10) - 1, RESTART_DELAY_LIMIT)
+        return left, min(2.0 ** min(count, 10) - 1, bounds.RESTART_PAUSE_MAX)
 
 
 @dataclass(frozen=True)
@@ -106,7 +83,7 @@ def place(
     bad = dict(on_bad_hosts or {})
     good = slots - sum(bad.values())
     usable, left_out = (good, bad) if good >= least else (slots, {})
-    may_grow = unchanged < min(GROWTH_TIMEOUT, bound / 4) and waited < bound / 2
+    may_grow = unchanged < min(bounds.GROWTH_TIMEOUT, bound / 4) and waited < bound / 2
     if usable < least or (usable < most and may_grow):
         return None
     return Placement(min(usable, most), sum(left_out.values()), frozenset(left_out))
@@ -165,7 +142,7 @@ def connect_timeout(left: float) -> float:
 
     An agent gets less than all of them, so that its own error comes first: it lists the addresses that it tried.
     """
-    return max(MIN_CONNECT_TIMEOUT, left * 0.9)
+    return max(bounds.AGENT_CONNECT_TIMEOUT_MIN, left * 0.9)
 
 
 def beat_interval(hang_timeout: float | None) -> float:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from dataclasses import astuple
 from typing import Any
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.driver.status import StatusWriter
 from rankzero.errors import ResultError
@@ -26,9 +26,6 @@ from rankzero.run.pieces import PieceWriter
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
-
-_LAST_LINES_INTERVAL = 0.5
-"""Seconds between two tries to write the last lines to an object store."""
 
 
 class Recorder:
@@ -151,7 +148,9 @@ class Recorder:
             # This also writes a heartbeat and the position up to which followers may read.
             self._writer.change(**self._progress())
         try:
-            store.patiently(self._flush_streams, STORE_OUTAGE, _LAST_LINES_INTERVAL, lambda _: self.superseded)
+            store.patiently(
+                self._flush_streams, STORE_OUTAGE, bounds.LAST_LINES_RETRY_INTERVAL, lambda _: self.superseded
+            )
         except Exception as error:
             logger.warning("lines are lost: %s", error)
 

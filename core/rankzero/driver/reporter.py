@@ -7,21 +7,15 @@ import logging
 import threading
 import time
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.report import facts, page
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 
 logger = logging.getLogger(__name__)
 
-REFRESH_INTERVAL = 30.0
-"""Least seconds between two reports of a running run."""
-
 COST_SHARE = 500
 """Least interval between two reports as a multiple of the time that one took: 0.2 % of a core."""
-
-END_TIMEOUT = 10.0
-"""Seconds for the last report. A run that has ended then removes the old report, rather than show an outdated one."""
 
 
 class Reporter:
@@ -40,18 +34,20 @@ class Reporter:
     def close(self) -> None:
         """Writes the report of the whole run, which has ended."""
         self._ended.set()
-        self._thread.join(END_TIMEOUT)
+        self._thread.join(bounds.REPORT_TIMEOUT)
         if self._thread.is_alive():
-            logger.warning("the report of the run takes more than %g s; `rankzero report` makes it", END_TIMEOUT)
+            logger.warning(
+                "the report of the run takes more than %g s; `rankzero report` makes it", bounds.REPORT_TIMEOUT
+            )
             # In an object store there is no earlier report, and a removal could block as long as the write does.
             with contextlib.suppress(OSError):
                 if not self._run.is_remote:
                     store.remove(self._run.path(page.REPORT_FILE))
 
     def _refresh(self) -> None:
-        interval = REFRESH_INTERVAL
+        interval = bounds.REPORT_INTERVAL
         while not self._ended.wait(None if self._run.is_remote else interval):
-            interval = max(REFRESH_INTERVAL, COST_SHARE * self._write())
+            interval = max(bounds.REPORT_INTERVAL, COST_SHARE * self._write())
         self._write()
 
     def _write(self) -> float:

@@ -46,8 +46,9 @@ import time
 from collections.abc import Callable
 from typing import ClassVar, TypeVar
 
+from rankzero import bounds
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.watch import TICK, Mailbox, Received
+from rankzero.driver.watch import Mailbox, Received
 
 S = TypeVar("S", bound="State")
 
@@ -87,7 +88,7 @@ def follow(state: State, last: type[S], mailbox: Mailbox, recorder: Recorder) ->
         recorder.note_phase(state.phase)
         before, state = state, step(state, mailbox, pause)
         # Messages that arrived before a state has ended are received before the next one judges.
-        pause = TICK if state is before else 0.0
+        pause = bounds.TICK if state is before else 0.0
     return state
 
 

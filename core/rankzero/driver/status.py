@@ -9,17 +9,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from rankzero import bounds
 from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory, RunStatus
 
 logger = logging.getLogger(__name__)
-
-_FLUSH_TIME = 1.0
-"""Seconds by which a heartbeat to an object store is delayed, so that the write of lines usually carries it."""
-
-_CERTAIN_INTERVAL = 0.25
-"""Seconds between two tries to write a status whose outcome is certain."""
 
 
 class StatusWriter:
@@ -91,7 +86,9 @@ class StatusWriter:
                 if self.problem is None:
                     logger.warning("the status could not be written; trying again", exc_info=True)
                 self.problem = error
-                next_beat = time.monotonic() + (_CERTAIN_INTERVAL if status.certain else self._beat_interval())
+                next_beat = time.monotonic() + (
+                    bounds.OUTCOME_RETRY_INTERVAL if status.certain else self._beat_interval()
+                )
                 continue
             self.problem = None
             next_beat = time.monotonic() + self._beat_interval()
@@ -104,7 +101,7 @@ class StatusWriter:
 
     def _beat_interval(self) -> float:
         """Returns the seconds between heartbeats, longer on an object store, where writes of lines carry most."""
-        return self.status.interval + (_FLUSH_TIME if self._run.is_remote else 0.0)
+        return self.status.interval + (bounds.HEARTBEAT_DELAY if self._run.is_remote else 0.0)
 
     def _check_superseded(self) -> None:
         """Checks whether another submission or another run has the directory by now."""

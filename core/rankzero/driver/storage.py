@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.messages import Finished, Part, Uploaded
 from rankzero.driver.commits import Committer, NotOwnerError
@@ -26,8 +26,6 @@ from rankzero.values.formats import SHARDS
 from rankzero.values.ref import ResultRef, fingerprint_of
 
 logger = logging.getLogger(__name__)
-
-_RESULT_INTERVAL = 0.5
 
 _SCRATCH_PREFIX = "rankzero-driver-"
 
@@ -155,7 +153,7 @@ class Storage:
             return isinstance(error, NotOwnerError) or not store.is_url(uri)
 
         try:
-            store.patiently(place, STORE_OUTAGE, _RESULT_INTERVAL, gives_up)
+            store.patiently(place, STORE_OUTAGE, bounds.RESULT_RETRY_INTERVAL, gives_up)
         except Exception as error:
             raise not_stored(f"{type(error).__name__}: {error}") from error
         fingerprint = fingerprint_of(uri, result["format"])

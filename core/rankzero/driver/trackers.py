@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rankzero import bounds
 from rankzero.masking import Mask, secrets_of, without_credentials
 from rankzero.run import growing, pieces
 from rankzero.run.directory import EVENTS, RunDirectory
@@ -21,16 +22,6 @@ from rankzero.run.reports import OfTraining
 from rankzero.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
-
-INTERVAL = 1.0
-"""Seconds between two polls of the events; on an object store at least as many as its readers wait. The first poll
-waits, too, so that a tracker's imports do not slow down the start of the ranks."""
-
-LONGEST_PAUSE = 60.0
-"""Most seconds until a tracker that keeps failing is called again: the pause doubles with each failure."""
-
-FLUSH_TIMEOUT = 10.0
-"""Seconds that all trackers together have after the end of a run."""
 
 
 class Trackers:
@@ -65,13 +56,13 @@ class Trackers:
         self.start()
 
     def close(self) -> None:
-        """Calls each tracker for the last time, and waits for that, at most `FLUSH_TIMEOUT` seconds."""
+        """Calls each tracker for the last time, and waits for that, at most `TRACKERS_TIMEOUT` seconds."""
         self.end()
-        deadline = time.monotonic() + FLUSH_TIMEOUT
+        deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT
         for feed in self._feeds:
             feed.join(max(0.0, deadline - time.monotonic()))
             if feed.is_alive():
-                logger.warning("%s has not taken the end of the run within %g s", feed.what, FLUSH_TIMEOUT)
+                logger.warning("%s has not taken the end of the run within %g s", feed.what, bounds.TRACKERS_TIMEOUT)
 
 
 class _Feed(threading.Thread):
@@ -94,15 +85,15 @@ class _Feed(threading.Thread):
 
     def run(self) -> None:
         """Polls the events until the run has ended, and then once more."""
-        pause, has_ended = INTERVAL, False
+        pause, has_ended = bounds.TRACKER_POLL_INTERVAL, False
         while not has_ended:
             has_ended = self._ended.wait(max(pause, self._handle.pace))
             try:
                 self._poll()
-                pause = INTERVAL
+                pause = bounds.TRACKER_POLL_INTERVAL
             except Exception as error:
                 self._note(error)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, bounds.TRACKER_PAUSE_MAX)
         if self._tracker and self._has_begun:
             try:
                 self._tracker.end(self._handle, self._handle.status())

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from rankzero import bounds
 from rankzero.channel.messages import Message, decode
 from rankzero.driver.recorder import Recorder
 from rankzero.errors import RunCancelledError
@@ -18,23 +19,14 @@ from rankzero.run.lease import interval_of
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.1
-"""Seconds between two checks of deadlines and of the request to cancel."""
-
 LEASE_SHARE = 0.1
 """Share of the lease's time between two reads of it on an object store, where each is a request."""
-
-LEASE_INTERVAL = 30.0
-"""Most seconds between two of these reads, since the lease may have been shortened."""
 
 MISSED_RENEWALS = 3
 """Renewals that a follower may miss once no other try can come: half a minute, three minutes on an object store."""
 
 BACKLOG = 256
 """Most messages that wait for the driver before agents have to hold back their log lines."""
-
-REQUEST_TIMEOUT = 1.0
-"""Seconds for an object store to answer whether the end that a signal asks for was requested by a user."""
 
 _ON_REQUEST = "the run was cancelled on request"
 
@@ -151,12 +143,12 @@ class Watch:
         """Raises RunCancelledError, with the reason, if the run must end. Cheap enough for every pass of a loop."""
         if self._inbox.interrupted:
             # A cancel from this host writes the request, then wakes its driver by a signal.
-            self._poll(REQUEST_TIMEOUT)
+            self._poll(bounds.CANCEL_REQUEST_TIMEOUT)
             reason = _ON_REQUEST if self._is_requested else self._inbox.interrupted
             raise RunCancelledError(reason, requested=self._is_requested)
         now = time.monotonic()
         if now >= self._next_poll:
-            self._next_poll = now + (self._recorder.status.interval if self._run.is_remote else TICK)
+            self._next_poll = now + (self._recorder.status.interval if self._run.is_remote else bounds.TICK)
             self._poll()
         if self._recorder.superseded or self._is_removed:
             raise RunCancelledError(
@@ -185,7 +177,9 @@ class Watch:
             self._is_requested = self._is_requested or self._run.cancel_requested(self._submission)
             if self._orphan_timeout and time.monotonic() >= self._next_lease:
                 if self._run.is_remote:
-                    self._next_lease = time.monotonic() + min(self._orphan_timeout * LEASE_SHARE, LEASE_INTERVAL)
+                    self._next_lease = time.monotonic() + min(
+                        self._orphan_timeout * LEASE_SHARE, bounds.LEASE_POLL_INTERVAL_MAX
+                    )
                 self._check_lease(time.monotonic(), self._orphan_timeout)
         except Exception:
             # An unreadable store is neither a request to cancel nor an absent follower. Drivers of object stores

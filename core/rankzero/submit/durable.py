@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rankzero.driver.trackers import FLUSH_TIMEOUT
+from rankzero import bounds
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, describe
@@ -96,7 +96,7 @@ def open_durable(
 def _await_trackers(handle: RunHandle[Any]) -> None:
     if handle.status().final:
         # The container may be removed when this process exits.
-        handle.await_driver(FLUSH_TIMEOUT)
+        handle.await_driver(bounds.TRACKERS_TIMEOUT)
 
 
 def _reconcile(before: RunHandle[Any], asked: Asked, caller: PipelineTry, log: Any) -> Decision:

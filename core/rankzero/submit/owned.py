@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from rankzero import bounds
 from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.driver.driver import Driver, DriverThread
-from rankzero.driver.trackers import FLUSH_TIMEOUT
 from rankzero.errors import InvalidJobError
 from rankzero.host.processes import this_process
 from rankzero.run.directory import RunDirectory
@@ -59,7 +59,7 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
         yield handle
         if request.trackers:
             # The container may be removed when this process exits.
-            handle.await_driver(FLUSH_TIMEOUT)
+            handle.await_driver(bounds.TRACKERS_TIMEOUT)
 
 
 @contextlib.contextmanager

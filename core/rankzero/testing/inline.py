@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankzero.driver.ending import CAUSE_WINDOW
+from rankzero import bounds
 from rankzero.errors import InvalidJobError, WorkerFailedError
 from rankzero.testing import rank as ranks
 from rankzero.worker.failures import describe
@@ -255,7 +255,7 @@ class _Peers:
 
     def failure_behind(self, error: Exception) -> WorkerFailedError | None:
         """Returns the failure that caused an error of rank 0, which may see a broken collective before its cause."""
-        deadline = time.monotonic() + (CAUSE_WINDOW if describe(error).collateral else 0.0)
+        deadline = time.monotonic() + (bounds.CAUSE_WINDOW if describe(error).collateral else 0.0)
         while not (found := self.failure()) and time.monotonic() < deadline:
             time.sleep(WATCH_EVERY)
         return found
