@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 from tests import spark_classes
 
-from rankzero import Launcher
+from rankzero import Launcher, bounds
 from rankzero.task import OWNER, hold
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def _await_archive() -> None:
     """A run of the suite may have started its making, which has a bound of its own."""
-    from rankzero.engines.spark import archive, dump
+    from rankzero.engines.spark import archive
 
     with contextlib.suppress(OSError), open(os.path.join(archive.directory(), "lock"), "rb") as lock:
 
@@ -271,7 +271,7 @@ def _await_archive() -> None:
                 return False
             return True
 
-        until(is_free, dump.TIMEOUT, "the making of an archive of Spark's classes")
+        until(is_free, bounds.ARCHIVE_TIMEOUT, "the making of an archive of Spark's classes")
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ import pytest
 from tests.conftest import restore_signal_handlers, signal_handlers
 
 import rankzero
-from rankzero import Launcher, SparkEngine
+from rankzero import Launcher, SparkEngine, bounds
 from rankzero.engines import known, make_task
-from rankzero.warm import LOAD_AFTER, PRELOADED_LATER
+from rankzero.warm import PRELOADED_LATER
 
 pytestmark = pytest.mark.usefixtures("own_warm_servers")
 
@@ -123,7 +123,7 @@ def test_a_restart_finds_loaded_what_the_first_optimizer_step_imports(launcher: 
     names = list(PRELOADED_LATER)
     # A server of its own, which has had no pause yet. The restart waits for an import that has begun.
     trained = launcher.options(max_restarts=1, env={"TORCH_OF_THIS_TEST": "1"})
-    assert trained.run(loaded, names, LOAD_AFTER + 1) == names
+    assert trained.run(loaded, names, bounds.WARM_LOAD_AFTER + 1) == names
 
 
 @pytest.fixture(scope="module")

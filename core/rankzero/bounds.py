@@ -228,3 +228,161 @@ LEASE_POLL_INTERVAL_MAX = 30.0
 
 CANCEL_REQUEST_TIMEOUT = 1.0
 """Seconds for an object store to answer whether the end that a signal asks for was requested by a user."""
+
+# Every process: its host.
+
+KILL_TIMEOUT = 5.0
+"""Seconds to wait for a process to exit after SIGKILL; one that is stuck in the kernel does not."""
+
+CLEANERS_TIMEOUT = 1.0
+"""Seconds for processes to remove the shared memory of killed ranks."""
+
+REAP_INTERVAL = 0.01
+"""Seconds between two polls whether killed processes have exited."""
+
+CONNECT_HEAD_START = 0.25
+"""Seconds by which a host is tried before the next one, so that earlier ones are preferred."""
+
+USAGE_FIRST_SAMPLE = 1.0
+"""Seconds until the first sample of a host."""
+
+USAGE_INTERVAL_MIN = 5.0
+USAGE_INTERVAL_MAX = 60.0
+"""Least and most seconds between two samples of a host, which are a hundredth of the time that the ranks have run."""
+
+# Every process: an object store.
+
+S3_REQUEST_TIMEOUT = 60.0
+"""Seconds without a byte after which a request to S3 fails; the same as boto3's, since pyarrow's 3 are too few."""
+
+S3_CONNECT_TIMEOUT = 5.0
+"""Seconds for a connection to S3 to be made."""
+
+# A rank.
+
+READ_AHEAD_POLL_INTERVAL = 0.5
+"""Seconds after which a producer with a full queue checks whether its consumer has stopped."""
+
+READ_AHEAD_EXIT_TIMEOUT = 5.0
+"""Seconds for which a process that exits waits for a piece that is being read."""
+
+DECODE_LOCK_TIMEOUT = 120.0
+"""Seconds for which a rank waits for a group that another rank decodes; then it decodes the group, too."""
+
+DECODE_LOCK_INTERVAL = 0.02
+"""Seconds between two tries to lock a group."""
+
+QUEUE_POLL_INTERVAL = 0.1
+"""Seconds between two polls for room in the queue of a rank's messages to its agent."""
+
+# Readers: reports, cards, the command line and trackers.
+
+CARD_INTERVAL = 1.0
+"""Seconds between two updates of a card."""
+
+CARD_LAST_TIMEOUT = 10.0
+"""Seconds that the last update of a card may take after the end of its run."""
+
+BROWSER_REQUEST_TIMEOUT = 30.0
+"""Seconds for a browser to send its request to `rankzero serve`."""
+
+CLI_POLL_INTERVAL = 0.5
+"""Seconds between two queries of the status of the run that `rankzero run` follows."""
+
+WATCH_INTERVAL = 2.0
+"""Seconds between two listings of a store with ``--watch``."""
+
+EXPORT_TIMEOUT = 5.0
+"""Seconds for one request to the collector of OpenTelemetry."""
+
+EXPORT_INTERVAL = 60.0
+"""Seconds between two exports of metrics to OpenTelemetry while a run lives."""
+
+TRACKER_UPLOAD_INTERVAL = 60.0
+"""Shortest time in seconds between two uploads to an object store, where nothing can be appended."""
+
+# A warm server.
+
+WARM_IDLE_TIMEOUT = 300.0
+"""Seconds without an agent after which a warm server exits."""
+
+WARM_CHORE_AFTER = 0.5
+"""Seconds without a request after which a warm server does chores that make later ones cheaper."""
+
+WARM_LOAD_AFTER = 5.0
+"""Seconds after a request when a warm server loads the rest although agents run: else each rank of a restart would."""
+
+WARM_OWNERLESS_MARGIN = 15.0
+"""Seconds, after their grace, until agents are killed whose warm server has lost its owner."""
+
+WARM_OWNER_POLL_INTERVAL = 0.5
+"""Seconds between two polls whether the owner of a warm server is alive, during an import."""
+
+WARM_REQUEST_TIMEOUT = 5.0
+"""Seconds for a client of a warm server to send its request once it has connected."""
+
+# Engines, in the driver.
+
+ENGINE_ERROR_TIMEOUT = 10.0
+"""Seconds to get the text of an engine's error."""
+
+GPU_LISTING_TIMEOUT = 60.0
+"""Seconds for ``nvidia-smi``, or for torch in an interpreter of its own, to list the GPUs."""
+
+CONNECT_SERVER_TIMEOUT = 10.0
+"""Seconds for a Spark Connect server to accept a TCP connection."""
+
+CONNECT_SERVER_POLL_INTERVAL = 0.5
+"""Seconds between two tries to reach a Spark Connect server that is starting."""
+
+CONNECT_SESSION_WINDOW = 1800.0
+"""Seconds for which launches share a session of a Spark Connect server: less than the hour for which it keeps an unused
+one."""
+
+CONNECT_DRIVER_TIMEOUT = 20.0
+"""Seconds for an agent on Spark Connect to reach the driver, which runs before any agent. Less than for a classic
+driver, because executors may have no route to a client's host at all."""
+
+ENDED_POLL_INTERVAL = 0.05
+"""Seconds between two listings of a stage's folder for the ends of agents, by the driver in that stage."""
+
+DATAFRAME_PROGRESS_INTERVAL = 10.0
+"""Seconds between two lines about a DataFrame that Spark is computing."""
+
+DATAFRAME_POLL_INTERVAL = 0.1
+"""Seconds between two polls of a DataFrame that Spark is computing."""
+
+ARCHIVE_TIMEOUT = 180.0
+"""Seconds for an archive of Spark's classes to be made, on a machine that is busy."""
+
+KUBERNETES_REQUEST_TIMEOUT = 30.0
+"""Seconds for one request to the API server of Kubernetes."""
+
+SPARK_SUBMIT_TIMEOUT = 180.0
+"""Seconds for ``spark-submit`` to start a JVM, upload the files and get the driver accepted."""
+
+SPARK_SUBMIT_POLL_INTERVAL = 0.5
+"""Seconds between two polls whether the driver has begun that ``spark-submit`` submitted."""
+
+# The doctor.
+
+DOCTOR_CONNECT_TIMEOUT = 3.0
+"""Seconds for one address of a Spark master to be resolved and to accept a connection."""
+
+DOCTOR_STORE_TIMEOUT = 15.0
+"""Seconds for an object store to accept and delete an empty object; its client may retry for minutes."""
+
+DOCTOR_CALL_TIMEOUT = 2.0
+"""Seconds for one address of a rank to accept a connection."""
+
+DOCTOR_DRIVER_TIMEOUT = 15.0
+"""Seconds for the driver of the examination's run to write its last files, before the run is removed."""
+
+DOCTOR_HANG_TIMEOUT = 60.0
+"""Seconds without progress after which the examination's ranks count as hung; short, since a user waits for them."""
+
+SKEW_WARNING = 5.0
+"""Seconds between two clocks above which logs and metrics of several hosts are hard to compare."""
+
+PROBE_CALL_TIMEOUT = 5.0
+"""Seconds within which the examining process must connect to a rank."""

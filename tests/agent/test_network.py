@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rankzero import bounds
 from rankzero.host import first_reachable, interface_of, network, socket_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are listed as Linux does")
@@ -140,7 +141,7 @@ def test_the_first_host_that_accepts(listener: int) -> None:
 
 
 def test_the_order_is_a_preference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "HEAD_START", LONG)
+    monkeypatch.setattr(bounds, "CONNECT_HEAD_START", LONG)
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         hosts = [f"127.0.0.{number}" for number in range(1, 6)]

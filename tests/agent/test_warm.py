@@ -373,7 +373,7 @@ def test_a_server_whose_owner_dies_while_it_imports_leaves_nothing(tmp_path: Pat
 @pytest.fixture
 def lonely(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A server that is content with little idling."""
-    changes = "warm.IDLE_TIMEOUT = 1.0; warm.PRELOADED_LATER = ()"
+    changes = "warm.bounds.WARM_IDLE_TIMEOUT = 1.0; warm.PRELOADED_LATER = ()"
     with server_of(os.getpid(), tmp_path / "server", changes) as process:
         yield process
 

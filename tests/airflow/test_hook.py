@@ -71,7 +71,7 @@ def test_master_that_refuses_is_named(tell: Any, closed_port: int) -> None:
 
 def test_master_that_is_silent_is_not_waited_for(tell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a firewall that drops packets."""
-    monkeypatch.setattr("rankzero.doctor.before.CONNECT_TIMEOUT", 0.2)
+    monkeypatch.setattr("rankzero.bounds.DOCTOR_CONNECT_TIMEOUT", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)

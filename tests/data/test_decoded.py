@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from tests.conftest import until
 
+from rankzero import bounds
 from rankzero.data import decoded
 from rankzero.submit import manifest_of_path
 from rankzero.train import DatasetShard, TrainContext
@@ -110,7 +111,7 @@ def test_one_whose_process_was_killed_meanwhile_is_decoded_here(tasks: list[Path
 
 
 def test_one_whose_process_hangs_is_decoded_here(tasks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoded, "LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(bounds, "DECODE_LOCK_TIMEOUT", 0.1)
     first, second = (task / "group.arrow" for task in tasks[:2])
     with decoding_elsewhere(first):
         assert decoded.place(str(second), lambda: batch_of(2)) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher, SparkEngine
+from rankzero import Launcher, SparkEngine, bounds
 from rankzero.engines import find_java
 from rankzero.engines.spark import archive, dump
 
@@ -53,7 +53,7 @@ def test_a_run_has_the_archive_made_that_the_next_one_starts_with(launcher: Laun
         os.utime(file, (number, number))
     embedded = launcher.options(num_processes=1, engine=SparkEngine("local[1]"))
     assert embedded.run(is_mapped_by_a_jvm, path) is False
-    until(lambda: os.path.exists(path), dump.TIMEOUT, "the archive")
+    until(lambda: os.path.exists(path), bounds.ARCHIVE_TIMEOUT, "the archive")
     # The oldest had to go, and what a killed maker left.
     kept = {file.name for file in cache.iterdir()} - {"lock"}
     assert kept == {os.path.basename(path), *(file.name for file in old[-(dump.KEPT - 1) :])}

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import until
 
 from rankzero import EngineError, Launcher, LocalEngine, bounds
-from rankzero.engines import EngineSession, base
+from rankzero.engines import EngineSession
 from rankzero.job import Job
 
 WAIT = 60.0
@@ -27,7 +27,7 @@ def test_its_run_fails_all_the_same(launcher: Launcher, monkeypatch: pytest.Monk
         raise MuteError
 
     monkeypatch.setattr(LocalEngine, "open", fail)
-    monkeypatch.setattr(base, "WORDS_TIMEOUT", 0.2)
+    monkeypatch.setattr(bounds, "ENGINE_ERROR_TIMEOUT", 0.2)
     with pytest.raises(EngineError, match="could not be opened: MuteError"):
         launcher.options(num_processes=1).run(int)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from rankzero import bounds
 from rankzero.launcher import print_line
 from rankzero.report.card import describe_ranks, duration
 from rankzero.report.progress import Progress
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from rankzero.run.handle import RunHandle
-
-INTERVAL = 0.5
-"""Seconds between two queries of the run's status."""
 
 _SHOWN_METRICS = 5
 
@@ -79,10 +77,10 @@ class _Foot:
 
     def stop(self) -> None:
         self._ended.set()
-        self._thread.join(2 * INTERVAL)
+        self._thread.join(2 * bounds.CLI_POLL_INTERVAL)
 
     def _poll(self) -> None:
-        while not self._ended.wait(max(INTERVAL, self._handle.pace)):
+        while not self._ended.wait(max(bounds.CLI_POLL_INTERVAL, self._handle.pace)):
             # An error while progress is read must not stop the training.
             with contextlib.suppress(Exception):
                 status = self._handle.status()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rankzero import bounds
 from rankzero.cli import words
 from rankzero.report import cost
 from rankzero.report.card import duration
@@ -21,9 +22,6 @@ from rankzero.run.listing import Listed, list_runs
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-WATCH_INTERVAL = 2.0
-"""Seconds between two listings of a store with ``--watch``."""
 
 COLORS = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "blue", "starting": "cyan"}
 
@@ -126,14 +124,14 @@ def runs(
         return sorted(chosen, key=lambda one: one.job.created)
 
     if sys.stdout.isatty() and not as_json:
-        _show_table(found, WATCH_INTERVAL if watch else None)
+        _show_table(found, bounds.WATCH_INTERVAL if watch else None)
         return
     while True:
         for line in map(_as_json, found()) if as_json else _plain(found()):
             click.echo(line)
         if not watch:
             break
-        time.sleep(WATCH_INTERVAL)
+        time.sleep(bounds.WATCH_INTERVAL)
 
 
 def _as_json(one: Listed) -> str:

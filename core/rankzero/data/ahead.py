@@ -8,13 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from rankzero import bounds
+
 T = TypeVar("T")
-
-_POLL_INTERVAL = 0.5
-"""Seconds after which a producer with a full queue checks whether its consumer has stopped."""
-
-_EXIT_TIMEOUT = 5.0
-"""Seconds for which a process that exits waits for a piece that is being read."""
 
 _END = object()
 
@@ -28,7 +24,7 @@ def _stop_all() -> None:
     for stopped in list(_threads.values()):
         stopped.set()
     for thread in list(_threads):
-        thread.join(_EXIT_TIMEOUT)
+        thread.join(bounds.READ_AHEAD_EXIT_TIMEOUT)
 
 
 def ahead(make: Callable[[], Iterator[T]], count: int) -> Iterator[T]:
@@ -49,7 +45,7 @@ def ahead(make: Callable[[], Iterator[T]], count: int) -> Iterator[T]:
     def put(item: object) -> bool:
         while not stopped.is_set():
             try:
-                items.put(item, timeout=_POLL_INTERVAL)
+                items.put(item, timeout=bounds.READ_AHEAD_POLL_INTERVAL)
                 return True
             except queue.Full:
                 continue

@@ -16,14 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rankzero import bounds
+
 SPARE = 2 << 30
 """Bytes that decoded rows leave free on the disk of the scratch directory."""
-
-LOCK_TIMEOUT = 120.0
-"""Seconds for which a rank waits for a group that another rank decodes; then it decodes the group, too."""
-
-_POLL_INTERVAL = 0.02
-"""Seconds between two tries to lock a group."""
 
 
 def place(path: str, decode: Callable[[], Any]) -> Any:
@@ -65,19 +61,19 @@ def _write(path: str, batch: Any) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Runs the block on one rank at a time of all tasks that link the same lock file, or after `LOCK_TIMEOUT`."""
+    """Runs the block on one rank at a time of all tasks that link the same lock file, or after a time-out."""
     name = f"{path}.lock"
     if not os.path.exists(name):
         # Two tasks that come here at the same moment create a lock file each, and both decode.
         _link(name, os.path.exists)
-    end = time.monotonic() + LOCK_TIMEOUT
+    end = time.monotonic() + bounds.DECODE_LOCK_TIMEOUT
     with open(name, "ab") as lock:
         while time.monotonic() < end:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(_POLL_INTERVAL)
+                time.sleep(bounds.DECODE_LOCK_INTERVAL)
             except OSError:
                 # The file system has no locks: ranks that need the group at the same time all decode it.
                 break

@@ -12,16 +12,10 @@ import tempfile
 import threading
 from collections.abc import Callable
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.engines.base import Engine
 from rankzero.errors import RankZeroError
 from rankzero.job import Job, new_run_id
-
-CONNECT_TIMEOUT = 3.0
-"""Seconds for one address of the master to be resolved and to accept a connection."""
-
-STORE_TIMEOUT = 15.0
-"""Seconds for an object store to accept and delete an empty object; its client may retry for minutes."""
 
 _HTTPS_PORT, _HTTP_PORT = 443, 80
 
@@ -77,7 +71,7 @@ def _check_job(engine: Engine, use_gpu: bool, processes_per_task: int) -> str | 
                 use_gpu=use_gpu,
                 backend=None,
                 timeout=None,
-                start_timeout=CONNECT_TIMEOUT,
+                start_timeout=bounds.DOCTOR_CONNECT_TIMEOUT,
                 engine=engine.to_spec()[0],
             )
         )
@@ -91,11 +85,11 @@ def _check_master(master: str) -> str | None:
     reasons = []
     for host, port in addresses:
         try:
-            _within(CONNECT_TIMEOUT, functools.partial(_connect, host, port))
+            _within(bounds.DOCTOR_CONNECT_TIMEOUT, functools.partial(_connect, host, port))
             # A cluster with several masters needs only one of them.
             return None
         except TimeoutError:
-            reasons.append(f"{host}:{port} did not answer within {CONNECT_TIMEOUT:g} s")
+            reasons.append(f"{host}:{port} did not answer within {bounds.DOCTOR_CONNECT_TIMEOUT:g} s")
         except OSError as error:
             reasons.append(f"{host}:{port} does not answer ({error})")
     if not reasons:
@@ -125,18 +119,19 @@ def master_addresses(master: str) -> list[tuple[str, int]]:
 
 
 def _connect(host: str, port: int) -> None:
-    socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
+    socket.create_connection((host, port), timeout=bounds.DOCTOR_CONNECT_TIMEOUT).close()
 
 
 def _check_store(root: str) -> str | None:
     try:
         location = store.normalize(root)
         if store.is_url(location):
-            _within(STORE_TIMEOUT, functools.partial(store.prove, location))
+            _within(bounds.DOCTOR_STORE_TIMEOUT, functools.partial(store.prove, location))
         else:
             _check_directory(location)
     except TimeoutError:
-        return f"store {root!r} did not accept a file within {STORE_TIMEOUT:g} s; check its address and credentials"
+        bound = bounds.DOCTOR_STORE_TIMEOUT
+        return f"store {root!r} did not accept a file within {bound:g} s; check its address and credentials"
     except Exception as error:
         return f"store {root!r} cannot be written ({type(error).__name__}: {error}); check path and rights"
     return None

@@ -11,6 +11,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rankzero import bounds
 from rankzero import store as stores
 from rankzero.doctor.before import find_problems
 from rankzero.doctor.findings import OK, PROBLEM, Finding, judge
@@ -22,15 +23,6 @@ from rankzero.run.handle import RunHandle
 
 REDUCED = 32
 """Megabytes of the tensor that the ranks reduce."""
-
-CALL_TIMEOUT = 2.0
-"""Seconds for one address of a rank to accept a connection."""
-
-DRIVER_TIMEOUT = 15.0
-"""Seconds for the driver of the examination's run to write its last files, before the run is removed."""
-
-HANG_TIMEOUT = 60.0
-"""Seconds without progress after which the ranks count as hung; short, since a user waits for them."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,7 @@ def examine(
         processes_per_task=processes_per_task,
         store=root,
         start_timeout=start_timeout,
-        hang_timeout=HANG_TIMEOUT,
+        hang_timeout=bounds.DOCTOR_HANG_TIMEOUT,
         run_id=f"doctor-{secrets.token_hex(4)}",
         labels={"doctor": "1"},
     )
@@ -118,7 +110,7 @@ def examine(
                 for rank in range(num_processes):
                     stores.remove(f"{url}/.doctor-{nonce}-{rank}")
     # An examination removes its run. The driver must have written the report before, or would write it again.
-    handle.await_driver(DRIVER_TIMEOUT)
+    handle.await_driver(bounds.DOCTOR_DRIVER_TIMEOUT)
     with contextlib.suppress(Exception):
         stores.remove(handle.directory)
     return Examination(findings, ranks)
@@ -151,7 +143,7 @@ def _call_ranks(directory: str, nonce: str) -> None:
 
 def _call(host: str, port: int, nonce: str) -> bool:
     try:
-        with socket.create_connection((host, port), CALL_TIMEOUT) as connection:
+        with socket.create_connection((host, port), bounds.DOCTOR_CALL_TIMEOUT) as connection:
             connection.sendall(nonce.encode())
         return True
     except OSError:

@@ -1,6 +1,6 @@
 """`collect_facts`: a training function that collects facts about each rank's host, its peers and the store.
 
-The module runs on executors, so it imports only the standard library, torch and `rankzero.train`.
+The module runs on executors, so it imports only the standard library, torch, `rankzero.bounds` and `rankzero.train`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import sys
 import time
 from typing import Any
 
-CALL_TIMEOUT = 5.0
-"""Seconds within which the examining process must connect to a rank."""
+from rankzero import bounds
 
 ROUNDS = 3
 """Number of timed all-reduces, of which the fastest counts."""
@@ -147,7 +146,7 @@ def _use_object(url: str) -> dict[str, Any]:
 
 def _await_call(listener: socket.socket, nonce: str) -> bool:
     """Returns True if the examining process connects to this rank in time."""
-    deadline = time.monotonic() + CALL_TIMEOUT
+    deadline = time.monotonic() + bounds.PROBE_CALL_TIMEOUT
     with contextlib.suppress(OSError):
         while (left := deadline - time.monotonic()) > 0:
             listener.settimeout(left)

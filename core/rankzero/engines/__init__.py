@@ -8,7 +8,7 @@ from rankzero import lazy_names
 
 lazy_names(
     __name__,
-    "base.AgentConfig base.AgentGroup base.Engine base.EngineSession base.OnEnd connect.server.SESSION_WINDOW "
+    "base.AgentConfig base.AgentGroup base.Engine base.EngineSession base.OnEnd "
     "connect.stage.StageEngine "
     "gpus.GpuClaims gpus.local_gpus local.LocalGroup local.LocalSession local.LOOPBACK spark.materialize.row_hash "
     "spark.conf.conf_for spark.conf.spark_defaults spark.context.known spark.deploy.deployment spark.deploy.Submitted "

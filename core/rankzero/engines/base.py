@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rankzero import bounds
 from rankzero.data.manifest import Manifest
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
@@ -225,14 +226,10 @@ class AgentGroup(abc.ABC):
         """Returns the typed error for the engine's error that ended the agents early."""
 
 
-WORDS_TIMEOUT = 10.0
-"""Seconds to get the text of an engine's error."""
-
-
 def words_of(error: BaseException) -> str:
     """Returns the text of an engine's error. An error of py4j gets it from the JVM, which may be too dead to answer."""
     words: list[str] = []
-    within(WORDS_TIMEOUT, lambda: words.append(str(error)))
+    within(bounds.ENGINE_ERROR_TIMEOUT, lambda: words.append(str(error)))
     return words[0] if words else f"{type(error).__name__}, whose text the JVM did not return: see driver.log"
 
 

@@ -14,12 +14,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from rankzero import bounds
 from rankzero.errors import InsufficientSlotsError
 
 logger = logging.getLogger(__name__)
-
-LISTING_TIMEOUT = 60.0
-"""Seconds for ``nvidia-smi``, or for torch in an interpreter of its own, to list the GPUs."""
 
 CLAIMS = "/tmp/rankzero-gpus"
 """Directory with a lock file for each GPU of this machine; the process that holds the lock has the GPU. All users share
@@ -57,7 +55,7 @@ def _counted_by_torch(program: str) -> int:
 
 def _output(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LISTING_TIMEOUT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=bounds.GPU_LISTING_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -11,5 +11,5 @@ lazy_names(
     __name__,
     "network.first_reachable network.interface_of network.socket_environment processes.describe_process "
     "processes.OPEN_FILES processes.process_namespace processes.process_start processes.process_state "
-    "processes.this_thread usage.FIRST_SAMPLE usage.LONGEST_INTERVAL usage.SHORTEST_INTERVAL usage.UsageSampler",
+    "processes.this_thread usage.UsageSampler",
 )

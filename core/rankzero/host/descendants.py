@@ -15,16 +15,10 @@ import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from rankzero import bounds
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-KILL_TIMEOUT = 5.0
-"""Seconds to wait for a process to exit after SIGKILL; one that is stuck in the kernel does not."""
-
-CLEANERS_TIMEOUT = 1.0
-"""Seconds for processes to remove the shared memory of killed ranks."""
-
-_REAP_INTERVAL = 0.01
 
 
 def _prctl(option: int, value: int) -> None:
@@ -116,19 +110,19 @@ def kill_all(but: Collection[int] = (), groups: Collection[int] = ()) -> None:
             with contextlib.suppress(OSError):
                 os.killpg(leader, signal.SIGKILL)
     start = time.monotonic()
-    while time.monotonic() < start + KILL_TIMEOUT:
+    while time.monotonic() < start + bounds.KILL_TIMEOUT:
         if not but and not _reap():
             return
         family = find(but)
         if but and not family:
             return
-        spares_cleaners = time.monotonic() < start + CLEANERS_TIMEOUT
+        spares_cleaners = time.monotonic() < start + bounds.CLEANERS_TIMEOUT
         cleaners = {pid for pid in family if spares_cleaners and _is_cleaner(pid)}
         for pid in family:
             if pid not in cleaners:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(_REAP_INTERVAL)
+        time.sleep(bounds.REAP_INTERVAL)
 
 
 def _is_cleaner(pid: int) -> bool:

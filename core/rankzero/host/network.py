@@ -18,8 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-HEAD_START = 0.25
-"""Seconds by which a host is tried before the next one, so that earlier ones are preferred."""
+from rankzero import bounds
 
 _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -130,7 +129,7 @@ def first_reachable(hosts: Sequence[str], port: int, timeout: float) -> str | No
         The entry of ``hosts``, or None if none accepted in time.
     """
     deadline = time.monotonic() + timeout
-    head_start = min(HEAD_START, timeout / (2 * len(hosts))) if hosts else 0.0
+    head_start = min(bounds.CONNECT_HEAD_START, timeout / (2 * len(hosts))) if hosts else 0.0
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def attempt(host: str) -> None:

@@ -13,12 +13,7 @@ import threading
 import time
 from typing import Any
 
-FIRST_SAMPLE = 1.0
-"""Seconds until the first sample of a host."""
-
-SHORTEST_INTERVAL = 5.0
-LONGEST_INTERVAL = 60.0
-"""Limits of the seconds between two samples, which are a hundredth of the time that the ranks have run."""
+from rankzero import bounds
 
 _SHARE = 100
 _PAGE_OF_MEMINFO = 1024
@@ -29,7 +24,7 @@ class UsageSampler:
 
     def __init__(self, *, use_gpu: bool, now: float) -> None:
         self._began = self._sampled = now
-        self.next_at = now + FIRST_SAMPLE
+        self.next_at = now + bounds.USAGE_FIRST_SAMPLE
         """Monotonic time of the next sample."""
         self._gpus = _Gpus() if use_gpu else None
         self._busy, self._bytes = _busy_seconds(), _network_bytes()
@@ -46,7 +41,9 @@ class UsageSampler:
         if now < self.next_at:
             return None
         seconds, self._sampled = max(1e-3, now - self._sampled), now
-        self.next_at = now + min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, (now - self._began) / _SHARE))
+        self.next_at = now + min(
+            bounds.USAGE_INTERVAL_MAX, max(bounds.USAGE_INTERVAL_MIN, (now - self._began) / _SHARE)
+        )
         sample: dict[str, Any] = {"time": time.time(), "cores": os.cpu_count() or 1}
         busy, moved = _busy_seconds(), _network_bytes()
         if busy is not None and self._busy is not None:

@@ -10,18 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from rankzero import bounds
 from rankzero.run.directory import RunDirectory
 
 if TYPE_CHECKING:
     from rankzero.report.progress import Followed
 
 logger = logging.getLogger(__name__)
-
-REFRESH_INTERVAL = 1.0
-"""Seconds between two updates of a card."""
-
-LAST_TIMEOUT = 10.0
-"""Seconds that the last update of a card may take after the end of its run."""
 
 
 class Card:
@@ -81,13 +76,13 @@ class _Live:
         # The thread draws it: a store that does not answer now must not end a run that has begun.
         self._place = display(HTML(""), display_id=True)
         self._ended = threading.Event()
-        self._pace = max(REFRESH_INTERVAL, handle.pace)
+        self._pace = max(bounds.CARD_INTERVAL, handle.pace)
         self._thread = threading.Thread(target=self._refresh, name="rankzero-card", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
         self._ended.set()
-        self._thread.join(LAST_TIMEOUT)
+        self._thread.join(bounds.CARD_LAST_TIMEOUT)
 
     def _refresh(self) -> None:
         has_ended = False

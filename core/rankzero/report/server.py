@@ -12,16 +12,13 @@ import secrets
 import urllib.parse
 from typing import Any
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.report import pages
 
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 """The only address: what runs print is for those who may log in here."""
-
-REQUEST_TIMEOUT = 30.0
-"""Seconds for a browser to send its request."""
 
 _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 
@@ -56,7 +53,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: ReportServer
-    timeout = REQUEST_TIMEOUT
+    timeout = bounds.BROWSER_REQUEST_TIMEOUT
 
     def do_GET(self) -> None:
         # Another site's page may have its name resolved to this machine, and would then read what is here.

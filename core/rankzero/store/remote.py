@@ -13,17 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
+from rankzero import bounds
 from rankzero.store.location import join
 
 _COPY_CHUNK = 8 << 20
 
 _FLUSH_EVERY = 128 << 20
 """Bytes after which a writer waits for pending uploads: pyarrow buffers without limit if the store is slow."""
-
-_REQUEST_TIMEOUT = 60.0
-"""Seconds without a byte after which a request to S3 fails; the same as boto3's, since pyarrow's 3 are too few."""
-
-_CONNECT_TIMEOUT = 5.0
 
 _REFUSALS = ("ACCESS_DENIED", "AccessDenied", "Forbidden", "HTTP status 403", "HTTP status 411", "HTTP status 501")
 """Parts of the errors for a missing permission, or for a server without this kind of request."""
@@ -64,7 +60,10 @@ class ArrowClient:
         if scheme not in ("s3", "s3a"):
             filesystem, path = fs.FileSystem.from_uri(url)
             return ArrowClient(filesystem, url, path)
-        options: dict[str, Any] = {"request_timeout": _REQUEST_TIMEOUT, "connect_timeout": _CONNECT_TIMEOUT}
+        options: dict[str, Any] = {
+            "request_timeout": bounds.S3_REQUEST_TIMEOUT,
+            "connect_timeout": bounds.S3_CONNECT_TIMEOUT,
+        }
         if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
             # Some versions do not read the variables.
             protocol, _, host = endpoint.rstrip("/").rpartition("://")

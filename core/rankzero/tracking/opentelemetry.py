@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rankzero import bounds
 from rankzero.errors import InvalidJobError
 from rankzero.run.directory import RunDirectory
 from rankzero.tracking.tracker import Tracker, require
@@ -13,12 +14,6 @@ from rankzero.tracking.tracker import Tracker, require
 if TYPE_CHECKING:
     from rankzero.run.directory import RunStatus
     from rankzero.run.handle import RunHandle
-
-EXPORT_TIMEOUT = 5.0
-"""Seconds for one request to the collector."""
-
-EXPORT_INTERVAL = 60.0
-"""Seconds between two exports of metrics while a run lives."""
 
 _HOUR = 3600.0
 
@@ -133,12 +128,12 @@ class OpenTelemetry(Tracker):
             {"service.name": "rankzero", "service.instance.id": f"{run.id}-{job.submission}", **self.attributes}
         )
         root = self.endpoint and self.endpoint.rstrip("/")
-        options: dict[str, Any] = {"timeout": EXPORT_TIMEOUT, "headers": dict(self.headers) or None}
+        options: dict[str, Any] = {"timeout": bounds.EXPORT_TIMEOUT, "headers": dict(self.headers) or None}
         spans = OTLPSpanExporter(endpoint=root and f"{root}/v1/traces", **options)
         points = OTLPMetricExporter(endpoint=root and f"{root}/v1/metrics", **options)
         self._tracing = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._tracing.add_span_processor(BatchSpanProcessor(spans))
-        reader = PeriodicExportingMetricReader(points, EXPORT_INTERVAL * 1000, EXPORT_TIMEOUT * 1000)
+        reader = PeriodicExportingMetricReader(points, bounds.EXPORT_INTERVAL * 1000, bounds.EXPORT_TIMEOUT * 1000)
         self._metering = MeterProvider([reader], resource, shutdown_on_exit=False)
         self._tracer = self._tracing.get_tracer("rankzero")
         self._make_instruments()
@@ -213,7 +208,7 @@ class OpenTelemetry(Tracker):
         try:
             self._tracing.shutdown()
         finally:
-            self._metering.shutdown(EXPORT_TIMEOUT * 1000)
+            self._metering.shutdown(bounds.EXPORT_TIMEOUT * 1000)
 
 
 def _ns(seconds: float) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.errors import InvalidJobError
 from rankzero.run.reports import STEP_NAMES, is_number
 
@@ -150,10 +150,6 @@ def _is_step(value: object) -> bool:
     return is_number(value) and abs(value) < MAX_STEP
 
 
-UPLOAD_INTERVAL = 60.0
-"""Shortest time in seconds between two uploads to an object store, where nothing can be appended."""
-
-
 class Folder:
     """A folder of a run directory that a library can write into; on an object store a copy of it on this host."""
 
@@ -174,7 +170,7 @@ class Folder:
 
     def upload(self, *, now: bool = False) -> None:
         """Copies what has grown to the object store, now and then. Raises OSError and the store's own errors."""
-        if self._scratch and (now or time.monotonic() - self._uploaded > UPLOAD_INTERVAL):
+        if self._scratch and (now or time.monotonic() - self._uploaded > bounds.TRACKER_UPLOAD_INTERVAL):
             self._uploaded = time.monotonic()
             for folder, _, names in os.walk(self.path):
                 for name in names:

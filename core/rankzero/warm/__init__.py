@@ -8,4 +8,4 @@ process of this user that outlives them. Why there is such a server: docs/decisi
 
 from rankzero import lazy_names
 
-lazy_names(__name__, "server.LOAD_AFTER server.PRELOADED_LATER")
+lazy_names(__name__, "server.PRELOADED_LATER")

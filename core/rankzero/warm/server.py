@@ -2,7 +2,7 @@
 
 There is one for each executor (or local driver process) and each set of variables that torch reads when it is imported.
 The server runs no user code and opens no GPU, and its forks cannot change it: so one run cannot affect the next. It
-exits with its executor, after `IDLE_TIMEOUT` without a run, or when its owner has more recently used servers.
+exits with its executor, after `WARM_IDLE_TIMEOUT` without a run, or when its owner has more recently used servers.
 
     -> {"env": {...}, "directory": "...", ...}    with two descriptors: the agent's standard input, its log
     -> {"dismissed": true}                    instead: the server forks no further agents, and exits with its last one
@@ -33,29 +33,12 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from rankzero import bounds
 from rankzero.agent import supervise
 from rankzero.host import descendants, forked
 from rankzero.host.guard import watch as watch_guard
 from rankzero.host.processes import process_start, settle_signals
 from rankzero.warm import hugepages
-
-IDLE_TIMEOUT = 300.0
-"""Seconds without an agent after which the server exits."""
-
-CHORE_AFTER = 0.5
-"""Seconds without a request after which the server does chores that make later ones cheaper."""
-
-LOAD_AFTER = 5.0
-"""Seconds after a request when it loads the rest although agents run: else each rank of a restart would load it."""
-
-OWNERLESS_MARGIN = 15.0
-"""Seconds, after their grace, until agents are killed whose server has lost its owner."""
-
-OWNER_INTERVAL = 0.5
-"""Seconds between two polls whether the owner is alive, during an import."""
-
-REQUEST_TIMEOUT = 5.0
-"""Seconds for a client to send its request once it has connected."""
 
 PRELOADED = (
     "encodings.idna",
@@ -149,9 +132,9 @@ class WarmServer:
         self._selector.register(woken, selectors.EVENT_READ, self._on_child)
 
     def run(self) -> None:
-        """Serves until the owner has exited or no client connected for `IDLE_TIMEOUT`, and all agents have exited.
+        """Serves until the owner has exited or no client connected for `WARM_IDLE_TIMEOUT`, and all agents have exited.
 
-        When the owner has exited, agents get the grace of their runs plus `OWNERLESS_MARGIN`.
+        When the owner has exited, agents get the grace of their runs plus `WARM_OWNERLESS_MARGIN`.
         """
         while not (self._ending and not self._agents):
             events = self._selector.select(self._time_left())
@@ -169,18 +152,18 @@ class WarmServer:
         if self._kill_at is not None:
             return max(0.0, self._kill_at - time.monotonic())
         if self._agents and self._chores[:1] == [self._load_later] and not self._ending:
-            return max(0.0, self._served_at + LOAD_AFTER - time.monotonic())
+            return max(0.0, self._served_at + bounds.WARM_LOAD_AFTER - time.monotonic())
         if self._agents:
             # To gather memory that forks share would take it twice.
             return None
         if self._chores and not self._ending:
-            return CHORE_AFTER
-        return max(0.0, self._idle_since + IDLE_TIMEOUT - time.monotonic())
+            return bounds.WARM_CHORE_AFTER
+        return max(0.0, self._idle_since + bounds.WARM_IDLE_TIMEOUT - time.monotonic())
 
     def _use_the_pause(self) -> None:
         if self._chores:
             self._chores.pop(0)()
-        elif not self._agents and time.monotonic() - self._idle_since >= IDLE_TIMEOUT:
+        elif not self._agents and time.monotonic() - self._idle_since >= bounds.WARM_IDLE_TIMEOUT:
             self.end()
 
     def _load_later(self) -> None:
@@ -207,7 +190,7 @@ class WarmServer:
 
     def _on_owner_gone(self) -> None:
         self._selector.unregister(self._owner)
-        self._kill_at = time.monotonic() + max(self._bounds.values(), default=0.0) + OWNERLESS_MARGIN
+        self._kill_at = time.monotonic() + max(self._bounds.values(), default=0.0) + bounds.WARM_OWNERLESS_MARGIN
         self.end()
 
     def _on_guard_gone(self) -> None:
@@ -245,7 +228,7 @@ class WarmServer:
 
     def _serve(self, connection: socket.socket) -> int | None:
         """Forks the requested agent and returns its process id; None if the request dismisses the server."""
-        connection.settimeout(REQUEST_TIMEOUT)
+        connection.settimeout(bounds.WARM_REQUEST_TIMEOUT)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if (user := _CREDENTIALS.unpack(credentials)[1]) != os.geteuid():
             raise PermissionError(f"user {user} has no business here")
@@ -361,7 +344,7 @@ def ending_with(owner: int, place: Place) -> Iterator[None]:
                 os._exit(1)
 
     signal.signal(signal.SIGALRM, exit_without_owner)
-    signal.setitimer(signal.ITIMER_REAL, OWNER_INTERVAL, OWNER_INTERVAL)
+    signal.setitimer(signal.ITIMER_REAL, bounds.WARM_OWNER_POLL_INTERVAL, bounds.WARM_OWNER_POLL_INTERVAL)
     try:
         yield
     finally:

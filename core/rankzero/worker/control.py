@@ -13,15 +13,13 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from rankzero import bounds
 from rankzero.channel import frames, messages, pace
 from rankzero.channel.messages import Message, decode, encode
 from rankzero.errors import ResultError
 
 MAX_OUTGOING = 10_000
 """Messages in the queue above which `send` blocks."""
-
-ROOM_INTERVAL = 0.1
-"""Seconds between two polls for room in the queue."""
 
 MAX_PATIENT = 1000
 """Queued messages above which a report is sent without waiting for the next delivery (see `pace`)."""
@@ -88,7 +86,7 @@ class Control:
     def _await_room(self) -> None:
         while self._outgoing.qsize() > MAX_OUTGOING:
             # Polls, since a signal handler could find a lock taken.
-            time.sleep(ROOM_INTERVAL)
+            time.sleep(bounds.QUEUE_POLL_INTERVAL)
 
     def finish(self, outcome: messages.Finished | messages.Failed) -> None:
         """Queues the outcome of the rank; `flush` waits until it is sent."""

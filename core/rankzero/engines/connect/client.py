@@ -8,18 +8,13 @@ import time
 import uuid
 from typing import Any
 
+from rankzero import bounds
 from rankzero.engines.connect.server import ServerUrl
 from rankzero.engines.spark.errors import first_lines
 from rankzero.errors import LOST, EngineError
 from rankzero.host.network import first_reachable
 
 logger = logging.getLogger(__name__)
-
-REACH_TIMEOUT = 10.0
-"""Seconds for a server to accept a TCP connection."""
-
-SERVER_POLL = 0.5
-"""Seconds between two tries to reach a server that is starting."""
 
 FIRST_RETRIES = 3
 """Retries of the first request, which take 1 s, for a server that has just started to accept connections."""
@@ -60,14 +55,14 @@ def _is_there(name: str) -> bool:
 def require_server(url: ServerUrl, timeout: float = 0.0) -> None:
     """Raises EngineError if no server accepts a connection within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
-    while not first_reachable([url.host], url.port, REACH_TIMEOUT):
+    while not first_reachable([url.host], url.port, bounds.CONNECT_SERVER_TIMEOUT):
         if time.monotonic() >= deadline:
             raise EngineError(
                 f"no Spark Connect server answers at {url}: start it (start-connect-server.sh), or correct the host "
                 "and port",
                 cause=LOST,
             )
-        time.sleep(SERVER_POLL)
+        time.sleep(bounds.CONNECT_SERVER_POLL_INTERVAL)
 
 
 def connect(url: ServerUrl, timeout: float) -> Any:

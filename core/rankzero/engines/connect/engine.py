@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rankzero import bounds
 from rankzero.engines.base import Engine
-from rankzero.engines.connect.client import REACH_TIMEOUT, connect, require_client, require_server, require_version
+from rankzero.engines.connect.client import connect, require_client, require_server, require_version
 from rankzero.engines.connect.server import DEFAULT_PORT, ServerUrl
 from rankzero.engines.connect.session import ConnectSession
 from rankzero.errors import InvalidJobError
@@ -100,7 +101,7 @@ class SparkConnectEngine(Engine):
         session = self.session
         if session is None:
             # Gives up before the driver does, whose error would have no details.
-            session = connect(self._server, max(0.0, job.start_timeout - REACH_TIMEOUT))
+            session = connect(self._server, max(0.0, job.start_timeout - bounds.CONNECT_SERVER_TIMEOUT))
         else:
             require_version(str(session.version), str(self._server))
         opened = ConnectSession(session, self._server, job, owned=self.session is None)

@@ -9,13 +9,11 @@ import uuid
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
+from rankzero import bounds
 from rankzero.errors import InvalidJobError
 from rankzero.host.network import without_brackets
 
 DEFAULT_PORT = 15002
-
-SESSION_WINDOW = 1800.0
-"""Seconds for which launches share a session of the server: less than the hour for which it keeps an unused one."""
 
 # Matches up to the first part that may hold a token.
 _HARMLESS = re.compile(r"(\w+://)?[^:;?@/\s]*(:\d{1,5}(?![^/;?]))?")
@@ -67,5 +65,5 @@ class ServerUrl:
         reuse the daemon, and take a fifth of that.
         """
         user = os.environ.get("SPARK_USER") or os.environ.get("USER")
-        known = (str(self), self.parameters, user, int(time.time() // SESSION_WINDOW))
+        known = (str(self), self.parameters, user, int(time.time() // bounds.CONNECT_SESSION_WINDOW))
         return str(uuid.uuid5(uuid.NAMESPACE_URL, f"rankzero {known}"))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from rankzero import bounds
 from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
 from rankzero.engines.connect.client import RETRIES, STAGE_RETRIES, limit_retries, require_server, settings_of
@@ -47,10 +48,6 @@ from rankzero.task.hold import hold
 from rankzero.task.stage import run_task
 
 logger = logging.getLogger(__name__)
-
-CONNECT_TIMEOUT = 20.0
-"""Seconds for an agent to reach the driver, which runs before any agent. Less than for a classic driver, because
-executors may have no route to a client's host at all."""
 
 _SETTINGS = [
     MASTER,
@@ -150,7 +147,7 @@ class ConnectSession(EngineSession):
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:
         """Starts the barrier stage in a thread, under a tag of its own."""
-        config = {**config, "connect_timeout": min(config["connect_timeout"], CONNECT_TIMEOUT)}
+        config = {**config, "connect_timeout": min(config["connect_timeout"], bounds.CONNECT_DRIVER_TIMEOUT)}
         return self._start(num_tasks, config, on_end, hold)
 
     def host_driver(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:

@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from rankzero import bounds
 from rankzero.channel.driver_end.tls import make_identity
 from rankzero.channel.sockets import listen
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
@@ -18,9 +19,6 @@ from rankzero.errors import RankZeroError
 from rankzero.host.network import bind_address, own_addresses
 from rankzero.job import Job
 from rankzero.task import stage
-
-ENDED_POLL_INTERVAL = 0.05
-"""Seconds between two listings of the folder for the ends of agents."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class StageGroup(AgentGroup):
         names = {f"{stage.ENDED}{self._attempt}-{task}" for task in range(self._engine.num_tasks)}
         # Without a time limit, since this process ends with its task.
         while not names <= set(os.listdir(self._engine.folder)):
-            self._ended.wait(ENDED_POLL_INTERVAL)
+            self._ended.wait(bounds.ENDED_POLL_INTERVAL)
         texts = []
         for name in sorted(names):
             with open(os.path.join(self._engine.folder, name)) as file:

@@ -9,14 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rankzero import bounds
 from rankzero.engines.spark import part
 from rankzero.engines.spark.errors import first_lines
 from rankzero.errors import EngineError
-
-PROGRESS_INTERVAL = 10.0
-"""Seconds between two lines about a DataFrame that Spark is computing."""
-
-_POLL = 0.1
 
 _FULL = ("No space left on device", "Disk quota exceeded")
 
@@ -64,17 +60,17 @@ def action(
     threading.Thread(target=act, name="rankzero-data", daemon=True).start()
     try:
         begun = time.monotonic()
-        say_at = begun + PROGRESS_INTERVAL
-        while not done.wait(_POLL):
+        say_at = begun + bounds.DATAFRAME_PROGRESS_INTERVAL
+        while not done.wait(bounds.DATAFRAME_POLL_INTERVAL):
             check()
             now = time.monotonic()
             if now >= say_at:
-                say_at = now + PROGRESS_INTERVAL
+                say_at = now + bounds.DATAFRAME_PROGRESS_INTERVAL
                 say(f"Spark computes {where}: {_progress(frame)}, {now - begun:.0f} s")
     except BaseException:
         # Repeated, because a single cancel would not reach a job that Spark has not started yet.
         threading.Thread(target=_cancel_until, args=(done, frame, tag), name="rankzero-cancel", daemon=True).start()
-        done.wait(PROGRESS_INTERVAL)
+        done.wait(bounds.DATAFRAME_PROGRESS_INTERVAL)
         raise
     if failed:
         raise _explained(failed[0], where) from failed[0]
@@ -113,7 +109,7 @@ def _tagged(frame: Any, tag: str) -> Iterator[None]:
 def _cancel_until(done: threading.Event, frame: Any, tag: str) -> None:
     while not done.is_set():
         _cancel(frame, tag)
-        done.wait(_POLL)
+        done.wait(bounds.DATAFRAME_POLL_INTERVAL)
 
 
 def _cancel(frame: Any, tag: str) -> None:

@@ -14,13 +14,11 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from rankzero import bounds
 from rankzero.engines.spark import archive
 from rankzero.engines.spark.context import known
 from rankzero.engines.spark.jvm import DRIVER_JAVA_OPTIONS, find_java, short_lived, start_context
 from rankzero.host import descendants
-
-TIMEOUT = 180.0
-"""Seconds for an archive to be made, on a machine that is busy."""
 
 KEPT = 3
 """Number of archives that stay, the most recently used ones; each has about 70 MB."""
@@ -70,7 +68,7 @@ def _end_in_time() -> None:
     descendants.become_subreaper()
     for number in (signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, give_up)
-    signal.setitimer(signal.ITIMER_REAL, TIMEOUT)
+    signal.setitimer(signal.ITIMER_REAL, bounds.ARCHIVE_TIMEOUT)
 
 
 def _superfluous(place: str) -> list[str]:

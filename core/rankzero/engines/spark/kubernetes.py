@@ -12,12 +12,10 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rankzero import bounds
 from rankzero.errors import EngineError, InvalidJobError
 
 logger = logging.getLogger(__name__)
-
-REQUEST_TIMEOUT = 30.0
-"""Seconds for one request to the API server."""
 
 _SUBMISSION = "spark.kubernetes.authenticate.submission."
 _LONGEST_SECRET = 1 << 20
@@ -70,7 +68,9 @@ class Secret:
             "data": {name: base64.b64encode(value).decode() for name, value in data.items()},
         }
         try:
-            self._api.create_namespaced_secret(self._namespace, body, _request_timeout=REQUEST_TIMEOUT)
+            self._api.create_namespaced_secret(
+                self._namespace, body, _request_timeout=bounds.KUBERNETES_REQUEST_TIMEOUT
+            )
         except Exception as error:
             raise EngineError(
                 f"the Secret {self._name} cannot be created in namespace {self._namespace!r}: {_reason(error)}: the "
@@ -80,20 +80,26 @@ class Secret:
             yield
         except BaseException:
             with contextlib.suppress(Exception):
-                self._api.delete_namespaced_secret(self._name, self._namespace, _request_timeout=REQUEST_TIMEOUT)
+                self._api.delete_namespaced_secret(
+                    self._name, self._namespace, _request_timeout=bounds.KUBERNETES_REQUEST_TIMEOUT
+                )
             raise
 
     def leave_to_pod(self) -> None:
         """Makes the driver's pod the owner of the Secret, so that Kubernetes removes both together."""
         try:
-            pod = self._api.read_namespaced_pod(self._name, self._namespace, _request_timeout=REQUEST_TIMEOUT)
+            pod = self._api.read_namespaced_pod(
+                self._name, self._namespace, _request_timeout=bounds.KUBERNETES_REQUEST_TIMEOUT
+            )
         except Exception as error:
             self._warn_of_leftover(error)
             return
         owner = {"apiVersion": "v1", "kind": "Pod", "name": self._name, "uid": pod.metadata.uid}
         body = {"metadata": {"ownerReferences": [owner]}}
         try:
-            self._api.patch_namespaced_secret(self._name, self._namespace, body, _request_timeout=REQUEST_TIMEOUT)
+            self._api.patch_namespaced_secret(
+                self._name, self._namespace, body, _request_timeout=bounds.KUBERNETES_REQUEST_TIMEOUT
+            )
         except Exception as error:
             self._warn_of_leftover(error)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.engines.spark import deploy
 from rankzero.engines.spark.conf import is_kubernetes, is_standalone, spark_defaults, spark_home
 from rankzero.engines.spark.context import zipped_packages
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
-
-SUBMIT_TIMEOUT = 180.0
-"""Seconds for ``spark-submit`` to start a JVM, upload the files and get the driver accepted."""
-
-_POLL = 0.5
-"""Seconds between two polls whether the driver has begun."""
 
 _TAIL = 12
 """Lines of the output of ``spark-submit`` that an error shows."""
@@ -114,7 +108,7 @@ class SparkSubmitEngine(SparkEngine):
         job, master = run.job(), self.master or ""
         what = Submitted(run.directory, job.submission, f"rankzero {job.name}")
         files = {PROGRAM: _PROGRAM.encode(), CODE: zipped_packages()}
-        bound = min(SUBMIT_TIMEOUT, job.start_timeout)
+        bound = min(bounds.SPARK_SUBMIT_TIMEOUT, job.start_timeout)
         private = {**private, "token": run.token()}
         word = deploy.pack(private)
         if is_kubernetes(master):
@@ -161,7 +155,7 @@ def _await_driver(process: subprocess.Popen[bytes], run: RunDirectory, submissio
     deadline = time.monotonic() + bound
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(_POLL)
+            return process.wait(bounds.SPARK_SUBMIT_POLL_INTERVAL)
         # On a standalone cluster spark-submit itself waits for five seconds for the driver to fail.
         if run.has_driver(submission):
             return 0
