@@ -93,6 +93,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "numbers": lambda: [0, -1, 2.5, float("inf"), 1 + 2j, True, 2**70],
     "a long integer": lambda: {"n": 10**5000},
     "text": lambda: ["", "a\nb", "\N{SNOWMAN}", "\ud800"],
+    "two surrogates": lambda: {"\ud83d\ude00": ["\ud83d\ude00"]},
     "bytes": lambda: [b"", b"\0\xff", bytearray(b"x"), bytearray(b"y") * 100_000],
     "tuple": lambda: (1, (2, [3])),
     "keys": lambda: {1: "a", (2, 3): "b", None: "c"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from typing import Any
 
@@ -16,6 +17,9 @@ MAX_BITS = 2048
 
 _EXACT_FLOATS = 1e16
 """Floats from here on are written with an exponent, and PostgreSQL's ``jsonb`` returns them as integers."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# JSON's reader joins two surrogates to one character, and UTF-8 has none.
 
 _NUMERIC_KINDS = "biuf"
 # Kinds of numpy's types: booleans, integers, floats.
@@ -40,7 +44,7 @@ def is_json(value: object) -> bool:
             if type(item) is list:
                 below += item
             elif type(item) is dict:
-                if not all(type(key) is str for key in item):
+                if not all(map(_is_text, item)):
                     return False
                 below += item.values()
             elif not _is_atom(item):
@@ -57,10 +61,14 @@ def is_json(value: object) -> bool:
     return False
 
 
+def _is_text(item: object) -> bool:
+    return type(item) is str and not _SURROGATE.search(item)
+
+
 def _is_atom(item: object) -> bool:
     if type(item) is int:
         return item.bit_length() <= MAX_BITS
-    return item is None or type(item) in (bool, float, str)
+    return item is None or type(item) in (bool, float) or _is_text(item)
 
 
 def is_storable(atom: object) -> bool:
@@ -76,7 +84,7 @@ def is_storable(atom: object) -> bool:
         # False for nan and inf, too. jsonb has no negative zero.
         return abs(atom) < _EXACT_FLOATS and (atom != 0.0 or math.copysign(1.0, atom) > 0)
     if type(atom) is str:
-        return "\0" not in atom and not any("\ud800" <= character <= "\udfff" for character in atom)
+        return "\0" not in atom and _is_text(atom)
     return atom is None or type(atom) is bool
 
 
@@ -143,8 +151,8 @@ def plain_view(value: object, most: int) -> Any:
         if type(item) is list:
             return [view(each, depth + 1) for each in item]
         if type(item) is dict:
-            if not all(type(key) is str for key in item):
-                raise ValueError("a key is no string")
+            if not all(map(_is_text, item)):
+                raise ValueError("a key is no text")
             return {key: view(each, depth + 1) for key, each in item.items()}
         return item if _is_atom(item) else _number(item)
 
@@ -158,4 +166,5 @@ def _number(item: Any) -> Any:
         number = item.item() if item.ndim == 0 else None
         if type(number) in (bool, int, float):
             return number
-    raise ValueError(f"a {type(item).__name__} is no JSON value")
+    kind = "text with surrogates" if type(item) is str else type(item).__name__
+    raise ValueError(f"a {kind} is no JSON value")
