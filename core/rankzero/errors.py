@@ -175,7 +175,13 @@ class ResultError(RankZeroError):
     """Raised if rank 0's value cannot be stored, found, verified or loaded.
 
     Its messages, their causes and what to do: docs/errors.md#resulterror
+
+    Attributes:
+        is_damage: True if a file was found that is not the one that was recorded; else None.
     """
+
+    _fields = ("is_damage",)
+    is_damage: bool | None
 
 
 class RunNotFoundError(RankZeroError, LookupError):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher, ResultRef, RunHandle, SparkConnectEngine, SparkEngine, bounds
+from rankzero import Launcher, ResultRef, RunHandle, SparkConnectEngine, SparkEngine, WorkerFailedError, bounds
 
 WAIT = 60.0
 
@@ -316,6 +316,25 @@ def a_result_that_was_removed(launcher: Launcher, here: Path) -> None:
     ref = ResultRef.save(0.1, here)
     os.remove(ref.uri)
     ref.load()
+
+
+@provocation
+def a_checkpoint_that_was_changed(launcher: Launcher, here: Path) -> None:
+    def resume() -> Any:
+        import rankzero.train as rt
+
+        if checkpoint := rt.get_checkpoint():
+            return checkpoint.load()
+        rt.report({}, checkpoint={"step": 1})
+        rt.await_checkpoint()
+        raise ValueError("behind the checkpoint")
+
+    launcher = launcher.options(num_processes=1, run_id="changed")
+    with pytest.raises(WorkerFailedError):
+        launcher.run(resume)
+    [part] = here.glob("**/checkpoints/*/rank-0*")
+    part.write_bytes(bytes(part.stat().st_size))
+    launcher.run(resume)
 
 
 @provocation

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from rankzero import (
     RunCancelledError,
     RunHandle,
     WorkerFailedError,
+    store,
 )
 from rankzero.run import Manifest
 
@@ -244,6 +246,56 @@ def test_a_part_of_another_rank_is_found_where_the_store_is_out_of_sight(
 
     launcher = launcher.options(num_processes=3, max_restarts=1, store="memory://bucket/apart", run_id="apart")
     assert launcher.run(shards) == [0, 2, 1]
+
+
+def report_two(form: str) -> float:
+    """Reports steps 0 and 1 and raises; with a checkpoint, returns the step from it."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    import rankzero.train as rt
+
+    if checkpoint := rt.get_checkpoint():
+        if form == "directory":
+            with checkpoint.as_directory() as folder:
+                return float(Path(folder, "step").read_text()[-1])
+        return float(checkpoint.load()["weights"][0])
+    for step in range(2):
+        state: Any = {"weights": torch.full((1000,), float(step))}
+        if form == "pieces":
+            dist.is_initialized() or dist.init_process_group("gloo")
+            mesh = init_device_mesh("cpu", (1,))
+            state["weights"] = distribute_tensor(state["weights"], mesh, [Replicate()])
+        elif form == "directory":
+            state = tempfile.mkdtemp(dir=os.environ["RANKZERO_SCRATCH"])
+            Path(state, "step").write_text(f"{step:1000}")
+        rt.report({}, checkpoint=state)
+        rt.await_checkpoint()
+    raise ValueError("behind two checkpoints")
+
+
+@pytest.mark.parametrize("form", ["state", "pieces", "directory"])
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_checkpoint_that_a_rank_finds_damaged_is_not_used_again(
+    launcher: Launcher, form: str, is_remote: bool, request: pytest.FixtureRequest
+) -> None:
+    place = {"store": f"memory://bucket/{request.node.name}"} if is_remote else {}
+    launcher = launcher.options(num_processes=1, run_id="run", **place)
+    with pytest.raises(WorkerFailedError, match="behind two checkpoints"):
+        launcher.run(report_two, form)
+    handle = launcher.find()
+    assert handle
+    newest = handle.checkpoints()[-1]
+    file = store.join(handle.directory, "checkpoints", newest.id, newest.parts["0"]["file"])
+    data = bytearray(store.read_bytes(file))
+    data[len(data) // 2] ^= 1
+    store.write_bytes(file, bytes(data))
+    with pytest.raises(ResultError, match=f"checkpoint {newest.id} is damaged"):
+        launcher.run(report_two, form)
+    assert launcher.run(report_two, form) == 0.0
+    assert newest.id in {manifest.id for manifest in handle.checkpoints()}, "it is not deleted"
 
 
 @pytest.mark.parametrize(

@@ -59,3 +59,16 @@ def test_it_keeps_none_without_a_place_nor_with_peers_nor_at_a_url(script: Path,
     assert not os.path.exists(place)
     refused = run(script, RANKZERO_STORAGE="s3://bucket/kept")
     assert "RANKZERO_STORAGE is 's3://bucket/kept'; it must be a local directory" in refused.stderr
+
+
+def test_it_goes_on_from_the_checkpoint_before_a_damaged_one(script: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "kept")
+    run(script, RANKZERO_STORAGE=place)
+    [newest] = Path(place, "checkpoints", "0000-000002").glob("rank-0*")
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    refused = run(script, RANKZERO_STORAGE=place)
+    assert "checkpoint 0000-000002 is damaged" in refused.stderr
+    again = run(script, RANKZERO_STORAGE=place)
+    assert again.stdout.splitlines()[-1] == f"from 2 to [6.0, 6.0, 6.0] {place}", again.stderr

@@ -192,6 +192,12 @@ class PartFailed(Message, kind="checkpoint-failed"):
     index: int
 
 
+class Damaged(Message, kind="checkpoint-damaged"):
+    """A rank has found that a file of a committed checkpoint is not the one that was written."""
+
+    id: str
+
+
 class Returned(Message, kind="returned"):
     """The user's code has returned in a rank, before the rank was asked to stop."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import logging
 import time
 from concurrent.futures import Future
@@ -28,7 +29,7 @@ from rankzero.driver.watch import Mailbox, Received, Watch
 from rankzero.engines.base import EngineSession, within
 from rankzero.errors import EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.host.processes import caller_process
-from rankzero.run.checkpoints import CheckpointConfig, Manifest
+from rankzero.run.checkpoints import CheckpointConfig, Manifest, mark_damaged
 from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -366,6 +367,8 @@ class Attempt:
                 self.storage.add_part(rank, member.task, message)
             case messages.PartFailed():
                 self.committer.drop(message.index)
+            case messages.Damaged():
+                self.committer.do(functools.partial(mark_damaged, self._run, message.id), as_owner=True)
             case messages.Entered():
                 self._note_phase(rank, member, message)
             case messages.Returned() if member.left_at is None:

@@ -4,6 +4,8 @@
     checkpoints/0000-000003/pieces.jsonl           positions of the pieces of sharded tensors, a line for each rank
     checkpoints/0000-000003/checkpoint.json        written last, which commits the checkpoint
 
+    checkpoints/0000-000003/damaged                if a rank has found another checksum in a part than the manifest has
+
 A folder's name consists of attempt and number. Names therefore sort in the order of the checkpoints, and no two
 attempts write the same file. A folder without ``checkpoint.json`` is not a checkpoint and is removed.
 """
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "checkpoint.json"
 PIECES = "pieces.jsonl"
 FOLDER = "checkpoints"
+DAMAGED = "damaged"
 
 MODES = ("min", "max")
 
@@ -170,7 +173,7 @@ def up_to_whole(run: RunDirectory, committed: list[Manifest]) -> list[Manifest]:
     """Returns the checkpoints up to the newest one that has all its files. The log names the newer ones.
 
     A commit syncs all files before the manifest. But a disk may lose what it has reported as written, and a user may
-    remove a file.
+    remove a file. Only sizes are compared, since ranks compare the checksums of what they load; see `mark_damaged`.
 
     Args:
         run: The run directory.
@@ -188,14 +191,25 @@ def up_to_whole(run: RunDirectory, committed: list[Manifest]) -> list[Manifest]:
     return []
 
 
+def mark_damaged(run: RunDirectory, name: str) -> None:
+    """Marks a checkpoint as one from which no attempt may start, since a rank has found a wrong checksum in it.
+
+    Raises:
+        OSError: the store cannot be written to (or an error of its fsspec driver).
+    """
+    store.write_bytes(run.path(FOLDER, name, DAMAGED), b"", durable=True)
+
+
 def damage_of(folder: str, parts: Iterable[Mapping[str, Any]]) -> str | None:
-    """Returns which file of a checkpoint is missing or has another size; None if all are whole.
+    """Returns which file of a checkpoint is missing, has another size or a wrong checksum; None if none is known to.
 
     Args:
         folder: Path or URL of the checkpoint.
         parts: ``file`` and ``size`` of each part.
     """
     sizes = store.sizes(folder)
+    if DAMAGED in sizes:
+        return f"a rank has found a wrong checksum in {folder}"
     for part in parts:
         if (size := sizes.get(part["file"])) != part["size"]:
             return f"{folder}/{part['file']} has {size} bytes, not {part['size']}"

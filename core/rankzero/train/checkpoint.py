@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class Checkpoint:
     _present_world_size: int = field(repr=False)
     _parts: ListedParts = field(repr=False)
     _files: Parts = field(repr=False)
+    _note_damage: Callable[[], None] = field(repr=False)
 
     def load(self, rank: int | None = None, *, into: dict[Any, Any] | None = None) -> Any:
         """Returns the state that was passed to `rankzero.train.report`, with tensors on the CPU.
@@ -118,6 +119,13 @@ class Checkpoint:
         try:
             with self._files.reading():
                 yield
+        except ResultError as error:
+            if error.is_damage:
+                self._note_damage()
+                raise ResultError(
+                    f"checkpoint {self.id} is damaged, so the next attempt starts from the one before it: {error}"
+                ) from error
+            raise
         except FileNotFoundError:
             raise ResultError(
                 f"checkpoint {self.id} was deleted, since it is not kept: call get_checkpoint() for the newest one"

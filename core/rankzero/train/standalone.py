@@ -15,6 +15,7 @@ from rankzero.run.checkpoints import (
     CheckpointConfig,
     Manifest,
     list_committed,
+    mark_damaged,
     remove,
     to_remove,
     up_to_whole,
@@ -48,6 +49,8 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
     def send(message: messages.Message) -> None:
         if isinstance(message, messages.Part):
             writer.committed(_commit(run, attempt, message, last).for_ranks([0]))
+        elif isinstance(message, messages.Damaged):
+            mark_damaged(run, message.id)
 
     start = messages.Start(run_directory=run.directory, run_token="", shared=True, scratch=run.directory)
     parts = Parts(start.having(checkpoint=last and {"id": last.id}), _nothing_to_fetch)

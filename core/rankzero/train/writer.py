@@ -312,6 +312,7 @@ class CheckpointWriter:
                 self._world_size,
                 self._parts.listed(manifest),
                 self._parts,
+                functools.partial(self._send, messages.Damaged(manifest["id"])),
             )
         if own:
             # At the end, since it lets `await_settled` return, after which the rank may ask for this checkpoint.

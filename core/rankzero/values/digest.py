@@ -86,7 +86,8 @@ def verify(file: IO[bytes], expected: str) -> None:
     if actual != f"{name}:{digits}":
         raise ResultError(
             f"{file.name} has the digest {_shown(actual)}, but {_shown(f'{name}:{digits}')} was recorded: "
-            "the file was changed or damaged after it was committed"
+            "the file was changed or damaged after it was committed",
+            is_damage=True,
         )
     file.seek(0)
 

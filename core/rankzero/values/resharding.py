@@ -145,7 +145,7 @@ class _File:
         """Reads the index at the file's end. Raises ResultError if its checksum differs."""
         length = LENGTH.unpack(self._read(self._size - LENGTH.size, LENGTH.size))[0]
         if length > self._size - LENGTH.size:
-            raise ResultError("a part of the checkpoint is damaged: it has no index")
+            raise ResultError("a part of the checkpoint has no index", is_damage=True)
         return self.read({"at": self._size - LENGTH.size - length, "length": length, "sha256": sha256})
 
     def read(self, place: Mapping[str, Any]) -> bytearray:
@@ -159,7 +159,7 @@ class _File:
         while view:
             count = self._file.readinto(view)  # type: ignore[attr-defined]
             if not count:
-                raise ResultError("a part of the checkpoint is shorter than what was committed")
+                raise ResultError("a part of the checkpoint is shorter than what was committed", is_damage=True)
             view = view[count:]
         return data
 
@@ -169,7 +169,7 @@ class _File:
 
 def _proved(data: _Bytes, sha256: str) -> _Bytes:
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise ResultError("a part of the checkpoint was changed or damaged after it was committed")
+        raise ResultError("a part of the checkpoint was changed or damaged after it was committed", is_damage=True)
     return data
 
 
