@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import rankzero.train as rt
-from rankzero import InvalidJobError, Launcher, ResultError, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, ResultError, RetryableError, WorkerFailedError, store
 from rankzero.data import Manifest, Order, Stretch, filesystem_of, mapping, order, reader
 from rankzero.submit import identity_of, manifest_of_path, paths
 from rankzero.train import DatasetShard, TrainContext, batches, context, data_loader
@@ -477,6 +477,62 @@ def test_a_file_that_was_replaced_is_named(parquet: Path, tmp_path: Path) -> Non
         list(shard.iter_batches(10))
 
 
+@pytest.mark.parametrize("name", ["0.parquet", "t.arrow", "packed.arrow"])
+def test_rows_that_were_replaced_by_as_many_others_are_not_read(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+
+    def write(first: int) -> None:
+        if name.endswith(".parquet"):
+            pq.write_table(table(100, first), file)
+        else:
+            packed = "zstd" if name.startswith("packed") else "uncompressed"
+            pyarrow.feather.write_feather(table(100, first), file, compression=packed)
+
+    write(0)
+    manifest = manifest_of_path(str(file), "train")
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns + 5_000_000_000)
+    os.utime(file, ns=times)
+    assert ids_of(shard_of(manifest, tmp_path).iter_batches(10)) == list(range(100)), "a copy has the same rows"
+    write(100)
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    with pytest.raises(ResultError, match=f"{name} of the dataset has other rows than when the run was submitted"):
+        list(shard_of(manifest, fresh).iter_batches(10))
+
+
+def test_an_object_that_was_replaced_by_one_with_as_many_rows_is_not_read(bucket: str, tmp_path: Path) -> None:
+    def write(first: int) -> None:
+        pq.write_table(table(100, first), tmp_path / "rows.parquet")
+        store.write_bytes(f"{bucket}/rows.parquet", (tmp_path / "rows.parquet").read_bytes())
+
+    def read(scratch: str) -> list[int]:
+        (tmp_path / scratch).mkdir()
+        return ids_of(shard_of(manifest, tmp_path / scratch).iter_batches(10))
+
+    write(0)
+    manifest = manifest_of_path(f"{bucket}/rows.parquet", "train")
+    write(0)
+    assert read("same") == list(range(100))
+    write(100)
+    with pytest.raises(ResultError, match=r"rows\.parquet of the dataset has other rows"):
+        read("other")
+
+
+def _reads_after_a_restart(file: str) -> list[int]:
+    ids = ids_of(rt.get_dataset_shard().iter_batches(10))
+    if rt.get_context().attempt == 0:
+        pq.write_table(table(100, 100), file)
+        raise RetryableError("with other rows")
+    return ids
+
+
+def test_a_restart_does_not_read_rows_that_were_replaced(launcher: Launcher, tmp_path: Path) -> None:
+    file = str(tmp_path / "rows.parquet")
+    pq.write_table(table(100, 0), file)
+    with pytest.raises(ResultError, match=r"rows\.parquet of the dataset has other rows"):
+        launcher.options(num_processes=1, dataset=file, max_restarts=1).run(_reads_after_a_restart, file)
+
+
 def test_bad_arguments_are_named(parquet: Path, tmp_path: Path) -> None:
     shard = shard_of(manifest_of_path(str(parquet), "train"), tmp_path)
     with pytest.raises(InvalidJobError, match="has no column 'y'; it has id, x, name"):
@@ -543,7 +599,7 @@ def test_other_rows_under_the_same_statistics_are_another_table(tmp_path: Path) 
 
 
 def test_an_object_store_is_asked_what_its_files_are(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_digest_of", None)
+    monkeypatch.setattr(paths, "digest_of", None)
     first, again, other = flipped(f"{bucket}/table")
     assert first == again != other
     assert manifest_of_path(f"{bucket}/table/part-0.parquet", "train").rows == 1000

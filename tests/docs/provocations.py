@@ -319,6 +319,22 @@ def a_result_that_was_removed(launcher: Launcher, here: Path) -> None:
 
 
 @provocation
+def a_dataset_that_was_replaced(launcher: Launcher, here: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.feather
+
+    def read(file: str) -> None:
+        import rankzero.train as rt
+
+        pyarrow.feather.write_feather(pa.table({"id": range(10, 20)}), file)
+        list(rt.get_dataset_shard().iter_batches(5))
+
+    file = str(here / "rows.arrow")
+    pyarrow.feather.write_feather(pa.table({"id": range(10)}), file)
+    launcher.options(num_processes=1, dataset=file).run(read, file)
+
+
+@provocation
 def a_checkpoint_that_was_changed(launcher: Launcher, here: Path) -> None:
     def resume() -> Any:
         import rankzero.train as rt

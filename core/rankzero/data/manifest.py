@@ -24,11 +24,15 @@ class File:
         location: Absolute path or URL.
         rows: Number of rows of each row group (Parquet) or record batch (Arrow).
         partition: Partition columns, which are not in the file: the value of all rows as text, None for a null.
+        stamp: Size and time of the last change when the run was submitted; empty for files that never change.
+        content: Its ETag or checksum at that time, which decides if the stamp is another one.
     """
 
     location: str
     rows: tuple[int, ...]
     partition: Mapping[str, str | None] = field(default_factory=dict)
+    stamp: str = ""
+    content: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Manifest:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Manifest:
         """Returns the manifest from the values of `to_json`."""
-        files = tuple(File(file["location"], tuple(file["rows"]), file["partition"]) for file in data["files"])
+        files = tuple(File(**{**file, "rows": tuple(file["rows"])}) for file in data["files"])
         return Manifest(**{**data, "files": files})
 
 

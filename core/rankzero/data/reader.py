@@ -14,7 +14,7 @@ import torch
 
 from rankzero import store
 from rankzero.data import decoded, mapping
-from rankzero.data.files import PARQUET_OPTIONS, open_file
+from rankzero.data.files import PARQUET_OPTIONS, is_changed, open_file
 from rankzero.data.manifest import ARROW, File, Manifest
 from rankzero.data.schemas import fit
 from rankzero.errors import ResultError
@@ -138,13 +138,13 @@ class Reader:
         if self._manifest.format == ARROW and not store.is_url(file.location):
             batch, is_mapped = self._mapped(file.location, group, writable)
             if is_mapped:
-                _check_rows(batch, file, group)
+                _check(batch, file, group)
                 return self._selected(batch, file), True
         path = os.path.join(self._scratch, f"{self._key}-{_digits(file.location)}-{group}.arrow")
 
         def decode() -> Any:
             batch = self._decoded(file, group)
-            _check_rows(batch, file, group)
+            _check(batch, file, group)
             return self._selected(batch, file)
 
         found = decoded.place(path, decode)
@@ -222,10 +222,16 @@ def _runs(rows: torch.Tensor, gap: int) -> list[tuple[int, int]]:
     return list(zip(first.tolist(), (last + 1).tolist(), strict=True))
 
 
-def _check_rows(batch: Any, file: File, group: int) -> None:
+def _check(batch: Any, file: File, group: int) -> None:
+    """Raises ResultError if a group is not the one that the run was submitted with; called after reading it."""
     if batch.num_rows != file.rows[group]:
         raise ResultError(
             f"{file.location} has {batch.num_rows} rows where it had {file.rows[group]} when the run was submitted"
+        )
+    if is_changed(file.location, file.stamp, file.content):
+        raise ResultError(
+            f"{file.location} of the dataset has other rows than when the run was submitted: submit the run "
+            "again to train on them from scratch, or write the rows as they were"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.data import kinds
-from rankzero.data.files import PARQUET_OPTIONS, filesystem_of, open_file, tags_of
+from rankzero.data.files import PARQUET_OPTIONS, digest_of, filesystem_of, open_file, stamp_of, tags_of
 from rankzero.data.manifest import ARROW, PARQUET, File, Manifest, encode_schema
 from rankzero.data.nulls import check_nulls, count_nulls
 from rankzero.errors import InvalidJobError
@@ -31,7 +31,6 @@ Counts = collections.Counter[str]
 
 _DELTA_LOG = "_delta_log"
 _ARROW_NAMES = (".arrow", ".feather", ".ipc")
-_CHUNK = 8 << 20
 _SAMPLED_ROWS = 1024
 _SAMPLED_BYTES = 16 << 20
 _PAGES = 64 << 10
@@ -160,8 +159,10 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
         partition = {key: None if value is None else str(value) for key, value in keys.items()}
         place, short = _place(fragment.path, location, base)
         rows, size, counts = _parquet_facts(fragment) if kind == PARQUET else _arrow_facts(place)
-        content = "" if digest else f"{short} {tags.get(short) or _digest_of(place)}"
-        return File(place, rows, partition), size, content, counts
+        # Before the content is read, which may change meanwhile.
+        stamp = "" if digest else stamp_of(place)
+        content = "" if digest else tags.get(short) or digest_of(place)
+        return File(place, rows, partition, stamp, content), size, f"{short} {content}", counts
 
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
         described = list(pool.map(describe, fragments))
@@ -257,11 +258,3 @@ def _arrow_facts(location: str) -> tuple[tuple[int, ...], int, Counts]:
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 counts.update(dict(count_nulls(name, column)))
     return tuple(rows for rows, _ in facts), sum(size for _, size in facts), counts
-
-
-def _digest_of(location: str) -> str:
-    found = hashlib.sha256()
-    with open_file(location) as file:
-        while data := file.read(_CHUNK):
-            found.update(data)
-    return found.hexdigest()
