@@ -243,7 +243,7 @@ class RunDirectory:
         return found + [f"checkpoints/{name}" for name in checkpoints if not re.fullmatch(r"\d{4,}-\d{6,}", name)]
 
     def make(self) -> None:
-        """Makes the directory. Of several processes that call this at once, each finds it made. Raises OSError."""
+        """Makes the directory. Of several processes that call this, each finds it made. Raises OSError."""
         store.make_directory(self.directory)
         store.create(self.path("token"), secrets.token_hex(16).encode())
 
