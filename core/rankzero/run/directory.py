@@ -12,7 +12,7 @@
         starting      the driver's process, until it writes a status; not on an object store
         outcome.json  the status since success or the end is certain; on a disk, since a later submission has begun
         delivery      the receiver of the result, and its acknowledgement; see `rankzero.run.delivery`
-        stage-K/      files between a driver in a stage, its tasks and its submitter; see `rankzero.task.staged`
+        stage/        files between a driver in a stage and its tasks; see `rankzero.task.stage`
         cancel        a request to end this submission; may name the orchestrator's try for which it is
     token         written first: this is a directory of rankzero's; agents see by it that it is their driver's
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
@@ -97,8 +97,7 @@ class RunStatus:
         written: Ends of `EVENTS` and `LINES` on an object store, each as piece and offset.
         driver_host: Host of the driver, or None before it started.
         driver_pid: Process id of the driver.
-        driver_namespace: Process namespace of ``driver_pid``; None if the run may continue after that process has
-            exited, so that only the heartbeat decides.
+        driver_namespace: Process namespace of ``driver_pid``.
         driver_start: Start time of that process, in clock ticks since the boot.
         driver_thread: Id and start time of the driver's thread, if the driver is a thread of its caller's process,
             which may outlive it; else None.
@@ -433,10 +432,6 @@ class RunDirectory:
         if self.is_remote and status.certain:
             self._write_outcome(status)
         store.write_bytes(self.path("status.json"), data, durable=status.certain)
-
-    def put_status_back(self, data: bytes) -> None:
-        """Replaces the status durably with one that was read from another location."""
-        store.write_bytes(self.path("status.json"), data, durable=True)
 
     def request_cancel(self, submission: int, receiver: Mapping[str, Any] | None = None) -> None:
         """Stores a request to end one submission, which its driver polls for.
