@@ -241,7 +241,6 @@ getattr(Launcher(store=sys.argv[2], run_id="one"), sys.argv[4])(count_and_wait, 
     ("before", "how"),
     [
         ("RunDirectory.write_submission", "submit"),
-        # The driver's heartbeat is waited for.
         ("drivers.start_driver", "submit"),
         ("DriverThread.start", "run"),
         # The status of the second submission lies beside the job of the first.
@@ -260,6 +259,9 @@ def test_the_run_id_of_a_killed_submitter_is_taken_over(
     assert subprocess.run(command, cwd=ROOT, timeout=WAIT).returncode == -signal.SIGKILL
     handle = single.submit(count_and_wait, str(tmp_path))
     assert handle.submission == earlier + 1
+    if before == "drivers.start_driver":
+        # It was not waited for: a driver that started now would exit.
+        assert RunDirectory(handle.directory).has_driver(0)
     assert handle.result(WAIT).startswith("attempt")
 
 
