@@ -218,17 +218,6 @@ def test_an_agent_that_comes_after_the_cancel_is_ended(tmp_path: Path) -> None:
     assert killed.is_set()
 
 
-def test_variables_that_torch_reads_when_it_is_loaded_count(launcher: Launcher) -> None:
-    def threads() -> list[Any]:
-        import torch
-
-        return [torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]]
-
-    for number in ("1", "2"):
-        chosen = launcher.options(num_processes=1, env={**(launcher.env or {}), "OMP_NUM_THREADS": number})
-        assert chosen.run(threads) == [int(number), number]
-
-
 def test_a_directory_of_caches_needs_no_server_of_its_own(launcher: Launcher, tmp_path: Path) -> None:
     def caches() -> list[Any]:
         import torch
@@ -247,15 +236,20 @@ def test_a_directory_of_caches_needs_no_server_of_its_own(launcher: Launcher, tm
 
 
 def test_idle_servers_of_other_environments_end(own_warm_servers: None, launcher: Launcher) -> None:
-    """A service whose runs differ in a variable of load time has two servers, and not one for each run."""
+    """A service whose runs differ in a variable that torch reads when it is loaded has two servers, not one a run."""
 
-    def server() -> int:
-        return psutil_free_parent(os.getppid())
+    def look() -> list[Any]:
+        import torch
+
+        return [psutil_free_parent(os.getppid()), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]]
 
     used = []
-    for number in ("a", "b", "a", "c", "a"):
-        chosen = launcher.options(num_processes=1, env={**(launcher.env or {}), "TORCH_OF_A_TEST": number})
-        used.append(chosen.run(server))
+    for number, other in (("1", ""), ("2", ""), ("1", ""), ("1", "c"), ("1", "")):
+        variables = {"OMP_NUM_THREADS": number, "TORCH_OF_A_TEST": other}
+        chosen = launcher.options(num_processes=1, env={**(launcher.env or {}), **variables})
+        server, *threads = chosen.run(look)
+        assert threads == [int(number), number]
+        used.append(server)
     first, second, _, third, _ = used
     assert used == [first, second, first, third, first]
     assert wait_until_gone({second}) == set()

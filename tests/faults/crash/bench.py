@@ -235,9 +235,7 @@ class Bench:
         """Returns the pipes to the program that forks a process for each action; it ends with this process."""
         if not self._programs:
             environment = {
-                **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
-                # Drivers and warm servers are new interpreters, which would compile all that they import.
-                "PYTHONPYCACHEPREFIX": str(self.notes.parent / "bytecode"),
+                **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(self.folder / "hook"), str(FOLDER.parents[2])]),
                 "TMPDIR": str(self.folder / "tmp"),
                 OWNER: str(os.getpid()),
