@@ -4,7 +4,6 @@ from rankzero import bounds
 from rankzero.driver import watch
 from rankzero.run import lease
 from rankzero.submit import owned
-from rankzero.train import writer
 
 
 def test_a_connection_is_silent_only_after_several_pings_and_is_made_again_before_the_other_end_is_lost() -> None:
@@ -54,7 +53,7 @@ def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end(
 
 
 def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_them() -> None:
-    assert bounds.CHECKPOINT_RETRY_TIMEOUT < bounds.CHECKPOINT_COMMIT_TIMEOUT <= writer.SETTLE_TIMEOUT
+    assert bounds.CHECKPOINT_RETRY_TIMEOUT < bounds.CHECKPOINT_COMMIT_TIMEOUT <= bounds.CHECKPOINT_SETTLE_TIMEOUT
     assert bounds.CHECKPOINT_COMMIT_TIMEOUT < bounds.UNFINISHED_AFTER
 
 

@@ -386,3 +386,37 @@ SKEW_WARNING = 5.0
 
 PROBE_CALL_TIMEOUT = 5.0
 """Seconds within which the examining process must connect to a rank."""
+
+# A rank: what training code calls.
+
+PART_UPLOAD_TIMEOUT = 30.0
+"""Seconds from the first failed write of a checkpoint's part to the store until the rank gives up retrying."""
+
+PART_RETRY_INTERVAL = 0.5
+"""Seconds between two writes of a checkpoint's part to a store that has failed."""
+
+PROGRESS_LINE_INTERVAL = 5.0
+"""Seconds between two progress lines in a log."""
+
+PROGRESS_REDRAW_INTERVAL = 0.2
+"""Seconds between two updates of the progress line in a terminal."""
+
+CHECKPOINT_SETTLE_TIMEOUT = 600.0
+"""Seconds that a rank waits for the commit of a checkpoint: as long as a driver waits for the store when a run ends."""
+
+# Users' tests: ranks of `run_inline`.
+
+INLINE_PEER_TIMEOUT = 60.0
+"""Seconds that the other ranks of `run_inline` may take to end after rank 0."""
+
+INLINE_POLL_INTERVAL = 0.1
+"""Seconds between two polls of the other ranks of `run_inline` while rank 0 trains."""
+
+INLINE_ARRIVAL_TIMEOUT = 0.5
+"""Seconds in which rank 0 of `run_inline` connects to the rendezvous store after it has read the store's address."""
+
+INLINE_COMMIT_TIMEOUT = 60.0
+"""Seconds that the commit of the last checkpoint of `run_inline` may take."""
+
+INLINE_EXIT_TIMEOUT = 30.0
+"""Seconds that the exit handlers of a rank of `run_inline` with its own process may take."""

@@ -23,15 +23,6 @@ from rankzero.worker.failures import describe
 if TYPE_CHECKING:
     from rankzero.train.checkpoint import Checkpoint
 
-PEER_TIMEOUT = 60.0
-"""Seconds that the other ranks may take to end after rank 0."""
-
-WATCH_EVERY = 0.1
-"""Seconds between two polls of the other ranks while rank 0 trains."""
-
-ARRIVAL = 0.5
-"""Seconds in which rank 0 connects to the store after it has read the store's address."""
-
 HOST = "127.0.0.1"
 
 
@@ -209,12 +200,12 @@ class _Peers:
 
     def _watch(self, store: list[Any], is_over: threading.Event) -> None:
         while not self._first:
-            if is_over.wait(WATCH_EVERY):
+            if is_over.wait(bounds.INLINE_POLL_INTERVAL):
                 return
             self._first = self.failure()
         # torch would retry a closed store until the group's timeout, so a rank 0 that connects later gets no address.
         os.environ.pop("MASTER_PORT", None)
-        if not is_over.wait(ARRIVAL):
+        if not is_over.wait(bounds.INLINE_ARRIVAL_TIMEOUT):
             # This is the last reference, so the store is closed.
             store.clear()
             for process in self._processes.values():
@@ -227,9 +218,9 @@ class _Peers:
                 process.stdin.close()
         for rank, process in self._processes.items():
             try:
-                process.wait(PEER_TIMEOUT)
+                process.wait(bounds.INLINE_PEER_TIMEOUT)
             except subprocess.TimeoutExpired:
-                what = f"rank {rank} has not ended {PEER_TIMEOUT:g} s after rank 0"
+                what = f"rank {rank} has not ended {bounds.INLINE_PEER_TIMEOUT:g} s after rank 0"
                 raise self.failure() or WorkerFailedError(what, rank=rank, host=HOST) from None
         if failure := self.failure():
             raise failure
@@ -257,7 +248,7 @@ class _Peers:
         """Returns the failure that caused an error of rank 0, which may see a broken collective before its cause."""
         deadline = time.monotonic() + (bounds.CAUSE_WINDOW if describe(error).collateral else 0.0)
         while not (found := self.failure()) and time.monotonic() < deadline:
-            time.sleep(WATCH_EVERY)
+            time.sleep(bounds.INLINE_POLL_INTERVAL)
         return found
 
     def kill(self) -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import IO, Any, NoReturn
 
+from rankzero import bounds
 from rankzero.channel import messages
 from rankzero.driver.commits import Committer
 from rankzero.host.descendants import die_with_parent
@@ -21,12 +22,6 @@ from rankzero.run.directory import RunDirectory
 from rankzero.train import context, parts, writer
 from rankzero.train.checkpoint import Checkpoint
 from rankzero.worker import failures, leaving
-
-COMMIT_TIMEOUT = 60.0
-"""Seconds that the commit of the last checkpoint may take."""
-
-EXIT_TIMEOUT = 30.0
-"""Seconds that the exit handlers of a rank with its own process may take."""
 
 ATTEMPT = 1
 """Attempt of the ranks; a checkpoint that the caller gave belongs to attempt 0."""
@@ -134,7 +129,7 @@ def _checkpoints(
     try:
         yield checkpoints
     finally:
-        committer.close(COMMIT_TIMEOUT)
+        committer.close(bounds.INLINE_COMMIT_TIMEOUT)
 
 
 def _files(home: str) -> parts.Parts:
@@ -190,7 +185,7 @@ def main() -> NoReturn:
     else:
         # A group that a peer is still making would break: the caller's process says when all have returned.
         sys.stdin.read()
-        leaving.run_exit_handlers(EXIT_TIMEOUT)
+        leaving.run_exit_handlers(bounds.INLINE_EXIT_TIMEOUT)
     sys.stdout.flush()
     sys.stderr.flush()
     # As the rank of a run: an interpreter that takes itself down beneath gloo's threads aborts, 4 times in 100.

@@ -12,19 +12,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import IO, Any
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.messages import Start
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
 from rankzero.values.formats import Writable
-
-UPLOAD_TIMEOUT = 30.0
-"""Seconds from the first failed write of a part to the store until the rank gives up retrying."""
-
-STORE_INTERVAL = 0.5
-"""Seconds between two writes of a part to a store that has failed."""
 
 READ_AHEAD = 4 << 20
 """Bytes that one request to a store reads, even if fewer are needed."""
@@ -164,7 +158,7 @@ class Parts:
             be sent to the driver.
 
         Raises:
-            NotTakenError: the store has refused the part for `UPLOAD_TIMEOUT` seconds.
+            NotTakenError: the store has refused the part for `PART_UPLOAD_TIMEOUT` seconds.
             OSError: the disk cannot hold the part.
         """
         if client := self.client():
@@ -200,7 +194,9 @@ class Parts:
             return None
         return url
 
-    def _upload(self, client: remote.Client, url: str, produce: Produce, timeout: float = UPLOAD_TIMEOUT) -> Message:
+    def _upload(
+        self, client: remote.Client, url: str, produce: Produce, timeout: float = bounds.PART_UPLOAD_TIMEOUT
+    ) -> Message:
         deadline: float | None = None
         while True:
             try:
@@ -215,7 +211,7 @@ class Parts:
                 deadline = deadline or time.monotonic() + timeout
                 if remote.is_refusal(error) or time.monotonic() > deadline:
                     raise
-            threading.Event().wait(STORE_INTERVAL)
+            threading.Event().wait(bounds.PART_RETRY_INTERVAL)
 
     def _write_local(self, path: str, produce: Produce) -> Message:
         writing = f"{path}.writing"

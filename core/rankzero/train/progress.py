@@ -8,13 +8,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from rankzero import bounds
 from rankzero.train.context import count_progress, get_context
-
-LINE_INTERVAL = 5.0
-"""Seconds between two progress lines in a log."""
-
-REDRAW_INTERVAL = 0.2
-"""Seconds between two updates of the progress line in a terminal."""
 
 T = TypeVar("T")
 
@@ -56,7 +51,7 @@ class _Line:
         self._total = total
         self._started = time.monotonic()
         self._in_terminal = sys.stdout.isatty()
-        self._interval = REDRAW_INTERVAL if self._in_terminal else LINE_INTERVAL
+        self._interval = bounds.PROGRESS_REDRAW_INTERVAL if self._in_terminal else bounds.PROGRESS_LINE_INTERVAL
         self._count = 0
         self._shown = (0, self._started)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rankzero import bounds
 from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.train import snapshot
@@ -27,9 +28,6 @@ KEPT_STAGED = 2
 
 MAX_INDEX = 16 << 20
 """Most characters of a part's index that is sent to the driver, which stores the indexes of all parts in one file."""
-
-SETTLE_TIMEOUT = 600.0
-"""Seconds that a rank waits for the commit of a checkpoint: as long as a driver waits for the store when a run ends."""
 
 
 @dataclass(frozen=True)
@@ -172,16 +170,16 @@ class CheckpointWriter:
         """Waits until the last checkpoint that this rank has reported is committed or has failed.
 
         With whole checkpoints, other ranks than 0 wait for the one that rank 0 reports in its call of the same number.
-        The wait lasts as long as the driver tries to store the checkpoint, at most `SETTLE_TIMEOUT` seconds.
+        The wait lasts as long as the driver tries to store the checkpoint, at most `CHECKPOINT_SETTLE_TIMEOUT` seconds.
         """
         self._busy = True
         try:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._settled >= self._next - 1, SETTLE_TIMEOUT):
-                    name = self._name(self._next - 1)
-                    print(
-                        f"rankzero: checkpoint {name} is not complete after {SETTLE_TIMEOUT:.0f} s, no longer awaited"
-                    )
+                if not self._changed.wait_for(
+                    lambda: self._settled >= self._next - 1, bounds.CHECKPOINT_SETTLE_TIMEOUT
+                ):
+                    name, bound = self._name(self._next - 1), bounds.CHECKPOINT_SETTLE_TIMEOUT
+                    print(f"rankzero: checkpoint {name} is not complete after {bound:.0f} s, no longer awaited")
         finally:
             self._busy = False
 
