@@ -16,7 +16,7 @@ from dagster_rankzero._compat import assets_of
 from rankzero.pipeline import attempt
 
 _RANK_0 = "[0] "
-_VERSION = "__dagster_pipes_version"
+_MESSAGE = '{"__dagster_pipes_version"'
 
 
 class _Lines(dg.PipesMessageReader):
@@ -38,16 +38,16 @@ class _Lines(dg.PipesMessageReader):
         """Returns the text of Dagster's warning about missing messages."""
         return "Rank 0 has to call dagster_pipes.open_dagster_pipes(), and to print nothing through another stdout."
 
-    def take(self, line: str) -> bool:
-        """Handles a line if it is a message, and returns whether it was one."""
-        if not (line.startswith(_RANK_0) and _VERSION in line):
-            return False
+    def take(self, line: str) -> str | None:
+        """Handles the message in a line, and returns the rest of the line; None if there is nothing else in it."""
+        start = line.find(_MESSAGE)
+        if start < 0 or not line.startswith(_RANK_0):
+            return line
         try:
-            message = json.loads(line.removeprefix(_RANK_0))
+            # A progress bar, or a print without a line end, may precede it.
+            message, end = json.JSONDecoder().raw_decode(line, start)
         except ValueError:
-            return False
-        if not (isinstance(message, dict) and _VERSION in message):
-            return False
+            return line
         if message.get("method") == "opened":
             self.results = len(self._handler.get_reported_results())
             self.messages = len(self._handler.get_custom_messages())
@@ -56,7 +56,8 @@ class _Lines(dg.PipesMessageReader):
         except Exception as error:
             # A wrong message must not end the training.
             self._log.warning("a Pipes message of rank 0 cannot be used: %s", error)
-        return True
+        rest = line[:start] + line[end:]
+        return rest if rest.strip() != _RANK_0.strip() else None
 
 
 class PipesCall:
@@ -72,11 +73,11 @@ class PipesCall:
         return self._session.get_bootstrap_env_vars()
 
     def passing(self, on_line: Callable[[str], None]) -> Callable[[str], None]:
-        """Returns a function that handles lines with messages, and passes all other lines to ``on_line``."""
+        """Returns a function that handles the messages in lines, and passes everything else to ``on_line``."""
 
         def take(line: str) -> None:
-            if not self._lines.take(line):
-                on_line(line)
+            if (rest := self._lines.take(line)) is not None:
+                on_line(rest)
 
         return take
 

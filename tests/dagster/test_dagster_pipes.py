@@ -62,6 +62,35 @@ def test_what_rank_0_reports_belongs_to_the_asset(
     assert "from rank 0 of 2" in printed.err
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_message_behind_an_unfinished_line_counts(
+    torch_distributor: TorchDistributorResource, capfd: pytest.CaptureFixture[str], stream: str
+) -> None:
+    def report(stream: str) -> int:
+        import sys
+
+        from dagster_pipes import open_dagster_pipes
+
+        with open_dagster_pipes() as pipes:
+            for text in ("\r 50%|#####     | 1/2 ", "loss ", '{"'):
+                print(text, end="", file=getattr(sys, stream), flush=True)
+                pipes.report_custom_message({"after": text})
+            print("the end")
+        return 5
+
+    @dg.asset
+    def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.options(pipes=True, num_processes=1).run(context, report, stream)
+
+    done = dg.materialize([model], resources={"torch_distributor": torch_distributor})
+    made = event(done, "ASSET_MATERIALIZATION").materialization.metadata
+    assert [each["after"] for each in made["pipes_messages"].value] == ["\r 50%|#####     | 1/2 ", "loss ", '{"']
+    shown = capfd.readouterr().out
+    assert "__dagster_pipes_version" not in shown
+    assert all(f"[0] {text}" in shown for text in ("loss ", '{"', "the end"))
+    assert " 50%|#####     | 1/2 " in shown
+
+
 def test_what_an_attempt_reported_that_was_restarted_does_not_count(
     torch_distributor: TorchDistributorResource,
 ) -> None:
