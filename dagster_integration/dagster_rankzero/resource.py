@@ -237,7 +237,7 @@ class TorchDistributorResource(LauncherFields):
                 with step_run.open_run(launcher, step, context, *shipped) as opened:
                     handle = opened.handle
                     # Rank 0's messages are among its lines, so these are always followed.
-                    ranks = self.log_ranks and [0, *self.log_ranks] if call else self.log_ranks
+                    ranks = [0, *self.log_ranks] if call and self.log_ranks is not None else self.log_ranks
                     for metrics in step_run.follow(
                         opened, on_line, self.observation_interval, ranks, whole=call is not None
                     ):

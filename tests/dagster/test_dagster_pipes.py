@@ -91,6 +91,15 @@ def test_a_message_behind_an_unfinished_line_counts(
     assert " 50%|#####     | 1/2 " in shown
 
 
+def test_messages_are_read_if_no_line_is_shown(torch_distributor: TorchDistributorResource) -> None:
+    @dg.asset(check_specs=[dg.AssetCheckSpec("finite", asset="model")])
+    def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.options(pipes=True, log_ranks=[]).run(context, train)
+
+    done = dg.materialize([model], resources={"torch_distributor": torch_distributor})
+    assert event(done, "ASSET_MATERIALIZATION").materialization.metadata["rows"].value == 17
+
+
 def test_what_an_attempt_reported_that_was_restarted_does_not_count(
     torch_distributor: TorchDistributorResource,
 ) -> None:
