@@ -159,7 +159,7 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
             for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
                 show(line)
         handle.result_ref()
-        handle.acknowledge()
+        launcher._acknowledge(handle)
     except RankZeroError as error:
         click.echo(f"{type(error).__name__}: {error}", err=True)
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
