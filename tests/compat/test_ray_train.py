@@ -152,6 +152,17 @@ def test_a_failure_raises_and_is_in_the_result(run_config: RunConfig, tmp_path: 
     assert result.metrics == {"loss": 1.0}
 
 
+def test_the_metrics_are_those_of_rank_0s_last_report(run_config: RunConfig) -> None:
+    def loop() -> None:
+        train.report({"accuracy": 0.5, "loss": 2.0})
+        train.report({"loss": 1.0, "rank": train.get_context().get_world_rank()})
+
+    trainer = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run_config)
+    result = trainer.fit()
+    assert result.metrics == {"loss": 1.0, "rank": 0}
+    assert Result.from_path(result.path).metrics == {"loss": 1.0, "rank": 0}
+
+
 def test_a_share_of_a_data_set(run_config: RunConfig) -> None:
     def loop() -> Any:
         shard = train.get_dataset_shard("train")

@@ -77,7 +77,11 @@ def result_of(handle: RunHandle[Any], value: Any, error: Exception | None = None
     """Returns the result of a run that has ended."""
     run = RunDirectory(handle.directory)
     kept = [(_checkpoint(run, manifest), manifest.metrics) for manifest in handle.checkpoints()]
-    metrics = dict(handle.status().metrics) or None
+    metrics = None
+    for event in handle.events():
+        # The status has the last value of every metric, also of those that the last report left out.
+        if event["type"] == "metric" and event["rank"] == 0:
+            metrics = event["metrics"]
     return Result(metrics, kept[-1][0] if kept else None, error, handle.directory, kept, value)
 
 
