@@ -74,8 +74,23 @@ def test_nobody_hangs_while_a_value_is_stored() -> None:
     ranks = Watched()
     for rank in range(2):
         ranks.watch.on_return(rank, BOUND)
-    assert ranks.poll(BOUND * 100) is None
+    for second in range(100):
+        for rank in range(2):
+            ranks.watch.on_beat(rank, 1, BOUND + second)
+        assert ranks.poll(BOUND + second) is None
     assert ranks.asked == 0
+
+
+def test_a_returned_rank_without_heartbeats_hangs_unless_it_has_sent_its_last_report() -> None:
+    ranks = Watched()
+    for rank in range(2):
+        ranks.watch.on_return(rank, BOUND)
+    ranks.watch.on_beat(1, 1, 3 * BOUND)
+    assert ranks.watch.poll(3 * BOUND, BOUND, over={0}) is None
+    assert ranks.watch.poll(3 * BOUND, BOUND) is None
+    assert ranks.asked == 1
+    assert ranks.watch.poll(3.1 * BOUND + bounds.STACKS_WINDOW, 2 * BOUND) is not None
+    assert ranks.watch.silent == [0]
 
 
 def test_a_return_is_progress_and_what_comes_after_it_hides_no_peer_that_hangs() -> None:

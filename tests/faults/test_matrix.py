@@ -139,7 +139,8 @@ CONNECT: dict[str, Any] = {"engine": "connect", "ranks": 2, "by_hand": True}
 """Driven in its own stage."""
 
 CELLS = [
-    # A rank. Killed from outside it is worth another attempt; once it has committed nobody needs it.
+    # A rank. Killed from outside it is worth another attempt; once it has committed nobody needs it. With what it has
+    # returned in its hands it does not end when it is asked to.
     Cell("worker", "rendezvous", "SIGKILL", "restart", "killed", ranks=2, who=1, by_hand=True),
     Cell("worker", "training", "SIGKILL", "restart", "killed", ranks=2, who=1),
     Cell("worker", "training", "SIGKILL", "error", "killed", ranks=2, who=0, by_hand=True),
@@ -151,7 +152,7 @@ CELLS = [
     Cell("worker", "training", "SIGTERM", "restart", "preempted", ranks=2, who=0, by_hand=True),
     Cell("worker", "training", "SIGTERM", "error", "preempted", ranks=2, who=1, by_hand=True),
     Cell("worker", "checkpoint", "SIGTERM", "restart", "preempted", by_hand=True),
-    Cell("worker", "returned", "SIGTERM", "restart", "preempted", by_hand=True),
+    Cell("worker", "returned", "SIGTERM", "unharmed", bound=ENDED, by_hand=True),
     Cell("worker", "committed", "SIGTERM", "unharmed", by_hand=True),
     Cell("worker", "rendezvous", "SIGSTOP", "restart", "hang", bound=HUNG, by_hand=True),
     Cell("worker", "training", "SIGSTOP", "restart", "hang", bound=HUNG, ranks=2, who=1, by_hand=True),

@@ -218,8 +218,8 @@ class Attempt:
         if self._remaining.is_hung(now):
             if stacks := self._hang.poll(now, 0.0):
                 raise ending.left_waiting(self.facts.returned, stacks, self._run.directory)
-        elif (bound := self.job.hang_timeout) is not None and (stacks := self._hang.poll(now, bound)):
-            raise ending.hung(bound, stacks, self._run.directory)
+        elif (bound := self.job.hang_timeout) is not None and (stacks := self._hang.poll(now, bound, self.facts.over)):
+            raise ending.hung(bound, stacks, self._hang.silent, self._run.directory)
 
     @property
     def has_started(self) -> bool:

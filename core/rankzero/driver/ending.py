@@ -294,8 +294,18 @@ def _lost(member: Member, facts: Facts, explain: Explain) -> Verdict:
     return Verdict(error=EngineError("\n".join(text), cause=cause), blamed=blamed)
 
 
-def hung(bound: float, stacks: Mapping[int, str], directory: str) -> HangError:
-    """Returns the error of a run in which no rank made progress for ``bound`` seconds, with the stack of each rank."""
+def hung(bound: float, stacks: Mapping[int, str], silent: list[int], directory: str) -> HangError:
+    """Returns the error of a run that hangs, with the stack of each rank.
+
+    Args:
+        bound: Seconds without progress of any rank or, if some are silent, without their heartbeats.
+        stacks: The stack of each rank.
+        silent: Ranks that have returned and send no heartbeat.
+        directory: The run directory.
+    """
+    if silent:
+        why = f"{name_ranks(silent)} returned, and then sent no heartbeat for hang_timeout={bound} s"
+        return _hang_error(why, stacks, silent, directory)
     missing = policy.not_in_collective(stacks)
     return _hang_error(f"no rank made progress for hang_timeout={bound} s", stacks, missing, directory)
 

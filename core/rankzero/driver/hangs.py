@@ -36,21 +36,26 @@ class HangWatch:
         self._broadcast = broadcast
         self._progress: dict[int, tuple[int, float]] = {}
         self._returned: set[int] = set()
+        self._beats: dict[int, float] = {}
+        self.silent: list[int] = []
+        """Ranks that have returned and whose heartbeats had stopped at the last poll."""
         self._began: float | None = None
         self._stacks: dict[int, str] = {}
         self._stacks_deadline: float | None = None
 
     def on_beat(self, rank: int, progress: int, now: float) -> None:
-        """Records a rank's progress counter; heartbeats of a rank that has returned do not count."""
+        """Records a rank's progress counter. One of a rank that has returned shows only that it is alive."""
         if rank in self._returned:
+            self._beats[rank] = now
             return
         if rank not in self._progress or self._progress[rank][0] != progress:
             self._progress[rank] = progress, now
 
     def on_return(self, rank: int, now: float) -> None:
-        """Records that a rank's code has returned, its last progress: storing its value has no time limit."""
+        """Records that a rank's code has returned, its last progress. While it is alive, it may store its value."""
         self._returned.add(rank)
         self._progress[rank] = -1, now
+        self._beats[rank] = now
 
     @property
     def progress_at(self) -> float:
@@ -61,14 +66,16 @@ class HangWatch:
         """Records the stack that a rank sent."""
         self._stacks[rank] = text
 
-    def poll(self, now: float, bound: float) -> dict[int, str] | None:
+    def poll(self, now: float, bound: float, over: Set[int] = frozenset()) -> dict[int, str] | None:
         """Returns the stack of each rank if the run hangs; None if it does not, or if stacks are still missing.
 
         The caller polls this from when every rank has started; progress counts from the first call.
 
         Args:
             now: Monotonic time.
-            bound: Seconds without progress of any rank after which a run hangs.
+            bound: Seconds after which a run hangs: without progress of any rank or, once all ranks have returned,
+                without a heartbeat of one.
+            over: Ranks that have sent their last report.
         """
         if self._began is None:
             self._began = now
@@ -76,8 +83,12 @@ class HangWatch:
             # A rank without any heartbeat may hang, too. It has `MEET_TIMEOUT` more, to reach rank 0.
             self._progress.setdefault(rank, (-1, self._began + bounds.MEET_TIMEOUT))
         if self._returned.issuperset(self._ranks):
-            return None
-        if not policy.is_hung((when for _, when in self._progress.values()), now, bound):
+            silent = [rank for rank in self._ranks if rank not in over and now - self._beats[rank] > bound]
+            is_hung = bool(silent)
+        else:
+            silent, is_hung = [], policy.is_hung((when for _, when in self._progress.values()), now, bound)
+        self.silent = silent
+        if not is_hung:
             self._stacks_deadline = None
         elif self._stacks_deadline is None:
             self._stacks.clear()
