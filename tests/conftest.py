@@ -243,8 +243,6 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     marker = f"suite-{os.getpid()}"
     os.environ["RANKZERO_TEST_SUITE"] = marker
     os.environ["RANKZERO_STORE"] = str(tmp_path_factory.mktemp("default-store"))
-    base = tmp_path_factory.getbasetemp()
-    os.environ["RANKZERO_TEST_SHARED"] = str(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
     # Drivers and JVMs of the suite come and go by the hundred: their ranks are forks of the same warm servers, which
     # all processes of the suite share. A rank has one thread, however many ranks its run has: servers would differ.
     os.environ[OWNER] = str(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
