@@ -16,13 +16,10 @@ import threading
 import time
 from pathlib import Path
 
-import s3fs  # noqa: F401
-
 from rankzero import Launcher, RankZeroError, RunHandle
 from rankzero.run import collect
 
-# The modules that an action would import: imports are no points, and no action pays for them again.
-for _name in (
+IMPORTED = (
     "rankzero.driver.driver",
     "rankzero.engines.local",
     "rankzero.report.card",
@@ -30,8 +27,9 @@ for _name in (
     "rankzero.report.progress",
     "rankzero.submit.owned",
     "rankzero.submit.trackers",
-):
-    importlib.import_module(_name)
+    "s3fs",
+)
+"""The modules that an action would import: imports are no points, and no action pays for them again."""
 
 STEPS = 3
 RUN = "r"
@@ -101,6 +99,8 @@ def act(action: str, store: str, folder: str) -> None:
 
 def serve() -> None:
     """Forks a process for each line, which does that action and ends as a program does."""
+    for name in IMPORTED:
+        importlib.import_module(name)
     gc.collect()
     # A collection in a forked process would copy every page that it shares with this one.
     gc.freeze()
