@@ -159,7 +159,9 @@ class TorchDistributorOperator(BaseOperator):
         fields = templates.fields_to_render(self, template_fields)
         super()._do_render_template_fields(parent, fields, context, jinja_env, seen_oids)
         # The token of a Spark Connect server is part of its address.
-        for pairs in (self.spark_conf, self.env, {"master": self.master, "store": str(self.store)}):
+        sources = self.dataset.values() if isinstance(self.dataset, Mapping) else [self.dataset]
+        addresses = {str(number): each for number, each in enumerate([self.master, str(self.store), *sources])}
+        for pairs in (self.spark_conf, self.env, addresses):
             if isinstance(pairs, Mapping):
                 mask_secrets(pairs)
         dag_file = context["dag"].fileloc

@@ -138,6 +138,23 @@ def test_inputs_are_refs_paths_tables_and_queries(tmp_path: Path) -> None:
     assert inputs_of((), 42, None) == Inputs()
 
 
+@pytest.mark.parametrize(
+    ("uri", "name"),
+    [
+        ("https://me:geheim@host:8443/t.parquet", ("https://host:8443", "t.parquet")),
+        ("https://geheim@host/t.parquet", ("https://host", "t.parquet")),
+        ("s3a://me:geheim@bucket/t", ("s3://bucket", "t")),
+        ("https://host/t.parquet?X-Amz-Expires=60&X-Amz-Signature=geheim", ("https://host", "t.parquet")),
+        ("abfs://c@a.dfs.core.windows.net/t?sv=1&sig=geheim", ("abfs://c@a.dfs.core.windows.net", "t")),
+        ("s3://bucket/part-?.parquet", ("s3://bucket", "part-?.parquet")),
+    ],
+)
+def test_the_name_of_a_data_set_has_no_credentials(uri: str, name: tuple[str, str]) -> None:
+    from airflow_rankzero.openlineage.lineage import dataset_name
+
+    assert dataset_name(uri) == name
+
+
 @with_provider
 def test_tables_and_queries_have_names_as_openlineage_has_them() -> None:
     from airflow_rankzero import Inputs, RunFacts, facets

@@ -33,10 +33,15 @@ def rendered_fields(dag_id: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("field", "template"),
-    [("master", "sc://host:15002/;token={{ params.token }}"), ("store", "s3://me:{{ params.token }}@host/runs")],
+    [
+        ("master", "sc://host:15002/;token={{ params.token }}"),
+        ("store", "s3://me:{{ params.token }}@host/runs"),
+        ("dataset", "https://me:{{ params.token }}@host/rows.parquet"),
+        ("dataset", {"tokens": "abfs://c@a.dfs.core.windows.net/rows?sv=1&sig={{ params.token }}"}),
+    ],
 )
 def test_the_credentials_of_addresses_are_masked_as_they_are_rendered(
-    dag: Any, monkeypatch: pytest.MonkeyPatch, field: str, template: str
+    dag: Any, monkeypatch: pytest.MonkeyPatch, field: str, template: Any
 ) -> None:
     from airflow_rankzero import TorchDistributorOperator
     from airflow_rankzero.connection import spark_conf

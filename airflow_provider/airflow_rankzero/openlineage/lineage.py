@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,12 @@ logger = logging.getLogger(__name__)
 
 FACET_NAME = "rankzero_run"
 """Key of the run facet that holds world size, run directory and the first cause of a failure."""
+
+_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
+"""Schemes of URLs in which the name of a container precedes the ``@``, instead of a user and a password."""
+
+_QUERY = re.compile(r"\?[\w.-]+=.*")
+"""The query of a URL, such as a signature; a pattern such as ``part-?.parquet`` has none."""
 
 _METASTORE = "spark.hadoop.hive.metastore.uris"
 _PROVIDER = "airflow.providers.openlineage"
@@ -198,7 +205,7 @@ def _sql_facet(queries: list[str]) -> dict[str, Any]:
 
 
 def dataset_name(uri: str) -> tuple[str, str]:
-    """Namespace and name of a file, as OpenLineage's naming has them.
+    """Returns the namespace and name of a file, as OpenLineage's naming has them, without a user and credentials.
 
     Args:
         uri: Path or URL.
@@ -213,4 +220,6 @@ def dataset_name(uri: str) -> tuple[str, str]:
         return "file", store.normalize(uri)
     scheme, _, path = uri.partition("://")
     authority, _, name = path.partition("/")
-    return f"{'s3' if scheme == 's3a' else scheme}://{authority}", name or "/"
+    if scheme not in _CONTAINERS:
+        authority = authority.rpartition("@")[2]
+    return f"{'s3' if scheme == 's3a' else scheme}://{authority}", _QUERY.sub("", name) or "/"
