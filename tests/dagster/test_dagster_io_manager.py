@@ -102,10 +102,38 @@ def test_metadata_says_what_is_stored_and_where(
     assert json.loads((directory / "manifest.json").read_text())["digest"] == f"sha256:{shown['sha256']}"
 
 
-def test_without_a_path_the_instance_stores(instance: dg.DagsterInstance) -> None:
+def test_without_a_path_the_instance_stores_beside_dagsters_own_io_manager(instance: dg.DagsterInstance) -> None:
+    assert dg.materialize([asset_of({"a": 0})], instance=instance).success
     shown = store({"a": 1}, RankZeroIOManager(), instance)
     assert shown["path"].startswith(instance.storage_directory())
     assert load(RankZeroIOManager(), instance) == {"a": 1}
+    assert dg.Definitions([asset_of(None)]).load_asset_value("stored", instance=instance) == {"a": 0}
+
+
+@pytest.mark.parametrize("text", ['{"name": "my web app", "icons": []}', "[]"])
+def test_a_manifest_of_another_program_is_kept(
+    text: str, manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    foreign = assets_path / "stored" / "manifest.json"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text(text)
+    for use in (lambda: store({"a": 1}, manager, instance), lambda: load(manager, instance)):
+        with pytest.raises(dg.Failure, match="another program wrote"):
+            use()
+    assert foreign.read_text() == text
+    assert [path.name for path in foreign.parent.iterdir()] == ["manifest.json"]
+
+
+def test_a_torn_manifest_is_replaced(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    store({"a": 1}, manager, instance)
+    manifest = assets_path / "stored" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:20])
+    with pytest.raises(dg.Failure, match="damaged"):
+        load(manager, instance)
+    store({"a": 2}, manager, instance)
+    assert load(manager, instance) == {"a": 2}
 
 
 def test_a_loaded_state_dict_is_stored_again_as_safetensors(

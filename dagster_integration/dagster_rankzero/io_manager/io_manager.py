@@ -45,7 +45,7 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
     base_path: str | None = Field(
         default=None,
         description="Root of the stored values, a path or an fsspec URL such as s3://bucket/assets. "
-        "Left out: the storage directory of the Dagster instance.",
+        "Left out: rankzero/ in the storage directory of the Dagster instance.",
     )
     allow_pickle: bool = Field(
         default=True,
@@ -65,7 +65,8 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
         if root is None:
             if context.instance is None:
                 raise dg.DagsterInvariantViolationError("RankZeroIOManager without an instance needs base_path")
-            root = context.instance.storage_directory()
+            # Dagster's default IO manager stores an asset in a file where this one needs a directory.
+            root = store.join(context.instance.storage_directory(), "rankzero")
         self._base_path = UPath(store.normalize(root))
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:

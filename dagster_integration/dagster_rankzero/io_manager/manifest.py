@@ -57,20 +57,34 @@ class Manifest:
         return ResultRef(uri, self.format, self.digest, self.size, self.summary, self.fingerprint)
 
 
+class _DamagedError(ResultError):
+    """Raised for a manifest that was cut or changed; the next version replaces it."""
+
+
 def read_manifest(directory: str) -> Manifest:
     """Reads the manifest of the committed version in a directory.
 
     Raises:
         FileNotFoundError: no version was committed there.
-        ResultError: the manifest is damaged.
+        ResultError: the manifest is damaged, or another program's.
     """
     path = store.join(directory, MANIFEST)
     try:
-        return Manifest(**json.loads(store.read_bytes(path)))
+        facts = json.loads(store.read_bytes(path))
     except FileNotFoundError:
         raise FileNotFoundError(f"nothing is stored in {directory}: there is no {MANIFEST}") from None
-    except (ValueError, TypeError) as error:
-        raise ResultError(f"{path} is damaged: {error}; materialize it again") from error
+    except ValueError as error:
+        raise _damaged(path, error) from error
+    if not (isinstance(facts, dict) and facts.keys() >= {"data", "format", "digest"}):
+        raise ResultError(f"another program wrote {path}: give the IO manager another base_path, or move that file")
+    try:
+        return Manifest(**facts)
+    except TypeError as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str, error: Exception) -> ResultError:
+    return _DamagedError(f"{path} is damaged: {error}; materialize it again")
 
 
 def check_owner(directory: str, manifest: Manifest, owner: list[str] | None) -> None:
@@ -104,7 +118,7 @@ def commit(
 
     Raises:
         ResultError: the value cannot be stored, the handle's file does not exist or is damaged, or the directory has
-            the value of another asset or partition.
+            the value of another asset or partition, or another program's manifest.
 
     The store copies the file of a handle if it can (a hard link, a copy within S3). The file is then not read here:
     its size is compared, and its checksum, which the handle recorded when the file was written, is verified when the
@@ -151,7 +165,7 @@ def check_format(file_format: str, allow_pickle: bool) -> None:
 def _previous(directory: str) -> Manifest | None:
     try:
         return read_manifest(directory)
-    except (FileNotFoundError, ResultError):
+    except (FileNotFoundError, _DamagedError):
         return None
 
 
