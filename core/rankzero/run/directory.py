@@ -338,7 +338,7 @@ class RunDirectory:
             job: Job of the submission.
             patience: `RunStatus.patience`: seconds that a cluster may take to start the driver.
         """
-        if not self._has_token():
+        if not (store.exists(self.path("token")) and self._has_token()):
             store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
         store.remove(self.path("lease"))
         if self.newest_claim() > job.submission:

@@ -149,6 +149,7 @@ def _of_frame(frame: Any, name: str, run: RunDirectory, before: Manifest | None)
         if content_of(frame) == before.digest:
             return before
         logger.info("dataset %r has other rows than in the submission of %s before", name, run.directory)
+    submission.make(run)
     return materialize(frame, run.new_dataset(name), name, lambda text: logger.info("%s", text))
 
 
@@ -181,7 +182,6 @@ def share(
             f"the rows of the sweep {job.run_id!r} would be in {run.directory}, which is a run: give the sweep another "
             "run_id"
         )
-    submission.adopt(run)
     known = run.path(FILE)
     before = from_bytes(store.read_bytes(known)) if store.exists(known) else {}
     if before:

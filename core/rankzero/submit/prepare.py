@@ -142,7 +142,6 @@ def prepare(
     engine.check(job)
     engine.check_store(request.root)
     run = RunDirectory(store.join(request.root, run_id))
-    submission.adopt(run)
     with contextlib.ExitStack() as unless_started:
         before = datasets.earlier(run) if request.sources else {}
         found = datasets.collect(request.sources, engine, run, job.num_processes, before)

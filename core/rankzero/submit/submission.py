@@ -70,8 +70,8 @@ def _check_owner(run: RunDirectory) -> None:
         raise InvalidJobError(f"the run directory {run.directory} {why}")
 
 
-def adopt(run: RunDirectory) -> None:
-    """Makes a run directory, unless it exists, before the first file is written there.
+def make(run: RunDirectory) -> None:
+    """Makes a run directory before its first submission, for rows that Spark computes.
 
     Raises:
         InvalidJobError: the store cannot be written, or the directory belongs to another user or holds files that
@@ -79,16 +79,19 @@ def adopt(run: RunDirectory) -> None:
     """
     with _storing(run):
         _check_owner(run)
-        if run.is_own():
-            return
-        if (found := run.strangers()) and not run.is_own():
-            # Nor has another submitter made it meanwhile.
-            raise InvalidJobError(
-                f"{run.directory} holds files of others ({', '.join(sorted(found)[:_MOST_NAMED])}), so it cannot "
-                "become a run directory: choose another run_id or another store"
-            )
+        _refuse_others(run)
         store.prove(os.path.dirname(run.directory))
         run.make()
+
+
+def _refuse_others(run: RunDirectory) -> None:
+    """Raises InvalidJobError for a directory with files that rankzero has not written, since it prunes and removes."""
+    # Another submitter may make it meanwhile.
+    if store.exists(run.directory) and not run.is_own() and (found := run.strangers()) and not run.is_own():
+        raise InvalidJobError(
+            f"{run.directory} holds files of others ({', '.join(sorted(found)[:_MOST_NAMED])}), so it cannot become a "
+            "run directory: choose another run_id or another store"
+        )
 
 
 @contextlib.contextmanager
@@ -257,6 +260,8 @@ def submit(
                 )
             if existing:
                 number = max(number, existing.job.submission + 1)
+            else:
+                _refuse_others(run)
             store.prove(os.path.dirname(run.directory))
             if run.claim(number):
                 # Another user may have created the directory meanwhile.
