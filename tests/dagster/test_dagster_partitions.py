@@ -50,10 +50,11 @@ def test_a_value_that_is_not_one_for_each_partition_is_refused(
     def model(partition_keys: list[str]) -> dict[str, int]:
         return {"a": 1}
 
-    result = dg.materialize([model], resources=resources, instance=instance, tags=tags("a", "b"), raise_on_error=False)
-    description, _ = failure_of(result, "model")
-    assert "a, b" in description
-    assert "multi_run" in description
+    for backfill, run in ({"tags": tags("a", "b")}, "a, b"), ({"partition_key": "b"}, "b"):
+        result = dg.materialize([model], resources=resources, instance=instance, raise_on_error=False, **backfill)
+        description, _ = failure_of(result, "model")
+        assert f"the partitions {run} of model got a dict with the keys ['a']" in description
+        assert "multi_run" in description
     assert materialized(instance, "model") == set()
 
 

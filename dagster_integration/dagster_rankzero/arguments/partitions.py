@@ -7,6 +7,8 @@ from typing import Any
 
 import dagster as dg
 
+from dagster_rankzero._compat import name_of
+
 PARTITION_KEY = "partition_key"
 PARTITION_KEYS = "partition_keys"
 
@@ -82,8 +84,11 @@ def take_single(context: Any, result: Any, keys: list[str]) -> Any:
         context: Context of the step.
         result: Result of the run.
         keys: The ``partition_keys`` that the function got; empty if it does not take them.
+
+    Raises:
+        dagster.Failure: the value is a dict with other keys than the only partition's. Not retried.
     """
-    value = of_single(result.value, keys)
+    value = of_single(result.value, keys, name_of(context))
     if value is result.value:
         return result
     if isinstance(result, dg.MaterializeResult):
@@ -92,11 +97,40 @@ def take_single(context: Any, result: Any, keys: list[str]) -> Any:
     return dg.Output(value, metadata=result.metadata)
 
 
-def of_single(value: Any, keys: list[str]) -> Any:
-    """Returns the value of the only partition from a dict by key; any other value unchanged, for the IO manager."""
-    if len(keys) == 1 and isinstance(value, Mapping) and [str(key) for key in value] == keys:
-        return value[next(iter(value))]
+def of_single(value: Any, keys: list[str], name: str) -> Any:
+    """Returns the value of the only partition from a dict by key; any other value unchanged, for the IO manager.
+
+    Raises:
+        dagster.Failure: the dict has other keys than the only partition's. Not retried.
+    """
+    if len(keys) == 1 and isinstance(value, Mapping):
+        return by_partition(value, keys, name)[keys[0]]
     return value
+
+
+def by_partition(value: Any, keys: list[str], name: str) -> dict[str, Any]:
+    """Returns the value of every partition from the output of a run.
+
+    Args:
+        value: The output.
+        keys: The run's partition keys.
+        name: Name of the asset or output, for the message.
+
+    Raises:
+        dagster.Failure: the output is not a dict with the run's partition keys. Not retried.
+    """
+    got = f"a {type(value).__name__}"
+    if isinstance(value, Mapping):
+        values = {str(key): item for key, item in value.items()}
+        if values.keys() == set(keys):
+            return values
+        got = f"a dict with the keys {sorted(values)}"
+    raise dg.Failure(
+        f"a run of the partitions {', '.join(sorted(keys))} of {name} got {got}: "
+        "return a dict with one value for each partition key, or use BackfillPolicy.multi_run(); then re-execute the "
+        "whole step: from the failure it would get the same value again",
+        allow_retries=False,
+    )
 
 
 def keys_of(context: Any) -> list[str]:

@@ -72,7 +72,7 @@ def torch_multi_asset(
             values = _by_output(function.__name__, result.value, list(outs), required)
             # A generator: Dagster would treat a tuple as all outputs, and an output may be left out.
             return (
-                _result_of(context, name, of_single(values[name], keys), result)
+                _result_of(context, name, of_single(values[name], keys, name), result)
                 for name in outs
                 if name in values and name in context.op_execution_context.selected_output_names
             )

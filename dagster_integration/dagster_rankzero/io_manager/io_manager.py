@@ -9,6 +9,7 @@ from pydantic import Field, PrivateAttr
 
 from dagster_rankzero._compat import dimensions_of, partition_paths, set_data_version
 from dagster_rankzero.arguments.inputs import wants_reference
+from dagster_rankzero.arguments.partitions import by_partition
 from dagster_rankzero.fields import KnownFields
 from dagster_rankzero.metadata import describe_partitions, describe_result
 from rankzero.pipeline import attempt, split
@@ -74,7 +75,8 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
         if not context.has_asset_partitions or len(context.asset_partition_keys) == 1:
             super().handle_output(context, obj)
             return
-        values = _by_partition(obj, context)
+        keys = [str(key) for key in context.asset_partition_keys]
+        values = by_partition(obj, keys, context.asset_key.to_user_string())
         stored = {
             str(key): self._commit(context, values[key], path) for key, path in partition_paths(self, context).items()
         }
@@ -155,24 +157,6 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
             return None
         asset_path = self._get_path_without_extension(context)
         return [*context.asset_key.path, str(path).removeprefix(str(asset_path)).strip("/")]
-
-
-def _by_partition(value: Any, context: dg.OutputContext) -> dict[str, Any]:
-    """Returns the value of every partition from the output of a run that has several.
-
-    Raises:
-        dagster.Failure: the output is not a dict with the run's partition keys. Not retried.
-    """
-    keys = sorted(str(key) for key in context.asset_partition_keys)
-    if isinstance(value, dict) and {str(key) for key in value} == set(keys):
-        return {str(key): item for key, item in value.items()}
-    got = f"a dict with the keys {sorted(map(str, value))}" if isinstance(value, dict) else f"a {type(value).__name__}"
-    raise dg.Failure(
-        f"a run of the partitions {', '.join(keys)} of {context.asset_key.to_user_string()} got {got}: "
-        "return a dict with one value for each partition key, or use BackfillPolicy.multi_run(); then re-execute the "
-        "whole step: from the failure it would get the same value again",
-        allow_retries=False,
-    )
 
 
 LIMIT = 255
