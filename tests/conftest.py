@@ -3,6 +3,7 @@
 import compileall
 import contextlib
 import fcntl
+import gc
 import os
 import random
 import re
@@ -59,6 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
         "rankzero", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
     )
     hypothesis.settings.load_profile("rankzero")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keeps the garbage collector from what is imported and collected: nothing of it becomes garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
