@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
 import dagster as dg
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 from dagster_rankzero.arguments.inputs import without_annotations, without_dagster
 from dagster_rankzero.fields import ADDED, added_to, check_fields, resolve_variables
@@ -15,6 +15,7 @@ from dagster_rankzero.output import build_result, check_single, single_output, v
 
 if TYPE_CHECKING:
     from dagster_rankzero.pipes import PipesCall
+    from dagster_rankzero.step import Step
     from rankzero import RunHandle
 
 P = ParamSpec("P")
@@ -72,6 +73,16 @@ class TorchDistributorResource(LauncherFields):
         "shown as well, and every line is in the run directory.",
     )
 
+    _offered: "list[tuple[RunHandle[Any], Step]]" = PrivateAttr(default_factory=list)
+    # Copies share the list, since Dagster tears down only the resource that it has set up.
+
+    def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
+        """Acknowledges the results that Dagster has stored, since their Dagster run may be deleted later."""
+        from dagster_rankzero import step_run
+
+        while self._offered:
+            step_run.acknowledge(*self._offered.pop(), context.log)
+
     def options(self, **changes: Any) -> Self:
         """Returns a copy of the resource with changed fields, for one run.
 
@@ -105,6 +116,7 @@ class TorchDistributorResource(LauncherFields):
                 changes[name] = added_to(getattr(self, name), changes[name])
             copy = type(self)(**{**{name: getattr(self, name) for name in fields}, **changes})
             copy._dataset = None if is_text else given
+            copy._offered = self._offered
             return copy
         except (dg.DagsterInvalidDefinitionError, ValidationError) as error:
             raise dg.Failure(f"wrong options of {type(self).__name__}: {error}", allow_retries=False) from error
@@ -243,7 +255,9 @@ class TorchDistributorResource(LauncherFields):
                     ):
                         yield from observe(context, metrics)
                 value = value_of(context, handle, output, self.by_reference)
-                step_run.offer(handle, step, context.log)
+                if step is not None:
+                    step_run.offer(handle, step, context.log)
+                    self._offered.append((handle, step))
             except RankZeroError as error:
                 raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
         result = build_result(context, handle, value, output)

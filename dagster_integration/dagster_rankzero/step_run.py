@@ -134,7 +134,16 @@ def follow(
         opened.handle.pause()
 
 
-def offer(handle: RunHandle[Any], step: Step | None, log: Any) -> None:
+def offer(handle: RunHandle[Any], step: Step, log: Any) -> None:
     """Records the step that gets the value, before Dagster gets it. Without the record the next try gets it again."""
-    if step is not None:
-        attempt(log, "the note of the delivery", lambda: handle.offer(step.receiver), None)
+    attempt(log, "the note of the delivery", lambda: handle.offer(step.receiver), None)
+
+
+def acknowledge(handle: RunHandle[Any], step: Step, log: Any) -> None:
+    """Records that Dagster has stored the result of a step that has ended, if it has."""
+
+    def note() -> None:
+        if step.has_accepted(step.receiver):
+            handle.acknowledge()
+
+    attempt(log, "the acknowledgement of the result", note, None)

@@ -209,3 +209,32 @@ def test_what_a_user_executes_again_goes_on_or_trains_anew(place: Place, home_in
     assert place.stored()["epoch"] == 0
     assert place.stored()["pid"] != trained
     assert place.training().submission == 2
+
+
+@pytest.mark.parametrize("job", [durable_training.fragile_in_process, durable_training.fragile_job])
+def test_a_user_trains_anew_although_the_run_that_stored_the_result_was_deleted(
+    place: Place, home_instance: dg.DagsterInstance, job: Callable[[], dg.JobDefinition]
+) -> None:
+    place.touch("go")
+    first = execute(job, home_instance)
+    options = dg.ReexecutionOptions(parent_run_id=first.run_id)
+    second = execute(job, home_instance, reexecution_options=options)
+    trained = place.stored()["pid"]
+    home_instance.delete_run(second.run_id)
+    assert execute(job, home_instance, reexecution_options=options).success
+    assert place.stored()["pid"] != trained
+
+
+def test_a_result_that_was_not_stored_is_delivered_although_its_run_was_deleted(
+    place: Place, home_instance: dg.DagsterInstance
+) -> None:
+    place.touch("go")
+    place.touch("assets")
+    first = execute(durable_training.fragile_in_process, home_instance)
+    options = dg.ReexecutionOptions(parent_run_id=first.run_id)
+    second = execute(durable_training.fragile_in_process, home_instance, reexecution_options=options)
+    assert not second.success
+    home_instance.delete_run(second.run_id)
+    (place.folder / "assets").unlink()
+    assert execute(durable_training.fragile_in_process, home_instance, reexecution_options=options).success
+    assert place.training().submission == 0
