@@ -24,11 +24,14 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.states import AwaitingRetry, State
 
 from rankzero import Launcher
-from rankzero.errors import RankZeroError
+from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.pipeline import Follower, LineWritten, MetricsReported, attempt, lease, may_retry, storable
 
 CRASH_UNNOTICED = 60.0
 """Seconds after which Prefect notices that the process of a flow run has died."""
+
+_names: dict[tuple[UUID, int, str], UUID] = {}
+# The task run that has a name in a try of a flow run.
 
 
 def retry_after_crash(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
@@ -96,6 +99,10 @@ def train(function: Callable[..., Any], *args: Any, launcher: Launcher, **kwargs
         raise RuntimeError("train() was called outside of a flow; call it in a function that @flow decorates")
     with get_client(sync_client=True) as client:
         number = client.read_flow_run(context.flow_run.id).run_count
+    if _names.setdefault((context.flow_run.id, number, this.task.name), this.task_run.id) != this.task_run.id:
+        raise InvalidJobError(
+            f"this flow run has already trained under the name {this.task.name!r}: use with_options(name=...)"
+        )
     step = FlowTry(context.flow, context.flow_run.id, number)
     name = f"{context.flow_run.id}-{this.task.name}"
     delay = max(context.flow.retry_delay_seconds or 0.0, CRASH_UNNOTICED)

@@ -47,7 +47,23 @@ def failing(folder: str, *args: str) -> None:
     train.with_options(retries=1)(fail, folder, *args, launcher=Launcher(1, store=f"{folder}/runs"))
 
 
+def double(number: int) -> int:
+    """Returns a value immediately."""
+    return number * 2
+
+
+@flow
+def several(folder: str) -> None:
+    """Trains twice under two names, and a third time under one of them."""
+    launcher = Launcher(1, store=f"{folder}/runs")
+    second = train.with_options(name="second")
+    print("values", train(double, 1, launcher=launcher), second(double, 2, launcher=launcher))
+    train.with_options(retries=1)(double, 3, launcher=launcher)
+
+
 if __name__ == "__main__":
+    if sys.argv[2:3] == ["several"]:
+        several(sys.argv[1])
     if sys.argv[1:]:
         failing(*sys.argv[1:])
     pipeline.serve(name="local")

@@ -87,6 +87,13 @@ class Prefect:
         except TimeoutError as error:
             raise AssertionError(f"{error}\n{self.log()}") from None
 
+    def output_of_failure(self, *arguments: Path | str) -> str:
+        """Runs a flow that fails in a process of its own, and returns what that prints."""
+        command = [sys.executable, str(FLOW), *map(str, arguments)]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=WAIT)
+        assert done.returncode == 1
+        return done.stdout + done.stderr
+
     def run(self, folder: Path) -> str:
         """Starts a run of the flow, and returns its id when its ranks train."""
         state = {"type": "SCHEDULED"}
@@ -158,13 +165,16 @@ class TestPrefect:
     def test_a_failed_training_is_tried_again_and_wrong_arguments_are_not(
         self, prefect: Prefect, tmp_path: Path
     ) -> None:
-        def output(*arguments: str) -> str:
-            command = [sys.executable, str(FLOW), str(tmp_path), *arguments]
-            done = subprocess.run(command, env=prefect.environment, capture_output=True, text=True, timeout=WAIT)
-            assert done.returncode == 1
-            return done.stdout + done.stderr
-
-        assert "Retry 1/1" in output()
-        mistaken = output("one argument too many")
+        failed = prefect.output_of_failure(tmp_path)
+        assert "Retry 1/1" in failed
+        assert "InvalidJobError" not in failed
+        mistaken = prefect.output_of_failure(tmp_path, "one argument too many")
         assert "InvalidJobError" in mistaken
         assert "Retry 1/1" not in mistaken
+
+    def test_each_training_of_a_flow_run_has_its_own_name(self, prefect: Prefect, tmp_path: Path) -> None:
+        output = prefect.output_of_failure(tmp_path, "several")
+        assert "values 2 4" in output
+        assert "InvalidJobError: this flow run has already trained under the name 'train'" in output
+        assert "Retry 1/1" not in output
+        assert len(list((tmp_path / "runs").iterdir())) == 2
