@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import rankzero.train as rt
 from rankzero import InvalidJobError, Launcher, ResultError, RetryableError, WorkerFailedError, store
-from rankzero.data import Manifest, Order, Stretch, filesystem_of, mapping, order, reader
+from rankzero.data import Manifest, Order, Stretch, files, filesystem_of, order, reader
 from rankzero.submit import identity_of, manifest_of_path, paths
 from rankzero.train import DatasetShard, TrainContext, batches, context, data_loader
 
@@ -248,10 +248,10 @@ def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
     size = 3 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(size)
-    memory = memoryview(mapping.private(str(tmp_path / "sparse"))).cast("B")
+    memory = memoryview(files.map_private(str(tmp_path / "sparse"))).cast("B")
     memory[size - 1 : size] = b"x"
     assert bytes(memory[size - 2 :]) == b"\0x"
-    assert bytes(memoryview(mapping.shared(str(tmp_path / "sparse")))[size - 2 :]) == b"\0\0"
+    assert bytes(memoryview(files.map_shared(str(tmp_path / "sparse")))[size - 2 :]) == b"\0\0"
 
 
 def test_batches_outlive_their_reader(parquet: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def serve(store: str, port: int, no_token: bool) -> None:
 
     The printed address contains a token, which keeps out other users of this machine.
     """
-    from rankzero.report.server import ReportServer
+    from rankzero.report.pages import ReportServer
 
     with ReportServer(store, port, "" if no_token else None) as server:
         click.echo(f"the runs of {store}, until Ctrl-C, at\n{server.url}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rankzero import store
-from rankzero.data import decoded, mapping
+from rankzero.data import decoded, files
 from rankzero.data.files import PARQUET_OPTIONS, is_changed, open_file
 from rankzero.data.manifest import ARROW, File, Manifest
 from rankzero.data.schemas import fit
@@ -109,7 +109,7 @@ class Reader:
                 for low, high in runs if buffer else ():
                     # An estimate if rows have different lengths.
                     begin, end = (buffer.size * row // batch.num_rows for row in (low, high))
-                    mapping.read_ahead(buffer.address + begin, end - begin)
+                    files.read_ahead(buffer.address + begin, end - begin)
 
     def _keep(self, number: int) -> Any:
         """Returns a group for reading, which stays mapped for later calls."""
@@ -156,7 +156,7 @@ class Reader:
 
         if writable:
             # Each group has its own mapping, so that its written pages are freed with it.
-            memory = mapping.private(path)
+            memory = files.map_private(path)
             file = pa.ipc.open_file(memory)
         else:
             file, memory = self._file(path)
@@ -246,7 +246,7 @@ def _opened_file(path: str) -> tuple[Any, Any]:
     """Returns a local Arrow file that is opened for reading, and its memory."""
     import pyarrow as pa
 
-    memory = mapping.shared(path)
+    memory = files.map_shared(path)
     return pa.ipc.open_file(memory), memory
 
 

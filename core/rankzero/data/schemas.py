@@ -2,7 +2,7 @@
 
 A rank publishes its schema before its first row, and then reads the schemas of the other ranks. If the columns of two
 ranks do not fit together, at least one of the ranks gets the error while it writes. Readers need no footer of a data
-file.
+file. `schema_of_files` finds the schema of a table whose files have different ones.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import IO, Any
 
 from rankzero import store
-from rankzero.data import widening
+from rankzero.data import kinds, widening
 from rankzero.data.files import filesystem_of
+from rankzero.data.manifest import ARROW, File
+from rankzero.errors import InvalidJobError
 
 PREFIX = "_schema-"
 """Prefix of the names of schema files. Spark and pyarrow ignore files whose names begin with an underscore."""
@@ -27,6 +30,8 @@ _DIGITS = 16
 _FILE = re.compile(rf"{PREFIX}[0-9a-f]{{{_DIGITS}}}-(\d+)-(\d+)-\d+\.arrow")
 
 OpenWrite = Callable[[str], AbstractContextManager[IO[bytes]]]
+
+_ADVICE = "rewrite the table, or have Spark read it: dataset=a query or a DataFrame, which chooses columns and types"
 
 
 def unify(schemas: Iterable[Any], *, exact: bool = False) -> Any:
@@ -202,3 +207,66 @@ def rank_of(name: str, attempt: int) -> int | None:
 def is_schema(name: str) -> bool:
     """Returns True for the name of a schema file."""
     return name.startswith(PREFIX)
+
+
+def schema_of_files(first: Any, schemas: Sequence[Any], where: str) -> Any:
+    """Returns the schema with the columns of all files, each of a type that can represent all files' values.
+
+    Args:
+        first: The schema of one file, with the partition columns from names of directories.
+        schemas: The schemas of all files.
+        where: The dataset's name for messages.
+
+    Raises:
+        InvalidJobError: a column has no such type.
+    """
+    import pyarrow as pa
+
+    try:
+        return unify([first, *schemas])
+    except pa.ArrowException as error:
+        raise InvalidJobError(f"the files of {where} have columns of different types ({error}): {_ADVICE}") from error
+
+
+def with_nulls(files: Sequence[File], schemas: Sequence[Any], schema: Any, kind: str, where: str) -> tuple[File, ...]:
+    """Returns the files with nulls as partition values for the columns that they lack.
+
+    Args:
+        files: The files of the table.
+        schemas: The schema of each file.
+        schema: The schema of the table.
+        kind: The format of the files.
+        where: The dataset's name for messages.
+
+    Raises:
+        InvalidJobError: a tensor cannot represent such nulls, or ranks cannot convert a file's type to the table's.
+    """
+    return tuple(_with_nulls(file, inside, schema, kind, where) for file, inside in zip(files, schemas, strict=True))
+
+
+def _with_nulls(file: File, inside: Any, schema: Any, kind: str, where: str) -> File:
+    import pyarrow as pa
+
+    missing: dict[str, str | None] = {}
+    for field in schema:
+        if field.name in file.partition:
+            continue
+        if field.name not in inside.names:
+            if not kinds.allows_null(field.type):
+                raise InvalidJobError(
+                    f"column {field.name!r} of {where} ({field.type}) is not in {file.location}, and a tensor has no "
+                    f"place for nulls of this type: {_ADVICE}"
+                )
+            missing[field.name] = None
+            continue
+        found = inside.field(field.name).type
+        try:
+            # Ranks decode Parquet into the table's type, but map Arrow files without conversion.
+            if found != field.type and kind == ARROW:
+                raise pa.ArrowInvalid(f"it is {found}")
+            pa.nulls(0, found).cast(field.type)
+        except pa.ArrowException as error:
+            raise InvalidJobError(
+                f"column {field.name!r} of {where} is {field.type}, and in {file.location} {found}: {_ADVICE}"
+            ) from error
+    return replace(file, partition={**file.partition, **missing}) if missing else file

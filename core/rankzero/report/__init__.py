@@ -7,4 +7,4 @@ Text of a run is never part of the page's code: it travels as JSON, and the page
 
 from rankzero import lazy_names
 
-lazy_names(__name__, "curves.CHART_POINTS history.History progress.Progress progress.RankProgress server.ReportServer")
+lazy_names(__name__, "curves.CHART_POINTS history.History progress.Progress progress.RankProgress pages.ReportServer")

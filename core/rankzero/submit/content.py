@@ -22,9 +22,8 @@ import cloudpickle
 
 from rankzero.run.identity import DIGITS
 from rankzero.submit.imports import globals_of_classes, imports_of_code
-from rankzero.submit.modules import is_user_module_name
+from rankzero.submit.modules import digest_of_script, is_user_module_name
 from rankzero.submit.payload import TrainingPickler
-from rankzero.submit.sources import digest_of_script
 from rankzero.values.digest import digest_of as digest_of_bytes
 from rankzero.values.envelope import beside
 from rankzero.values.ref import ResultRef

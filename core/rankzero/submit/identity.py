@@ -27,9 +27,8 @@ from rankzero.run.identity import (
     Identity,
 )
 from rankzero.submit.content import digest_with_modules, facts_of_code
-from rankzero.submit.modules import is_user_module_name
+from rankzero.submit.modules import digest_of_script, digests_of_modules, is_user_module_name
 from rankzero.submit.params import named_arguments
-from rankzero.submit.sources import digest_of_script, digests_of_modules
 from rankzero.submit.training import Command, Module, Script, resolve
 from rankzero.submit.user_code import UserCode
 from rankzero.values.digest import digest_of as digest_of_bytes

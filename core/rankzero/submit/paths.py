@@ -18,10 +18,10 @@ from typing import Any
 from rankzero import store
 from rankzero.data import kinds
 from rankzero.data.files import PARQUET_OPTIONS, digest_of, filesystem_of, open_file, stamp_of, tags_of
+from rankzero.data.kinds import check_nulls, count_nulls
 from rankzero.data.manifest import ARROW, PARQUET, File, Manifest, encode_schema
-from rankzero.data.nulls import check_nulls, count_nulls
+from rankzero.data.schemas import schema_of_files, with_nulls
 from rankzero.errors import InvalidJobError
-from rankzero.submit.evolution import schema_of_files, with_nulls
 
 READERS = 16
 """Files that are read in parallel."""

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
 from rankzero.engines.base import Engine
-from rankzero.engines.connect.client import connect, require_client, require_server, require_version
-from rankzero.engines.connect.server import DEFAULT_PORT, ServerUrl
+from rankzero.engines.connect.client import (
+    DEFAULT_PORT,
+    ServerUrl,
+    connect,
+    require_client,
+    require_server,
+    require_version,
+)
 from rankzero.engines.connect.session import ConnectSession
 from rankzero.errors import InvalidJobError
 from rankzero.host.network import without_brackets

@@ -15,10 +15,16 @@ from typing import Any
 from rankzero import bounds
 from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
-from rankzero.engines.connect.client import RETRIES, STAGE_RETRIES, limit_retries, require_server, settings_of
-from rankzero.engines.connect.errors import explain, is_server_lost
-from rankzero.engines.connect.profile import can_have_profiles, create_profile
-from rankzero.engines.connect.server import ServerUrl
+from rankzero.engines.connect.client import (
+    RETRIES,
+    STAGE_RETRIES,
+    ServerUrl,
+    explain,
+    is_server_lost,
+    limit_retries,
+    require_server,
+    settings_of,
+)
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.conf import (
     CORES_MAX,
@@ -39,7 +45,7 @@ from rankzero.engines.spark.conf import (
 )
 from rankzero.engines.spark.context import task_code
 from rankzero.engines.spark.materialize import materialize, open_query
-from rankzero.engines.spark.resources import TaskResources, task_resources
+from rankzero.engines.spark.resources import TaskResources, can_have_profiles, create_profile, task_resources
 from rankzero.engines.spark.stage import make_task, task_config
 from rankzero.errors import RankZeroError
 from rankzero.host.network import address_towards, bind_address, is_loopback, own_addresses

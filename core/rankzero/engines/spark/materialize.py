@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rankzero import store
-from rankzero.data import kinds, nulls
+from rankzero.data import kinds
 from rankzero.data.files import filesystem_of
 from rankzero.data.kinds import VECTOR
 from rankzero.data.manifest import ARROW, File, Manifest, encode_schema
@@ -156,7 +156,7 @@ def _make_task(
     from pyspark import cloudpickle
 
     untyped: Any = cloudpickle
-    for module in (part_module, nulls):
+    for module in (part_module, kinds):
         untyped.register_pickle_by_value(module)
     write_part = part_module.write_part
 
@@ -173,7 +173,7 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
         raise InvalidJobError(f"{where} has no rows")
     rows = sorted(rows, key=lambda row: row["file"])
     schema = pa.ipc.read_schema(pa.py_buffer(bytes(rows[0]["schema"])))
-    nulls.check_nulls(schema, (row["nulls"] for row in rows), where)
+    kinds.check_nulls(schema, (row["nulls"] for row in rows), where)
     lengths = _lengths(rows, schema, where)
     sizes = store.sizes(folder)
     missing = [row["file"] for row in rows if row["file"] not in sizes]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankzero.data.nulls import VECTOR, count_nulls
+from rankzero.data.kinds import count_nulls, is_vector
 
 TOKEN = "_token"
 """A file in the folder, by which a task checks that it sees the submitter's folder."""
@@ -103,7 +103,7 @@ def _lengths(column: Any) -> Any:
 
     if pa.types.is_list(column.type):
         return column.value_lengths()
-    if pa.types.is_struct(column.type) and [inner.name for inner in column.type] == VECTOR:
+    if is_vector(column.type):
         kinds, sizes, _, values = column.flatten()
         return pc.if_else(pc.equal(kinds, _DENSE), values.value_lengths(), sizes)
     return None

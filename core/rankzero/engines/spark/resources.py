@@ -1,13 +1,18 @@
-"""Resources of a job's task that differ from the settings of a session."""
+"""Resources of a job's task that differ from the settings of a session, also as a profile of Spark Connect."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 from rankzero.engines.spark.conf import EXECUTOR_CORES, EXECUTOR_GPUS, LOCAL, TASK_CPUS, TASK_GPUS
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
+
+FIRST_WITH_PROFILES = 4
+"""The first major version of Spark in which a stage of Spark Connect may have a profile."""
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,23 @@ def task_resources(job: Job, master: str, settings: Mapping[str, str]) -> TaskRe
 
 def _whole(amount: str | None) -> int:
     return int(amount) if amount and amount.isdecimal() else 0
+
+
+def can_have_profiles(session: Any) -> bool:
+    """Returns True if both client and server support profiles."""
+    import pyspark
+
+    versions = (pyspark.__version__, str(session.version))
+    return all(int(version.partition(".")[0]) >= FIRST_WITH_PROFILES for version in versions)
+
+
+def create_profile(session: Any, resources: TaskResources) -> Any:
+    """Creates a profile on the server and returns an object that `mapInArrow` accepts for it.
+
+    pyspark's own class would use the active session of the process, which may belong to another server.
+    """
+    from pyspark.sql.connect import proto
+
+    amounts = {"cpus": float(resources.cpus), **({"gpu": float(resources.gpus)} if resources.gpus else {})}
+    tasks = {name: proto.TaskResourceRequest(resource_name=name, amount=amount) for name, amount in amounts.items()}
+    return SimpleNamespace(id=session.client._create_profile(proto.ResourceProfile(task_resources=tasks)))
