@@ -20,8 +20,8 @@ from rankzero import Launcher
 from rankzero.channel import auth
 from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.channel.driver_end.server import ChannelServer
-from rankzero.channel.driver_end.tls import make_identity
 from rankzero.channel.sockets import listen
+from rankzero.channel.tls import make_identity
 
 MEGABYTES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 256
 RUNS = 5

@@ -295,7 +295,7 @@ class Launcher(Options):
         Raises:
             InvalidJobError: the job was rejected before anything started; raised on entering the block.
         """
-        from rankzero.submit.owned import open_owned
+        from rankzero.submit.drivers import open_owned
 
         return open_owned(self._for(train)._request(), train, args, kwargs)
 

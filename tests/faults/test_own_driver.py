@@ -16,7 +16,7 @@ from tests.conftest import until
 from rankzero import Launcher, RunHandle
 from rankzero.host import process_namespace, process_start, this_thread
 from rankzero.run import RunDirectory, RunStatus, observer, process_lives
-from rankzero.submit import owned
+from rankzero.submit import drivers
 
 WAIT = 60.0
 
@@ -44,7 +44,7 @@ def full_store(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(RunDirectory, "write_status", write_if_there_is_room)
     monkeypatch.setattr(observer, "DRIVER_STALE_AFTER", 0.5)
     monkeypatch.setattr(observer, "dead_after", lambda _: 0.5)
-    monkeypatch.setattr(owned, "CANCEL_TIMEOUT", 0.5)
+    monkeypatch.setattr(drivers, "CANCEL_TIMEOUT", 0.5)
     return room
 
 

@@ -14,11 +14,11 @@ lazy_names(
     __name__,
     "agent_end.client.ChannelClient agent_end.client.ChannelClosed auth.Handshake auth.Hello auth.new_secret "
     "driver_end.files.Uploads driver_end.server.ChannelServer driver_end.server.DISCONNECTED "
-    "driver_end.server.LOST driver_end.server.RECONNECTED driver_end.tls.Identity driver_end.tls.make_identity "
+    "driver_end.server.LOST driver_end.server.RECONNECTED "
     "frames.Decoder frames.FrameError frames.Message frames.Sealer messages.Assign messages.decode "
     "messages.encode messages.End messages.Failed messages.Finished messages.Join messages.Part "
     "messages.Position messages.Ready messages.Rendezvous messages.Returned messages.Start messages.Uploaded "
     "messages.Usage session.ACK "
     "session.BULK session.CONTENT session.CONTROL session.LOGS session.MADE_UP session.Session "
-    "session.UPLOADS sockets.listen",
+    "session.UPLOADS sockets.listen tls.Identity tls.make_identity",
 )

@@ -1,7 +1,7 @@
 """The `rankzero` command starts runs, shows them, ends them, and removes old ones, each by a call of the library.
 
-Each module holds the commands for one purpose: `run` starts runs, `look`, `show` and `doctor` inspect them, and `end`
-ends them. Shell completion is click's: ``eval "$(_RANKZERO_COMPLETE=bash_source rankzero)"``.
+Each module holds the commands for one purpose: `run` starts runs, `show` and `doctor` inspect them, and `end` ends
+them. Shell completion is click's: ``eval "$(_RANKZERO_COMPLETE=bash_source rankzero)"``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import click
 from rankzero import __version__
 from rankzero.cli.doctor import doctor
 from rankzero.cli.end import cancel, gc
-from rankzero.cli.look import logs, runs, status
 from rankzero.cli.run import run
-from rankzero.cli.show import report, serve
+from rankzero.cli.show import logs, report, runs, serve, status
 from rankzero.errors import RankZeroError
 
 

@@ -89,7 +89,7 @@ class Attempt:
         identity = None
         if encrypts:
             # Imported here, so that most drivers do not load TLS.
-            from rankzero.channel.driver_end.tls import make_identity
+            from rankzero.channel.tls import make_identity
 
             identity = make_identity()
             logger.info("the connections of attempt %s are encrypted", number)

@@ -15,7 +15,7 @@ from rankzero.run.identity import Asked, describe
 from rankzero.run.reconcile import Decision
 from rankzero.run.tries import PipelineTry, attempt, detaching
 from rankzero.submit import datasets, drivers, submission
-from rankzero.submit.owned import open_owned
+from rankzero.submit.drivers import open_owned
 from rankzero.submit.prepare import Request, prepare
 
 

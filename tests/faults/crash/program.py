@@ -25,7 +25,7 @@ IMPORTED = (
     "rankzero.report.card",
     "rankzero.report.notebook",
     "rankzero.report.progress",
-    "rankzero.submit.owned",
+    "rankzero.submit.drivers",
     "rankzero.submit.trackers",
     "s3fs",
 )

@@ -20,7 +20,7 @@ from rankzero.channel.frames import Decoder, FrameError, Message, Sealer
 from rankzero.channel.sockets import Wait, tune
 
 if TYPE_CHECKING:
-    from rankzero.channel.agent_end.tls import TlsSocket
+    from rankzero.channel.tls import TlsSocket
 
 Address = tuple[int, Any]
 """Family and address of a socket."""
@@ -73,7 +73,7 @@ def dial(address: Address, secret: str, hello: Hello, wait: Wait, certificate: b
         tune(plain)
         if certificate is not None:
             # Imported here, because loading the TLS library takes time that plain connections need not spend.
-            from rankzero.channel.agent_end.tls import encrypt
+            from rankzero.channel.tls import encrypt
 
             connection = encrypt(plain, certificate, wait)
         return _shake_hands(connection, secret, hello, wait)

@@ -23,7 +23,7 @@ from rankzero.channel.frames import FrameError, Message
 from rankzero.channel.session import ACK, CONTENT, CONTROL, OWN, message_body, split_content
 
 if TYPE_CHECKING:
-    from rankzero.channel.agent_end.tls import TlsSocket
+    from rankzero.channel.tls import TlsSocket
 
 
 class _OverError(Exception):

@@ -11,10 +11,10 @@ from typing import Protocol, cast
 from rankzero.channel import auth, frames, limits
 from rankzero.channel.auth import Handshake, Hello
 from rankzero.channel.driver_end.peer import Peer
-from rankzero.channel.driver_end.tls import Identity, Records
 from rankzero.channel.frames import Decoder, FrameError, Sealer
 from rankzero.channel.session import Session
 from rankzero.channel.sockets import tune
+from rankzero.channel.tls import Identity, Records
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from rankzero.channel import limits
 from rankzero.channel.auth import Hello
 from rankzero.channel.driver_end.connection import Connection
 from rankzero.channel.driver_end.peer import Line, OnMessage, Peer
-from rankzero.channel.driver_end.tls import Identity
 from rankzero.channel.frames import FrameError, Message
 from rankzero.channel.session import CONTROL, message_body
+from rankzero.channel.tls import Identity
 
 logger = logging.getLogger(__name__)
 

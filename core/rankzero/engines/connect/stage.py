@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankzero import bounds
-from rankzero.channel.driver_end.tls import make_identity
 from rankzero.channel.sockets import listen
+from rankzero.channel.tls import make_identity
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.errors import explain
