@@ -47,7 +47,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """An old run, whose time goes by faster: every interval is shorter by `SCALE`, the lease of 900 s one of 90 s."""
     monkeypatch.setattr(recorders, "pace", lambda _: LONGEST_PACE / SCALE)
     monkeypatch.setattr("rankzero.bounds.HEARTBEAT_DELAY", 1.0 / SCALE)
-    monkeypatch.setattr("rankzero.driver.status.DRIVER_DEAD_AFTER", 15.0 / SCALE)
+    monkeypatch.setattr("rankzero.driver.recorder.DRIVER_DEAD_AFTER", 15.0 / SCALE)
     monkeypatch.setattr("rankzero.bounds.LEASE_POLL_INTERVAL_MAX", 30.0 / SCALE)
     monkeypatch.setattr("rankzero.run.lease.RENEWAL_INTERVAL_REMOTE", 60.0 / SCALE)
     monkeypatch.setattr("rankzero.run.handle.FOLLOW_INTERVAL", 0.001)

@@ -42,17 +42,15 @@ from rankzero.compat.horovod.torch.ops import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     join,
+    reducescatter,
+    reducescatter_async,
     sparse_allreduce_async,
 )
 from rankzero.compat.horovod.torch.optimizer import DistributedOptimizer
 from rankzero.compat.horovod.torch.pending import poll, synchronize
-from rankzero.compat.horovod.torch.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
 from rankzero.compat.horovod.torch.sync_batch_norm import SyncBatchNorm
 from rankzero.compat.horovod.torch.world import (
     ProcessSet,
