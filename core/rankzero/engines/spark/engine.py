@@ -38,7 +38,6 @@ from rankzero.engines.spark.conf import (
     require_task_cpus,
     require_task_gpus,
     spark_defaults,
-    whole_gpus,
 )
 from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.jvm import Embedded
@@ -358,12 +357,3 @@ class SparkEngineSession(EngineSession):
             jvm.forget()
         elif java := jvm.find_java():
             archive.make_in_background(java)
-
-
-def gpus_per_task(session: SparkSession) -> int:
-    """Returns the GPUs that one task of this session gets. Raises InvalidJobError if the conf gives none."""
-    amount = session.sparkContext.getConf().get(TASK_GPUS)
-    master = str(session.sparkContext.master)
-    if amount is None and LOCAL.fullmatch(master):
-        return 1
-    return whole_gpus(amount)
