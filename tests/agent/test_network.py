@@ -1,5 +1,6 @@
 """Interfaces and addresses of this machine, real ones: also in a network namespace made for the test."""
 
+import inspect
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from rankzero import bounds
-from rankzero.host import first_reachable, interface_of, network, socket_environment
+from rankzero.host import first_reachable, network, socket_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are listed as Linux does")
 
@@ -40,13 +41,18 @@ exec "$@"
 """
 
 
+def interface_of(host: str) -> str | None:
+    """The interface that NCCL is told to use for an address, None if it is told nothing."""
+    return socket_environment(host).get("NCCL_SOCKET_IFNAME", "").removeprefix("=") or None
+
+
 def in_namespace(expression: str) -> object:
     """The value of an expression over `network`, evaluated where `IN_NAMESPACE` has set up interfaces."""
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("unshare")):
         pytest.skip("network namespaces need root, ip and unshare")
     program = (
-        "import json, time, socket; from rankzero.host.network import *; started = time.monotonic(); "
-        f"print(json.dumps([{expression}, time.monotonic() - started]))"
+        f"import json, time, socket\nfrom rankzero.host.network import *\n{inspect.getsource(interface_of)}"
+        f"started = time.monotonic()\nprint(json.dumps([{expression}, time.monotonic() - started]))"
     )
     command = ["unshare", "--net", "sh", "-ec", IN_NAMESPACE, "sh", sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

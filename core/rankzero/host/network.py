@@ -40,24 +40,6 @@ class _Assigned(NamedTuple):
         return self.label.partition(":")[0]
 
 
-def interface_of(host: str) -> str | None:
-    """Returns the name of this machine's network interface that has an address.
-
-    Args:
-        host: A name, or an IPv4 or IPv6 address (brackets allowed). A name is resolved, which may block.
-
-    Returns:
-        The interface's name; None if no interface has the address (NAT, a service's address), the
-        name is unknown, or this is not Linux.
-
-    Example:
-        >>> interface_of("127.0.0.1")
-        'lo'
-    """
-    found = _find(host)
-    return found[0] if found else None
-
-
 def socket_environment(host: str) -> dict[str, str]:
     """Returns the variables that make gloo and NCCL use the interface of an address of this machine.
 
