@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rankzero import store
-from rankzero.channel.messages import Assign, Start
+from rankzero.agent.ranks import Rank
+from rankzero.channel.messages import Assign, Fetched, Start
 from rankzero.data import manifest
 from rankzero.values.digest import digest_of_file
 from rankzero.values.unpacking import unpack
@@ -74,10 +75,6 @@ class Inputs:
         """Requests each missing file, by name and local path."""
         for name, path in self.missing.items():
             fetch(name, path)
-
-    def path_for(self, name: str) -> str:
-        """Returns the local path for a file that is fetched at a worker's request."""
-        return os.path.join(self._scratch, name)
 
     def message(self, ports: list[int] | None) -> Start:
         """Returns the `Start` of every worker of this task, without its context; requires that no file is missing.
@@ -149,6 +146,42 @@ class Inputs:
             "use_gpu": use_gpu,
             "storage_path": self._assigned.run_directory if self.shared else None,
         }
+
+
+class Requests:
+    """Fetches the files that workers request, each once for all workers that request it."""
+
+    def __init__(self, fetch: Callable[[str, str], None], scratch: str) -> None:
+        """Prepares to take the requests of this task's workers.
+
+        Args:
+            fetch: Requests a file from the driver, by name and local path.
+            scratch: Directory of this task for fetched files.
+        """
+        self._fetch = fetch
+        self._scratch = scratch
+        self._asking: dict[str, list[Rank]] = {}
+        self._fetched: dict[str, Fetched] = {}
+
+    def ask(self, rank: Rank, name: str) -> None:
+        """Tells a rank the answer to its request, now or when the file is there."""
+        if name in self._fetched:
+            rank.tell(self._fetched[name])
+            return
+        if name not in self._asking:
+            self._fetch(name, os.path.join(self._scratch, name))
+        self._asking.setdefault(name, []).append(rank)
+
+    def answer(self, message: Fetched) -> bool:
+        """Passes the driver's message on to the ranks that wait for the file; returns False if none does."""
+        asking = self._asking.pop(message.name, None)
+        if asking is None:
+            return False
+        if message.error is None:
+            self._fetched[message.name] = message
+        for rank in asking:
+            rank.tell(message)
+        return True
 
 
 class KeptFiles:

@@ -17,6 +17,7 @@ from rankzero.channel import frames, messages
 from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.channel.messages import Message, encode
 from rankzero.host import forked
+from rankzero.host.network import socket_environment
 from rankzero.host.processes import cpu_seconds
 from rankzero.worker import main as worker
 
@@ -233,7 +234,14 @@ def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[st
         # `record` of torch.distributed.elastic writes an exception there.
         "TORCHELASTIC_ERROR_FILE": os.path.join(config["scratch"], f"error-{context['local_rank']}.json"),
         "RANKZERO_RUN_ID": str(context["run_id"]),
+        **_interfaces(config),
     }
+
+
+def _interfaces(config: dict[str, Any]) -> dict[str, str]:
+    """Returns the variables that select the network interface of gloo and NCCL, except those the user set."""
+    chosen = {**os.environ, **config["env"]}
+    return {name: value for name, value in socket_environment(config["host"]).items() if name not in chosen}
 
 
 def _reader(fd: int) -> IO[bytes]:

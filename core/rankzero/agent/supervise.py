@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from rankzero import bounds
 from rankzero.agent.ending import Ending
-from rankzero.agent.inputs import InputError, Inputs
+from rankzero.agent.inputs import InputError, Inputs, Requests
 from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.channel import messages
 from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
@@ -69,8 +69,7 @@ class Agent:
         )
         self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
         self._inputs: Inputs | None = None
-        self._asking: dict[str, list[Rank]] = {}
-        self._fetched: dict[str, messages.Fetched] = {}
+        self._requests = Requests(self._client.fetch, config["scratch"])
         self._lost: str | None = None
         self._stacks_at: float | None = None
         self._positions_at: float | None = None
@@ -193,7 +192,8 @@ class Agent:
             self._inputs.fetch(self._client.fetch)
             self._start_when_complete()
         elif isinstance(message, messages.Fetched):
-            self._on_fetched(message)
+            if not self._requests.answer(message):
+                self._on_fetched(message)
         elif isinstance(message, (messages.Go, messages.Committed, messages.NotCommitted)):
             for rank in self._ranks:
                 rank.tell(message)
@@ -213,24 +213,8 @@ class Agent:
         elif isinstance(message, messages.End):
             self._ending.await_exits()
 
-    def _fetch_for(self, rank: Rank, name: str) -> None:
-        """Fetches a file that a worker requests, once for all workers that request it."""
-        assert self._inputs is not None
-        if name in self._fetched:
-            rank.tell(self._fetched[name])
-            return
-        if name not in self._asking:
-            self._client.fetch(name, self._inputs.path_for(name))
-        self._asking.setdefault(name, []).append(rank)
-
     def _on_fetched(self, message: messages.Fetched) -> None:
         assert self._inputs is not None
-        if asking := self._asking.pop(message.name, None):
-            if message.error is None:
-                self._fetched[message.name] = message
-            for rank in asking:
-                rank.tell(message)
-            return
         if message.error is not None:
             text = f"{message.name} cannot be had from the driver: {message.error}"
             kind = "rankzero.errors.ResultError"
@@ -249,14 +233,7 @@ class Agent:
             sys.exit(f"on {socket.gethostname()}: {error}")
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
-            env = {**rank_environment(context, self._config), **self._interfaces()}
-            rank.tell(common.having(context=context, env=env))
-
-    def _interfaces(self) -> dict[str, str]:
-        """Returns the variables that select the network interface of gloo and NCCL, except those the user set."""
-        chosen = {**os.environ, **self._config["env"]}
-        found = network.socket_environment(self._config["host"])
-        return {name: value for name, value in found.items() if name not in chosen}
+            rank.tell(common.having(context=context, env=rank_environment(context, self._config)))
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -295,7 +272,7 @@ class Agent:
 
     def _on_rank_message(self, rank: Rank, message: Message) -> None:
         if isinstance(message, messages.Fetch):
-            self._fetch_for(rank, message.name)
+            self._requests.ask(rank, message.name)
             return
         rank.note(message)
         if isinstance(message, messages.PartBegun):
