@@ -321,7 +321,8 @@ class RunHandle(Generic[R]):
             RunNotFoundError: the run was removed.
             OSError: the store cannot be written.
         """
-        status = self._observer.patiently(self._current.read)
+        # On an object store a late heartbeat may have replaced the status of the end, which the observer knows.
+        status = self.status()
         if status.result is None:
             raise ResultError(f"run {self.id} has no result that could be acknowledged: it is {status.state}")
         deliveries.write(self.directory, replace(self.delivery(), acknowledged=True))
