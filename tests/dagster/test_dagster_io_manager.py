@@ -124,6 +124,21 @@ def test_a_manifest_of_another_program_is_kept(
     assert [path.name for path in foreign.parent.iterdir()] == ["manifest.json"]
 
 
+def test_a_manifest_that_names_another_place_deletes_nothing(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path
+) -> None:
+    where = store(1, manager, instance)
+    manifest = Path(str(where["path"])) / "manifest.json" if "path" in where else next(tmp_path.rglob("manifest.json"))
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    facts = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**facts, "superseded": os.path.relpath(victim, manifest.parent)}))
+    store(2, manager, instance)
+    store(3, manager, instance)
+    assert victim.exists()
+    assert load(manager, instance) == 3
+
+
 def test_a_torn_manifest_is_replaced(
     manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
 ) -> None:

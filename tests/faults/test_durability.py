@@ -222,6 +222,26 @@ def test_a_submitter_that_died_half_way_does_not_block_the_run_id(
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
 
 
+SUBMITTING = """
+import sys
+from rankzero import Launcher
+from tests.faults.test_durability import count_and_wait
+
+Launcher(store=sys.argv[2], run_id="one").submit(count_and_wait, sys.argv[1])
+"""
+
+
+def test_a_driver_that_just_starts_keeps_its_submission_when_its_submitter_has_exited(
+    single: Launcher, tmp_path: Path
+) -> None:
+    (tmp_path / "go").touch()
+    command = [sys.executable, "-c", SUBMITTING, str(tmp_path), str(single.store)]
+    assert subprocess.run(command, cwd=ROOT, timeout=WAIT).returncode == 0
+    handle = single.submit(count_and_wait, str(tmp_path))
+    assert handle.result(WAIT) == "attempt 0"
+    assert handle.submission == 0
+
+
 DYING = """
 import os, signal, sys
 from rankzero import Launcher

@@ -55,10 +55,10 @@ def report(directory: tuple[str, ...], output: str, link: float | None, as_json:
 
     if link is not None:
         for one in directory:
-            address = store.presign(store.join(RunHandle.attach(one).directory, page.REPORT_FILE), link)
+            address = store.presign(store.join(RunHandle.attach(one, follows=False).directory, page.REPORT_FILE), link)
             click.echo(json.dumps({"directory": one, "link": address}) if as_json else address)
         return
-    runs = [facts.collect(RunHandle.attach(one)) for one in directory]
+    runs = [facts.collect(RunHandle.attach(one, follows=False)) for one in directory]
     text = json.dumps({"runs": runs}) + "\n" if as_json else page.render(runs)
     if as_json or output == "-":
         click.echo(text, nl=False)
@@ -92,7 +92,7 @@ def serve(store: str, port: int, no_token: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="All facts, as one JSON object.")
 def status(directory: str, as_json: bool) -> None:
     """Show the state of a run."""
-    handle = RunHandle.attach(directory)
+    handle = RunHandle.attach(directory, follows=False)
     job = RunDirectory(directory).job()
     found = handle.status()
     if as_json:
@@ -128,7 +128,8 @@ def status(directory: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each line.")
 def logs(directory: str, rank: int | None, follow: bool, as_json: bool) -> None:
     """Show the output of the ranks, of every attempt."""
-    handle = RunHandle.attach(directory)
+    # Only somebody who waits for the end keeps a run alive.
+    handle = RunHandle.attach(directory, follows=follow)
     world_size = RunDirectory(directory).job().num_processes
     if rank is not None and rank >= world_size:
         raise click.BadParameter(f"{rank} is no rank of this run, which has {world_size}", param_hint="--rank")

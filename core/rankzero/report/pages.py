@@ -82,7 +82,7 @@ def _run(location: str, name: str, may_see: MaySee) -> dict[str, Any]:
     directory = store.join(location, name)
     if not may_see(RunDirectory(directory).job()):
         raise RunNotFoundError(f"no run lives in {directory}")
-    return facts.collect(RunHandle.attach(directory))
+    return facts.collect(RunHandle.attach(directory, follows=False))
 
 
 def _listed(location: str, may_see: MaySee) -> list[dict[str, Any]]:

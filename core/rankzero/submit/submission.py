@@ -176,8 +176,8 @@ def _state(run: RunDirectory) -> _State | None:
 def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -> RunStatus:
     """Returns the status once the driver has shown a heartbeat or counts as dead.
 
-    If the submitter was killed before it started the driver, the heartbeat is the one that the submitter wrote. No time
-    needs to pass then: this process claims the submission, which its driver would do first.
+    If the submitter was killed before it started the driver, the heartbeat is the one that the submitter wrote. On a
+    disk no time needs to pass then: this process claims the submission, which its driver would do first.
     """
     status = handle.status()
     never_driven = not (status.final or status.driver_pid)
@@ -188,8 +188,10 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
     if never_driven and (owner_is_gone and not status.patience if is_written else submitter_is_gone):
         # A driver that starts now exits, because its owner has exited; a submission without a job starts no driver.
         return replace(status, state="failed")
-    if submitter_is_gone and not status.patience and run.claim_driver(status.submission):
-        # A driver that the submitter has started finds the submission claimed, and exits.
+    # On a disk a submitter records its driver's process. Was it killed before, a driver that starts yet finds the
+    # submission claimed, and exits.
+    has_no_driver = submitter_is_gone and not (status.patience or run.is_remote or handle.driver_lives(status))
+    if has_no_driver and run.claim_driver(status.submission):
         return replace(status, state="failed")
     # The owner of a run may have died with its host a moment ago. Only that process can follow the run, so a young
     # heartbeat is not enough: the next one is awaited.

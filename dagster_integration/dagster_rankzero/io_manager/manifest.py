@@ -10,6 +10,7 @@ still be in use. Each name is written once, so no commit removes the file that a
 
 import json
 import os
+import re
 import secrets
 import tempfile
 from dataclasses import asdict, dataclass
@@ -77,6 +78,10 @@ def read_manifest(directory: str) -> Manifest:
         raise _damaged(path, error) from error
     if not (isinstance(facts, dict) and facts.keys() >= {"data", "format", "digest"}):
         raise ResultError(f"another program wrote {path}: give the IO manager another base_path, or move that file")
+    for name in (facts["data"], facts.get("superseded")):
+        # It is opened and deleted, so it must not lead out of the directory.
+        if name is not None and not re.fullmatch(r"data-[A-Za-z0-9.-]+", str(name)):
+            raise _damaged(path, ValueError(f"{name!r} is not the name of a data file"))
     try:
         return Manifest(**facts)
     except TypeError as error:

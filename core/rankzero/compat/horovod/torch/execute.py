@@ -68,6 +68,7 @@ _TWO: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 def reduce_inline(meta: Meta, request: Request, tensors: Sequence[torch.Tensor]) -> None:
     """Reduces tiny tensors that every rank has received, in the same order on all ranks."""
+    tensors = [tensor.to(_WIDER.get(tensor.dtype, tensor.dtype)) for tensor in tensors]
     if meta.before != 1.0:
         tensors = [scaled(tensor, meta.before) for tensor in tensors]
     total = functools.reduce(_TWO[meta.op], tensors)
