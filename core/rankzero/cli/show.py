@@ -128,7 +128,7 @@ def status(directory: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each line.")
 def logs(directory: str, rank: int | None, follow: bool, as_json: bool) -> None:
     """Show the output of the ranks, of every attempt."""
-    # Only somebody who waits for the end keeps a run alive.
+    # A follower keeps the run alive; a reader of its lines so far does not.
     handle = RunHandle.attach(directory, follows=follow)
     world_size = RunDirectory(directory).job().num_processes
     if rank is not None and rank >= world_size:

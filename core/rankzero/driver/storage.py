@@ -234,13 +234,16 @@ class Scratch:
         self.path = tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir=root)
         lock = lock_directory(self.path)
         # An attempt that fails early does not call `remove`.
-        self._remove = weakref.finalize(self, _remove_scratch, self.path, lock)
+        self._remove = weakref.finalize(self, _remove_scratch, self.path, lock, os.getpid())
 
     def remove(self) -> None:
         """Removes the directory and its lock."""
         self._remove()
 
 
-def _remove_scratch(path: str, lock: int) -> None:
+def _remove_scratch(path: str, lock: int, owner: int) -> None:
+    # The finalizer also runs when a child exits that the caller has forked.
+    if os.getpid() != owner:
+        return
     shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
