@@ -81,6 +81,25 @@ def test_the_handle_of_a_removed_run_acknowledges_no_other_run(single: Launcher,
     assert not two.delivery().acknowledged
 
 
+def report_twice(folder: str) -> object:
+    import os
+
+    import rankzero.train as rt
+
+    found = rt.get_checkpoint()
+    rt.report({}, checkpoint={"of": folder})
+    rt.await_checkpoint()
+    return None if found is None else (found.id, os.path.basename(found.load()["of"]))
+
+
+def test_a_run_whose_job_is_gone_leaves_its_checkpoints_to_no_other_training(single: Launcher, tmp_path: Path) -> None:
+    one = single.submit(report_twice, str(tmp_path / "one"))
+    assert one.result(60) is None
+    # As an interrupted removal leaves it.
+    os.unlink(Path(one.directory, "job.json"))
+    assert single.submit(report_twice, str(tmp_path / "two")).result(60) is None
+
+
 def test_a_value_is_delivered_from_a_store_that_was_moved(single: Launcher, tmp_path: Path) -> None:
     (tmp_path / "one-go").touch()
     before = single.submit(train, "one", str(tmp_path))

@@ -274,7 +274,8 @@ def submit(
                 # Another submitter may need as long for its files, and must not count as dead meanwhile.
                 patience = max(patience, 2 * (time.monotonic() - began))
                 if run.newest_claim() == number:
-                    first_attempt = fresh_since = 0
+                    # Checkpoints of a run whose job was lost belong to another training.
+                    first_attempt = fresh_since = 1 + _last_attempt(run)
                     if existing:
                         first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
                         fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
