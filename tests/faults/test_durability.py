@@ -417,7 +417,7 @@ def test_a_driver_that_comes_too_late_leaves_the_run_alone(single: Launcher, tmp
     (tmp_path / "go").touch()
     handle = single.submit(count_and_wait, str(tmp_path))
     assert handle.result(WAIT) == "attempt 0"
-    command = [sys.executable, "-m", "rankzero.driver", handle.directory, "--submission"]
+    command = [sys.executable, "-c", "from rankzero.driver.main import main; main()", handle.directory, "--submission"]
     private = json.dumps({"env": {}, "engine": {}})
     again = subprocess.run([*command, "0"], input=private, capture_output=True, text=True, timeout=WAIT)
     assert "has a driver already" in again.stderr
