@@ -135,18 +135,19 @@ def test_a_slow_driver_neither_stalls_a_rank_nor_loses_a_line(
     capfd.readouterr()
 
 
+class SlowClient:
+    """Takes what `bulk_bytes` allows."""
+
+    def __init__(self) -> None:
+        self.bulk_bytes = self.unaccepted = 0
+        self.lines: list[str] = []
+
+    def queue(self, message: dict[str, Any], *, bulk: bool) -> None:
+        assert bulk
+        self.lines += message["lines"]
+
+
 def test_lines_wait_on_disk_in_order(tmp_path: Path) -> None:
-    class SlowClient:
-        """Takes what `bulk_bytes` allows."""
-
-        def __init__(self) -> None:
-            self.bulk_bytes = self.unaccepted = 0
-            self.lines: list[str] = []
-
-        def queue(self, message: dict[str, Any], *, bulk: bool) -> None:
-            assert bulk
-            self.lines += message["lines"]
-
     client = SlowClient()
     out = output.RankOutput(0, client, str(tmp_path))  # type: ignore[arg-type]
     expected = []
@@ -160,6 +161,39 @@ def test_lines_wait_on_disk_in_order(tmp_path: Path) -> None:
     assert client.lines == expected
     assert out.tail == expected[-len(out.tail) :]
     assert os.path.getsize(tmp_path / "rank-0.spool") == 0
+
+
+def test_a_full_scratch_disk_drops_and_counts_lines(tmp_path: Path) -> None:
+    client = SlowClient()
+    out = output.RankOutput(0, client, str(tmp_path))  # type: ignore[arg-type]
+    lines = [f"{number} {'x' * 99}" for number in range(300)]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    client.bulk_bytes = output.HIGH_WATER + 1
+    # Like a disk that is full in the middle of a batch of lines, and then has room again for a shorter one.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, before[1]))
+    try:
+        for start in range(0, 300, 100):
+            out.add(lines[start : start + 100])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    out.add(["short"])
+    client.bulk_bytes = 0
+    out.pump()
+    assert client.lines == [*lines[:100], "short", "rankzero: 200 log lines were dropped, the driver was too slow"]
+    assert not out.waiting
+
+
+def test_a_spool_that_someone_has_cut_ends_the_wait_for_its_lines(tmp_path: Path) -> None:
+    client = SlowClient()
+    out = output.RankOutput(0, client, str(tmp_path))  # type: ignore[arg-type]
+    client.bulk_bytes = output.HIGH_WATER + 1
+    out.add(["first", "second"])
+    os.truncate(tmp_path / "rank-0.spool", 8)
+    client.bulk_bytes = 0
+    out.pump()
+    out.drop_rest()
+    assert not out.waiting
+    assert client.lines[0] == "first"
 
 
 def test_a_driver_that_is_behind_gets_fewer_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

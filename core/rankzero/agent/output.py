@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import deque
-from typing import IO
+from io import FileIO
 
 from rankzero import bounds
 from rankzero.bounds import LOG_TAIL, LOG_TAIL_WIDTH
@@ -51,7 +51,7 @@ class RankOutput:
         self._client = client
         self._path = os.path.join(scratch, f"rank-{local_rank}.spool")
         self._splitter = LineSplitter()
-        self._spool: IO[bytes] | None = None
+        self._spool: FileIO | None = None
         self._read = self._written = 0
         self._gathered: list[str] = []
         self._length = 0
@@ -123,25 +123,16 @@ class RankOutput:
         """Sends waiting lines to the driver, as far as it keeps up."""
         if self._gathered and self._may_send():
             self._send(self._take_gathered())
-        while self._on_disk and self._spool and self._client.bulk_bytes <= HIGH_WATER:
-            self._spool.seek(self._read)
-            block = self._spool.read(_BLOCK)
-            while not block.endswith(b"\n"):
-                block += self._spool.readline()
-            self._read += len(block)
-            self._send(block.decode("utf-8", "replace").split("\n")[:-1])
-        if self._spool and not self._on_disk:
-            self._spool.truncate(0)
-            self._read = self._written = 0
+        while self._on_disk and self._client.bulk_bytes <= HIGH_WATER:
+            self._send(self._read_spool())
+        if self._written and not self._on_disk:
+            self._empty_spool()
 
     def drop_rest(self) -> None:
         """Drops and counts the lines that still wait, because the time for their delivery is over."""
         self._dropped += len(self._take_gathered())
-        if self._on_disk and self._spool:
-            self._spool.seek(self._read)
-            with contextlib.suppress(OSError):
-                self._dropped += sum(1 for _ in self._spool)
-            self._read = self._written
+        while self._on_disk:
+            self._dropped += len(self._read_spool())
         self._send([])
 
     def _send(self, lines: list[str]) -> None:
@@ -157,13 +148,37 @@ class RankOutput:
             if self._written + len(data) > SPOOL_LIMIT:
                 raise OSError("the limit of lines on disk is reached")
             if self._spool is None:
-                self._spool = open(self._path, "w+b")
-            self._spool.seek(self._written)
-            self._spool.write(data)
-            self._spool.flush()
-            self._written += len(data)
+                self._spool = open(self._path, "w+b", buffering=0)
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._spool.fileno(), data[done:], self._written + done)
         except OSError:
+            # The next lines replace what a full disk has taken of these.
             self._dropped += len(lines)
+        else:
+            self._written += len(data)
+
+    def _read_spool(self) -> list[str]:
+        """Takes the next lines from the disk. Lines that cannot be read are dropped and counted as one."""
+        size, block, end = _BLOCK, b"", 0
+        with contextlib.suppress(OSError):
+            while self._spool and not end and len(block) < self._on_disk:
+                block = os.pread(self._spool.fileno(), min(size, self._on_disk), self._read)
+                end = block.rfind(b"\n") + 1
+                if len(block) < min(size, self._on_disk):
+                    break
+                size *= 2
+        if not end:
+            self._read = self._written
+            self._dropped += 1
+        self._read += end
+        return block[:end].decode("utf-8", "replace").split("\n")[:-1]
+
+    def _empty_spool(self) -> None:
+        self._read = self._written = 0
+        with contextlib.suppress(OSError):
+            if self._spool:
+                self._spool.truncate(0)
 
 
 def is_own_frame(line: str) -> bool:
