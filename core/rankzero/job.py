@@ -40,8 +40,8 @@ class Job:
         nonce: Random digits of this submission, since the numbers restart when the directory was removed.
         first_attempt: Number of this submission's first attempt.
         fresh_since: First attempt whose checkpoints count: the training of earlier ones was delivered.
-        identity: Digest of code, arguments and world size: `rankzero.submit.identity`. Its parts are in
-            ``submissions/N/identity.json``.
+        identity: Digest of code, arguments and world size: `rankzero.submit.identity`.
+        identity_parts: Name and checksum of each part of the identity; empty if an earlier version submitted the job.
         generation: The orchestrator's chain of automatic retries that this submission belongs to.
         log_starts: By rank (as text, for JSON): piece and offset at which its log lines of this submission begin.
         engine: The engine's specification, without secrets.
@@ -83,6 +83,7 @@ class Job:
     first_attempt: int = 0
     fresh_since: int = 0
     identity: str = ""
+    identity_parts: dict[str, str] = field(default_factory=dict)
     generation: str = ""
     log_starts: dict[str, list[int]] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -158,6 +159,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "labels": dict,
     "prices": dict,
     "engine": dict,
+    "identity_parts": dict,
 }
 
 

@@ -24,6 +24,9 @@ ATTACH, DELIVER, RESUME, FRESH = Decision
         pytest.param("succeeded", "same", DELIVER, id="nobody has got the result"),
         pytest.param("succeeded", "same acknowledged", FRESH, id="a user runs again what had succeeded"),
         pytest.param("succeeded", "same acknowledged repeated", DELIVER, id="an orchestrator does, by itself"),
+        pytest.param("running", "same unknown", ATTACH, id="it may be another training, and lives"),
+        pytest.param("failed", "same unknown", FRESH, id="it may be another training's checkpoints"),
+        pytest.param("succeeded", "same unknown", FRESH, id="it may be another training's result"),
     ],
 )
 def test_the_same_training(state: str, facts: str, decision: Decision) -> None:
@@ -34,6 +37,7 @@ def test_the_same_training(state: str, facts: str, decision: Decision) -> None:
             acknowledged="acknowledged" in facts,
             ending="ending" in facts,
             same_generation="repeated" in facts,
+            unknown="unknown" in facts,
         )
         is decision
     )

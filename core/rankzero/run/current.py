@@ -57,11 +57,8 @@ class CurrentStatus:
         """Returns how a submission ended that was followed by a later one."""
         if (found := self._run.outcome(submission)) and found.nonce == nonce:
             return found
-        try:
-            is_ours = self._run.job_of(submission).nonce in ("", nonce)
-        except RunNotFoundError:
-            is_ours = False
-        if not is_ours:
+        job = self._run.job_of(submission)
+        if not (job and job.nonce in ("", nonce)):
             raise self._removed()
         text = f"submission {submission} of {self._run.directory} was followed by a later one, and its end is unknown"
         return RunStatus("failed", submission=submission, nonce=nonce, error=EngineError(text).to_json())
@@ -97,7 +94,8 @@ def owns(run: RunDirectory, submission: int, nonce: str) -> bool:
         if current.submission == submission and current.nonce in ("", nonce):
             return True
         # A removed directory has lost this submission's job, or has the job of another run.
-        if nonce and run.job_of(submission).nonce != nonce:
+        own = run.job_of(submission)
+        if nonce and not (own and own.nonce == nonce):
             return False
     except RunNotFoundError:
         return False

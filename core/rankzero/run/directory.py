@@ -6,7 +6,6 @@
         claim         names the submitter; created once, so that a run id submitted twice starts once
         payload.pkl   function or script and arguments
         job.json      the submission's job
-        identity.json the identity of the training, by parts; see `rankzero.run.identity`
         modules.zip   the user's modules;  modules.txt  lists the files in it, and those left out, for people
         driver        names the driver; created once, so that one driver runs the submission
         starting      the driver's process, until it writes a status; not on an object store
@@ -56,9 +55,6 @@ EVENTS = "events.jsonl"
 
 LINES = "logs/lines"
 """The stream of the lines of all ranks on an object store."""
-
-IDENTITY = "identity.json"
-"""The file with the identity of a submission's training, by parts."""
 
 OUTCOME = "outcome.json"
 """The file with the certain status of a submission."""
@@ -351,12 +347,6 @@ class RunDirectory:
         store.write_bytes(self.path("job.json"), data, durable=True)
         store.sync_directory(os.path.dirname(self.directory))
 
-    def identity(self, submission: int) -> Identity | None:
-        """Returns the identity of a submission's training; None if it is not recorded."""
-        with contextlib.suppress(FileNotFoundError):
-            return Identity.from_json(store.read_bytes(self.submission_path(submission, IDENTITY)))
-        return None
-
     def restore(self, submission: int) -> None:
         """Makes a submission the current one: copies its job to the ``job.json`` of the run.
 
@@ -368,17 +358,27 @@ class RunDirectory:
 
     def job(self) -> Job:
         """Returns the job of the current submission. Raises RunNotFoundError."""
+        if job := self.find_job():
+            return job
+        raise RunNotFoundError(f"no run lives in {self.directory}")
+
+    def find_job(self) -> Job | None:
+        """Returns the job of the current submission; None if there is no run yet.
+
+        Raises:
+            RunNotFoundError: there is a job that this version of rankzero cannot read.
+        """
         return self._read_job(self.path("job.json"))
 
-    def job_of(self, submission: int) -> Job:
-        """Returns the job of one submission. Raises RunNotFoundError."""
+    def job_of(self, submission: int) -> Job | None:
+        """Returns the job of one submission, or None. Raises like `find_job`."""
         return self._read_job(self.submission_path(submission, "job.json"))
 
-    def _read_job(self, path: str) -> Job:
+    def _read_job(self, path: str) -> Job | None:
         try:
             return _job_from_json(store.read_bytes(path))
         except (FileNotFoundError, NotADirectoryError):
-            raise RunNotFoundError(f"no run lives in {self.directory}") from None
+            return None
 
     def token(self) -> str:
         """Returns the token by which an agent checks that it sees this directory."""
@@ -473,19 +473,17 @@ def _new_claim(kind: str = "") -> bytes:
     return f"{kind}{secrets.token_hex(8)} {json.dumps(this_process())}".encode()
 
 
-def compare_job(run: RunDirectory, job: Job, asked: Asked) -> Comparison:
+def compare_job(job: Job, asked: Asked) -> Comparison:
     """Compares the training of a submission with a requested training.
 
     Args:
-        run: The run directory.
         job: Job of the submission.
         asked: The requested training.
     """
     if job.identity == asked.identity.digest:
         return Comparison()
-    automatic = bool(asked.generation) and asked.generation == job.generation
-    same_python = job.python == PYTHON
-    return compare(run.identity(job.submission), asked.identity, automatic=automatic, same_python=same_python)
+    before = Identity.of(job.identity_parts) if job.identity_parts else None
+    return compare(before, asked.identity, automatic=asked.repeats(job.generation), same_python=job.python == PYTHON)
 
 
 def log_name(rank: int) -> str:

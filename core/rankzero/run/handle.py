@@ -126,7 +126,7 @@ class RunHandle(Generic[R]):
             identity: Identity of the other training; see `Launcher.identity`.
             generation: Name of the chain of tries that an orchestrator starts by itself; empty outside of one.
         """
-        return compare_job(self._run, self._run.job(), Asked(identity, generation))
+        return compare_job(self._run.job(), Asked(identity, generation))
 
     @property
     def code_version(self) -> str | None:

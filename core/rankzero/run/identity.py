@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,18 +43,6 @@ class Identity:
         """Returns the hexadecimal digits that name the training."""
         return hashlib.sha256(repr(self.parts).encode()).hexdigest()[:DIGITS]
 
-    def to_json(self) -> bytes:
-        """Returns the parts as JSON."""
-        return json.dumps(dict(self.parts), indent=2).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Identity | None:
-        """Returns the identity that `to_json` encoded; None if the data has another format."""
-        try:
-            return cls.of({str(name): str(digest) for name, digest in json.loads(data).items()})
-        except (AttributeError, ValueError):
-            return None
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -74,7 +61,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Returns True unless a difference is known. An unknown one must not end a run or delete anything."""
+        """Returns True unless a difference is known. An unknown one must not end a living run."""
         return not self.differing
 
 
@@ -91,6 +78,10 @@ class Asked:
     identity: Identity
     generation: str = ""
     by_name: bool = False
+
+    def repeats(self, generation: str) -> bool:
+        """Returns True if the orchestrator repeats a try of this generation by itself."""
+        return bool(generation) and self.generation == generation
 
 
 def compare(before: Identity | None, now: Identity, *, automatic: bool = False, same_python: bool = True) -> Comparison:

@@ -31,6 +31,7 @@ def decide(
     ending: bool = False,
     same_generation: bool = False,
     by_name: bool = False,
+    unknown: bool = False,
 ) -> Decision:
     """Decides what to do about an existing run.
 
@@ -42,18 +43,20 @@ def decide(
         same_generation: An orchestrator, and not a user, repeats a step that had succeeded.
         by_name: The name of a run alone decides that it is continued, as in Ray Train: it resumes from the last
             checkpoint even if the training has changed or has succeeded.
+        unknown: It cannot be compared whether the training is the same. Its run is not ended, but its result and
+            checkpoints are not used: they may be another training's.
 
     Example:
         >>> decide("failed", same_training=True, acknowledged=False)
         <Decision.RESUME: 'resume'>
     """
-    if by_name and state in FINAL_STATES and (acknowledged or not same_training):
+    if by_name and state in FINAL_STATES and (acknowledged or unknown or not same_training):
         return Decision.RESUME
     if not same_training:
         return Decision.FRESH
     if state not in FINAL_STATES:
         return Decision.RESUME if ending else Decision.ATTACH
-    if acknowledged and not same_generation:
+    if unknown or (acknowledged and not same_generation):
         # This includes a later submission that died when only its status was written.
         return Decision.FRESH
     return Decision.DELIVER if state == "succeeded" else Decision.RESUME

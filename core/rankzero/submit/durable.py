@@ -116,13 +116,10 @@ def _report(existing: submission.Existing, log: Any) -> None:
     comparison = existing.comparison
     if existing.decision is Decision.FRESH and comparison.differing:
         log.info("the training begins from scratch: other than before: %s", describe(comparison.differing))
+    elif comparison.unknown:
+        log.warning("%s", submission.explain_unknown(existing))
     elif existing.decision is Decision.FRESH:
         log.info("the training begins from scratch: its result was delivered")
-    elif comparison.unknown:
-        log.warning(
-            "it is unknown whether the training is the same, since another version of Python or rankzero submitted its "
-            "run: it counts as the same"
-        )
     elif comparison.ignored and existing.decision is Decision.ATTACH:
         changed = describe(comparison.ignored)
         log.warning("the run continues with the code that it began with: changed since: %s", changed)

@@ -19,7 +19,7 @@ from rankzero.errors import InvalidJobError
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
 from rankzero.run import growing, pieces
-from rankzero.run.directory import IDENTITY, LINES, RunDirectory, log_name
+from rankzero.run.directory import LINES, RunDirectory, log_name
 from rankzero.run.identity import Asked, Identity
 from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, payload, submission
@@ -147,7 +147,8 @@ def prepare(
         found = datasets.collect(request.sources, engine, run, job.num_processes, before)
         unless_started.callback(found.discard, before)
         asked = request.asked(train, request.identity_of(train, args, kwargs, found))
-        job = replace(job, identity=asked.identity.digest, queries=dict(found.queries))
+        identity = asked.identity
+        job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=dict(found.queries))
         started = _submit(run, job, asked, parts, request, found)
         if started:
             unless_started.pop_all()
@@ -158,7 +159,7 @@ def prepare(
 def _submit(run: RunDirectory, job: Job, asked: Asked, parts: Payload, request: Request, found: Datasets) -> bool:
     """Submits the job with its files; see `submission.submit`."""
     files = {"payload.pkl": parts.data, **found.files()}
-    listings: dict[str, list[Part]] = {IDENTITY: [asked.identity.to_json()]}
+    listings: dict[str, list[Part]] = {}
     if parts.modules is not None:
         files["modules.zip"] = [parts.modules.data]
         listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]

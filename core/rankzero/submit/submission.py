@@ -113,11 +113,23 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
     """
     _check_owner(run)
     try:
-        return RunHandle.attach(run.directory)
+        return RunHandle.attach(run.directory) if _find_job(run) else None
     except RunNotFoundError:
+        # Removed in between.
         return None
     except OSError as error:
         raise InvalidJobError(f"the store cannot be read: {run.directory}: {error}") from error
+
+
+def _find_job(run: RunDirectory) -> Job | None:
+    """Returns the job of the run's last submission, or None. Raises InvalidJobError for one that cannot be read."""
+    try:
+        return run.find_job()
+    except RunNotFoundError as error:
+        raise InvalidJobError(
+            f"{run.path('job.json')} is there and cannot be read ({error}): a run of this name may be running or hold "
+            "a result, so it is not replaced: remove its directory, or choose another run_id"
+        ) from error
 
 
 def assess(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -> Existing | None:
@@ -138,7 +150,7 @@ def assess(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
         delivery.write(run.directory, delivered)
-    comparison = compare_job(run, job, asked)
+    comparison = compare_job(job, asked)
     decision = decide(
         status.state,
         same_training=comparison.same,
@@ -146,11 +158,21 @@ def assess(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -
         ending=ending,
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
         by_name=asked.by_name,
+        unknown=comparison.unknown and not asked.repeats(job.generation),
     )
     if decision is Decision.DELIVER and status.result and not store.exists(run.result_path(status.result["uri"])):
         logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", run.directory)
         decision = Decision.RESUME
     return Existing(job, status, decision, ending, comparison)
+
+
+def explain_unknown(existing: Existing) -> str:
+    """Returns a sentence about a run whose training cannot be compared with the requested one."""
+    fresh = existing.decision is Decision.FRESH
+    return (
+        f"it is unknown whether run {existing.job.run_id!r} is the same training, since another version of Python or "
+        f"rankzero submitted it: {'its result and checkpoints are not used' if fresh else 'it counts as the same'}"
+    )
 
 
 @dataclass(frozen=True)
@@ -163,9 +185,7 @@ class _State:
 def _state(run: RunDirectory) -> _State | None:
     """Returns job and status of the last submission, and whether the run is ending; None if there is none."""
     _check_owner(run)
-    try:
-        job = run.job()
-    except RunNotFoundError:
+    if (job := _find_job(run)) is None:
         return None
     owner_is_gone = bool(job.owner and is_gone(job.owner))
     status = _await_certainty(RunHandle(run.directory), job, owner_is_gone)
@@ -240,11 +260,7 @@ def submit(
                 await_end(run, existing.job)
                 continue
             if existing and existing.comparison.unknown:
-                logger.warning(
-                    "it is unknown whether run %s is the same training, since another version of Python or rankzero "
-                    "submitted it: it counts as the same",
-                    run.directory,
-                )
+                logger.warning("%s", explain_unknown(existing))
             if existing and existing.decision in (Decision.ATTACH, Decision.DELIVER):
                 state = existing.status.state
                 logger.warning("run %s is there already (%s); this submission attaches to it", run.directory, state)
@@ -341,7 +357,5 @@ def _last_attempt(run: RunDirectory) -> int:
 
 
 def _submission_of(run: RunDirectory) -> int:
-    try:
-        return run.job().submission
-    except RunNotFoundError:
-        return -1
+    job = _find_job(run)
+    return job.submission if job else -1
