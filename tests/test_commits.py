@@ -95,6 +95,23 @@ def test_a_whole_checkpoint_is_committed_whatever_another_rank_gives(
     assert (work.committed, work.lost) == ([0], [])
 
 
+def test_a_sharded_checkpoint_that_lacks_a_part_of_a_finished_rank_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks whose hosts do not see the store wait for it, since they have no room for more checkpoints."""
+    work = Commits(tmp_path, monkeypatch, world_size=2)
+    work.open()
+    for rank in (0, 1):
+        work.add(0, rank, sharded=True)
+    work.add(1, rank=0, sharded=True)
+    work.committer.note_over(1)
+    assert work.lost == [1]
+    work.add(2, rank=0, sharded=True)
+    assert work.lost == [1, 2]
+    work.finish()
+    assert work.committed == [0]
+
+
 def test_a_checkpoint_gives_way_to_a_newer_one(work: Commits) -> None:
     work.add(0)
     work.add(1)

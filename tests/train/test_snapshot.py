@@ -9,8 +9,8 @@ import numpy
 import pytest
 import torch
 
-from rankzero import ResultError
-from rankzero.channel import Start, encode
+from rankzero import ResultError, bounds
+from rankzero.channel import Start, decode, encode
 from rankzero.train import CheckpointWriter, Parts, snapshot
 from rankzero.values import formats
 
@@ -119,6 +119,25 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
         {"type": "checkpoint-begun", "index": 0},
         {"type": "checkpoint-failed", "index": 0},
     ]
+
+
+def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bounds, "CHECKPOINT_SETTLE_TIMEOUT", 0.05)
+    sent: list[Any] = []
+    parts = Parts(Start(str(tmp_path / "run"), run_token="", shared=False, scratch=str(tmp_path)), str)
+    writer = CheckpointWriter(parts, 0, 0, 2, sent.append)
+    for step in range(3):
+        writer.write({"step": step}, {}, 0.0, {}, sharded=True)
+        writer.finish()
+    assert [message.index for message in sent if message.kind == "checkpoint-failed"] == [2]
+    assert "0000-000002 of rank 0 is left out: after 0.05 s 0000-000000, 0000-000001 is" in capsys.readouterr().out
+    # The peers have reported at last.
+    writer.on_message(decode({"type": "checkpoint-lost", "index": 1}))
+    writer.write({"step": 3}, {}, 0.0, {}, sharded=True)
+    writer.finish()
+    assert sent[-1].index == 3
 
 
 def test_storages_that_begin_at_one_address_are_copied_as_far_as_the_longest_reaches() -> None:

@@ -74,6 +74,7 @@ class Committer:
         self._newest: dict[int, dict[str, Any]] | None = None
         self._commits: dict[int, Future[Manifest]] = {}
         self._lost: list[int] = []
+        self._over: set[int] = set()
         self._has_all = False
         self._closed = False
         self._last: Future[Any] | None = None
@@ -132,6 +133,8 @@ class Committer:
             # Parts of other ranks do not belong to an unsharded checkpoint, in whatever order they arrive.
             parts = {rank: part}
         if len(parts) < (self._world_size if part["sharded"] else 1):
+            if part["sharded"] and self._over - set(parts):
+                self.drop(part["index"])
             return None
         for index in sorted(index for index in self._incoming if index < part["index"]):
             self.drop(index)
@@ -145,6 +148,13 @@ class Committer:
         """Gives up a checkpoint of which a part will not arrive."""
         self._incoming.pop(index, None)
         self._lost.append(index)
+
+    def note_over(self, rank: int) -> None:
+        """Records that a rank has sent all its parts, and gives up sharded checkpoints that lack one of its parts."""
+        self._over.add(rank)
+        for index, parts in list(self._incoming.items()):
+            if rank not in parts and any(part["sharded"] for part in parts.values()):
+                self.drop(index)
 
     def note_last(self) -> None:
         """Records that every checkpoint was added that will be."""

@@ -97,6 +97,7 @@ class Storage:
             message: Its message.
             metrics: Rank 0's last metrics, for the summary of its value.
         """
+        self._committer.note_over(rank)
         result = message.result
         if result is None:
             self._facts.finished.add(rank)

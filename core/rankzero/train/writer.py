@@ -138,6 +138,10 @@ class CheckpointWriter:
             self._await_room()
             facts = {"sharded": sharded, "metrics": metrics, "time": when, "tables": dict(tables)}
             taken = self._take(index, value, directory, facts)
+        except NotTakenError as error:
+            self._fail(index)
+            self._note_not_taken(self._name(index), error)
+            return
         except BaseException as error:
             self._fail(index)
             if not isinstance(error, OSError):
@@ -259,19 +263,34 @@ class CheckpointWriter:
         return written
 
     def _note_failure(self, taken: _Taken, error: Exception) -> None:
-        text = f"checkpoint {taken.name} of rank {self._rank} cannot be written: {error}"
         if isinstance(error, NotTakenError):
-            print(f"rankzero: {text}; the previous checkpoint is complete")
+            self._note_not_taken(taken.name, error)
             return
+        text = f"checkpoint {taken.name} of rank {self._rank} cannot be written: {error}"
         with self._changed:
             self._failure = error if isinstance(error, ResultError) else ResultError(text)
 
+    def _note_not_taken(self, name: str, error: NotTakenError) -> None:
+        print(f"rankzero: checkpoint {name} of rank {self._rank} is left out: {error}; the previous one is complete")
+
     def _await_room(self) -> None:
-        """Waits until the previous copy is written, and until the scratch disk holds fewer than `MAX_STAGED` copies."""
+        """Waits until the previous copy is written, and until the scratch disk holds fewer than `MAX_STAGED` copies.
+
+        Raises:
+            NotTakenError: the copies were not committed within `CHECKPOINT_SETTLE_TIMEOUT` seconds.
+            ResultError: the previous copy could not be written.
+        """
         self._await_written()
-        if not self._parts.shared:
-            with self._changed:
-                self._changed.wait_for(lambda: len(self._staged) < MAX_STAGED)
+        if self._parts.shared:
+            return
+        bound = bounds.CHECKPOINT_SETTLE_TIMEOUT
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._staged) < MAX_STAGED, bound):
+                waiting = ", ".join(map(self._name, sorted(self._staged)))
+                raise NotTakenError(
+                    f"after {bound:g} s {waiting} is not committed, and this host holds no more: every rank has to "
+                    "report each sharded checkpoint, and the driver has to reach the store"
+                )
 
     def _await_written(self) -> None:
         with self._changed:
