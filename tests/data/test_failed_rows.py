@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,3 +137,69 @@ def _writes_on_rank_1() -> None:
 def test_a_rank_that_does_not_ask_for_the_checkpoint_does_not_write_rows_twice(launcher: Launcher) -> None:
     with pytest.raises(ResultError, match="would get them twice: call get_checkpoint"):
         launcher.options(max_restarts=1).run(_writes_on_rank_1)
+
+
+def test_a_repetition_after_a_refused_checkpoint_writes_each_row_once(launcher: Launcher) -> None:
+    def rows(checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for number in range(4):
+            yield {"id": [number]}
+            if number == 1:
+                rt.report({}, checkpoint=checkpoint)
+
+    def train() -> Table:
+        with pytest.raises(ResultError, match="cannot pickle"):
+            rt.write_rows(rows({"lock": threading.Lock()}))
+        return rt.write_rows(rows({"id": 1}))
+
+    table = launcher.options(num_processes=1).run(train)
+    assert sorted(table.to_arrow().to_table()["id"].to_pylist()) == [0, 1, 2, 3]
+
+
+def test_a_checkpoint_from_a_signal_handler_loses_no_row_that_is_being_taken(launcher: Launcher) -> None:
+    """The handler comes when the generator has counted a batch, and the batch is not written yet."""
+
+    class Column:
+        """Stands for a conversion that takes time, in which the signal arrives."""
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __len__(self) -> int:
+            return 1
+
+        def __arrow_array__(self, type: object = None) -> Any:
+            import pyarrow as pa
+
+            if self.number == 3 and rt.get_context().attempt == 0:
+                signal.raise_signal(signal.SIGUSR1)
+            return pa.array([self.number])
+
+    def train() -> Table:
+        checkpoint = rt.get_checkpoint()
+        state = checkpoint.load() if checkpoint else {"next": 0}
+
+        def save_and_end(*_: object) -> None:
+            rt.report({}, checkpoint=dict(state))
+            await_checkpoint()
+            raise RetryableError("preempted")
+
+        signal.signal(signal.SIGUSR1, save_and_end)
+
+        def rows() -> Iterator[dict[str, Any]]:
+            while state["next"] < 6:
+                number = state["next"]
+                state["next"] += 1
+                yield {"id": Column(number)}
+                if number == 1:
+                    rt.report({}, checkpoint=dict(state))
+                    await_checkpoint()
+
+        return rt.write_rows(rows())
+
+    launcher = launcher.options(num_processes=1, max_restarts=1, run_id="handler")
+    table = launcher.run(train)
+    assert sorted(table.to_arrow().to_table()["id"].to_pylist()) == list(range(6))
+    handle = launcher.find()
+    assert handle
+    assert any("is left out" in line for line in handle.logs(rank=0))
+    assert [event["id"] for event in handle.events() if event["type"] == "checkpoint"] == ["0000-000000"]

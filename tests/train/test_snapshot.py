@@ -11,7 +11,7 @@ import torch
 
 from rankzero import ResultError, bounds
 from rankzero.channel import Start, decode, encode
-from rankzero.train import CheckpointWriter, Parts, snapshot
+from rankzero.train import CheckpointWriter, Parts, RankTables, snapshot
 from rankzero.values import formats
 
 
@@ -114,7 +114,7 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
     parts = Parts(Start(str(tmp_path), run_token="", shared=True, scratch=""), str)
     writer = CheckpointWriter(parts, 1, 0, 1, sent.append)
     with pytest.raises(MemoryError, match="no room"):
-        writer.write({}, {}, 0.0, {}, sharded=False)
+        writer.write({}, {}, 0.0, RankTables(), sharded=False)
     assert [encode(message) for message in sent] == [
         {"type": "checkpoint-begun", "index": 0},
         {"type": "checkpoint-failed", "index": 0},
@@ -129,13 +129,13 @@ def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
     parts = Parts(Start(str(tmp_path / "run"), run_token="", shared=False, scratch=str(tmp_path)), str)
     writer = CheckpointWriter(parts, 0, 0, 2, sent.append)
     for step in range(3):
-        writer.write({"step": step}, {}, 0.0, {}, sharded=True)
+        writer.write({"step": step}, {}, 0.0, RankTables(), sharded=True)
         writer.finish()
     assert [message.index for message in sent if message.kind == "checkpoint-failed"] == [2]
     assert "0000-000002 of rank 0 is left out: after 0.05 s 0000-000000, 0000-000001 is" in capsys.readouterr().out
     # The peers have reported at last.
     writer.on_message(decode({"type": "checkpoint-lost", "index": 1}))
-    writer.write({"step": 3}, {}, 0.0, {}, sharded=True)
+    writer.write({"step": 3}, {}, 0.0, RankTables(), sharded=True)
     writer.finish()
     assert sent[-1].index == 3
 

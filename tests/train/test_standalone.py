@@ -72,3 +72,32 @@ def test_it_goes_on_from_the_checkpoint_before_a_damaged_one(script: Path, tmp_p
     assert "checkpoint 0000-000002 is damaged" in refused.stderr
     again = run(script, RANKZERO_STORAGE=place)
     assert again.stdout.splitlines()[-1] == f"from 2 to [6.0, 6.0, 6.0] {place}", again.stderr
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_checkpoint(tmp_path: Path) -> None:
+    """It has no thread that writes one."""
+    program = """
+        import os, sys
+        import rankzero.train as rt
+        from rankzero.train.writer import CheckpointWriter
+
+        # The fork comes while the checkpoint is being written.
+        begin = CheckpointWriter._write_part
+        def write(*args):
+            written.acquire()
+            return begin(*args)
+        import threading
+        written = threading.Lock()
+        written.acquire()
+        CheckpointWriter._write_part = write
+        rt.report({}, checkpoint={"epoch": 1})
+        if not (child := os.fork()):
+            sys.exit(0)
+        os.waitpid(child, 0)
+        written.release()
+    """
+    script = tmp_path / "fork.py"
+    script.write_text(textwrap.dedent(program))
+    done = run(script, RANKZERO_STORAGE=str(tmp_path / "store"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "store" / "checkpoints" / "0000-000000" / "checkpoint.json").exists()

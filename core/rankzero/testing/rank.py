@@ -21,6 +21,7 @@ from rankzero.run.checkpoints import CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
 from rankzero.train import context, parts, writer
 from rankzero.train.checkpoint import Checkpoint
+from rankzero.train.tables import RankTables
 from rankzero.worker import failures, leaving
 
 ATTEMPT = 1
@@ -91,7 +92,7 @@ def seed_checkpoint(home: str, state: object) -> dict[str, Any]:
     with _checkpoints(0, 1, _files(home), home, 0) as checkpoints:
         committed: list[dict[str, Any]] = []
         checkpoints.committed = committed.append  # type: ignore[assignment,method-assign]
-        checkpoints.write(state, {}, time.time(), {}, sharded=False)
+        checkpoints.write(state, {}, time.time(), RankTables(), sharded=False)
         checkpoints.finish()
     return committed[-1]
 

@@ -79,5 +79,5 @@ __all__ = [
 lazy_names(
     __name__,
     "context.accelerator context.await_checkpoint data_loader.prepare_data_loader data_loader.PreparedDataLoader "
-    "parts.ListedParts parts.Parts writer.CheckpointWriter",
+    "parts.ListedParts parts.Parts tables.RankTables writer.CheckpointWriter",
 )

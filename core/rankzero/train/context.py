@@ -308,7 +308,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     else:
         session.send_report(row)
     if checkpoint is not None and session.writer is not None:
-        session.writer.write(checkpoint, values, now, session.tables.seal(), sharded=sharded)
+        session.writer.write(checkpoint, values, now, session.tables, sharded=sharded)
         session.checkpoints += 1
 
 

@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -81,8 +82,13 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     writer = TableWriter(session, folder, name, place)
     session.tables.writing.append(writer)
     try:
-        for table in _tables(batches):
-            writer.add(table)
+        thread = threading.get_ident()
+        for batch in _iterable(batches):
+            # The iterable may have counted the batch. No signal handler runs between its end and this assignment.
+            writer.taking = thread
+            writer.add(batch)
+            writer.taking = None
+        writer.taking = thread
         writer.complete()
     except BaseException:
         writer.discard()
@@ -214,11 +220,15 @@ class TableWriter:
         self._opened = contextlib.ExitStack()
         self._writer: Any = None
         self._failure: ResultError | None = None
+        self.taking: int | None = None
+        """The thread that takes a batch which the iterable has given; None while the iterable computes the next one."""
 
-    def add(self, table: Any) -> None:
+    def add(self, batch: Any) -> None:
         """Adds rows. Raises TypeError for a column whose type fits no earlier one, ResultError as `write_rows`."""
-        table = schemas.portable(table)
         with self._tables.lock:
+            table = schemas.portable(_table(batch))
+            if not table.num_rows:
+                return
             if self._schema is None or not table.schema.equals(self._schema):
                 table = self._unified(table)
             self._waiting.append(table)
@@ -319,14 +329,11 @@ def _stored(schema: Any) -> Any:
     return pa.schema(fields) if fields else schema
 
 
-def _tables(batches: Any) -> Iterator[Any]:
+def _iterable(batches: Any) -> Iterable[Any]:
     is_one = isinstance(batches, Mapping) or hasattr(batches, "schema") or hasattr(batches, "iloc")
     if not is_one and not isinstance(batches, Iterable):
         raise TypeError(f"rows are batches, such as dicts of columns, not a {type(batches).__name__}")
-    for batch in [batches] if is_one else batches:
-        table = _table(batch)
-        if table.num_rows:
-            yield table
+    return [batches] if is_one else batches
 
 
 def _table(batch: Any) -> Any:

@@ -57,8 +57,14 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
     writer = CheckpointWriter(parts, attempt, 0, 1, send)
     if last:
         writer.committed(last.for_ranks([0]))
-    # A daemon thread writes the checkpoints, so the process must wait for it before it exits.
-    atexit.register(writer.finish)
+    pid = os.getpid()
+
+    @atexit.register
+    def finish() -> None:
+        """Waits for the daemon thread that writes the checkpoints, which a forked child does not have."""
+        if os.getpid() == pid:
+            writer.finish()
+
     return writer
 
 

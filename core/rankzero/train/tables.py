@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankzero.errors import ResultError
+from rankzero.train.parts import NotTakenError
+
+_TAKING_INTERVAL = 0.05
+"""Seconds between two looks whether another thread has taken its batch of rows."""
 
 
 @dataclass
@@ -29,7 +33,7 @@ class RankTables:
     files: Counter[str] = field(default_factory=Counter)
     lost: set[str] = field(default_factory=set)
     writing: list[Any] = field(default_factory=list)
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: threading.Condition = field(default_factory=threading.Condition)
     schemas: set[str] = field(default_factory=set)
     unremoved: dict[str, Callable[[str], object]] = field(default_factory=dict)
     serials: itertools.count[int] = field(default_factory=itertools.count)
@@ -38,9 +42,14 @@ class RankTables:
         """Completes the files of rows that are being written, and returns how many files each table has.
 
         Raises:
+            NotTakenError: a signal handler calls this while rows are being taken, which may have been counted already.
             ResultError: the store refuses them, or refuses to remove rows of a call that raised.
         """
         with self.lock:
+            if any(each.taking == threading.get_ident() for each in self.writing):
+                raise NotTakenError("it was reported while a batch of rows was being written, by a signal handler")
+            while any(each.taking for each in self.writing):
+                self.lock.wait(_TAKING_INTERVAL)
             self.remove_refused()
             for each in self.writing:
                 each.complete()

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
 from rankzero.channel import messages
@@ -19,6 +19,9 @@ from rankzero.train import snapshot
 from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.parts import NotTakenError, Parts, copy_file
 from rankzero.values import formats, shards
+
+if TYPE_CHECKING:
+    from rankzero.train.tables import RankTables
 
 MAX_STAGED = 2
 """Checkpoints that may wait on this host to be sent to the driver; the next one waits until there are fewer."""
@@ -98,16 +101,14 @@ class CheckpointWriter:
         """Returns the last committed checkpoint that the driver has sent to this rank."""
         return self._last
 
-    def write(
-        self, value: object, metrics: dict[str, Any], when: float, tables: Mapping[str, int], *, sharded: bool
-    ) -> None:
+    def write(self, value: object, metrics: dict[str, Any], when: float, tables: RankTables, *, sharded: bool) -> None:
         """Copies a checkpoint, which is written and committed while training continues.
 
         Args:
             value: The checkpoint.
             metrics: Metrics of its report.
             when: Unix time of its report.
-            tables: Number of files of each table that this rank has begun; their rows belong to the checkpoint.
+            tables: The tables of this rank. The rows that it has written belong to the checkpoint.
             sharded: Whether every rank gives a part.
 
         Raises:
@@ -124,7 +125,7 @@ class CheckpointWriter:
         elif self._sharded != sharded:
             raise ValueError("checkpoints of one run are either all sharded or all whole (report(..., sharded=...))")
         if not sharded and self._world_size > 1:
-            self._refuse_rows(tables)
+            self._refuse_rows(tables.files)
         if not sharded and self._rank != 0:
             if self._next == 0:
                 print(f"rankzero: rank 0's checkpoints are kept, not those of rank {self._rank} (see sharded=True)")
@@ -136,8 +137,9 @@ class CheckpointWriter:
         self._busy = True
         try:
             self._await_room()
-            facts = {"sharded": sharded, "metrics": metrics, "time": when, "tables": dict(tables)}
-            taken = self._take(index, value, directory, facts)
+            taken = self._take(index, value, directory, {"sharded": sharded, "metrics": metrics, "time": when})
+            # After the copy: if that is refused, a repetition of the call that writes rows must not double them.
+            self._add_rows(taken, tables)
         except NotTakenError as error:
             self._fail(index)
             self._note_not_taken(self._name(index), error)
@@ -152,6 +154,14 @@ class CheckpointWriter:
         finally:
             self._busy = False
         self._start(taken)
+
+    def _add_rows(self, taken: _Taken, tables: RankTables) -> None:
+        try:
+            taken.facts["tables"] = tables.seal()
+        except BaseException:
+            if taken.path:
+                _delete(taken.path)
+            raise
 
     def _refuse_rows(self, tables: Mapping[str, int]) -> None:
         """Raises ValueError if rows of ranks other than 0 precede a whole checkpoint, which cannot contain them."""
