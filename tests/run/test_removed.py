@@ -151,10 +151,20 @@ def test_a_status_of_another_submission_is_not_read(tmp_path: Path) -> None:
     # An earlier version of rankzero writes none.
     run.write_status(RunStatus(state="failed"))
     assert reader.read().state == "failed"
-    # The next submission begins with its status.
+
+
+def test_a_submission_without_a_job_hides_no_earlier_one(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run"))
+    submit(run, 0, "zero")
+    ended = RunStatus(state="succeeded", nonce="zero")
+    run.write_status(ended)
+    run.keep_outcome(ended)
     assert run.claim(1)
-    run.write_status(RunStatus(state="pending", submission=1, nonce="next"))
-    assert reader.read().submission == 1
+    run.write_status(RunStatus(submission=1, nonce="one"))
+    assert CurrentStatus(run).read().state == "succeeded"
+    # A delayed submitter has written an older job over that of a submission that has its driver.
+    assert run.claim_driver(1)
+    assert CurrentStatus(run).read().submission == 1
 
 
 def test_a_driver_owns_its_directory_until_it_is_another_run_s(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 """Handles keep to the submission that they were made for, whatever is submitted under its run id afterwards."""
 
+import errno
 import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher, ResultError, RunHandle, RunNotFoundError, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, ResultError, RunHandle, RunNotFoundError, WorkerFailedError, store
 
 
 @pytest.fixture
@@ -79,6 +81,29 @@ def test_the_handle_of_a_removed_run_acknowledges_no_other_run(single: Launcher,
             call()
     assert two.delivery().receiver == {}
     assert not two.delivery().acknowledged
+
+
+def test_a_submission_that_the_store_refuses_hides_no_result(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}-go").touch()
+    one = single.submit(train, "one", str(tmp_path))
+    assert one.wait(60)
+    write = store.write_bytes
+
+    def fill(location: str, data: bytes, **options: Any) -> None:
+        if location.endswith("/same/job.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(location, data, **options)
+
+    with monkeypatch.context() as full:
+        full.setattr(store, "write_bytes", fill)
+        with pytest.raises(InvalidJobError, match="No space left on device"):
+            single.submit(train, "two", str(tmp_path))
+    for handle in (one, RunHandle.attach(one.directory), single.submit(train, "one", str(tmp_path))):
+        assert (handle.status().submission, handle.result(1)) == (0, "one")
+    assert single.submit(train, "two", str(tmp_path)).result(60) == "two"
 
 
 def report_twice(folder: str) -> object:

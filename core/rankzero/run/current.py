@@ -37,18 +37,21 @@ class CurrentStatus:
             self._accepted = status
             return status
         job = self._run.job()
-        # A submission's status is written before its job.
-        is_being_written = status.submission > job.submission and self._run.is_claimed(status.submission)
+        # A submission's status is written before its job, which makes it the last one. A submitter that was delayed may
+        # have written an older job over that of a submission which has its driver.
+        is_later = status.submission > job.submission and self._run.has_driver(status.submission)
         if self._bound:
             submission, nonce = self._bound
             if job.submission == submission and job.nonce != nonce != "" != job.nonce:
                 raise self._removed()
-            if max(job.submission, status.submission if is_being_written else 0) > submission:
+            if max(job.submission, status.submission if is_later else 0) > submission:
                 self._accepted = self._end_of(submission, nonce)
                 return self._accepted
-        if job.nonce in ("", status.nonce) or is_being_written:
+        if job.nonce in ("", status.nonce) or is_later:
             self._accepted = status
             return status
+        if (found := self._run.outcome(job.submission)) and found.nonce == job.nonce:
+            return found
         if known and known.nonce == job.nonce:
             return known
         return RunStatus(attempt=job.first_attempt, submission=job.submission, heartbeat=job.created, nonce=job.nonce)

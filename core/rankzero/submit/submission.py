@@ -201,13 +201,12 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
     """
     status = handle.status()
     never_driven = not (status.final or status.driver_pid)
-    is_written = status.submission == job.submission
+    if never_driven and owner_is_gone and not status.patience:
+        # A driver that starts now exits, because its owner has exited.
+        return replace(status, state="failed")
     run = RunDirectory(handle.directory)
     claimant = run.claimant(status.submission) if never_driven else None
     submitter_is_gone = bool(claimant and is_gone(claimant))
-    if never_driven and (owner_is_gone and not status.patience if is_written else submitter_is_gone):
-        # A driver that starts now exits, because its owner has exited; a submission without a job starts no driver.
-        return replace(status, state="failed")
     # On a disk a submitter records its driver's process. Was it killed before, a driver that starts yet finds the
     # submission claimed, and exits.
     has_no_driver = submitter_is_gone and not (status.patience or run.is_remote or handle.driver_lives(status))
@@ -296,7 +295,8 @@ def submit(
                         first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
                         fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
                         run.keep_outcome(existing.status)
-                    run.write_submission(make_job(number, first_attempt, fresh_since), start_timeout)
+                    with _releasing(run, number):
+                        run.write_submission(make_job(number, first_attempt, fresh_since), start_timeout)
                 newest = run.newest_claim()
                 if newest == number:
                     if existing:
@@ -308,6 +308,18 @@ def submit(
                     run.restore(newest)
             if not _await_submission(run, number, patience):
                 number += 1
+
+
+@contextlib.contextmanager
+def _releasing(run: RunDirectory, number: int) -> Iterator[None]:
+    """Removes a submission that the block could not complete, so that the next one does not wait for it."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            if _submission_of(run) < number:
+                run.release(number)
+        raise
 
 
 def _report_earlier(run: RunDirectory, existing: Existing) -> None:
