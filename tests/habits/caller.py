@@ -10,6 +10,9 @@ from rankzero import Launcher, RankZeroError, RunHandle
 from rankzero.run import collect
 
 RUN = "r"
+BEGUN = "begun\n"
+"""The answer of a caller that has taken a command, and may be interrupted from then on."""
+
 START_TIMEOUT = 240.0
 END_TIMEOUT = 120.0
 
@@ -71,12 +74,14 @@ def act(store: str, folder: str, verb: str, version: int, lr: float) -> Any:
 
 
 def main() -> None:
-    """Does what its standard input says, and answers each line by one."""
+    """Does what its standard input says, and answers each line by `BEGUN` and by what came of it."""
     answers = sys.stdout
     # The lines of ranks are none of the answers.
     sys.stdout = sys.stderr
     for line in sys.stdin:
         try:
+            answers.write(BEGUN)
+            answers.flush()
             answer = {"value": act(*json.loads(line))}
         except RankZeroError as error:
             answer = {"error": type(error).__name__, "message": str(error)}

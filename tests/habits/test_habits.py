@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from tests.conftest import ROOT, until, wait_until_gone
-from tests.habits.caller import RUN
+from tests.habits.caller import BEGUN, RUN
 
 from rankzero import RunHandle
 
@@ -54,7 +54,7 @@ class Caller:
             cwd=ROOT,
             env={**os.environ, "HABITS": marker},
         )
-        self.busy = False
+        self.busy = self.begun = False
 
     def call(self, *command: Any) -> None:
         """Sends a command, and does not wait for its answer."""
@@ -65,11 +65,22 @@ class Caller:
 
     def answer(self) -> dict[str, Any]:
         """Returns the answer to the last command. The suite's time limit bounds the wait."""
+        self.await_begin()
+        line = self._line()
+        self.busy = self.begun = False
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    def await_begin(self) -> None:
+        """Waits until the process has begun with the last command; before that an interrupt would end it."""
+        if not self.begun:
+            assert self._line() == BEGUN
+            self.begun = True
+
+    def _line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the caller exited with {self.process.poll()}"
-        self.busy = False
-        return json.loads(line)  # type: ignore[no-any-return]
+        return line
 
     def end(self) -> None:
         """Kills the process."""
@@ -299,6 +310,7 @@ class Habits(RuleBasedStateMachine):
         run = self.model.run
         assert run is not None
         assert run.owner is not None
+        self.callers[run.owner].await_begin()
         self.callers[run.owner].process.send_signal(signal.SIGINT)
         run.state = "cancelled"
         self._answers({"run": {"error": "KeyboardInterrupt"}, "attach": {"error": "RunCancelledError"}})
@@ -308,6 +320,7 @@ class Habits(RuleBasedStateMachine):
     @precondition(lambda self: any(verb == "attach" for verb in self.model.waiting.values()))
     def interrupt_a_reader(self) -> None:
         number = next(number for number, verb in self.model.waiting.items() if verb == "attach")
+        self.callers[number].await_begin()
         self.callers[number].process.send_signal(signal.SIGINT)
         assert self.callers[number].answer()["error"] == "KeyboardInterrupt"
         del self.model.waiting[number]
