@@ -457,9 +457,9 @@ class RunDirectory:
         return {}
 
     def renew_lease(self, bound: float | None = None) -> None:
-        """Renews the lease of the run for ``bound`` seconds; None renews it for its ``orphan_timeout``."""
-        words = [secrets.token_hex(8), *([] if bound is None else [str(bound)])]
-        store.write_bytes(self.path("lease"), " ".join(words).encode())
+        """Renews the lease for ``bound`` seconds; None keeps its bound, which is ``orphan_timeout`` at first."""
+        kept = self.lease().partition(b" ")[2] if bound is None else str(bound).encode()
+        store.write_bytes(self.path("lease"), b" ".join([secrets.token_hex(8).encode(), *([kept] if kept else [])]))
 
     def lease(self) -> bytes:
         """Returns the lease that the last follower wrote; empty if no follower has."""

@@ -74,8 +74,10 @@ def open_durable(
         if before and decision in (Decision.ATTACH, Decision.DELIVER):
             handle = before
             log.info("attached to the run in %s", handle.directory)
-            if caller.lease_when_attached is not None and not handle.status().final:
-                handle.hold(caller.lease_when_attached)
+            # An earlier try may have been the last one, and have shortened the lease.
+            lease = caller.lease_when_attached or run.job().orphan_timeout
+            if lease is not None and not handle.status().final:
+                handle.hold(lease)
             yield Opened(handle, attached=True)
             return
         if not kept or (decision is Decision.RESUME and datasets.are_readable(kept, request.sources, request.engine)):
