@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, quote_plus, unquote
 
 MASK = "***"
 
@@ -115,7 +116,8 @@ class Mask:
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         # A key of several lines is printed line by line.
-        parts = {line.strip() for secret in secrets for line in secret.splitlines()}
+        lines = {line.strip() for secret in secrets for line in secret.splitlines()}
+        parts = {form for line in lines for form in _forms_of(line)}
         # The longest first: one may be part of another.
         ordered = sorted((part for part in parts if not _NO_SECRET.fullmatch(part)), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(_pattern_of, ordered))) if ordered else None
@@ -136,6 +138,14 @@ class Mask:
         if isinstance(value, str):
             return self.text(value)
         return [self.text(item) for item in value] if isinstance(value, list) else value
+
+
+def _forms_of(secret: str) -> Iterator[str]:
+    """Yields a secret as it is, and as it looks in a dict that is printed, in JSON and in a URL."""
+    yield secret
+    yield repr(secret)[1:-1]
+    yield from (json.dumps(secret, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False))
+    yield from (quote(secret), quote(secret, safe=""), quote_plus(secret))
 
 
 def _pattern_of(secret: str) -> str:

@@ -191,11 +191,12 @@ def test_cancelling_the_spark_job_ends_the_run_with_that_cause(on_session: Launc
         tracker = session.sparkContext.statusTracker()
         deadline = time.monotonic() + WAIT
         while time.monotonic() < deadline:
-            ids = tracker.getJobIdsForGroup("rankzero-foreign")
-            if ids and os.path.exists(os.path.join(str(on_session.store), "foreign", "status.json")):
+            if tracker.getActiveJobsIds() and os.path.exists(
+                os.path.join(str(on_session.store), "foreign", "status.json")
+            ):
                 status = RunHandle.attach(os.path.join(str(on_session.store), "foreign")).status()
                 if status.state == "running":
-                    session.sparkContext.cancelJobGroup("rankzero-foreign")
+                    session.sparkContext.cancelAllJobs()
                     return
             time.sleep(0.05)
 

@@ -62,3 +62,19 @@ def dies_behind_a_commit() -> list[int]:
 
 def test_a_commit_of_hvd_is_durable_when_it_returns(launcher: Launcher) -> None:
     assert launcher.options(num_processes=2, max_restarts=2).run(dies_behind_a_commit) == [0, 1, 2]
+
+
+def test_a_status_holds_a_bounded_number_of_metrics(launcher: Launcher) -> None:
+    """A name for each step would make every heartbeat larger than the one before."""
+
+    def train() -> None:
+        rt.report({"loss": 0.5})
+        rt.report({f"loss/step_{step}": 0.5 for step in range(1500)} | {"loss": 0.25})
+
+    launcher = launcher.options(num_processes=1, run_id="many")
+    launcher.run(train)
+    handle = launcher.find()
+    assert handle
+    metrics = handle.status().metrics
+    assert (len(metrics), metrics["loss"]) == (1000, 0.25)
+    assert len(handle.metrics()[-1]) == 1501 + 2

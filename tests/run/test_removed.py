@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import psutil
 import pytest
 from tests.conftest import until, wait_until_gone
 
-from rankzero import Launcher, RunHandle, RunNotFoundError, store
+from rankzero import CheckpointConfig, Launcher, RunHandle, RunNotFoundError, store
+from rankzero.driver import Committer
 from rankzero.job import Job
-from rankzero.run import CurrentStatus, RunDirectory, RunStatus, owns
+from rankzero.run import CurrentStatus, Manifest, RunDirectory, RunStatus, owns
 
 
 def train(folder: str, name: str) -> str:
@@ -165,6 +167,31 @@ def test_a_submission_without_a_job_hides_no_earlier_one(tmp_path: Path) -> None
     # A delayed submitter has written an older job over that of a submission that has its driver.
     assert run.claim_driver(1)
     assert CurrentStatus(run).read().submission == 1
+
+
+def test_a_driver_of_a_removed_run_moves_no_part_over_that_of_the_new_one(tmp_path: Path) -> None:
+    def add(committer: Committer, text: str) -> Future[Manifest]:
+        file = tmp_path / "uploaded"
+        file.write_text(text)
+        part = {"file": "rank-0.json", "format": "json", "size": len(text), "sha256": "", "uploaded": str(file)}
+        commit = committer.add(
+            0, {"id": "0000-000000", "index": 0, "sharded": False, "metrics": {}, "time": 0.0, **part}
+        )
+        assert commit
+        return commit
+
+    run = RunDirectory(str(tmp_path / "run"))
+    submit(run, 0, "old")
+    old = Committer(run, 0, 1, CheckpointConfig(), 0, (0, "old"))
+    shutil.rmtree(run.directory)
+    submit(run, 0, "new")
+    new = Committer(run, 0, 1, CheckpointConfig(), 0, (0, "new"))
+    assert add(new, "new").result(60)
+    with pytest.raises(OSError, match="belongs to another submission"):
+        add(old, "old").result(60)
+    assert (tmp_path / "run" / "checkpoints" / "0000-000000" / "rank-0.json").read_text() == "new"
+    for committer in (old, new):
+        committer.close(60.0)
 
 
 def test_a_driver_owns_its_directory_until_it_is_another_run_s(tmp_path: Path) -> None:

@@ -241,6 +241,7 @@ class Committer:
     def _commit(self, parts: dict[int, dict[str, Any]]) -> Manifest:
         lead = parts[min(parts)]
         folder = self._run.path(FOLDER, lead["id"])
+        self.check_owner()
         for part in parts.values():
             uploaded = part.get("uploaded")
             # The file is gone if an earlier try of this commit has moved it.

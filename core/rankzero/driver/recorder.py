@@ -27,6 +27,9 @@ from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
+MOST_METRICS = 1000
+"""Most names of metrics in a status, which every heartbeat writes; the events have all of them."""
+
 
 class Recorder:
     """Writes status, events and logs of one submission of a run.
@@ -139,7 +142,7 @@ class Recorder:
 
         No other thread writes them: of two concurrent writes of one piece, the older one might arrive last.
         """
-        while not self._finished.wait(self.status.interval):
+        while not (self._finished.wait(self.status.interval) or self.superseded):
             for stream in self._streams.values():
                 try:
                     stream.flush()
@@ -155,7 +158,9 @@ class Recorder:
             logger.warning("lines are lost: %s", error)
 
     def _flush_streams(self) -> None:
-        for stream in self._streams.values():
+        # Another run of this name has streams of the same names.
+        self._writer.check_superseded()
+        for stream in self._streams.values() if not self.superseded else ():
             stream.flush()
 
     def _progress(self) -> dict[str, Any]:
@@ -179,7 +184,9 @@ class Recorder:
         if rank == 0:
             last = dict(self.status.metrics)
             for metrics, _ in rows:
-                last.update(metrics)
+                last.update(
+                    {name: value for name, value in metrics.items() if name in last or len(last) < MOST_METRICS}
+                )
             self._writer.note(metrics=last)
 
     def log(self, rank: int, lines: list[str]) -> None:
@@ -307,7 +314,7 @@ class StatusWriter:
             try:
                 # Wall-clock time, since it also advances while a machine sleeps.
                 if status.certain or not self._run.is_remote or time.time() >= next_check:
-                    self._check_superseded()
+                    self.check_superseded()
                     # Each check is a request to an object store, and no driver is replaced sooner while it writes.
                     next_check = time.time() + DRIVER_DEAD_AFTER
                 if not self.superseded:
@@ -334,6 +341,6 @@ class StatusWriter:
         """Returns the seconds between heartbeats, longer on an object store, where writes of lines carry most."""
         return self.status.interval + (bounds.HEARTBEAT_DELAY if self._run.is_remote else 0.0)
 
-    def _check_superseded(self) -> None:
+    def check_superseded(self) -> None:
         """Checks whether another submission or another run has the directory by now."""
         self.superseded = not owns(self._run, self.status.submission, self.status.nonce)

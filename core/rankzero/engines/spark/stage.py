@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,7 +30,8 @@ class SparkGroup(AgentGroup):
         self._task = task
         self._on_end = on_end
         self._profile = profile
-        self._group = f"rankzero-{job.run_id}"
+        # Runs of other stores may have this name and share the session.
+        self._group = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
         thread = InheritableThread(target=self._collect)
         thread.daemon = True
         thread.start()
