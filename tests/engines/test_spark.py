@@ -191,9 +191,8 @@ def test_cancelling_the_spark_job_ends_the_run_with_that_cause(on_session: Launc
         tracker = session.sparkContext.statusTracker()
         deadline = time.monotonic() + WAIT
         while time.monotonic() < deadline:
-            if tracker.getActiveJobsIds() and os.path.exists(
-                os.path.join(str(on_session.store), "foreign", "status.json")
-            ):
+            status_file = os.path.join(str(on_session.store), "foreign", "status.json")
+            if tracker.getActiveJobsIds() and os.path.exists(status_file):
                 status = RunHandle.attach(os.path.join(str(on_session.store), "foreign")).status()
                 if status.state == "running":
                     session.sparkContext.cancelAllJobs()

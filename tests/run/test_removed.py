@@ -173,10 +173,9 @@ def test_a_driver_of_a_removed_run_moves_no_part_over_that_of_the_new_one(tmp_pa
     def add(committer: Committer, text: str) -> Future[Manifest]:
         file = tmp_path / "uploaded"
         file.write_text(text)
+        facts = {"id": "0000-000000", "index": 0, "sharded": False, "metrics": {}, "time": 0.0}
         part = {"file": "rank-0.json", "format": "json", "size": len(text), "sha256": "", "uploaded": str(file)}
-        commit = committer.add(
-            0, {"id": "0000-000000", "index": 0, "sharded": False, "metrics": {}, "time": 0.0, **part}
-        )
+        commit = committer.add(0, {**facts, **part})
         assert commit
         return commit
 

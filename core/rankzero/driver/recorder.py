@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -183,10 +184,9 @@ class Recorder:
         self._events.append([json.dumps(event) for event in events])
         if rank == 0:
             last = dict(self.status.metrics)
-            for metrics, _ in rows:
-                last.update(
-                    {name: value for name, value in metrics.items() if name in last or len(last) < MOST_METRICS}
-                )
+            for name, value in itertools.chain.from_iterable(metrics.items() for metrics, _ in rows):
+                if name in last or len(last) < MOST_METRICS:
+                    last[name] = value
             self._writer.note(metrics=last)
 
     def log(self, rank: int, lines: list[str]) -> None:
