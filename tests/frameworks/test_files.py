@@ -62,6 +62,16 @@ def test_tensorboard_reads_each_rank_once_however_often_the_training_was_resumed
     assert len(list(folder.rglob("*tfevents*"))) == 2
 
 
+def test_tensorboards_files_of_the_training_before_stay(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="make test-frameworks")
+    (tmp_path / "marker").touch()
+    launcher = Launcher(1, store=tmp_path, run_id="one", trackers=[TensorBoard()])
+    for version in ("1", "2"):
+        launcher.options(code_version=version).run(fail_first, str(tmp_path / "marker"))
+    for folder in (tmp_path / "one", tmp_path / "one" / "training-0001"):
+        assert scalars(folder / "tensorboard" / "rank-0")["loss"] == LOSS
+
+
 def test_tensorboards_files_lie_on_the_object_store_of_their_run(tmp_path: Path, bucket: str) -> None:
     pytest.importorskip("tensorboard", reason="make test-frameworks")
     (tmp_path / "marker").touch()

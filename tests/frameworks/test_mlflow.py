@@ -179,6 +179,50 @@ def test_another_training_under_the_same_run_id_is_another_run(server: str, clie
     assert len(runs(client, "two runs")) == 2
 
 
+def test_a_training_on_a_new_disk_is_another_run(server: str, client: Any, tmp_path: Path) -> None:
+    """The path of the run directory is the same: in a container that has started again, or after a clean-up."""
+
+    def train(lr: float) -> float:
+        import rankzero.train as rt
+
+        rt.report({"step": 0, "loss": lr})
+        return lr
+
+    refs = []
+    for lr in (0.1, 0.9):
+        launcher = Launcher(1, store=tmp_path / "runs", run_id="one", trackers=[MLflow(server, experiment="new disk")])
+        with launcher.owned(train, (lr,), {}) as handle:
+            refs.append(handle.result_ref())
+        (tmp_path / "runs").rename(tmp_path / f"runs-{lr}")
+    found = {run.data.params["lr"]: run for run in runs(client, "new disk")}
+    assert {
+        lr: [each.value for each in client.get_metric_history(run.info.run_id, "loss")] for lr, run in found.items()
+    } == {
+        "0.1": [0.1],
+        "0.9": [0.9],
+    }
+    # A version belongs to the run of its training, not to one of the same path.
+    (tmp_path / "runs-0.1").rename(tmp_path / "runs")
+    register_model(refs[0], "on a disk", {"loss": 0.1}, metric="loss", mode="min", uri=server)
+    version = client.get_model_version_by_alias("on a disk", "champion")
+    assert version.run_id == found["0.1"].info.run_id
+
+
+def test_names_that_mlflow_does_not_tell_apart_stay_different(server: str, client: Any, tmp_path: Path) -> None:
+    def train(**options: float) -> None:
+        import rankzero.train as rt
+
+        rt.report({"step": 0, "mae<1": 1.0, "mae>1": 2.0, "mae_1": 3.0})
+
+    tracker = MLflow(server, experiment="names", tags={"a<b": "1", "a>b": "2"})
+    Launcher(1, store=tmp_path, trackers=[tracker]).run(train, **{"mae<1": 4.0, "mae>1": 5.0})
+    (run,) = runs(client, "names")
+    assert run.data.metrics["mae_1"] == 1.0
+    assert sorted(run.data.metrics.values()) == [1.0, 2.0, 3.0]
+    assert sorted(run.data.params.values()) == ["4.0", "5.0"]
+    assert {"1", "2"} <= set(run.data.tags.values())
+
+
 def test_a_server_that_is_away_costs_the_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankzero.bounds.TRACKERS_TIMEOUT", 0.5)
     tracker = MLflow(f"http://127.0.0.1:{free_port()}")

@@ -23,4 +23,6 @@ __all__ = [
     "register_model",
 ]
 
-lazy_names(__name__, "opentelemetry.Attempt opentelemetry.Outcomes tracker.Row tracker.Rows")
+lazy_names(
+    __name__, "opentelemetry.Attempt opentelemetry.Outcomes tracker.Folder tracker.Row tracker.Rows tracker.training_of"
+)

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankzero.run.directory import RunDirectory
-from rankzero.tracking.tracker import Rows, Tracker, require
+from rankzero.tracking.tracker import Rows, Tracker, require, training_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -74,7 +73,7 @@ class MLflow(Tracker):
 
         self._client = client = client_of(self.uri)
         experiment = experiment_of(client, self.experiment)
-        training = training_of(run.directory)
+        training = training_of(run.directory, run.fresh_since)
         self._id = find_run(client, [experiment], TRAINING, training)
         if self._id is None:
             tags = {TRAINING: training, DIRECTORY: run.directory, **_tags_of(run), **self.tags}
@@ -83,10 +82,10 @@ class MLflow(Tracker):
         else:
             client.update_run(self._id, status="RUNNING")
         # MLflow refuses another value of a param, such as a default that has changed since an earlier try.
-        params = {_name(name): str(value) for name, value in run.params.items()} | client.get_run(self._id).data.params
+        params = _named(run.params) | client.get_run(self._id).data.params
         for some in _batches([Param(name, value) for name, value in params.items()], MAX_PARAMS):
             client.log_batch(self._id, params=some)
-        self._rows = Rows(self.ranks)
+        self._rows, self._names = Rows(self.ranks), Names()
 
     def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
         """Logs the reports of ranks, many in one request."""
@@ -95,7 +94,7 @@ class MLflow(Tracker):
         # Events that could not be sent are delivered again, and count once.
         rows = copy.deepcopy(self._rows)
         metrics = [
-            Metric(_name(name) + (f"/rank-{row.rank}" if row.rank else ""), value, int(row.time * 1000), row.step)
+            Metric(self._names.of(name, row.rank), value, int(row.time * 1000), row.step)
             for row in rows.of(events)
             for name, value in row.metrics.items()
         ]
@@ -150,12 +149,6 @@ def find_run(client: MlflowClient, experiments: list[str], tag: str, value: str)
     return str(found[0].info.run_id) if found else None
 
 
-def training_of(directory: str) -> str:
-    """Returns an id of the training that a run directory holds; a later training under the same run id has another."""
-    since = RunDirectory(directory).job().fresh_since
-    return hashlib.sha256(f"{directory}#{since}".encode()).hexdigest()[:32]
-
-
 def _tags_of(run: RunHandle[Any]) -> dict[str, Any]:
     own = {"run_id": run.id, "identity": run.identity, "code_version": run.code_version}
     known = {f"rankzero.{name}": value for name, value in own.items() if value}
@@ -163,12 +156,35 @@ def _tags_of(run: RunHandle[Any]) -> dict[str, Any]:
 
 
 def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
-    return {_name(name): str(value)[:MAX_TEXT] for name, value in tags.items()}
+    return {name: value[:MAX_TEXT] for name, value in _named(tags).items()}
 
 
-def _name(name: str) -> str:
-    """Returns a name with only the characters and the length that MLflow accepts."""
-    return "/".join(part for part in _NO_NAME.sub("_", name).split("/") if part.strip("."))[:MAX_NAME].strip("/") or "_"
+def _named(values: Mapping[str, Any]) -> dict[str, str]:
+    names = Names()
+    return {names.of(name): str(value) for name, value in values.items()}
+
+
+class Names:
+    """The names under which MLflow gets values: with the characters and the length that it accepts, and all different.
+
+    If several names become the same one, such as ``mae<1`` and ``mae>1``, all but the first get digits at their end.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[str, tuple[str, int]] = {}
+
+    def of(self, name: str, rank: int = 0) -> str:
+        """Returns MLflow's name of a value, which is the same in each call.
+
+        Args:
+            name: Name of the value.
+            rank: Rank that reported it.
+        """
+        parts = [part for part in _NO_NAME.sub("_", name).split("/") if part.strip(".")]
+        clean = ("/".join(parts)[:MAX_NAME].strip("/") or "_") + (f"/rank-{rank}" if rank else "")
+        if self._owners.setdefault(clean, (name, rank)) == (name, rank):
+            return clean
+        return f"{clean}-{hashlib.sha256(f'{rank}/{name}'.encode()).hexdigest()[:8]}"
 
 
 def _batches(items: list[Any], size: int) -> list[list[Any]]:

@@ -125,7 +125,7 @@ class OpenTelemetry(Tracker):
         self._use_gpu = job.use_gpu
         self._outcomes = Outcomes()
         resource = Resource.create(
-            {"service.name": "rankzero", "service.instance.id": f"{run.id}-{job.submission}", **self.attributes}
+            {"service.name": "rankzero", "service.instance.id": f"{run.id}-{job.nonce}", **self.attributes}
         )
         root = self.endpoint and self.endpoint.rstrip("/")
         options: dict[str, Any] = {"timeout": bounds.EXPORT_TIMEOUT, "headers": dict(self.headers) or None}

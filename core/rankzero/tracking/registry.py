@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -12,8 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero import store
-from rankzero.errors import InvalidJobError, ResultError
-from rankzero.tracking.mlflow import DIRECTORY, EXPERIMENT, client_of, experiment_of, find_run
+from rankzero.errors import InvalidJobError, ResultError, RunNotFoundError
+from rankzero.run.directory import RunDirectory
+from rankzero.tracking.mlflow import DIRECTORY, EXPERIMENT, TRAINING, client_of, experiment_of, find_run
+from rankzero.tracking.tracker import training_of
 from rankzero.values.ref import ResultRef
 
 if TYPE_CHECKING:
@@ -170,14 +174,27 @@ def _make_version(client: MlflowClient, name: str, ref: ResultRef, metrics: Mapp
 
 def _run_of(client: MlflowClient, ref: ResultRef) -> str:
     """Returns the MLflow run of the training that made a result; a new run if that training was not tracked."""
-    # RUN_DIRECTORY/result/FILE
-    directory = ref.uri.rsplit("/", 2)[0]
-    experiments = [found.experiment_id for found in client.search_experiments()]
-    if found := find_run(client, experiments, DIRECTORY, directory):
-        return found
-    made = client.create_run(experiment_of(client, EXPERIMENT), tags={DIRECTORY: directory})
+    if training := _training_that_made(ref):
+        experiments = [found.experiment_id for found in client.search_experiments()]
+        if found := find_run(client, experiments, TRAINING, training):
+            return found
+    made = client.create_run(experiment_of(client, EXPERIMENT), tags={DIRECTORY: ref.uri.rsplit("/", 2)[0]})
     client.set_terminated(made.info.run_id)
     return str(made.info.run_id)
+
+
+def _training_that_made(ref: ResultRef) -> str | None:
+    """Returns the id of the training whose result this is; None if it is not the result of a run."""
+    # RUN_DIRECTORY/result/value-ATTEMPT.FORMAT
+    if found := re.fullmatch(r"(.+)/result/value-(\d+)\.\w+", ref.uri):
+        run = RunDirectory(found[1])
+        for submission in range(run.newest_claim(), -1, -1):
+            # Another process may be about to write this submission, or have died before it did.
+            with contextlib.suppress(RunNotFoundError):
+                job = run.job_of(submission)
+                if job.first_attempt <= int(found[2]):
+                    return training_of(run.directory, job.fresh_since)
+    return None
 
 
 def _copy(client: MlflowClient, run: str, folder: str, ref: ResultRef) -> None:

@@ -20,9 +20,9 @@ FOLDER = "tensorboard"
 class TensorBoard(Tracker):
     """Writes the reports of ranks as event files into the folder ``tensorboard`` of the run directory.
 
-    ``tensorboard --logdir STORE`` shows all runs of a store side by side. They are kept and removed with their run. On
-    an object store they are written once a minute, and when the run has ended. Needs the package ``tensorboard``, and
-    not TensorFlow.
+    ``tensorboard --logdir STORE`` shows all runs of a store side by side. They are kept and removed with their run; a
+    later training under the same run id has its own folder, ``training-N/tensorboard``. On an object store they are
+    written once a minute, and when the run has ended. Needs the package ``tensorboard``, and not TensorFlow.
 
     Attributes:
         ranks: Ranks whose reports are written; None for all. Each rank is a run ``rank-N``.
@@ -43,7 +43,7 @@ class TensorBoard(Tracker):
 
     def begin(self, run: RunHandle[Any]) -> None:
         """Opens an empty folder of event files."""
-        self._folder = Folder(store.join(run.directory, FOLDER))
+        self._folder = Folder(run, FOLDER)
         self._rows = Rows(self.ranks)
         self._writers: dict[int, Any] = {}
 

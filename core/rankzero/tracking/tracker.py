@@ -1,10 +1,12 @@
 """`Tracker`: sends the events of a run to an external system.
 
-Trackers share `Rows`, the reports of ranks as metrics at a step, and `Folder`, the files that a library writes.
+Trackers share `training_of`, the id of a training, `Rows`, the reports of ranks as metrics at a step, and `Folder`, the
+files that a library writes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import tempfile
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds, store
 from rankzero.errors import InvalidJobError
+from rankzero.run.directory import RunDirectory
 from rankzero.run.reports import STEP_NAMES, is_number
 
 if TYPE_CHECKING:
@@ -97,6 +100,22 @@ def require(module: str, extra: str, whose: Tracker) -> None:
         raise InvalidJobError(f"trackers has {name}, which needs {module}: pip install 'rankzero[{extra}]'")
 
 
+def training_of(directory: str, fresh_since: int) -> str:
+    """Returns an id of a training, which no other training has, whatever the path of its directory.
+
+    It consists of a digest of the directory's random token, and of the training's first attempt.
+
+    Args:
+        directory: The run directory.
+        fresh_since: `RunHandle.fresh_since`.
+
+    Raises:
+        FileNotFoundError: no run lives there.
+    """
+    token = RunDirectory(directory).token()
+    return f"{hashlib.sha256(token.encode()).hexdigest()[:24]}-{fresh_since}"
+
+
 MAX_STEP = 2**63
 """The first step that does not fit in a signed 64-bit integer."""
 
@@ -151,15 +170,21 @@ def _is_step(value: object) -> bool:
 
 
 class Folder:
-    """A folder of a run directory that a library can write into; on an object store a copy of it on this host."""
+    """A folder of one training that a library can write into; on an object store a copy of it on this host.
 
-    def __init__(self, location: str) -> None:
+    It lies in the run directory, or in its folder ``training-N`` if the directory held another training before: the
+    folders of earlier trainings stay. A training that is resumed is written again, so its own folder is emptied.
+    """
+
+    def __init__(self, run: RunHandle[Any], name: str) -> None:
         """Makes the folder, empty.
 
         Args:
-            location: Path or URL.
+            run: The run.
+            name: Name of the folder.
         """
-        self._location = location
+        first = run.fresh_since
+        self._location = location = store.join(run.directory, *([f"training-{first:04d}"] if first else []), name)
         self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-") if store.is_url(location) else None
         # Of the same name, which some libraries want.
         self.path = os.path.join(self._scratch.name, os.path.basename(location)) if self._scratch else location

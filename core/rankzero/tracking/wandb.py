@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankzero import store
-from rankzero.run.directory import RunDirectory
-from rankzero.tracking.tracker import Folder, Rows, Tracker, require
+from rankzero.tracking.tracker import Folder, Rows, Tracker, require, training_of
 
 if TYPE_CHECKING:
     from rankzero.run.directory import RunStatus
@@ -24,7 +21,8 @@ class WandB(Tracker):
     """Writes an offline run of Weights & Biases into the folder ``wandb`` of the run directory.
 
     ``wandb sync RUN_DIRECTORY/wandb/offline-run-*`` uploads it to a server; no other data leaves the host. The config
-    holds the arguments. A training that is resumed is written again from its beginning, under the same id.
+    holds the arguments. A training that is resumed is written again from its beginning, under the same id. A later
+    training under the same run id has its own folder, ``training-N/wandb``.
 
     Attributes:
         project: Name of the project.
@@ -49,12 +47,11 @@ class WandB(Tracker):
         """Starts an offline run of W&B in an empty folder."""
         import wandb
 
-        job = RunDirectory(run.directory).job()
-        self._folder = Folder(store.join(run.directory, FOLDER))
+        self._folder = Folder(run, FOLDER)
         self._rows = Rows(self.ranks)
         self._run = wandb.init(
             project=self.project,
-            id=hashlib.sha256(f"{run.directory}#{job.fresh_since}".encode()).hexdigest()[:16],
+            id=training_of(run.directory, run.fresh_since),
             name=run.id,
             config=run.params,
             tags=[f"{name}:{value}"[:64] for name, value in run.labels.items()],
