@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import until
 from torch.utils.data import IterableDataset, TensorDataset
 
-from rankzero import InvalidJobError, Launcher, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, ResultError, RunHandle, WorkerFailedError
 from rankzero.compat.ray_train import (
     Checkpoint,
     CheckpointConfig,
@@ -347,6 +348,62 @@ def test_files_of_a_worker_that_would_be_lost_are_refused(run_config: RunConfig,
     )
     with pytest.raises(TrainingFailedError, match="worker 1 reports a checkpoint with model-rank=1.pt, which"):
         trainer.fit()
+
+
+def sharded(config: dict[str, Any]) -> None:
+    """Each worker reports its own file, and one that all have."""
+    import tempfile
+
+    import rankzero.train as rt
+
+    rank = train.get_context().get_world_rank()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "weights").mkdir()
+        Path(folder, "weights", config["name"].format(rank)).write_text(f"shard {rank}")
+        Path(folder, "config.json").write_text("{}")
+        rt.report({"loss": 1.0}, checkpoint=folder, sharded=True)
+
+
+def shards_of(run_config: RunConfig, name: str) -> Checkpoint:
+    scaling = ScalingConfig(num_workers=2)
+    found = TorchTrainer(sharded, train_loop_config={"name": name}, scaling_config=scaling, run_config=run_config).fit()
+    assert found.checkpoint is not None
+    return found.checkpoint
+
+
+def test_the_checkpoint_of_a_result_has_the_files_of_all_workers(run_config: RunConfig) -> None:
+    with shards_of(run_config, "model-rank={}.pt").as_directory() as folder:
+        found = {str(path.relative_to(folder)): path.read_text() for path in Path(folder).rglob("*") if path.is_file()}
+    assert found == {"config.json": "{}", "weights/model-rank=0.pt": "shard 0", "weights/model-rank=1.pt": "shard 1"}
+
+
+def test_different_files_of_workers_that_have_one_name_are_refused(run_config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match="has a weights/model.pt of rank 0 and another one of rank 1"):
+        shards_of(run_config, "model.pt").to_directory(tmp_path / "copy")
+
+
+def reporting_until(release: str) -> str:
+    import time
+
+    train.report({"loss": 0.5})
+    while not os.path.exists(release):
+        time.sleep(0.02)
+    return "done"
+
+
+def test_a_live_run_has_the_result_that_it_has_reported_so_far(tmp_path: Path) -> None:
+    """And whoever reads it does not keep it alive."""
+    release = tmp_path / "release"
+    handle = Launcher(1, store=tmp_path / "runs", orphan_timeout=600).submit(reporting_until, str(release))
+    until(lambda: RunHandle.attach(handle.directory, follows=False).metrics(), 60, "a report")
+    lease = Path(handle.directory, "lease")
+    before = lease.exists() and lease.read_bytes()
+    live = Result.from_path(handle.directory)
+    assert (live.metrics, live.return_value, live.error) == ({"loss": 0.5}, None, None)
+    assert (lease.exists() and lease.read_bytes()) == before
+    release.touch()
+    assert handle.result(timeout=60) == "done"
+    assert Result.from_path(handle.directory).return_value == "done"
 
 
 class StepTry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import os
 import shutil
 import tempfile
@@ -43,21 +44,24 @@ class Result:
         """Returns rank 0's reports as a `pandas.DataFrame`."""
         import pandas
 
-        rows = RunHandle[Any].attach(self.path).metrics()
+        rows = RunHandle[Any].attach(self.path, follows=False).metrics()
         return pandas.DataFrame([row for row in rows if row["rank"] == 0]).drop(columns="rank", errors="ignore")
 
     @classmethod
     def from_path(cls, path: str) -> Result:
-        """Returns the result of an ended run from its directory, whichever process started it.
+        """Returns the result of a run from its directory, whichever process started it; of one that lives, so far.
 
         Raises:
             RunNotFoundError: the directory has no run.
         """
-        handle = RunHandle[Any].attach(path)
-        try:
-            value, error = handle.result(), None
-        except RankZeroError as failure:
-            value, error = None, failure
+        handle = RunHandle[Any].attach(path, follows=False)
+        value: Any = None
+        error: Exception | None = None
+        if handle.status().certain:
+            try:
+                value = handle.result()
+            except RankZeroError as failure:
+                error = failure
         return result_of(handle, value, error)
 
     def get_best_checkpoint(self, metric: str, mode: str) -> Checkpoint | None:
@@ -74,7 +78,7 @@ class Result:
 
 
 def result_of(handle: RunHandle[Any], value: Any, error: Exception | None = None) -> Result:
-    """Returns the result of a run that has ended."""
+    """Returns the result of a run, with what it has reported so far."""
     run = RunDirectory(handle.directory)
     kept = [(_checkpoint(run, manifest), manifest.metrics) for manifest in handle.checkpoints()]
     metrics = None
@@ -86,26 +90,58 @@ def result_of(handle: RunHandle[Any], value: Any, error: Exception | None = None
 
 
 def _checkpoint(run: RunDirectory, manifest: Manifest) -> Checkpoint:
-    folder, part = run.path(FOLDER, manifest.id), manifest.parts["0"]
+    folder = run.path(FOLDER, manifest.id)
 
     def unpack(target: str) -> None:
-        if part["format"] != formats.DIRECTORY:
+        if not {part["format"] for part in manifest.parts.values()} <= {formats.DIRECTORY, formats.DISTRIBUTED}:
             raise ResultError(f"checkpoint {manifest.id} is a state, not a directory: rankzero.train reported it")
-        file = store.join(folder, part["file"])
+        os.makedirs(target, exist_ok=True)
+        ranks: dict[str, str] = {}
+        for rank, part in manifest.parts.items():
+            # Beside the files that it becomes, so that they are moved and not copied.
+            with tempfile.TemporaryDirectory(prefix=".writing-", dir=target) as own:
+                _unpack_part(store.join(folder, part["file"]), part["sha256"], own)
+                for source, name in _tree(own):
+                    merged = os.path.join(target, name)
+                    if os.path.isdir(source):
+                        os.makedirs(merged, exist_ok=True)
+                    elif (first := ranks.setdefault(name, rank)) == rank or filecmp.cmp(source, merged, shallow=False):
+                        os.replace(source, merged)
+                    else:
+                        raise ResultError(
+                            f"checkpoint {manifest.id} has a {name} of rank {first} and another one of rank {rank}, "
+                            "which one directory cannot hold: give the files of each rank their own names"
+                        )
+
+    return Checkpoint(folder, unpack)
+
+
+def _unpack_part(file: str, digest: str, target: str) -> None:
+    try:
         if not store.is_url(file):
-            formats.read_directory(file, part["sha256"], target)
+            formats.read_directory(file, digest, target)
             return
         with tempfile.NamedTemporaryFile(prefix="rankzero-checkpoint-") as local:
             with store.open_read(file) as remote:
                 shutil.copyfileobj(remote, local)
             local.flush()
-            formats.read_directory(local.name, part["sha256"], target)
+            formats.read_directory(local.name, digest, target)
+    except FileNotFoundError:
+        raise ResultError(f"{file} was deleted, since its checkpoint is not kept") from None
 
-    return Checkpoint(folder, unpack)
+
+def _tree(directory: str) -> Iterator[tuple[str, str]]:
+    """Yields the paths of all directories and files below a directory, absolute and relative to it, parents first."""
+    for folder, folders, files in os.walk(directory):
+        for name in folders + files:
+            path = os.path.join(folder, name)
+            yield path, os.path.relpath(path, directory)
 
 
 class Checkpoint:
     """A checkpoint that is a directory, with the interface of Ray's class.
+
+    In a `Result`, one that was reported with ``sharded=True`` has the files of all workers.
 
     Attributes:
         path: Path of the directory; for a checkpoint of a run, its folder in the run directory.
@@ -130,14 +166,13 @@ class Checkpoint:
         """Copies the checkpoint to a local directory, by default a new temporary one, and returns its path.
 
         Raises:
-            ResultError: the checkpoint is damaged, or was deleted since it is not kept.
+            ResultError: the checkpoint is damaged, or was deleted since it is not kept; it is a state, or workers have
+                given different files one name.
         """
         target = tempfile.mkdtemp(prefix="rankzero-checkpoint-") if path is None else os.fspath(path)
         if self._unpack:
             self._unpack(target)
         else:
-            import shutil
-
             shutil.copytree(self.path, target, dirs_exist_ok=True)
         return target
 
