@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import dagster as dg
@@ -18,6 +19,7 @@ from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
 
 from dagster_rankzero import RankZeroIOManager
 from rankzero import ResultRef
+from rankzero.bounds import UNFINISHED_AFTER
 from rankzero.pipeline import store as storage
 
 
@@ -149,6 +151,61 @@ def test_a_torn_manifest_is_replaced(
         load(manager, instance)
     store({"a": 2}, manager, instance)
     assert load(manager, instance) == {"a": 2}
+
+
+def test_a_manifest_of_a_later_version_is_named_and_kept(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    store({"a": 1}, manager, instance)
+    manifest = assets_path / "stored" / "manifest.json"
+    later = json.dumps({**json.loads(manifest.read_text()), "compression": "zstd"})
+    manifest.write_text(later)
+    for use in (lambda: store({"a": 2}, manager, instance), lambda: load(manager, instance)):
+        with pytest.raises(dg.Failure, match="a later version of rankzero wrote .*, with compression"):
+            use()
+    assert manifest.read_text() == later
+
+
+def test_what_killed_writers_left_goes_after_an_hour(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    """And what a living one writes stays, however long ago it began."""
+    folders = {name: assets_path / "stored" / f".writing-{name}" for name in ("killed", "starting", "slow")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    for name in ("killed", "slow"):
+        (folders[name] / "data").write_text("half of it")
+    long_ago = time.time() - 2 * UNFINISHED_AFTER
+    for path in (folders["killed"] / "data", folders["killed"], folders["slow"]):
+        os.utime(path, (long_ago, long_ago))
+    store({"a": 1}, manager, instance)
+    assert {name for name, folder in folders.items() if folder.exists()} == {"starting", "slow"}
+
+
+@pytest.mark.parametrize("is_reference", [False, True])
+def test_a_stored_version_survives_a_power_failure(
+    is_reference: bool,
+    manager: RankZeroIOManager,
+    instance: dg.DagsterInstance,
+    assets_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    value = ResultRef.save({"a": 1}, tmp_path / "elsewhere") if is_reference else {"a": 1}
+    # A handle is copied, as from another file system.
+    monkeypatch.setattr(storage, "copy_within", lambda source, target: False)
+    synced, fsync = set(), os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    store(value, manager, instance)
+    files = list((assets_path / "stored").iterdir())
+    assert len(files) == 2
+    for path in (*files, assets_path / "stored", assets_path):
+        assert path.stat().st_ino in synced, path
 
 
 def test_a_loaded_state_dict_is_stored_again_as_safetensors(

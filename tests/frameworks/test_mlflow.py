@@ -265,6 +265,20 @@ def test_only_a_better_result_becomes_the_champion(server: str, client: Any, tmp
     assert version.tags["metric.accuracy"] == "0.95"
 
 
+def test_a_version_that_is_measured_again_has_its_new_metric(server: str, tmp_path: Path) -> None:
+    refs = [ResultRef.save({"weight": number}, tmp_path) for number in range(3)]
+
+    def register(number: int, accuracy: float) -> Any:
+        return register_model(refs[number], "measured", {"accuracy": accuracy}, metric="accuracy", uri=server)
+
+    assert register(0, 0.90).is_champion
+    assert register(1, 0.95).is_champion
+    again = register(0, 0.97)
+    assert (again.version, again.is_champion, again.beaten) == ("1", True, 0.95)
+    worse = register(2, 0.92)
+    assert (worse.is_champion, worse.beaten) == (False, 0.97)
+
+
 def test_the_documentations_pipeline(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     (block,) = [block for block in blocks("docs/tracking.md") if block.mark == "a server"]

@@ -14,7 +14,7 @@ from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
 from rankzero.run import list_runs
-from rankzero.sweep import MedianRule, SuccessiveHalving, Sweep
+from rankzero.sweep import MedianRule, OptunaSearch, SuccessiveHalving, Sweep, Trial
 
 
 def train(lr: float, steps: int = 3, pause: float = 0.0, fails: bool = False) -> dict[str, float]:
@@ -56,6 +56,37 @@ def test_the_table_has_a_row_for_each_trial(sweep: Sweep) -> None:
     rows = sweep.rows()
     assert [(row["trial"], row["lr"], row["state"]) for row in rows][1] == (1, 0.9, "failed")
     assert len({row["directory"] for row in rows if row["directory"].rsplit("/", 1)[1].startswith("lr-")}) == 4
+
+
+def test_a_metric_with_the_name_of_a_param_hides_nothing() -> None:
+    trials = (
+        Trial(0, {"lr": 0.1, "state": "warm"}, "succeeded", 1.0, {"lr": 0.001, "loss": 1.0}, "/runs/0"),
+        Trial(1, {"lr": 0.2}, "succeeded", 1.0, {"loss": 2.0, "trial": 7.0}, "/runs/1"),
+    )
+    first, second = Sweep(trials, "loss", "min").rows()
+    assert first == {
+        **{"trial": 0, "state": "succeeded", "directory": "/runs/0"},
+        **{"params.lr": 0.1, "params.state": "warm", "metrics.lr": 0.001, "loss": 1.0},
+    }
+    assert second == {
+        **{"trial": 1, "state": "succeeded", "directory": "/runs/1"},
+        **{"params.lr": 0.2, "metrics.trial": 7.0, "loss": 2.0},
+    }
+
+
+class Study:
+    """As an Optuna study is asked."""
+
+    def ask(self) -> object:
+        return object()
+
+
+@pytest.mark.parametrize("suggested", [None, 0.1, {1: 0.1}])
+def test_what_an_optuna_search_cannot_suggest_is_refused(tmp_path: Path, suggested: Any) -> None:
+    search = OptunaSearch(Study(), lambda trial: suggested, num_trials=3)
+    with pytest.raises(InvalidJobError, match=f"suggest returned {suggested}; each trial is a dict"):
+        Launcher(store=tmp_path / "store").map(train, search, metric="loss", max_parallel=2)
+    assert not (tmp_path / "store").exists()
 
 
 def test_without_success_the_best_raises_the_first_error(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def _create_object(location: str, data: bytes) -> bool:
 
 
 def remove_unfinished(directory: str, *, deep: bool = True) -> None:
-    """Removes local files that a killed process began to write: those unchanged for `UNFINISHED_AFTER`.
+    """Removes local files and folders that a killed process began to write: those unchanged for `UNFINISHED_AFTER`.
 
     Args:
         directory: A path; an object store has no such files.
@@ -294,14 +294,20 @@ def remove_unfinished(directory: str, *, deep: bool = True) -> None:
     if is_url(directory):
         return
     for place, below, names in os.walk(directory):
-        for name in filter(_UNFINISHED.search, names):
+        for name in filter(_UNFINISHED.search, below + names):
             path = os.path.join(place, name)
             # The writer may have completed it meanwhile.
             with contextlib.suppress(OSError):
-                if time.time() - os.lstat(path).st_mtime > UNFINISHED_AFTER:
-                    os.unlink(path)
+                if time.time() - _last_change(path) > UNFINISHED_AFTER:
+                    remove(path)
         if not deep:
             below.clear()
+
+
+def _last_change(path: str) -> float:
+    """Returns when a file, or a folder or one of the files in it, was last changed. Raises OSError."""
+    inside = os.scandir(path) if os.path.isdir(path) else ()
+    return max(os.lstat(each).st_mtime for each in (path, *inside))
 
 
 @contextlib.contextmanager

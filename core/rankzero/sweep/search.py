@@ -26,6 +26,12 @@ class Search(Protocol):
         """Receives the last value of a trial that a rule has stopped."""
 
 
+def _checked(origin: str, item: Any) -> Params:
+    if not isinstance(item, Mapping) or not all(isinstance(name, str) for name in item):
+        raise InvalidJobError(f"{origin} {item!r}; each trial is a dict of keyword arguments of the function")
+    return dict(item)
+
+
 class ListedParams:
     """A list of arguments, one trial for each item.
 
@@ -38,12 +44,9 @@ class ListedParams:
 
     def __init__(self, params: Iterable[Mapping[str, Any]]) -> None:
         listed = list(params)
-        for item in listed:
-            if not isinstance(item, Mapping) or not all(isinstance(name, str) for name in item):
-                raise InvalidJobError(f"params has {item!r}; each trial is a dict of keyword arguments of the function")
         if not listed:
             raise InvalidJobError("params is empty: a sweep needs the arguments of one trial at least")
-        self._left: Iterator[Params] = iter([dict(item) for item in listed])
+        self._left: Iterator[Params] = iter([_checked("params has", item) for item in listed])
 
     def ask(self) -> Params | None:
         """Returns the next item of the list; None after the last one."""
@@ -78,14 +81,18 @@ class OptunaSearch:
         self._lock = threading.Lock()
 
     def ask(self) -> Params | None:
-        """Returns the arguments that the study suggests; None after ``num_trials`` trials."""
+        """Returns the arguments that the study suggests; None after ``num_trials`` trials.
+
+        Raises:
+            InvalidJobError: ``suggest`` returned something else than a mapping with names.
+        """
         with self._lock:
             if self._left <= 0:
                 return None
             self._left -= 1
             trial = self._study.ask()
             self._asked.append(trial)
-            return self._suggest(trial)
+            return _checked("suggest returned", self._suggest(trial))
 
     def tell(self, number: int, value: float | None) -> None:
         """Reports a trial's final value to the study, or its failure if the value is None."""

@@ -134,9 +134,28 @@ class Sweep(Sequence[Trial]):
         return min(scored, key=lambda pair: pair[0])[1]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a dict of plain values for each trial, for ``pandas.DataFrame(sweep.rows())``."""
+        """Returns a dict of plain values for each trial, for ``pandas.DataFrame(sweep.rows())``.
+
+        The keys are ``trial``, ``state``, ``directory``, and the names of params and metrics. If a name occurs in
+        several of these, the param is ``params.NAME`` and the metric ``metrics.NAME``.
+        """
+        own = {"trial", "state", "directory"}
+        params, metrics = (
+            {name for each in self.trials for name in getattr(each, kind)} for kind in ("params", "metrics")
+        )
+        shared = {*own & params, *own & metrics, *params & metrics}
+
+        def named(kind: str, values: dict[str, Any]) -> dict[str, Any]:
+            return {f"{kind}.{name}" if name in shared else name: value for name, value in values.items()}
+
         return [
-            {"trial": trial.number, "state": trial.state, **trial.params, **trial.metrics, "directory": trial.directory}
+            {
+                "trial": trial.number,
+                "state": trial.state,
+                **named("params", trial.params),
+                **named("metrics", trial.metrics),
+                "directory": trial.directory,
+            }
             for trial in self.trials
         ]
 

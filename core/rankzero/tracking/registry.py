@@ -63,7 +63,8 @@ def register_model(
 
     The file of the result is copied to MLflow's artifacts, so it outlives the run directory; below the run that
     `MLflow` has made of the training, if there is one. The same result again, by a pipeline's retry, is no second
-    version. The comparison is not atomic: two that register at the same time may both find the old champion.
+    version; the version then has the metrics of the last call. The comparison is not atomic: two that register at the
+    same time may both find the old champion.
 
     Args:
         ref: The result.
@@ -95,7 +96,12 @@ def register_model(
     if mode not in ("min", "max"):
         raise InvalidJobError(f'mode is {mode!r}; use "min" or "max"')
     client = client_of(uri)
-    version = _version_of(client, name, ref) or _make_version(client, name, ref, metrics)
+    tags = {f"{_METRIC}{key}": repr(float(value)) for key, value in metrics.items()}
+    if version := _version_of(client, name, ref):
+        for tag, value in tags.items():
+            client.set_model_version_tag(name, version, tag, value)
+    else:
+        version = _make_version(client, name, ref, tags)
     champion = _champion(client, name, alias)
     if champion is not None and str(champion.version) == version:
         return ModelVersion(name, version, True)
@@ -155,7 +161,7 @@ def _version_of(client: MlflowClient, name: str, ref: ResultRef) -> str | None:
     return str(found[0].version) if found else None
 
 
-def _make_version(client: MlflowClient, name: str, ref: ResultRef, metrics: Mapping[str, float]) -> str:
+def _make_version(client: MlflowClient, name: str, ref: ResultRef, tags: Mapping[str, str]) -> str:
     from mlflow.exceptions import MlflowException
 
     run = _run_of(client, ref)
@@ -166,8 +172,7 @@ def _make_version(client: MlflowClient, name: str, ref: ResultRef, metrics: Mapp
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    tags = {_DIGEST: ref.digest, "rankzero.uri": ref.uri, "rankzero.format": ref.format}
-    tags |= {f"{_METRIC}{key}": repr(float(value)) for key, value in metrics.items()}
+    tags = {_DIGEST: ref.digest, "rankzero.uri": ref.uri, "rankzero.format": ref.format, **tags}
     source = f"{client.get_run(run).info.artifact_uri}/{folder}"
     return str(client.create_model_version(name, source, run, tags).version)
 

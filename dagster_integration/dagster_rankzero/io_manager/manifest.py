@@ -4,8 +4,9 @@
     <asset>[/<partition>]/manifest.json      written last, atomically
 
 Until the new manifest is written, readers see the complete previous version; a crash leaves at most an
-unreferenced data file. The previous version stays until the next one is committed, since handles of it may
-still be in use. Each name is written once, so no commit removes the file that another one is about to commit.
+unreferenced data file, and temporary files that a commit removes after an hour. A committed version survives a power
+failure. The previous version stays until the next one is committed, since handles of it may still be in use. Each name
+is written once, so no commit removes the file that another one is about to commit.
 """
 
 import json
@@ -13,7 +14,7 @@ import os
 import re
 import secrets
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rankzero import ResultError, ResultRef
@@ -67,7 +68,7 @@ def read_manifest(directory: str) -> Manifest:
 
     Raises:
         FileNotFoundError: no version was committed there.
-        ResultError: the manifest is damaged, or another program's.
+        ResultError: the manifest is damaged, or was written by another program or a later version of rankzero.
     """
     path = store.join(directory, MANIFEST)
     try:
@@ -78,6 +79,10 @@ def read_manifest(directory: str) -> Manifest:
         raise _damaged(path, error) from error
     if not (isinstance(facts, dict) and facts.keys() >= {"data", "format", "digest"}):
         raise ResultError(f"another program wrote {path}: give the IO manager another base_path, or move that file")
+    if unknown := facts.keys() - {known.name for known in fields(Manifest)}:
+        raise ResultError(
+            f"a later version of rankzero wrote {path}, with {', '.join(sorted(unknown))}: install that one"
+        )
     for name in (facts["data"], facts.get("superseded")):
         # It is opened and deleted, so it must not lead out of the directory.
         if name is not None and not re.fullmatch(r"data-[A-Za-z0-9.-]+", str(name)):
@@ -123,7 +128,7 @@ def commit(
 
     Raises:
         ResultError: the value cannot be stored, the handle's file does not exist or is damaged, or the directory has
-            the value of another asset or partition, or another program's manifest.
+            the value of another asset or partition, or a manifest of another program or of a later version.
 
     The store copies the file of a handle if it can (a hard link, a copy within S3). The file is then not read here:
     its size is compared, and its checksum, which the handle recorded when the file was written, is verified when the
@@ -133,6 +138,7 @@ def commit(
     if found := _previous(directory):
         check_owner(directory, found, owner)
     store.make_directory(directory)
+    store.remove_unfinished(directory, deep=False)
     ref = value if isinstance(value, ResultRef) else None
     file_format = ref.format if ref else formats.choose(value)
     check_format(file_format, allow_pickle)
@@ -152,7 +158,8 @@ def commit(
     superseded, obsolete = (before.data, before.superseded) if before else (None, None)
     fingerprint = fingerprint_of(target, file_format) if is_known else None
     manifest = Manifest(name, file_format, digest, size, summary, run_id, superseded, fingerprint, owner)
-    store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode())
+    store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode(), durable=True)
+    store.sync_directory(os.path.dirname(directory))
     if obsolete is not None:
         store.remove(store.join(directory, obsolete))
     return manifest.reference(directory)
@@ -197,7 +204,7 @@ def _take(ref: ResultRef, path: str, target: str) -> bool:
         _fetch(ref, path)
     except FileNotFoundError:
         raise ResultError(f"the result {ref.uri} does not exist; was its run directory deleted?") from None
-    store.upload(path, target)
+    store.upload(path, target, durable=True)
     return True
 
 
