@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero import store
-from rankzero.errors import InvalidJobError, ResultError, RunNotFoundError
+from rankzero.errors import InvalidJobError, ResultError
 from rankzero.run.directory import RunDirectory
 from rankzero.tracking.mlflow import DIRECTORY, EXPERIMENT, TRAINING, client_of, experiment_of, find_run
 from rankzero.tracking.tracker import training_of
@@ -194,11 +193,10 @@ def _training_that_made(ref: ResultRef) -> str | None:
     if found := re.fullmatch(r"(.+)/result/value-(\d+)\.\w+", ref.uri):
         run = RunDirectory(found[1])
         for submission in range(run.newest_claim(), -1, -1):
-            # Another process may be about to write this submission, or have died before it did.
-            with contextlib.suppress(RunNotFoundError):
-                job = run.job_of(submission)
-                if job.first_attempt <= int(found[2]):
-                    return training_of(run.directory, job.fresh_since)
+            job = run.job_of(submission)
+            # It may have no job: another process is about to write it, or died before it did.
+            if job and job.first_attempt <= int(found[2]):
+                return training_of(run.directory, job.fresh_since)
     return None
 
 
