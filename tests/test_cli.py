@@ -168,6 +168,41 @@ def test_cancel_ends_a_run_and_is_harmless_afterwards(launcher: Launcher) -> Non
     assert (again.exit_code, again.stdout) == (0, f"run {handle.id} has ended already: cancelled\n")
 
 
+def test_only_who_follows_a_run_keeps_it_alive(tmp_path: Path) -> None:
+    """Else a page that is left open would undo what the last follower has said: end soon, if nobody comes."""
+    release = tmp_path / "release"
+
+    def train(path: str) -> None:
+        import time
+
+        import rankzero.train as rt
+
+        print("hello", flush=True)
+        rt.report({"loss": 0.5})
+        while not os.path.exists(path):
+            time.sleep(0.02)
+
+    store = str(tmp_path / "store")
+    handle = Launcher(1, store=store, run_id="one", orphan_timeout=600).submit(train, str(release))
+    reader = RunHandle.attach(handle.directory, follows=False)
+    until(lambda: reader.metrics() and list(reader.logs()), 60, "the run reports")
+    handle.hold(300)
+    held = RunDirectory(handle.directory).lease()
+    try:
+        for path, query in (("/", {}), ("/runs/one", {}), ("/runs/one.json", {}), ("/compare", {"run": ["one"]})):
+            code, _, text = pages.answer(store, path, query)
+            assert code == pages.FOUND, text
+            assert RunDirectory(handle.directory).lease() == held, path
+        read = ("status", handle.directory), ("logs", handle.directory), ("logs", handle.directory, "--rank", "0")
+        for command in (*read, ("report", handle.directory, "-o", str(tmp_path / "one.html")), ("runs", store)):
+            assert rankzero(*command).exit_code == 0
+            assert RunDirectory(handle.directory).lease() == held, command
+    finally:
+        release.touch()
+    assert rankzero("logs", handle.directory, "--follow").stdout == "[0] hello\n"
+    assert handle.wait(60)
+
+
 def test_a_report_on_a_disk_has_no_link(run: RunHandle[float]) -> None:
     done = rankzero("report", run.directory, "--link", "1h")
     assert (done.exit_code, done.stdout) == (1, "")

@@ -51,6 +51,11 @@ def test_values_of_all_types_and_operations(launcher: Launcher) -> None:
               torch.full((2,), 2.0 * size))  # fmt: skip
         large = (1 << 40) + 3
         check("scaled integers", hvd.allreduce(torch.tensor([large]), op=hvd.Max, prescale_factor=3.0), [3 * large])
+        for count in (4, 100):
+            many = torch.full((count,), 30000, dtype=torch.int16)
+            for call in range(3):
+                # The type holds the average, but not the sum. From the second call on, small ones travel in the round.
+                check(f"average of int16 {count}, call {call}", hvd.allreduce(many, name=f"int16.{count}"), many)
         for count in (2, 400):
             # Views whose memory is not their value.
             views = torch._neg_view(torch.full((count,), 2.0)), torch.full((count,), 2 + 2j).conj()
