@@ -26,6 +26,7 @@ class Receiver(ThreadingHTTPServer):
         self.spans: list[Any] = []
         self.metrics: dict[str, Any] = {}
         self.logins: set[str | None] = set()
+        self.instances: set[str] = set()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -41,6 +42,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.logins.add(self.headers.get("x-team"))
         if self.path == "/v1/traces":
             for found in ExportTraceServiceRequest.FromString(body).resource_spans:
+                self.server.instances.add(attributes(found.resource)["service.instance.id"])
                 self.server.spans += [span for scope in found.scope_spans for span in scope.spans]
         elif self.path == "/v1/metrics":
             for of_resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
@@ -97,6 +99,14 @@ def test_a_trace_and_metrics_of_a_restarted_run(
     seconds = sum(span.end_time_unix_nano - span.start_time_unix_nano for span in (killed, succeeded)) / 1e9
     assert 0 < hours * 3600 < 2 * seconds
     assert "rankzero.gpu.hours" not in receiver.metrics, "there was none"
+
+
+def test_runs_of_one_name_on_two_disks_are_two_instances(receiver: Receiver, tmp_path: Path) -> None:
+    """Else a backend would take the counters of the second one for a reset of the first one's."""
+    for disk in ("one", "two"):
+        Launcher(1, store=tmp_path / disk, run_id="nightly", trackers=[OpenTelemetry(receiver.url)]).run(float, 0.5)
+    assert len(receiver.instances) == 2
+    assert {instance.rpartition("-")[0] for instance in receiver.instances} == {"nightly"}
 
 
 def test_without_the_exporter_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
