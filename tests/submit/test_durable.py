@@ -169,7 +169,7 @@ def test_a_result_of_unknown_identity_is_only_for_the_chain_that_has_asked_for_i
         assert opened.handle.fresh_since == first_attempt
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 50, b"[]"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 50, b"[]"], ids=["empty", "cut", "zeros", "list"])
 def test_a_run_with_an_unreadable_job_is_not_replaced(launcher: Launcher, content: bytes) -> None:
     launcher = launcher.options(num_processes=1, run_id="one")
     handle = launcher.submit(print)
