@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from tests.conftest import until
 
-from rankzero import Launcher, ResultRef, RunHandle, WorkerFailedError, store
+from rankzero import Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError, store
 from rankzero.cli import main
 
 
@@ -128,3 +128,37 @@ def test_a_run_on_s3_is_restarted_from_its_checkpoint_and_opened_by_another_proc
     attached = RunHandle.attach(f"{bucket}/runs/far")
     assert attached.status().attempt == 1
     assert [row["loss"] for row in attached.metrics()][:1] == [2.0]
+
+
+@pytest.mark.parametrize("value", [{"plain": [1, 2]}, {1, 2}], ids=["json", "cloudpickle"])
+def test_a_process_that_is_killed_while_it_loads_a_value_leaves_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    ref = ResultRef.save(value, "memory://bucket/values")
+    monkeypatch.setenv("RANKZERO_SCRATCH", str(tmp_path))
+    seen: list[list[str]] = []
+    open_read = store.open_read
+
+    class Noting:
+        """Notes the files on the disk with each read."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> "Noting":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def read(self, size: int) -> bytes:
+            seen.append(os.listdir(tmp_path))
+            return self.file.read(size)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(store, "open_read", lambda location: Noting(open_read(location)))
+    assert ref.load() == value
+    assert seen
+    assert not any(seen)
+    store.write_bytes(ref.uri, b"other")
+    with pytest.raises(ResultError, match=f"^{ref.uri} has the digest"):
+        ref.load()

@@ -75,8 +75,13 @@ def plain_sha256(file: IO[bytes]) -> str:
     return found.hexdigest()
 
 
-def verify(file: IO[bytes], expected: str) -> None:
+def verify(file: IO[bytes], expected: str, location: str = "") -> None:
     """Compares the digest of a local file, open at its begin, with the expected one.
+
+    Args:
+        file: The file.
+        expected: The expected digest.
+        location: The name of the file in errors, if that is a copy without a name.
 
     Raises:
         ResultError: the digests differ, or this version does not have the algorithm.
@@ -85,7 +90,7 @@ def verify(file: IO[bytes], expected: str) -> None:
     actual = _of_file(file, name)
     if actual != f"{name}:{digits}":
         raise ResultError(
-            f"{file.name} has the digest {_shown(actual)}, but {_shown(f'{name}:{digits}')} was recorded: "
+            f"{location or file.name} has the digest {_shown(actual)}, but {_shown(f'{name}:{digits}')} was recorded: "
             "the file was changed or damaged after it was committed",
             is_damage=True,
         )

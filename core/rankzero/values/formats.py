@@ -139,27 +139,40 @@ def read(path: str, file_format: str, digest: str | None, fingerprint: str | Non
         ResultError: the digest differs, the format is unknown, or an object cannot be created here.
     """
     try:
-        with open(path, "rb") as file:
-            # By the descriptor, so that the checked file is the one that is loaded, even if its name is replaced. Files
-            # that run code are always read for their digest.
-            is_known = file_format == SAFETENSORS and store.fingerprint(file.fileno()) == fingerprint
-            if digest is not None and not is_known:
-                digests.verify(file, digest)
-            return _read(file, file_format)
+        file = open(path, "rb")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ResultError(_why_not(path, file_format, error)) from error
+    with file:
+        return read_open(file, path, file_format, digest, fingerprint)
+
+
+def read_open(
+    file: IO[bytes], location: str, file_format: str, digest: str | None, fingerprint: str | None = None
+) -> Any:
+    """Loads a value from an open file, like `read`. The location is named in errors."""
+    try:
+        # By the descriptor, so that the checked file is the one that is loaded, even if its name is replaced. Files
+        # that run code are always read for their digest.
+        is_known = file_format == SAFETENSORS and store.fingerprint(file.fileno()) == fingerprint
+        if digest is not None and not is_known:
+            digests.verify(file, digest, location)
+        return _read(file, location, file_format)
     except (FileNotFoundError, ResultError):
         raise
     except Exception as error:
-        raise ResultError(_why_not(path, file_format, error)) from error
+        raise ResultError(_why_not(location, file_format, error)) from error
 
 
-def _read(file: IO[bytes], file_format: str) -> Any:
+def _read(file: IO[bytes], location: str, file_format: str) -> Any:
     if file_format == SAFETENSORS:
-        return safetensors.read(file)
+        return safetensors.read(file, location)
     if file_format == JSON:
         return json.load(file)
     if file_format == CLOUDPICKLE:
         return open_packed(file.fileno())
-    raise ResultError(f"unknown result format {file_format!r} of {file.name}")
+    raise ResultError(f"unknown result format {file_format!r} of {location}")
 
 
 def _why_not(path: str, file_format: str, error: Exception) -> str:

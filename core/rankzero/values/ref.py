@@ -100,12 +100,13 @@ class ResultRef:
         if not store.is_url(self.uri):
             return self.load_from(self.uri, verify=verify)
         # In a rank, the agent's scratch directory has room.
-        with tempfile.TemporaryDirectory(prefix="rankzero-", dir=os.environ.get("RANKZERO_SCRATCH")) as directory:
-            path = os.path.join(directory, "value")
-            with self._reading() as remote, open(path, "wb") as local:
+        # A file without a name, so that a process that is killed leaves none behind.
+        with tempfile.TemporaryFile(dir=os.environ.get("RANKZERO_SCRATCH")) as local:
+            with self._reading() as remote:
                 while chunk := remote.read(_COPY_CHUNK):
                     local.write(chunk)
-            return self.load_from(path)
+            local.seek(0)
+            return formats.read_open(local, self.uri, self.format, self.digest)
 
     def load_from(self, path: str, *, verify: bool = False) -> Any:
         """Loads the value from a local copy of the file, like `load`."""

@@ -149,21 +149,25 @@ def _extra_of(tensors: Tensors) -> dict[str, Any]:
     return extra
 
 
-def read(file: IO[bytes]) -> Tensors:
+def read(file: IO[bytes], location: str) -> Tensors:
     """Maps a file copy-on-write: pages are read when they are used, and the file is never changed.
 
     Every tensor has its own storage within the mapping. Views of one storage would each be
     pickled with all of it, and could not be written as safetensors again.
+
+    Args:
+        file: The file, open at its begin.
+        location: The name of the file in errors.
     """
     total = os.fstat(file.fileno()).st_size
     prefix = file.read(_HEADER_LENGTH.size)
     length = _HEADER_LENGTH.unpack(prefix)[0] if len(prefix) == _HEADER_LENGTH.size else -1
     if not 0 < length <= min(_MAX_HEADER, total):
-        raise ResultError(f"{file.name} is not a safetensors file")
+        raise ResultError(f"{location} is not a safetensors file")
     header: dict[str, Any] = json.loads(file.read(length))
     text = header.pop("__metadata__", None) or {}
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    found = dict(_tensors_in(mapped, header, _HEADER_LENGTH.size + length, file.name))
+    found = dict(_tensors_in(mapped, header, _HEADER_LENGTH.size + length, location))
     return _with_extra(found, json.loads(text.get(_EXTRA, "{}")))
 
 
