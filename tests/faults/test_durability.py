@@ -202,6 +202,7 @@ def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -
     assert not last.wait(6.0)
     # A reader does not lengthen what the last follower has shortened.
     handle.renew_lease()
+    assert handle.renewal_interval == 1.0
     run = RunDirectory(handle.directory)
     until(lambda: run.status().final, WAIT, "the end of the run")
     with pytest.raises(RunCancelledError, match=r"its last follower was absent for 4.0 s"):

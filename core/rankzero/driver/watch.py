@@ -14,7 +14,7 @@ from rankzero.channel.messages import Message, decode
 from rankzero.driver.recorder import Recorder
 from rankzero.errors import RunCancelledError
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, bound_of
 from rankzero.run.lease import interval_of
 
 logger = logging.getLogger(__name__)
@@ -189,14 +189,17 @@ class Watch:
 
     def _check_lease(self, now: float, orphan_timeout: float) -> None:
         lease = self._run.lease()
-        _, _, bound = lease.partition(b" ")
-        seconds = min(orphan_timeout, float(bound)) if bound else orphan_timeout
+        bound = bound_of(lease)
+        seconds = orphan_timeout if bound is None else min(orphan_timeout, bound)
+        is_shortened = seconds < orphan_timeout
         if self._inbox.is_retrier_gone:
             seconds = min(seconds, MISSED_RENEWALS * interval_of(self._run, seconds))
         if lease != self._lease:
             self._lease, self._lease_seen = lease, now
         elif now - self._lease_seen > seconds:
-            who = "its last follower was absent for " if bound else "no process followed the run for orphan_timeout="
+            who = "no process followed the run for orphan_timeout="
+            if is_shortened:
+                who = "its last follower was absent for "
             if self._inbox.is_retrier_gone:
                 who = "the process that would have retried the step has exited, and no process followed the run for "
             self._abandoned = f"{who}{seconds} s, so it cancelled itself"

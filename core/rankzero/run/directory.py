@@ -457,15 +457,25 @@ class RunDirectory:
         return {}
 
     def renew_lease(self, bound: float | None = None) -> None:
-        """Renews the lease for ``bound`` seconds; None keeps its bound, which is ``orphan_timeout`` at first."""
-        kept = self.lease().partition(b" ")[2] if bound is None else str(bound).encode()
-        store.write_bytes(self.path("lease"), b" ".join([secrets.token_hex(8).encode(), *([kept] if kept else [])]))
+        """Renews the lease of the run for ``bound`` seconds; None renews it for its ``orphan_timeout``."""
+        words = [secrets.token_hex(8), *([] if bound is None else [str(bound)])]
+        store.write_bytes(self.path("lease"), " ".join(words).encode())
 
     def lease(self) -> bytes:
         """Returns the lease that the last follower wrote; empty if no follower has."""
         with contextlib.suppress(FileNotFoundError):
             return store.read_bytes(self.path("lease"))
         return b""
+
+    def lease_bound(self) -> float | None:
+        """Returns the seconds for which the last follower renewed the lease; None for the run's ``orphan_timeout``."""
+        return bound_of(self.lease())
+
+
+def bound_of(lease: bytes) -> float | None:
+    """Returns the seconds of a lease; None for the run's ``orphan_timeout``."""
+    _, _, bound = lease.partition(b" ")
+    return float(bound) if bound else None
 
 
 def _new_claim(kind: str = "") -> bytes:

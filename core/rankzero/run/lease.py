@@ -89,12 +89,19 @@ class Renewal:
         return self._interval
 
     def renew(self) -> None:
-        """Renews the lease now. Raises OSError if the store cannot be written."""
-        self._run.renew_lease(self._bound)
+        """Renews the lease now, and keeps the bound that another follower gave it.
+
+        Raises:
+            OSError: the store cannot be read or written.
+        """
+        bound = self._run.lease_bound() if self._bound is None else self._bound
+        self._run.renew_lease(bound)
+        if bound is not None:
+            self._interval = self._interval_of(bound)
 
     def hold(self, bound: float) -> None:
         """Makes the run end after ``bound`` seconds without a renewal, and renews the lease. Raises like `renew`."""
-        self._bound, self._interval = bound, self._interval_of(bound)
+        self._bound = bound
         self.renew()
 
     def renew_if_due(self) -> None:
