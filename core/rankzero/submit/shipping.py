@@ -1,4 +1,17 @@
-"""Packs the user's modules into the zip that is shipped with a job, without files that may hold secrets."""
+"""Packs the user's modules into the zip that is shipped with a job, without files that may hold secrets.
+
+======================================================  ===============================================
+file                                                    shipped
+======================================================  ===============================================
+the source of a user module that the code imports       always, with the modules that this one imports
+another file in the package of such a module            unless it is named like a key or a password
+a file in a folder without ``__init__.py``              only if it is a source
+a hidden file or folder, ``__pycache__``                never
+an installed module, rankzero, torch, pyspark           never: the executors have them
+======================================================  ===============================================
+
+`rankzero.submit.modules` decides what a user module is.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +22,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +72,27 @@ def _imports_of_file(path: str, _size: int, _modified: int, package: str) -> set
 def zip_modules(names: Iterable[str], first: str | None = None) -> Shipped | None:
     """Packs the user modules among ``names``, and those that they import in turn; None if there are none.
 
-    Hidden files and folders (``.env``, ``.ssh``), and files named like a key or a password, are left out.
-
     Args:
         names: Absolute names; those that are no user modules are ignored.
         first: A directory that is searched before `sys.path`, such as that of a script.
+
+    Raises:
+        InvalidJobError: the files are larger than `MODULES_LIMIT`.
     """
+    files, left_out = _files_for(names, first)
+    if not files:
+        return None
+    if named := [name for name in left_out if not os.path.basename(name).startswith(".")]:
+        logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(sorted(named)))
+    sizes = {archive_name: os.path.getsize(path) for archive_name, path in files.items()}
+    _check_size(sizes)
+    lines = [f"{sizes[name]:>12}  {name}" for name in sorted(files)]
+    lines += [f"{'left out':>12}  {name}" for name in sorted(left_out)]
+    return Shipped(_zip(files), "\n".join(lines) + "\n")
+
+
+def _files_for(names: Iterable[str], first: str | None) -> tuple[dict[str, str], list[str]]:
+    """Returns the files of the user modules that ``names`` need: name in the zip to path, and the names left out."""
     waiting = set(names)
     seen: set[str] = set()
     roots: dict[str, bool] = {}
@@ -86,32 +114,37 @@ def zip_modules(names: Iterable[str], first: str | None = None) -> Shipped | Non
                 left_out.append(archive_name)
                 continue
             files[archive_name] = path
-            if path.endswith(".py"):
-                with contextlib.suppress(OSError):
-                    state = os.stat(path)
-                    package = os.path.dirname(archive_name).replace(os.sep, ".")
-                    waiting |= _imports_of_file(path, state.st_size, state.st_mtime_ns, package)
-    if not files:
-        return None
-    if named := [name for name in left_out if not os.path.basename(name).startswith(".")]:
-        logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(sorted(named)))
-    sizes = {archive_name: os.path.getsize(path) for archive_name, path in files.items()}
-    total = sum(sizes.values())
-    if total > MODULES_LIMIT:
-        shipped = ", ".join(sorted(root for root in roots if roots[root]))
+            waiting |= _imports_of(archive_name, path)
+    return files, left_out
+
+
+def _imports_of(archive_name: str, path: str) -> set[str]:
+    """Returns the names that a file imports; empty if it is no source, or was removed."""
+    if path.endswith(".py"):
+        with contextlib.suppress(OSError):
+            state = os.stat(path)
+            package = os.path.dirname(archive_name).replace(os.sep, ".")
+            return _imports_of_file(path, state.st_size, state.st_mtime_ns, package)
+    return set()
+
+
+def _check_size(sizes: Mapping[str, int]) -> None:
+    if (total := sum(sizes.values())) > MODULES_LIMIT:
+        shipped = ", ".join(sorted({name.split(os.sep)[0].removesuffix(".py") for name in sizes}))
         raise InvalidJobError(
             f"the user modules {shipped} hold {total >> 20} MiB, over the limit of "
             f"{MODULES_LIMIT >> 20} MiB that travel with a job: install them on the executors instead"
         )
+
+
+def _zip(files: Mapping[str, str]) -> bytes:
     import zipfile
 
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
         for archive_name, path in sorted(files.items()):
             archive.write(path, archive_name)
-    lines = [f"{sizes[name]:>12}  {name}" for name in sorted(files)]
-    lines += [f"{'left out':>12}  {name}" for name in sorted(left_out)]
-    return Shipped(buffer.getvalue(), "\n".join(lines) + "\n")
+    return buffer.getvalue()
 
 
 def _lies_in(name: str, files: dict[str, str]) -> bool:
