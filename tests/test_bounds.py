@@ -3,7 +3,6 @@
 from rankzero import bounds
 from rankzero.driver import watch
 from rankzero.run import lease
-from rankzero.submit import drivers
 
 
 def test_a_connection_is_silent_only_after_several_pings_and_is_made_again_before_the_other_end_is_lost() -> None:
@@ -49,7 +48,7 @@ def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end(
     # A thread of the channel that is stuck is waited for in both the cancel and the close of an attempt.
     closes = 2 * bounds.CHANNEL_CLOSE_TIMEOUT + bounds.SESSION_CLOSE_TIMEOUT
     assert stops + closes < bounds.CANCEL_TIMEOUT
-    assert drivers.OWNER_LEASE < bounds.CANCEL_TIMEOUT
+    assert bounds.OWNER_LEASE < bounds.CANCEL_TIMEOUT
 
 
 def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_them() -> None:
@@ -58,5 +57,5 @@ def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_t
 
 
 def test_a_lease_outlasts_the_renewals_that_its_follower_may_miss() -> None:
-    assert lease.RENEWAL_INTERVAL < lease.RENEWAL_INTERVAL_REMOTE
-    assert watch.MISSED_RENEWALS * lease.RENEWAL_INTERVAL_REMOTE < lease.SCHEDULING_SLACK <= lease.DETACHED_LEASE
+    assert bounds.RENEWAL_INTERVAL < bounds.RENEWAL_INTERVAL_REMOTE
+    assert watch.MISSED_RENEWALS * bounds.RENEWAL_INTERVAL_REMOTE < lease.SCHEDULING_SLACK <= lease.DETACHED_LEASE

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import rankzero.train as rt
-from rankzero import Launcher
+from rankzero import Launcher, bounds
 from rankzero.run import Position, growing, reports
-from rankzero.run import handle as runs
 
 PATIENCE = 30.0
 
@@ -38,14 +37,14 @@ def test_sizes_that_are_told_late_cost_no_line(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(growing, "has_grown", lambda *_: False)
-    monkeypatch.setattr(runs, "THOROUGH_INTERVAL", 0.2)
+    monkeypatch.setattr(bounds, "THOROUGH_INTERVAL", 0.2)
     assert follow(launcher, tmp_path) == ["[0] one", "[0] two", "[1] one", "[1] two"]
 
 
 def test_a_log_that_has_grown_is_read_at_the_next_look(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "THOROUGH_INTERVAL", 1e9)
+    monkeypatch.setattr(bounds, "THOROUGH_INTERVAL", 1e9)
     assert follow(launcher, tmp_path) == ["[0] one", "[0] two", "[1] one", "[1] two"]
 
 

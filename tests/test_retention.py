@@ -10,12 +10,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from rankzero import InvalidJobError, store
+from rankzero import InvalidJobError, bounds, store
 from rankzero.data import FILE, File, Manifest, to_bytes
 from rankzero.job import Job
 from rankzero.run import (
     ABANDONED,
-    CLAIM_PATIENCE,
     HALF_REMOVED,
     HIDDEN,
     Age,
@@ -303,7 +302,7 @@ def test_rows_of_a_submitter_that_died_before_its_claim_are_removed(tmp_path: Pa
     folder.mkdir(parents=True)
     (folder / "_token").write_text("x")
     assert collect(str(tmp_path), 60.0).kept == 1
-    (removed,) = collect(str(tmp_path), 60.0, now=time.time() + 2 * CLAIM_PATIENCE).removed
+    (removed,) = collect(str(tmp_path), 60.0, now=time.time() + 2 * bounds.REMOVAL_CLAIM_TIMEOUT).removed
     assert removed.state == "abandoned"
     assert os.listdir(tmp_path) == []
 
@@ -331,7 +330,7 @@ def test_rows_of_a_sweep_stay_while_a_trial_lives(root: str) -> None:
     # By the real clock: whether a driver on another host lives is no question of the collector's time.
     now = time.time()
     make_trial(root, rows, RunStatus(state="running", heartbeat=now, driver_host="elsewhere", driver_pid=1))
-    done = collect(root, 60.0, now=now + 2 * CLAIM_PATIENCE)
+    done = collect(root, 60.0, now=now + 2 * bounds.REMOVAL_CLAIM_TIMEOUT)
     assert (done.removed, done.problems, done.kept) == ([], {}, 2)
     assert store.exists(rows)
 

@@ -420,3 +420,68 @@ INLINE_COMMIT_TIMEOUT = 60.0
 
 INLINE_EXIT_TIMEOUT = 30.0
 """Seconds that the exit handlers of a rank of `run_inline` with its own process may take."""
+
+# A submitter.
+
+OWNER_LEASE = 20.0
+"""Seconds that a driver on the cluster continues without its run's owner process: less than `CANCEL_TIMEOUT`."""
+
+CLAIM_TIMEOUT = 20.0
+"""Seconds until another submitter that claimed a run without writing ``job.json`` counts as dead; longer for a
+submitter that has itself needed longer to write its files."""
+
+SUBMIT_POLL_INTERVAL = 0.05
+"""Seconds between two polls by a submitter that waits for another submitter, a driver or the end of a run."""
+
+# Readers and followers of a run.
+
+FOLLOW_INTERVAL = 0.05
+"""Seconds between two polls of a run directory on a local disk."""
+
+THOROUGH_INTERVAL = 2.0
+"""Seconds between two reads of every log, since a file server may report the sizes of logs late."""
+
+RETRY_DELAY_MAX = 24 * 3600.0
+"""Longest delay in seconds between two tries, if the delay grows."""
+
+RENEWAL_INTERVAL_REMOTE = 60.0
+"""Longest time in seconds between two renewals on an object store, where each renewal is a request."""
+
+RENEWAL_INTERVAL = 10.0
+"""Longest time in seconds between two renewals of a followed run's lease."""
+
+SHORTEST_PACE = 1.0
+"""Shortest interval in seconds between two writes to an object store, or polls of it."""
+
+LONGEST_PACE = 10.0
+"""Longest such interval in seconds. A run older than a quarter of an hour may receive a request to cancel that late."""
+
+REMOVAL_CLAIM_TIMEOUT = 3600.0
+"""Seconds for which a submission may be claimed but not written, since the upload of a large payload takes time."""
+
+# A rank: rows.
+
+ROWS_POLL_INTERVAL = 0.05
+"""Seconds between two looks whether another thread has taken its batch of rows."""
+
+# A rank: Horovod.
+
+HVD_ROUND_PAUSE = 0.001
+"""Seconds before the next round after a round without a ready operation."""
+
+HVD_STALL_CHECK_INTERVAL = 1.0
+"""Seconds between two checks of a rank's wait, and after which it records that it is in its round."""
+
+HVD_STALL_WARNING_AFTER = 60.0
+"""Default of ``HOROVOD_STALL_CHECK_TIME_SECONDS``."""
+
+HVD_STALL_TIMEOUT = 1800.0
+"""Default of ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``."""
+
+HVD_STALL_TIMEOUT_MAX = 30 * 24 * 3600.0
+"""Largest value of both variables."""
+
+# A rank: Ray Train.
+
+RAY_GROUP_TIMEOUT = 1800
+"""Ray's default timeout of a collective, in seconds."""

@@ -16,11 +16,11 @@ import pytest
 from tests.conftest import ROOT, until, wait_until_gone
 from tests.faults import kit
 
-from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError, RunHandle
+from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError, RunHandle, bounds
 from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.job import Job
 from rankzero.run import RunDirectory, RunStatus
-from rankzero.submit import start_driver, submission
+from rankzero.submit import start_driver
 
 WAIT = 90.0
 
@@ -212,7 +212,7 @@ def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -
 def test_a_submitter_that_died_half_way_does_not_block_the_run_id(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "CLAIM_TIMEOUT", 0.3)
+    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.3)
 
     def die(self: RunDirectory, job: Job, *_: object) -> None:
         raise KeyboardInterrupt
@@ -273,7 +273,7 @@ getattr(Launcher(store=sys.argv[2], run_id="one"), sys.argv[4])(count_and_wait, 
 def test_the_run_id_of_a_killed_submitter_is_taken_over(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, how: str
 ) -> None:
-    monkeypatch.setattr(submission, "CLAIM_TIMEOUT", 3600.0)
+    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 3600.0)
     (tmp_path / "go").touch()
     earlier = 1 if before == "Job.to_json" else 0
     for _ in range(earlier):
@@ -331,7 +331,7 @@ print(handle.result(), handle.submission)
 def test_a_submitter_that_was_held_up_does_not_write_over_the_one_who_came_after_it(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "CLAIM_TIMEOUT", 0.3)
+    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.3)
     command = [sys.executable, "-c", LATE, str(tmp_path), str(single.store)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as late:
         try:
@@ -361,7 +361,7 @@ def test_submitters_whose_files_take_long_do_not_overtake_each_other_for_ever(
         write(self, *what)  # type: ignore[arg-type]
 
     monkeypatch.setattr(RunDirectory, "write_files", slowly)
-    monkeypatch.setattr(submission, "CLAIM_TIMEOUT", 0.5)
+    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.5)
     (tmp_path / "go").touch()
     with ThreadPoolExecutor(3) as threads:
         handles = [threads.submit(single.submit, count_and_wait, str(tmp_path)) for _ in range(3)]

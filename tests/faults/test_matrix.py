@@ -39,9 +39,9 @@ from rankzero import (
     SparkConnectEngine,
     SparkEngine,
     WorkerFailedError,
+    bounds,
 )
 from rankzero.engines import Engine
-from rankzero.submit import submission
 
 WAIT = 120.0
 """For what is not measured: a start, a JVM, an end without a fault."""
@@ -658,7 +658,7 @@ def refused(stage: Stage) -> None:
     stage.note_strike()
     stage.assert_whole(stage.start().result(WAIT))
     # Nobody waits for the submission that failed.
-    stage.assert_in_time(submission.CLAIM_TIMEOUT)
+    stage.assert_in_time(bounds.CLAIM_TIMEOUT)
 
 
 def no_room(stage: Stage) -> None:

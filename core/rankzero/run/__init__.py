@@ -20,9 +20,9 @@ lazy_names(
     "checkpoints.list_committed checkpoints.Manifest current.CurrentStatus current.owns "
     "tries.detaching directory.EVENTS directory.LINES directory.RunDirectory directory.RunStatus growing.Position "
     "identity.Asked identity.compare identity.Comparison identity.describe identity.Identity lease.longest_delay "
-    "lease.power listing.list_runs observer.dead_after observer.process_lives pace.LONGEST_PACE pieces.PieceWriter "
-    "reconcile.decide reconcile.Decision lease.RENEWAL_INTERVAL_REMOTE "
-    "retention.ABANDONED retention.Age retention.CLAIM_PATIENCE retention.collect retention.EARLIER "
+    "lease.power listing.list_runs observer.dead_after observer.process_lives pieces.PieceWriter "
+    "reconcile.decide reconcile.Decision "
+    "retention.ABANDONED retention.Age retention.collect retention.EARLIER "
     "retention.HALF_REMOVED retention.HIDDEN retention.is_due retention.remove_unread "
     "tries.may_retry",
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.errors import (
     RankZeroError,
     ResultError,
@@ -33,18 +33,11 @@ from rankzero.run.identity import Asked, Comparison, Identity
 from rankzero.run.lease import Renewal
 from rankzero.run.lines import LineReader
 from rankzero.run.observer import Observer, OwnDriver
-from rankzero.run.pace import LONGEST_PACE, SHORTEST_PACE
 from rankzero.run.reports import OfTraining
 from rankzero.values.ref import ResultRef
 
 R = TypeVar("R")
 T = TypeVar("T")
-
-FOLLOW_INTERVAL = 0.05
-"""Seconds between two polls of a run directory on a local disk."""
-
-THOROUGH_INTERVAL = 2.0
-"""Seconds between two reads of every log, since a file server may report the sizes of logs late."""
 
 
 class RunHandle(Generic[R]):
@@ -73,7 +66,7 @@ class RunHandle(Generic[R]):
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
         self._tick = threading.Event()
-        self._interval = SHORTEST_PACE
+        self._interval = bounds.SHORTEST_PACE
         self._is_ending = False
         self._lines = LineReader(self._run, self._read_as_follower)
         self._lease = Renewal(self._run) if follows else None
@@ -221,13 +214,13 @@ class RunHandle(Generic[R]):
         """Returns the seconds after which the driver writes to an object store again; 0 on a disk."""
         if not self._run.is_remote:
             return 0.0
-        return min(self._interval, SHORTEST_PACE if self._is_ending else LONGEST_PACE)
+        return min(self._interval, bounds.SHORTEST_PACE if self._is_ending else bounds.LONGEST_PACE)
 
     def pause(self, bound: float = math.inf) -> None:
         """Waits until the run is worth polling again: at most ``bound`` seconds, or until its driver has ended."""
         if self._lease:
             self._lease.renew_if_due()
-        interval = max(0.0, min(max(self.pace, FOLLOW_INTERVAL), bound))
+        interval = max(0.0, min(max(self.pace, bounds.FOLLOW_INTERVAL), bound))
         if self._driver is not None and self._driver.poll() is None:
             self._driver.await_end(interval)
         else:
@@ -447,7 +440,7 @@ class RunHandle(Generic[R]):
         for found in self._polls():
             thorough = found.final or time.monotonic() >= thorough_at
             if thorough:
-                thorough_at = time.monotonic() + THOROUGH_INTERVAL
+                thorough_at = time.monotonic() + bounds.THOROUGH_INTERVAL
             yield from self._lines.of_ranks(positions, _running(found), prefix=prefix, thorough=thorough)
 
     def events(self, follow: bool = False) -> Iterator[dict[str, Any]]:

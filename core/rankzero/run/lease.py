@@ -9,6 +9,7 @@ import contextlib
 import math
 import time
 
+from rankzero import bounds
 from rankzero.run.directory import RunDirectory
 
 SCHEDULING_SLACK = 900.0
@@ -21,11 +22,8 @@ DETACHED_LEASE = 1800.0
 LAST_LEASE = 60.0
 """Seconds for which a run outlives the last try that attached to it. Longer than a short outage of a store."""
 
-LONGEST_DELAY = 24 * 3600.0
-"""Longest delay in seconds between two tries, if the delay grows."""
 
-
-def longest_delay(base: float, growth: float, bound: float = LONGEST_DELAY) -> float:
+def longest_delay(base: float, growth: float, bound: float = bounds.RETRY_DELAY_MAX) -> float:
     """Returns the longest delay between two tries in seconds.
 
     Args:
@@ -59,16 +57,9 @@ def power(base: float, exponent: int) -> float:
         return math.inf
 
 
-RENEWAL_INTERVAL = 10.0
-"""Longest time in seconds between two renewals of a followed run's lease."""
-
-RENEWAL_INTERVAL_REMOTE = 60.0
-"""Longest time in seconds between two renewals on an object store, where each renewal is a request."""
-
-
 def interval_of(run: RunDirectory, bound: float) -> float:
     """Returns the seconds between two renewals of a run that ends after ``bound`` seconds without a renewal."""
-    return min(RENEWAL_INTERVAL_REMOTE if run.is_remote else RENEWAL_INTERVAL, bound / 4)
+    return min(bounds.RENEWAL_INTERVAL_REMOTE if run.is_remote else bounds.RENEWAL_INTERVAL, bound / 4)
 
 
 class Renewal:

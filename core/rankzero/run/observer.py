@@ -14,13 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunNotFoundError
 from rankzero.host.processes import STOPPED, process_namespace, process_state, thread_lives
 from rankzero.run.current import CurrentStatus
 from rankzero.run.directory import RunDirectory, RunStatus
-from rankzero.run.pace import SHORTEST_PACE
 
 T = TypeVar("T")
 
@@ -116,7 +115,7 @@ class Observer:
             self._heartbeat.note_blindness()
             return isinstance(error, RunNotFoundError)
 
-        return store.patiently(read, self.store_timeout if timeout is None else timeout, SHORTEST_PACE, gives_up)
+        return store.patiently(read, self.store_timeout if timeout is None else timeout, bounds.SHORTEST_PACE, gives_up)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
         """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides.

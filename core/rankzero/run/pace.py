@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-SHORTEST_PACE = 1.0
-"""Shortest interval in seconds between two writes or polls."""
-
-LONGEST_PACE = 10.0
-"""Longest interval in seconds. A run older than a quarter of an hour may receive a request to cancel that late."""
+from rankzero import bounds
 
 _SHARE = 0.01
 
@@ -23,4 +19,4 @@ def pace(age: float) -> float:
         >>> pace(20), pace(300), pace(86400)
         (1.0, 3.0, 10.0)
     """
-    return min(max(age * _SHARE, SHORTEST_PACE), LONGEST_PACE)
+    return min(max(age * _SHARE, bounds.SHORTEST_PACE), bounds.LONGEST_PACE)

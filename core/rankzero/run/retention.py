@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.errors import RunNotFoundError
 from rankzero.kinds import SECONDS
 from rankzero.run.checkpoints import FOLDER, list_committed, remove
@@ -35,10 +35,6 @@ MANIFESTS = "datasets.json"
 
 ABANDONED, HALF_REMOVED = "abandoned", "half-removed"
 """States of a directory without a run: claimed but never written, or left behind by a collector that died."""
-
-
-CLAIM_PATIENCE = 3600.0
-"""Seconds for which a submission may be claimed but not written, since the upload of a large payload takes time."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def is_due(age: Age, now: float, older_than: float) -> bool:
     """
     if age.state == HALF_REMOVED:
         return True
-    if age.claimed is not None and now - age.claimed <= max(older_than, CLAIM_PATIENCE):
+    if age.claimed is not None and now - age.claimed <= max(older_than, bounds.REMOVAL_CLAIM_TIMEOUT):
         return False
     return age.final and now - age.since > older_than
 

@@ -28,9 +28,6 @@ from rankzero.submit.prepare import Request, prepare
 
 logger = logging.getLogger(__name__)
 
-OWNER_LEASE = 20.0
-"""Seconds that a driver on the cluster continues without its run's owner process: less than `CANCEL_TIMEOUT`."""
-
 
 class DriverProcess(subprocess.Popen[bytes]):
     """A driver process on this machine."""
@@ -138,7 +135,8 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
     stop_timeout = request.template.stop_grace + CANCEL_TIMEOUT
     template = replace(request.template, owner=this_process())
     if engine.drives_elsewhere:
-        template = replace(template, orphan_timeout=min(OWNER_LEASE, template.orphan_timeout or OWNER_LEASE))
+        lease = min(bounds.OWNER_LEASE, template.orphan_timeout or bounds.OWNER_LEASE)
+        template = replace(template, orphan_timeout=lease)
     request = replace(request, template=template)
     run, started = prepare(request, train, args, kwargs, detached=engine.prefers_own_process)
     if not started:

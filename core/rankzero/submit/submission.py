@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.data.table import FOLDER as TABLES
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
@@ -34,12 +34,6 @@ from rankzero.run.tries import PipelineTry
 from rankzero.values.envelope import Part
 
 logger = logging.getLogger(__name__)
-
-CLAIM_TIMEOUT = 20.0
-"""Seconds until another submitter that claimed a run without writing ``job.json`` counts as dead; longer for a
-submitter that has itself needed longer to write its files."""
-
-_POLL_INTERVAL = 0.05
 
 _MOST_NAMED = 5
 """Most checkpoints that a line of the log names."""
@@ -221,7 +215,7 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
         is_young = time.time() - status.heartbeat < max(status.interval, status.patience)
         if status.heartbeat != seen or (is_young and may_be_young):
             break
-        tick.wait(_POLL_INTERVAL)
+        tick.wait(bounds.SUBMIT_POLL_INTERVAL)
         status = handle.status()
     return status
 
@@ -252,7 +246,7 @@ def submit(
         EngineError: the run was cancelled and does not end.
     """
     with _storing(run):
-        number, patience = 0, CLAIM_TIMEOUT
+        number, patience = 0, bounds.CLAIM_TIMEOUT
         while True:
             existing = assess(run, asked, caller)
             if existing and existing.ending:
@@ -345,7 +339,7 @@ def _await_submission(run: RunDirectory, number: int, timeout: float) -> bool:
     while _submission_of(run) < number and run.is_claimed(number) and time.monotonic() < deadline:
         if claimant and is_gone(claimant):
             break
-        tick.wait(_POLL_INTERVAL)
+        tick.wait(bounds.SUBMIT_POLL_INTERVAL)
     return _submission_of(run) >= number
 
 
@@ -357,7 +351,7 @@ def await_end(run: RunDirectory, job: Job) -> None:
     while (found := _state(run)) and found.ending:
         if time.monotonic() > deadline:
             raise EngineError(f"the run in {run.directory} was asked to stop and is still running after {bound:g} s")
-        tick.wait(_POLL_INTERVAL)
+        tick.wait(bounds.SUBMIT_POLL_INTERVAL)
 
 
 def _last_attempt(run: RunDirectory) -> int:

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rankzero import bounds
 from rankzero.errors import ResultError
 from rankzero.train.parts import NotTakenError
-
-_TAKING_INTERVAL = 0.05
-"""Seconds between two looks whether another thread has taken its batch of rows."""
 
 
 @dataclass
@@ -49,7 +47,7 @@ class RankTables:
             if any(each.taking == threading.get_ident() for each in self.writing):
                 raise NotTakenError("it was reported while a batch of rows was being written, by a signal handler")
             while any(each.taking for each in self.writing):
-                self.lock.wait(_TAKING_INTERVAL)
+                self.lock.wait(bounds.ROWS_POLL_INTERVAL)
             self.remove_refused()
             for each in self.writing:
                 each.complete()

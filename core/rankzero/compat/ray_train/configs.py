@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankzero import kinds
+from rankzero import bounds, kinds
 from rankzero.errors import InvalidJobError
 from rankzero.run.checkpoints import CheckpointConfig as KeptCheckpoints
 
 UNLIMITED = 1_000_000
 """Number of restarts for Ray's ``-1`` (no limit)."""
-
-TIMEOUT_S = 1800
-"""Ray's default timeout of a collective, in seconds."""
 
 
 def _removed(what: str, value: object, instead: str) -> None:
@@ -77,7 +74,7 @@ class TorchConfig:
 
     backend: str | None = None
     init_method: str = "env"
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float = bounds.RAY_GROUP_TIMEOUT
 
     def __post_init__(self) -> None:
         kinds.BACKEND.check("backend", self.backend)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rankzero import bounds
 from rankzero.compat.horovod.torch import execute
 from rankzero.compat.horovod.torch.agreement import JOINED, SHUT_DOWN, WAITING, Agreement, Issued, Requests, listed
 from rankzero.compat.horovod.torch.errors import HorovodInternalError, StallError
@@ -38,9 +39,6 @@ from rankzero.compat.horovod.torch.rounds import Received, Rounds, Turn
 from rankzero.compat.horovod.torch.stalls import roll_of
 
 logger = logging.getLogger(__name__)
-
-ROUND_PAUSE = 0.001
-"""Seconds before the next round after a round without a ready operation."""
 
 
 class Coordinator:
@@ -240,7 +238,7 @@ class Coordinator:
             self._fail(HorovodInternalError(f"{self._me} was interrupted by {type(error).__name__}"))
             raise
         if not ready:
-            time.sleep(ROUND_PAUSE)
+            time.sleep(bounds.HVD_ROUND_PAUSE)
 
     def _exchange(self, message: bytes) -> Received:
         self._round_since = time.monotonic()

@@ -9,10 +9,9 @@ from typing import Any, Protocol
 
 from torch.distributed import distributed_c10d
 
-logger = logging.getLogger(__name__)
+from rankzero import bounds
 
-CHECK_INTERVAL = 1.0
-"""Seconds between two checks of a rank's wait, and after which it records that it is in its round."""
+logger = logging.getLogger(__name__)
 
 
 class Roll:
@@ -88,9 +87,9 @@ class Watcher:
         self._stopped.set()
 
     def _run(self) -> None:
-        while not self._stopped.wait(CHECK_INTERVAL):
+        while not self._stopped.wait(bounds.HVD_STALL_CHECK_INTERVAL):
             for group in self._sets():
-                if group.stall() >= CHECK_INTERVAL:
+                if group.stall() >= bounds.HVD_STALL_CHECK_INTERVAL:
                     self._check(group)
                 else:
                     self._warn_at.pop(group, None)

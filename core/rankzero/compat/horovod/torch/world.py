@@ -12,21 +12,13 @@ import torch
 import torch.distributed as dist
 
 import rankzero.train as rt
+from rankzero import bounds
 from rankzero.compat.horovod.torch.coordinator import Coordinator
 from rankzero.compat.horovod.torch.messages import Meta, Request
 from rankzero.compat.horovod.torch.stalls import Watcher
 from rankzero.train.context import at_return
 
 logger = logging.getLogger(__name__)
-
-WARN_AFTER = 60.0
-"""Default of ``HOROVOD_STALL_CHECK_TIME_SECONDS``."""
-
-STALL_TIMEOUT = 1800.0
-"""Default of ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``."""
-
-MOST_SECONDS = 30 * 24 * 3600.0
-"""Largest value of both variables."""
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -63,8 +55,8 @@ class ProcessSet:
         return self.coordinator.rank >= 0
 
     def _open(self, number: int) -> None:
-        warn_after = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", WARN_AFTER)
-        timeout = timedelta(seconds=_seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", STALL_TIMEOUT))
+        warn_after = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", bounds.HVD_STALL_WARNING_AFTER)
+        timeout = timedelta(seconds=_seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", bounds.HVD_STALL_TIMEOUT))
         self.process_set_id = number
         self._coordinator = Coordinator(self.ranks, timeout, warn_after)
 
@@ -78,7 +70,7 @@ def _seconds(name: str, default: float) -> float:
         found = float(text)
     except ValueError:
         found = -1
-    if not 0 <= found <= MOST_SECONDS:
+    if not 0 <= found <= bounds.HVD_STALL_TIMEOUT_MAX:
         raise ValueError(f"{name} is {text!r}; give seconds, or 0 for {default:.0f}")
     return found or default
 
