@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher, RunHandle
+from rankzero import EngineError, Launcher, RunHandle
 from rankzero.host import process_namespace, process_start, this_thread
 from rankzero.run import RunDirectory, RunStatus, observer, process_lives
 from rankzero.submit import drivers
@@ -131,3 +131,50 @@ def test_a_driver_that_ends_before_its_first_heartbeat_is_dead(
     reader = RunHandle[int].attach(first.directory)
     # Long before a heartbeat would have been missed.
     until(lambda: reader.status().state == "failed", observer.DRIVER_DEAD_AFTER / 2, "the end of the driver")
+
+
+def test_a_driver_that_cannot_start_says_why(launcher: Launcher, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object store cannot append lines to a log, and yet the cause must not be lost."""
+    monkeypatch.setattr("rankzero.submit.prepare.Request.private", lambda _: {})
+    for store in (launcher.store, f"{bucket}/runs"):
+        handle = launcher.options(run_id="run", store=store).submit(max, 1, 2)
+        with pytest.raises(EngineError, match="KeyError: 'engine'"):
+            handle.result(WAIT)
+
+
+FLAKY = """
+from rankzero import store
+failing, read, create = {"job.json", "driver"}, store.read_bytes, store.create
+
+def fail_once(location):
+    name = location.rpartition("/")[2]
+    if name in failing:
+        failing.remove(name)
+        raise OSError("for a moment")
+
+def read_if_it_answers(location):
+    fail_once(location)
+    return read(location)
+
+def create_and_lose_the_answer(location, data):
+    made = create(location, data) or read(location) == data
+    fail_once(location)
+    return made
+
+store.read_bytes, store.create = read_if_it_answers, create_and_lose_the_answer
+"""
+
+
+def test_a_store_that_fails_when_the_driver_starts_delays_the_run(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = drivers.DriverProcess
+
+    def with_flaky_store(command: list[str], **options: Any) -> drivers.DriverProcess:
+        program = command.index("-c") + 1
+        begin, end = command[program].split("; import rank")
+        command[program] = f"{begin}\n{FLAKY}\nimport rank{end}"
+        return start(command, **options)
+
+    monkeypatch.setattr(drivers, "DriverProcess", with_flaky_store)
+    assert launcher.options(run_id="run").submit(max, 1, 2).result(WAIT) == 2

@@ -19,12 +19,14 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from rankzero import bounds
+from rankzero import bounds, store
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.driver.delegation import Delegation
 from rankzero.driver.driver import Driver
 from rankzero.engines.base import Engine
 from rankzero.host import descendants
 from rankzero.host.processes import allow_open_files, is_gone, pidfd_of, settle_signals
+from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,14 @@ def main() -> None:
     drive(RunDirectory(arguments.run_directory), arguments.submission, lambda: json.load(sys.stdin), arguments.owner)
 
 
+def _job(run: RunDirectory, submission: int) -> Job:
+    """Returns the run's job, which is that of this submission or of a later one."""
+    if run.job().submission < submission:
+        # A delayed submitter of an older submission may have overwritten job.json.
+        run.restore(submission)
+    return run.job()
+
+
 def drive(
     run: RunDirectory,
     submission: int,
@@ -85,16 +95,14 @@ def drive(
     """
     from rankzero.engines.specs import engine_from_spec
 
-    if run.job().submission < submission:
-        # A delayed submitter of an older submission may have overwritten job.json.
-        run.restore(submission)
-    job = run.job()
+    # A store that fails for a moment must not end the run.
+    job = store.patiently(lambda: _job(run, submission), STORE_OUTAGE, bounds.STORE_RETRY_INTERVAL, store.is_missing)
     if job.submission != submission:
         sys.exit(f"{run.directory} was submitted again before this driver started")
     private = read_private()
     engine = engine or engine_from_spec(job.engine, private["engine"])
     may_delegate = engine.can_host_driver(run, job)
-    if not (may_delegate or run.claim_driver(job.submission)):
+    if not (may_delegate or run.claim_driver(job.submission, STORE_OUTAGE)):
         sys.exit(f"{run.directory} has a driver already")
     allow_open_files()
     trackers = private.get("trackers")

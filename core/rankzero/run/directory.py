@@ -40,7 +40,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
 from rankzero.host.processes import this_process
@@ -289,9 +289,18 @@ class RunDirectory:
         """Removes a claim and all files of its submission. Raises OSError."""
         store.remove(self.submission_path(submission))
 
-    def claim_driver(self, submission: int) -> bool:
-        """Returns True to the first driver that claims this submission, and False to other drivers."""
-        return store.create(self.submission_path(submission, "driver"), secrets.token_hex(8).encode())
+    def claim_driver(self, submission: int, timeout: float = 0.0) -> bool:
+        """Returns True to the first driver that claims this submission, and False to other drivers.
+
+        Args:
+            submission: Number of the submission.
+            timeout: Seconds for which a store that fails is retried.
+        """
+        # The same bytes at each try: they show whether an earlier one was executed although it failed.
+        path, claim = self.submission_path(submission, "driver"), secrets.token_hex(8).encode()
+        return store.patiently(
+            lambda: store.create(path, claim), timeout, bounds.STORE_RETRY_INTERVAL, store.is_missing
+        )
 
     def has_driver(self, submission: int) -> bool:
         """Returns True if a driver has claimed this submission."""

@@ -43,6 +43,9 @@ class OwnDriver(Protocol):
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has ended, at most ``timeout`` seconds."""
 
+    def last_output(self) -> bytes:
+        """Returns the end of what the driver's process has printed; empty for a thread."""
+
 
 class Observer:
     """Observes one run for one process."""
@@ -89,8 +92,8 @@ class Observer:
 
     def _driver_log_tail(self) -> list[str]:
         with contextlib.suppress(OSError):
-            text = store.read_bytes(self._run.path("driver.log")).decode("utf-8", "replace")
-            return [f"  {line}" for line in text.splitlines()[-DRIVER_LOG_TAIL:]]
+            output = self._driver.last_output() if self._driver else store.read_bytes(self._run.path("driver.log"))
+            return [f"  {line}" for line in output.decode("utf-8", "replace").splitlines()[-DRIVER_LOG_TAIL:]]
         return []
 
     @property

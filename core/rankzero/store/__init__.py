@@ -32,7 +32,7 @@ from rankzero.store.files import (
 )
 from rankzero.store.location import TRUSTED_OWNERS, is_absolute, is_url, join, normalize, why_untrusted
 from rankzero.store.proof import prove
-from rankzero.store.retry import patiently
+from rankzero.store.retry import is_missing, patiently
 
 __all__ = [
     "TRUSTED_OWNERS",
@@ -43,6 +43,7 @@ __all__ = [
     "exists",
     "fingerprint",
     "is_absolute",
+    "is_missing",
     "is_url",
     "join",
     "list_names",

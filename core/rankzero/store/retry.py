@@ -7,7 +7,14 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from rankzero.errors import RunNotFoundError
+
 T = TypeVar("T")
+
+
+def is_missing(error: Exception) -> bool:
+    """Returns True for the error of a file or run that does not exist, which no retry corrects."""
+    return isinstance(error, (FileNotFoundError, RunNotFoundError))
 
 
 def patiently(

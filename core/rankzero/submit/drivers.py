@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import IO, Any
@@ -28,9 +29,24 @@ from rankzero.submit.prepare import Request, prepare
 
 logger = logging.getLogger(__name__)
 
+LAST_OUTPUT = 16 << 10
+"""Bytes of a driver's last output from which an error takes its last lines."""
+
 
 class DriverProcess(subprocess.Popen[bytes]):
     """A driver process on this machine."""
+
+    _output = -1
+
+    def keep_output(self, file: IO[bytes]) -> None:
+        """Keeps a file open to which the driver prints, for `last_output`."""
+        self._output = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._output)
+
+    def last_output(self) -> bytes:
+        """Returns the end of what the driver has printed."""
+        size = os.fstat(self._output).st_size
+        return os.pread(self._output, LAST_OUTPUT, max(0, size - LAST_OUTPUT))
 
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has exited, or for the given seconds."""
@@ -100,6 +116,7 @@ def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None =
             pass_fds=[owner] if owner is not None else [],
             start_new_session=True,
         )
+        driver.keep_output(log)
     # On a busy host its first heartbeat may be late: until then readers query its process.
     with contextlib.suppress(OSError):
         run.record_starting(submission, describe_process(driver.pid))
@@ -116,9 +133,8 @@ def _open_private() -> IO[bytes]:
 
 
 def _open_driver_log(run: RunDirectory) -> IO[bytes]:
-    if run.is_remote:
-        return open(os.devnull, "wb")
-    return open(run.path("driver.log"), "ab")
+    # An object store cannot append: the starter of the driver can read a file without a name.
+    return tempfile.TemporaryFile() if run.is_remote else open(run.path("driver.log"), "a+b")
 
 
 @contextlib.contextmanager
