@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,49 @@ def test_a_rule_ends_a_trial_that_is_far_behind(tmp_path: Path) -> None:
     assert [trial.state for trial in done] == ["succeeded", "succeeded", "stopped"]
     assert done[2].value is not None
     assert done.best.number == 0
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_trial_that_restarts_is_judged_by_each_of_its_steps_once(tmp_path: Path, saves: bool) -> None:
+    def train(saves: bool) -> None:
+        import os
+        import signal
+
+        import rankzero.train as rt
+
+        checkpoint = rt.get_checkpoint()
+        first = checkpoint.load()["step"] + 1 if checkpoint else 1
+        for step in range(first, 7):
+            rt.report({"loss": step}, checkpoint={"step": step} if saves and step == 2 else None)
+            rt.await_checkpoint()
+            if step == 4 and rt.get_context().attempt == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    class Recording:
+        """Stops nothing, and keeps the last curve."""
+
+        curve: list[float]
+
+        def stops(self, trial: int, curves: Mapping[int, Sequence[float]]) -> bool:
+            self.curve = list(curves[trial])
+            return False
+
+    rule = Recording()
+    launcher = Launcher(1, store=tmp_path, max_restarts=1)
+    (trial,) = launcher.map(train, [{"saves": saves}], metric="loss", stop=rule)
+    assert trial.state == "succeeded"
+    assert rule.curve == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_a_number_that_no_float_holds_is_the_worst_value(tmp_path: Path) -> None:
+    def train(loss: int) -> None:
+        import rankzero.train as rt
+
+        rt.report({"loss": loss})
+
+    sweep = Launcher(1, store=tmp_path).map(train, [{"loss": 10**400}, {"loss": 3}], metric="loss", mode="max")
+    assert [trial.state for trial in sweep] == ["succeeded", "succeeded"]
+    assert sweep.best.params == {"loss": 3}
 
 
 def test_max_parallel_trials_run_at_the_same_time(tmp_path: Path) -> None:

@@ -15,9 +15,14 @@ Curves = Mapping[int, Sequence[float]]
 """By trial, the values of the metric, one for each report of rank 0. Smaller is better; infinity means divergence."""
 
 
-def loss_of(value: float) -> float:
-    """Returns a value for a curve: infinity for nan, for either infinity, and for integers too large for a float."""
-    return float(value) if is_number(value) else math.inf
+def loss_of(value: float, sign: float = 1.0) -> float:
+    """Returns a value for a curve: infinity for nan, for either infinity, and for integers too large for a float.
+
+    Args:
+        value: The reported value.
+        sign: -1.0 if a larger value is better.
+    """
+    return sign * float(value) if is_number(value) else math.inf
 
 
 def _has_diverged(values: Sequence[float]) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -128,7 +129,7 @@ class Sweep(Sequence[Trial]):
         if not done:
             raise next((trial.error for trial in self.trials if trial.error), None) or ResultError("no trial succeeded")
         sign = 1.0 if self.mode == "min" else -1.0
-        scored = [(loss_of(sign * trial.value), trial) for trial in done if trial.value is not None]
+        scored = [(loss_of(trial.value, sign), trial) for trial in done if trial.value is not None]
         if not scored:
             raise ResultError(f"no trial that succeeded has reported {self.metric!r} on rank 0")
         return min(scored, key=lambda pair: pair[0])[1]
@@ -245,11 +246,21 @@ class _Board:
         """Records a value that rank 0 of a trial has reported; returns True if a rule stops the trial now."""
         with self._lock:
             self._last[number] = value
-            self._curves[number].append(loss_of(self._sign * value))
+            self._curves[number].append(loss_of(value, self._sign))
             if self._stop and number not in self.stopped and self._stop.stops(number, self._curves):
                 self.stopped.add(number)
                 return True
         return False
+
+    def length(self, number: int) -> int:
+        """Returns the number of values in a trial's curve."""
+        with self._lock:
+            return len(self._curves[number])
+
+    def cut(self, number: int, length: int) -> None:
+        """Removes the values of a trial that an attempt has reported whose work is repeated now."""
+        with self._lock:
+            del self._curves[number][length:]
 
     def last(self, number: int) -> float | None:
         """Returns the last value that a trial has reported; None if there is none."""
@@ -307,9 +318,27 @@ def _last_metrics(directory: str) -> dict[str, Any]:
     return {}
 
 
+_MOST_REPORTS = 1000
+"""Reports among which that of a checkpoint is searched: others may come before it is committed."""
+
+
 def _follow(handle: RunHandle[Any], number: int, board: _Board) -> None:
     is_ours = OfTraining(RunDirectory(handle.directory).job().fresh_since)
+    # Metrics of the last reports, each with the length of the curve after it.
+    reports: deque[tuple[dict[str, Any], int]] = deque(maxlen=_MOST_REPORTS)
+    committed = 0
     for event in filter(is_ours, handle.events(follow=True)):
-        value = event["metrics"].get(board.metric) if event["type"] == "metric" and event["rank"] == 0 else None
-        if isinstance(value, (int, float)) and board.report(number, value):
-            handle.cancel()
+        if event["type"] == "metric" and event["rank"] == 0:
+            value = event["metrics"].get(board.metric)
+            if isinstance(value, (int, float)) and board.report(number, value):
+                handle.cancel()
+            reports.append((event["metrics"], board.length(number)))
+        elif event["type"] == "checkpoint":
+            # Reports that came while it was committed are not in it.
+            committed = next(
+                (length for metrics, length in reversed(reports) if metrics == event["metrics"]), committed
+            )
+            reports.clear()
+        elif event["type"] == "state" and event["state"] == "starting":
+            board.cut(number, committed)
+            reports.clear()
