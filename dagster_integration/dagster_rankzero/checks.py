@@ -76,9 +76,12 @@ def build_champion_check(
     challenger passes. Make the champion an asset after the check that returns the model unchanged: a
     `ResultRef` keeps the metrics of its training.
 
+    A champion with partitions other than times, such as regions, has a model for each: the challenger is compared with
+    that of its own partition. With partitions of time, or without any, it is compared with the newest champion.
+
     Args:
         challenger: The trained asset, or its key.
-        champion: The asset that publishes, or its key.
+        champion: The asset that publishes. By its key alone its partitions are unknown, and the newest one counts.
         metric: Name in `rankzero.train.report`, or of another number in the assets' metadata.
         higher_is_better: False for a loss.
         min_improvement: Least improvement over the champion; a negative number allows a worse challenger.
@@ -94,6 +97,7 @@ def build_champion_check(
         'accuracy_beats_champion'
     """
     challenger_key, champion_key = _key_of(challenger), _key_of(champion)
+    partitions = champion.partitions_def if isinstance(champion, (dg.AssetsDefinition, dg.AssetSpec)) else None
 
     @dg.asset_check(
         asset=challenger_key,
@@ -102,12 +106,14 @@ def build_champion_check(
         blocking=blocking,
     )
     def beats_champion(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        found = _latest_metric(context, challenger_key, metric, _partition_of(context))
+        partition = _partition_of(context)
+        found = _metric_of(_latest(context, challenger_key, None if partition is None else [partition]), metric)
         if found is None:
             return _unknown(metric, challenger_key, severity)
-        if context.instance.get_latest_materialization_event(champion_key) is None:
+        latest = _latest(context, champion_key, _comparable(context, champion_key, partitions, partition))
+        if latest is None:
             return dg.AssetCheckResult(passed=True, description="the first champion", metadata={"challenger": found})
-        reigning = _latest_metric(context, champion_key, metric, None)
+        reigning = _metric_of(latest, metric)
         if reigning is None:
             return _unknown(metric, champion_key, severity)
         improvement = found - reigning if higher_is_better else reigning - found
@@ -138,7 +144,8 @@ def _bounds_check(
         blocking=blocking,
     )
     def within_bounds(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        found = _latest_metric(context, key, metric, _partition_of(context))
+        partition = _partition_of(context)
+        found = _metric_of(_latest(context, key, None if partition is None else [partition]), metric)
         if found is None:
             return _unknown(metric, key, severity)
         return dg.AssetCheckResult(
@@ -151,13 +158,52 @@ def _bounds_check(
     return within_bounds
 
 
-def _latest_metric(
-    context: dg.AssetCheckExecutionContext, key: dg.AssetKey, metric: str, partition: str | None
-) -> float | None:
-    """Returns the metric of the latest materialization; None if it is missing or not a finite number."""
-    wanted = dg.AssetRecordsFilter(key, asset_partitions=[partition] if partition else None)
-    records = context.instance.fetch_materializations(wanted, limit=1).records
-    materialization = records[0].asset_materialization if records else None
+def _comparable(
+    context: dg.AssetCheckExecutionContext,
+    champion: dg.AssetKey,
+    partitions: dg.PartitionsDefinition[str] | None,
+    partition: str | None,
+) -> list[str] | None:
+    """Returns the partitions of the champion that a challenger of one partition is compared with; None for all."""
+    if partition is None or partitions is None or isinstance(partitions, dg.TimeWindowPartitionsDefinition):
+        return None
+    if not isinstance(partitions, dg.MultiPartitionsDefinition):
+        if isinstance(partitions, dg.DynamicPartitionsDefinition):
+            is_its = partitions.name is not None and context.instance.has_dynamic_partition(partitions.name, partition)
+        else:
+            is_its = partitions.has_partition_key(partition)
+        # The partitions of the challenger may be others.
+        return [partition] if is_its else None
+    if partition.count("|") != len(partitions.partitions_defs) - 1:
+        return None
+    times = {
+        dimension.name
+        for dimension in partitions.partitions_defs
+        if isinstance(dimension.partitions_def, dg.TimeWindowPartitionsDefinition)
+    }
+
+    def model_of(key: str) -> dict[str, str]:
+        names = partitions.get_partition_key_from_str(key).keys_by_dimension
+        return {name: value for name, value in names.items() if name not in times}
+
+    own = model_of(partition)
+    return [key for key in context.instance.get_materialized_partitions(champion) if model_of(key) == own]
+
+
+def _latest(
+    context: dg.AssetCheckExecutionContext, key: dg.AssetKey, partitions: list[str] | None
+) -> dg.AssetMaterialization | None:
+    """Returns the latest materialization of an asset, or of some of its partitions; None if there is none."""
+    if partitions == []:
+        return None
+    records = context.instance.fetch_materializations(
+        dg.AssetRecordsFilter(key, asset_partitions=partitions), limit=1
+    ).records
+    return records[0].asset_materialization if records else None
+
+
+def _metric_of(materialization: dg.AssetMaterialization | None, metric: str) -> float | None:
+    """Returns a metric in the metadata; None if it is missing or not a finite number."""
     if materialization is None:
         return None
     entry: Any = materialization.metadata.get(METRIC_PREFIX + metric) or materialization.metadata.get(metric)

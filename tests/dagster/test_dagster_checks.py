@@ -87,6 +87,49 @@ def test_what_counts_as_better(
     assert verdicts(job.execute_in_process(instance=instance, raise_on_error=False)) == {"loss_beats_champion": passed}
 
 
+DAYS = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
+REGIONS = dg.StaticPartitionsDefinition(["eu", "us"])
+BOTH = dg.MultiPartitionsDefinition({"day": DAYS, "region": REGIONS})
+
+
+@pytest.mark.parametrize(
+    ("partitions", "champions", "partition", "passed"),
+    [
+        (REGIONS, {"eu": 0.9, "us": 0.5}, "eu", False),
+        (REGIONS, {"us": 0.9, "eu": 0.5}, "eu", True),
+        (REGIONS, {"us": 0.9}, "eu", True),
+        (DAYS, {"2026-01-01": 0.9, "2026-01-02": 0.5}, "2026-01-03", True),
+        (DAYS, {"2026-01-01": 0.5, "2026-01-02": 0.9}, "2026-01-03", False),
+        (BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, "2026-01-03|eu", False),
+        (BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, "2026-01-03|eu", True),
+        (BOTH, {"2026-01-02|us": 0.9}, "2026-01-03|eu", True),
+        (dg.DynamicPartitionsDefinition(name="sites"), {"a": 0.9, "b": 0.5}, "a", False),
+        (None, {None: 0.9}, "2026-01-03", False),
+    ],
+    ids=range(10),
+)
+def test_a_model_is_compared_with_the_champion_of_its_region_and_of_any_day(
+    partitions: dg.PartitionsDefinition[str] | None,
+    champions: dict[str | None, float],
+    partition: str,
+    passed: bool,
+    instance: dg.DagsterInstance,
+) -> None:
+    instance.add_dynamic_partitions("sites", ["a", "b"])
+    challenger = dg.AssetSpec("challenger", partitions_def=partitions or DAYS)
+    check = build_champion_check(challenger, dg.AssetSpec("champion", partitions_def=partitions), "accuracy")
+    for champion, accuracy in champions.items():
+        shown = dg.AssetMaterialization("champion", partition=champion, metadata={"accuracy": accuracy})
+        instance.report_runless_asset_event(shown)
+
+    @dg.asset(key="challenger", partitions_def=partitions or DAYS)
+    def train() -> dg.MaterializeResult[None]:
+        return dg.MaterializeResult(metadata={"accuracy": 0.7})
+
+    result = dg.materialize([train, check], instance=instance, partition_key=partition, raise_on_error=False)
+    assert verdicts(result) == {"accuracy_beats_champion": passed}
+
+
 def test_metrics_out_of_bounds_or_never_reported_stop_what_comes_after(
     resources: dict[str, object], instance: dg.DagsterInstance
 ) -> None:

@@ -1,6 +1,7 @@
 """`torch_multi_asset`: one training whose values become several assets."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import dagster as dg
 import pytest
@@ -58,6 +59,20 @@ def test_other_io_managers_and_a_tuple(resources: dict[str, object], instance: d
     assert result.output_for_node("training", "metrics") == {"loss": 2}
     event = instance.get_latest_materialization_event(dg.AssetKey(["ml", "model"]))
     assert len(event.asset_materialization.tags["dagster/data_version"]) == 64
+
+
+def test_the_names_of_a_named_tuple_count_and_not_its_order(resources: dict[str, object]) -> None:
+    class Trained(NamedTuple):
+        metrics: dict[str, int]
+        model: list[int]
+
+    @torch_multi_asset(outs={"model": dg.AssetOut(), "metrics": dg.AssetOut()})
+    def training() -> Trained:
+        return Trained({"loss": 2}, [1])
+
+    result = dg.materialize([training], resources=resources)
+    assert result.output_for_node("training", "model") == [1]
+    assert result.output_for_node("training", "metrics") == {"loss": 2}
 
 
 def test_part_of_it_can_be_selected(resources: dict[str, object], assets_path: Path) -> None:

@@ -26,8 +26,8 @@ def torch_multi_asset(
 ) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
     """Makes several assets of a function that runs on every rank; rank 0 returns their values together.
 
-    Rank 0 returns a dict by output name, or a tuple in the order of ``outs``. Each value goes to the
-    IO manager of its output and has its own data version. With `RankZeroIOManager` that is its checksum,
+    Rank 0 returns a dict by output name, a NamedTuple of those names, or a tuple in the order of ``outs``. Each value
+    goes to the IO manager of its output and has its own data version. With `RankZeroIOManager` that is its checksum,
     so that new metrics of an unchanged model do not make dependents of the model stale. The step's process
     loads the values; make a separate asset of a model that is too large for it (`torch_asset`).
 
@@ -92,6 +92,8 @@ def _by_output(function: str, value: Any, names: list[str], required: set[str]) 
     Raises:
         dagster.Failure: an output is missing or unknown. Not retried.
     """
+    if isinstance(value, tuple) and set(getattr(value, "_fields", ())) == set(names):
+        return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
     if isinstance(value, tuple) and len(value) == len(names):
         return dict(zip(names, value, strict=True))
     if isinstance(value, dict) and required <= set(value) <= set(names):
