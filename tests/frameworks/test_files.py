@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError, store
-from rankzero.tracking import TensorBoard, WandB
+from rankzero.tracking import Folder, TensorBoard, WandB
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +118,34 @@ def test_an_offline_run_of_wandb(tmp_path: Path, request: pytest.FixtureRequest)
     (path,) = (tmp_path / "one" / "wandb").rglob("*.wandb")
     rows = list(history(path))
     assert [(row["step"], row["loss"]) for row in rows] == LOSS
+
+
+def test_an_offline_run_of_wandb_is_whole_when_it_is_uploaded(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B's service writes the end of the file after `finish` has returned, and often before anybody can look."""
+    wandb = pytest.importorskip("wandb", reason="make test-frameworks")
+    request.addfinalizer(wandb.teardown)
+    uploaded, close = [], Folder.close
+
+    def note(folder: Folder) -> None:
+        (path,) = Path(folder.path).rglob("*.wandb")
+        uploaded.append(len(list(history(path))))
+        close(folder)
+
+    monkeypatch.setattr(Folder, "close", note)
+
+    def report(steps: int) -> None:
+        import rankzero.train as rt
+
+        for step in range(steps):
+            rt.report({"step": step, "loss": 0.5})
+
+    # The last one has several blocks.
+    lengths = [1, 2, 3, 4, 1000]
+    for steps in lengths:
+        Launcher(1, store=tmp_path, trackers=[WandB("digits")]).run(report, steps)
+    assert uploaded == lengths
 
 
 def test_without_their_packages_they_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import struct
+import threading
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rankzero import bounds
 from rankzero.tracking.tracker import Folder, Rows, Tracker, require, training_of
 
 if TYPE_CHECKING:
@@ -75,5 +79,46 @@ class WandB(Tracker):
         """Ends the run of W&B and uploads its files."""
         try:
             self._run.finish(exit_code=0 if status.state == "succeeded" else 1)
+            # W&B's service writes most of the file after that, and gives no notice.
+            deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT
+            while not _has_ended(self._run.settings.sync_file) and time.monotonic() < deadline:
+                threading.Event().wait(_POLL_INTERVAL)
         finally:
             self._folder.close()
+
+
+_BLOCK = 1 << 15
+"""Bytes of a block of W&B's files, which have the format of LevelDB's logs behind a header of seven bytes."""
+
+_HEAD = struct.Struct("<IHB")
+"""The head of a record, or of a piece of one: checksum, length, and kind."""
+
+_FULL, _FIRST, _LAST = 1, 2, 4
+
+_POLL_INTERVAL = 0.02
+
+
+def _has_ended(path: str) -> bool:
+    """Returns True if an offline run contains the record of its end, which is the last one."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    with open(path, "rb") as file:
+        # The record is small, so at most the last two blocks have pieces of it.
+        start = max(0, (file.seek(0, os.SEEK_END) // _BLOCK - 1) * _BLOCK)
+        file.seek(start)
+        data = file.read()
+    at, record, found = 0 if start else _HEAD.size, b"", False
+    while (end := at + _HEAD.size) <= len(data):
+        if _BLOCK - at % _BLOCK < _HEAD.size:
+            at += _BLOCK - at % _BLOCK
+            continue
+        _, length, kind = _HEAD.unpack_from(data, at)
+        at = end + length
+        if kind in (_FULL, _FIRST):
+            record = data[end:at]
+        elif record:
+            record += data[end:at]
+        found = (
+            kind in (_FULL, _LAST) and bool(record) and at <= len(data) and Record.FromString(record).HasField("exit")
+        )
+    return found
