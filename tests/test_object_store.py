@@ -1,6 +1,8 @@
 """A run directory that the ranks cannot see: everything goes through the channel, and nothing is different."""
 
 import os
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -162,3 +164,47 @@ def test_a_process_that_is_killed_while_it_loads_a_value_leaves_no_copy(
     store.write_bytes(ref.uri, b"other")
     with pytest.raises(ResultError, match=f"^{ref.uri} has the digest"):
         ref.load()
+
+
+PROGRAM = """
+import sys, threading, time
+from pathlib import Path
+from rankzero import Launcher
+
+go = Path(sys.argv[1])
+
+def train():
+    while not go.exists():
+        time.sleep(0.02)
+    return 42
+
+def run():
+    print("result", Launcher(1, store="memory://bucket", run_id="r").run(train), flush=True)
+
+if __name__ == "__main__":
+    thread = threading.Thread(target=run)
+    thread.start()
+    from rankzero import RunHandle
+    while True:
+        try:
+            if RunHandle.attach("memory://bucket/r", follows=False).status().state == "running":
+                break
+        except Exception:
+            pass
+        time.sleep(0.05)
+    def release():
+        # Python has begun to wait for its threads.
+        while not threading.main_thread()._is_stopped:
+            time.sleep(0.02)
+        go.touch()
+    threading.Thread(target=release).start()
+"""
+
+
+def test_a_value_arrives_after_the_main_thread_has_ended(tmp_path: Path) -> None:
+    """Python then starts no thread for the file any more."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), str(tmp_path / "go")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "result 42" in done.stdout, done.stderr

@@ -8,12 +8,14 @@ import os
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import IO
+from typing import IO, TypeVar
 
 from rankzero import store
 from rankzero.channel import frames
 from rankzero.channel.frames import FrameError, Message
 from rankzero.values.digest import BLOCKS, SUMS, Digest
+
+T = TypeVar("T")
 
 
 class Uploads:
@@ -101,16 +103,16 @@ class Uploads:
             self._problem = f"{name!r} is no plain file name"
             return
         try:
-            self._file = await asyncio.to_thread(open, self._path, "wb", buffering=0)
-        except (OSError, ValueError) as error:
-            self._problem = str(error)
+            self._file = await _in_thread(lambda: open(self._path, "wb", buffering=0))
+        except Exception as error:
+            self._problem = f"{type(error).__name__}: {error}"
 
     async def _write(self, data: memoryview, size: int) -> None:
         if self._problem is None:
             try:
-                await asyncio.to_thread(self._write_all, data)
-            except OSError as error:
-                self._problem = str(error)
+                await _in_thread(partial(self._write_all, data))
+            except Exception as error:
+                self._problem = f"{type(error).__name__}: {error}"
         self._grant(size)
 
     def _write_all(self, data: memoryview) -> None:
@@ -120,12 +122,17 @@ class Uploads:
             data = data[self._file.write(data) :]
 
     async def _finish(self, error: str | None, then: Message) -> None:
+        try:
+            if self._file is not None:
+                self._file.close()
+        except OSError as refused:
+            # A file server may report a full disk only now.
+            self._problem = self._problem or str(refused)
         problem = self._problem or error
         uploaded: Message = {"type": "uploaded", "name": self._name, "path": None, "error": problem}
         if problem is not None:
             await self._discard()
         elif self._file is not None:
-            self._file.close()
             facts = {"digest": self._digest.text(), "size": self._digest.size}
             uploaded = {"type": "uploaded", "name": self._name, "path": self._path, **facts}
             self._file = None
@@ -134,10 +141,30 @@ class Uploads:
 
     async def _discard(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+
+
+async def _in_thread(action: Callable[[], T]) -> T:
+    """Runs an action in a thread; in this one if there are no more threads.
+
+    After the main thread has ended, or at the limit of processes, Python starts none: the message that follows a file
+    must still arrive.
+    """
+    todo = [action]
+
+    def run() -> T:
+        return todo.pop()()
+
+    try:
+        return await asyncio.to_thread(run)
+    except RuntimeError:
+        if not todo:
+            raise
+        return run()
 
 
 async def read_offered(location: str | None, put: Callable[[bytes], Awaitable[None]]) -> str | None:
@@ -153,14 +180,14 @@ async def read_offered(location: str | None, put: Callable[[bytes], Awaitable[No
     if location is None:
         return "no such file is offered"
     try:
-        left = await asyncio.to_thread(store.size, location)
-        file = await asyncio.to_thread(store.open_read, location)
+        left = await _in_thread(partial(store.size, location))
+        file = await _in_thread(partial(store.open_read, location))
         try:
-            while chunk := await asyncio.to_thread(file.read, frames.CHUNK):
+            while chunk := await _in_thread(partial(file.read, frames.CHUNK)):
                 left -= len(chunk)
                 await put(chunk)
         finally:
-            await asyncio.shield(asyncio.to_thread(file.close))
+            await asyncio.shield(_in_thread(file.close))
     # Drivers of object stores raise exceptions of their own types. The agent receives any of them as text.
     except Exception as error:
         return f"{location}: {error or type(error).__name__}"
