@@ -414,6 +414,9 @@ def test_what_are_no_rows_is_refused() -> None:
         rt.write_rows({"a": [1], "b": [1, 2]})
     with pytest.raises(TypeError, match="Field a has incompatible types: int64 vs string"):
         rt.write_rows([{"a": [1]}, {"a": ["x"]}])
+    for same in ({1: [1], "1": [2]}, {"a": {1: [1], "1": [2]}}):
+        with pytest.raises(TypeError, match="two columns of a batch have the name '1' as text"):
+            rt.write_rows(same)
     with pytest.raises(TypeError, match="not a int"):
         rt.write_rows(7)
     with pytest.raises(TypeError, match="not a int"):

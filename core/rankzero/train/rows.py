@@ -61,7 +61,7 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
             (a full disk), or to remove those of a call that raised; the table lacks rows from before the checkpoint, or
             has rows that this rank would write a second time, since it has not called `get_checkpoint`.
         TypeError: a batch has an unknown type; a column has types, in batches or on ranks, whose values no common type
-            holds exactly; or two columns differ only in case.
+            holds exactly; or two columns have one name as text, or differ only in case.
         Exception: the iterable's exception; the table keeps only rows and columns from before the last checkpoint.
 
     Example:
@@ -347,11 +347,21 @@ def _table(batch: Any) -> Any:
         return pa.Table.from_pandas(batch, preserve_index=False)
     if isinstance(batch, Mapping):
         try:
-            return pa.table({str(name): _array(column) for name, column in batch.items()})
+            return pa.table(_arrays(batch))
         except pa.ArrowInvalid as error:
             lengths = {name: len(column) for name, column in batch.items()}
             raise TypeError(f"a batch has columns of different lengths or types: {lengths}: {error}") from error
     raise TypeError(f"a batch is a dict of columns, an Arrow table or a DataFrame, not a {type(batch).__name__}")
+
+
+def _arrays(columns: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns columns as Arrow arrays by name. Raises TypeError if two names are the same text, such as 1 and "1"."""
+    arrays: dict[str, Any] = {}
+    for name, column in columns.items():
+        if str(name) in arrays:
+            raise TypeError(f"two columns of a batch have the name {str(name)!r} as text: give them different names")
+        arrays[str(name)] = _array(column)
+    return arrays
 
 
 def _array(column: Any) -> Any:
@@ -370,7 +380,7 @@ def _array(column: Any) -> Any:
         column = column.detach().cpu()
         column = (column.float() if column.dtype == torch.bfloat16 else column).numpy()
     if isinstance(column, Mapping):
-        arrays = {str(name): _array(inner) for name, inner in column.items()}
+        arrays = _arrays(column)
         return pa.StructArray.from_arrays(list(arrays.values()), list(arrays))
     if getattr(column, "ndim", 1) > 1:
         inner = _array(column.reshape(-1, *column.shape[2:]))
