@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -30,6 +31,29 @@ def shard(name: str) -> DatasetShard | TableShard:
     return DatasetShard(_datasets[name], name)
 
 
+class Batches:
+    """The batches of a worker's share. Each iteration is the next epoch.
+
+    `next` is called on the running epoch, and starts one if there is none.
+    """
+
+    def __init__(self, epoch: Callable[[], Iterator[Any]]) -> None:
+        """Prepares the batches without starting an epoch.
+
+        Args:
+            epoch: Returns the batches of the next epoch.
+        """
+        self._epoch = epoch
+        self._running: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._running = self._epoch()
+        return self._running
+
+    def __next__(self) -> Any:
+        return next(iter(self) if self._running is None else self._running)
+
+
 class DatasetShard:
     """A worker's share of a torch data set."""
 
@@ -46,8 +70,8 @@ class DatasetShard:
         local_shuffle_buffer_size: int | None = None,
         local_shuffle_seed: int | None = None,
         prefetch_batches: int = 1,
-    ) -> Iterator[Any]:
-        """Yields the batches of the next epoch on this worker's device; every worker gets the same number of batches.
+    ) -> Batches:
+        """Returns batches on this worker's device, the same number on every worker. Each iteration is the next epoch.
 
         Args:
             batch_size: Rows of a batch.
@@ -69,10 +93,14 @@ class DatasetShard:
                 "IterableDataset, which has no indices to shuffle: leave it out, and shuffle in the data set"
             )
         loader = DataLoader(self._data, batch_size, shuffle=shuffle or None, drop_last=drop_last, collate_fn=collate_fn)
-        prepared = rt.prepare_data_loader(loader, seed=local_shuffle_seed or 0)
-        prepared.set_epoch(_epochs[self._name])
-        _epochs[self._name] += 1
-        return iter(prepared)
+
+        def epoch() -> Iterator[Any]:
+            prepared = rt.prepare_data_loader(loader, seed=local_shuffle_seed or 0)
+            prepared.set_epoch(_epochs[self._name])
+            _epochs[self._name] += 1
+            return iter(prepared)
+
+        return Batches(epoch)
 
 
 class TableShard:
@@ -90,8 +118,10 @@ class TableShard:
         local_shuffle_buffer_size: int | None = None,
         local_shuffle_seed: int | None = None,
         prefetch_batches: int = 1,
-    ) -> Iterator[Any]:
-        """Yields the batches of the next epoch as dicts of tensors by column, the same number on every worker.
+    ) -> Batches:
+        """Returns batches that are dicts of tensors by column, the same number on every worker.
+
+        Each iteration is the next epoch, or the rest of one whose position was loaded.
 
         Args:
             batch_size: Rows of a batch.
@@ -104,7 +134,8 @@ class TableShard:
         Raises:
             InvalidJobError: as `rankzero.train.DatasetShard.iter_batches`.
         """
-        return self._rows.iter_batches(
+        epoch = functools.partial(
+            self._rows.iter_batches,
             batch_size,
             shuffle=local_shuffle_buffer_size is not None,
             seed=local_shuffle_seed or 0,
@@ -112,3 +143,6 @@ class TableShard:
             collate=collate_fn,
             prefetch=min(prefetch_batches, 1),
         )
+        # Wrong arguments are refused here. No epoch starts before the first batch is read.
+        epoch()
+        return Batches(epoch)

@@ -1,0 +1,81 @@
+"""Data in Ray Train's names: a data set's batches are an iterable, and a loader is shared out as Ray does it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import rankzero.train as rt
+from rankzero import Launcher
+from rankzero.compat.ray_train import RunConfig, ScalingConfig, TorchTrainer, dataset, train
+
+ROWS = 16
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Callable[..., Any]:
+    """Returns a function that trains on two workers, and returns the value of rank 0."""
+
+    def fit(loop: Callable[..., Any], workers: int = 2, **options: Any) -> Any:
+        run_config = RunConfig(storage_path=tmp_path / "runs")
+        scaling = ScalingConfig(num_workers=workers)
+        return TorchTrainer(loop, scaling_config=scaling, run_config=run_config, **options).fit().return_value
+
+    return fit
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    path = str(tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"x": list(range(ROWS))}), path)
+    return path
+
+
+def passes(config: dict[str, Any]) -> dict[str, list[list[int]]]:
+    """Makes the batches once, and iterates over them for each epoch."""
+    found = {}
+    for name in ("torch", "table"):
+        batches = train.get_dataset_shard(name).iter_torch_batches(batch_size=4, local_shuffle_buffer_size=ROWS)
+        column = [lambda batch: batch[0], lambda batch: batch["x"]][name == "table"]
+        found[name] = [[int(row) for batch in batches for row in column(batch)] for _ in range(3)]
+    return found
+
+
+def test_each_pass_over_the_batches_is_an_epoch(fit: Callable[..., Any], table: str) -> None:
+    datasets = {"torch": TensorDataset(torch.arange(ROWS)), "table": table}
+    for epochs in fit(passes, 1, datasets=datasets).values():
+        assert [sorted(rows) for rows in epochs] == [list(range(ROWS))] * 3
+        assert epochs[0] != epochs[1] != epochs[2], "each epoch has an order of its own"
+
+
+def test_batches_are_also_an_iterator_of_one_epoch() -> None:
+    dataset.install({"train": range(6)})
+    batches = dataset.shard("train").iter_torch_batches(batch_size=3)
+    assert [next(batches).tolist(), next(batches).tolist()] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(StopIteration):
+        next(batches)
+    first, second = iter(batches), iter(batches)
+    assert [batch.tolist() for batch in second] == [batch.tolist() for batch in first] == [[0, 1, 2], [3, 4, 5]]
+
+
+def resumed(path: str) -> list[list[int]]:
+    """Loads the position behind the first batch; then makes two passes."""
+    state = next(_states(rt.get_dataset_shard()))
+    rt.get_dataset_shard().load_state_dict(state)
+    batches = train.get_dataset_shard("train").iter_torch_batches(batch_size=4)
+    return [[int(row) for batch in batches for row in batch["x"]] for _ in range(2)]
+
+
+def _states(shard: Any) -> Iterator[dict[str, Any]]:
+    for _ in shard.iter_batches(4):
+        yield shard.state_dict()
+
+
+def test_a_pass_resumes_inside_its_epoch(tmp_path: Path, table: str) -> None:
+    rest, whole = Launcher(1, store=tmp_path / "runs", dataset=table).run(resumed, table)
+    assert (rest, whole) == (list(range(4, ROWS)), list(range(ROWS)))
