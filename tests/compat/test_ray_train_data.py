@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset, WeightedRandomSampler
 
 import rankzero.train as rt
 from rankzero import Launcher
@@ -79,3 +79,70 @@ def _states(shard: Any) -> Iterator[dict[str, Any]]:
 def test_a_pass_resumes_inside_its_epoch(tmp_path: Path, table: str) -> None:
     rest, whole = Launcher(1, store=tmp_path / "runs", dataset=table).run(resumed, table)
     assert (rest, whole) == (list(range(4, ROWS)), list(range(ROWS)))
+
+
+class Shards(IterableDataset[int]):
+    """Yields the rows of this worker's shards, as Ray's guides expect of a data set without indices."""
+
+    def __iter__(self) -> Iterator[int]:
+        context = train.get_context()
+        return iter(range(context.get_world_rank(), ROWS, context.get_world_size()))
+
+
+def test_an_iterable_data_set_that_shares_itself_out_is_left_alone(fit: Callable[..., Any]) -> None:
+    def loop() -> list[list[int]]:
+        loader = train.torch.prepare_data_loader(DataLoader(Shards(), batch_size=3))
+        return rt.all_gather_object([int(row) for batch in loader for row in batch])
+
+    assert fit(loop) == [list(range(0, ROWS, 2)), list(range(1, ROWS, 2))]
+
+
+def test_without_a_distributed_sampler_each_worker_draws_by_itself(fit: Callable[..., Any]) -> None:
+    def loop() -> list[Any]:
+        found = []
+        for options in ({"sampler": WeightedRandomSampler(torch.ones(1000), 8)}, {"shuffle": True}):
+            plain: Any = DataLoader(range(1000), 8, **options)  # type: ignore[arg-type]
+            prepared = train.torch.prepare_data_loader(plain, add_dist_sampler=False)
+            drawn = []
+            for loader in (plain, prepared):
+                torch.manual_seed(train.get_context().get_world_rank())
+                drawn.append([batch.tolist() for _ in range(2) for batch in loader])
+            found.append(drawn)
+        return rt.all_gather_object(found)
+
+    for first, second in zip(*fit(loop), strict=True):
+        assert [plain == prepared for plain, prepared in (first, second)] == [True, True]
+        assert first != second
+
+
+def test_a_sampler_that_orders_each_epoch_by_itself_resumes_inside_it() -> None:
+    class Reversed(SequentialSampler):
+        """Yields the indices backwards, those of each epoch rotated by its number."""
+
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([(index - self.epoch) % 6 for index in reversed(range(6))])
+
+    def prepared() -> Any:
+        loader: Any = DataLoader(range(6), 2, sampler=Reversed(range(6)))  # type: ignore[arg-type]
+        return train.torch.prepare_data_loader(loader, add_dist_sampler=False)
+
+    before, after = prepared(), prepared()
+    epochs = [[batch.tolist() for batch in before] for _ in range(2)]
+    assert epochs == [[[5, 4], [3, 2], [1, 0]], [[4, 3], [2, 1], [0, 5]]]
+    next(iter(before))
+    after.load_state_dict(before.state_dict())
+    assert [batch.tolist() for batch in after] == [[1, 0], [5, 4]]
+
+
+def test_drop_last_drops_only_a_batch_that_is_not_full(fit: Callable[..., Any]) -> None:
+    def loop() -> list[list[int]]:
+        loader: Any = DataLoader(range(19), 10, drop_last=True)  # type: ignore[arg-type]
+        return rt.all_gather_object([int(row) for batch in train.torch.prepare_data_loader(loader) for row in batch])
+
+    # As torch's DistributedSampler pads 19 rows to 20.
+    assert fit(loop) == [list(range(0, 19, 2)), [*range(1, 19, 2), 0]]

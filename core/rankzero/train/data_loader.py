@@ -177,6 +177,23 @@ def prepare_data_loader(
         >>> [len(values) for [values] in loader]
         [4, 2]
     """
+    context = get_context()
+    share = Share(context.rank, context.world_size, pad) if shard else Share(0, 1, pad)
+    return prepared(loader, share, move=move, seed=seed)
+
+
+def prepared(loader: DataLoader[Any], share: Share, *, move: bool, seed: int | None) -> PreparedDataLoader:
+    """Returns a loader of a share of the data, as `prepare_data_loader` does.
+
+    Args:
+        loader: As for `prepare_data_loader`.
+        share: The share of the data.
+        move: As for `prepare_data_loader`.
+        seed: Seed of the order; None keeps the loader's own samplers and their random numbers.
+
+    Raises:
+        TypeError: as `prepare_data_loader`.
+    """
     if isinstance(loader, PreparedDataLoader):
         return loader
     if not isinstance(loader, DataLoader):
@@ -184,19 +201,17 @@ def prepare_data_loader(
     is_share = isinstance(loader.dataset, BatchDataset)
     if is_share and loader.batch_size is not None:
         raise TypeError("the data of to_torch are batches already: give its DataLoader batch_size=None")
-    context = get_context()
     # A copy with another sampler keeps attributes that a constructor may not accept, such as those of a subclass.
     mine = copy.copy(loader)
     replaced: dict[str, Any] = {"_iterator": None}
-    share = Share(context.rank, context.world_size, pad) if shard and not is_share else Share(0, 1, pad)
     if not isinstance(loader.dataset, IterableDataset):
         replaced |= samplers_of(loader, seed, share)
-    elif share.world_size > 1:
+    elif share.world_size > 1 and not is_share:
         replaced["dataset"] = ShardedIterable(loader.dataset, share)
     for name, value in replaced.items():
         # DataLoader.__setattr__ refuses these names after its constructor.
         object.__setattr__(mine, name, value)
-    device = context.device if move else None
+    device = get_context().device if move else None
     return PreparedDataLoader(mine, None if device is None or device.type == "cpu" else device)
 
 

@@ -20,11 +20,19 @@ from rankzero.train.process_group import broadcast_object
 
 @dataclass(frozen=True)
 class Share:
-    """Computes which items of the data are a rank's: every ``world_size``-th one, starting at ``rank``."""
+    """Computes which items of the data are a rank's: every ``world_size``-th one, starting at ``rank``.
+
+    Attributes:
+        rank: The rank.
+        world_size: Number of ranks.
+        pad: Whether every rank has the same number of items.
+        drop: Whether a loader's ``drop_last`` drops the last items instead of repeating the first ones.
+    """
 
     rank: int
     world_size: int
     pad: bool
+    drop: bool = True
 
     def count(self, total: int, *, drop: bool = False) -> int:
         """Returns the number of this rank's items of ``total``; with ``drop`` at most as many as every rank has."""
@@ -41,9 +49,17 @@ class Share:
         return items[self.rank :: self.world_size]
 
 
-def samplers_of(loader: DataLoader[Any], seed: int, share: Share) -> dict[str, Any]:
-    """Returns the sampler and batch sampler of this rank, for a data set with indices."""
+def samplers_of(loader: DataLoader[Any], seed: int | None, share: Share) -> dict[str, Any]:
+    """Returns the sampler and batch sampler of this rank, for a data set with indices.
+
+    Args:
+        loader: The loader of the whole data.
+        seed: Seed of the order; None keeps the loader's own samplers and their random numbers.
+        share: The rank's share.
+    """
     batches, sampler = loader.batch_sampler, loader.sampler
+    if seed is None:
+        return {} if batches is None else {"batch_sampler": Skipping(batches)}
     if batches is not None and loader.batch_size is None:
         # The user has passed a batch sampler, or one is the sampler of a loader without batch size.
         if not isinstance(getattr(batches, "sampler", None), DistributedSampler):
@@ -59,12 +75,11 @@ def samplers_of(loader: DataLoader[Any], seed: int, share: Share) -> dict[str, A
 
 def _share_of(loader: DataLoader[Any], seed: int, share: Share) -> Any:
     sampler: Any = loader.sampler
+    drop = loader.drop_last and share.drop
     shuffled = _is_random(sampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     if not share.pad or not (shuffled or type(sampler) is SequentialSampler) or not _is_of_all(sampler, loader.dataset):
-        return _drawn(sampler, seed, share, drop=loader.drop_last)
-    return DistributedSampler(
-        loader.dataset, share.world_size, share.rank, shuffle=shuffled, seed=seed, drop_last=loader.drop_last
-    )
+        return _drawn(sampler, seed, share, drop=drop)
+    return DistributedSampler(loader.dataset, share.world_size, share.rank, shuffle=shuffled, seed=seed, drop_last=drop)
 
 
 def _is_random(sampler: Any) -> bool:

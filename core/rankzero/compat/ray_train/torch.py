@@ -52,11 +52,30 @@ def prepare_data_loader(
     move_to_device: bool = True,
     auto_transfer: bool = True,
 ) -> PreparedDataLoader:
-    """Prepares a loader with `rankzero.train.prepare_data_loader`: keeps its arguments, and sets epochs automatically.
+    """Gives each worker its share of a loader's data, as Ray does; keeps its arguments, and sets epochs automatically.
 
-    ``auto_transfer`` has no effect: the next batch for a GPU is always copied in advance.
+    Every worker gets the same number of rows: the first ones are repeated, and the loader's ``drop_last`` then drops a
+    batch that is not full. `rankzero.train.prepare_data_loader` describes the samplers.
+
+    Args:
+        data_loader: The loader. An ``IterableDataset`` is left alone: it yields the rows of its worker by itself.
+        add_dist_sampler: False keeps the loader's own sampler, which each worker draws with its own random numbers.
+        move_to_device: Whether batches are moved to the worker's device.
+        auto_transfer: Accepted for compatibility; the next batch for a GPU is always copied in advance.
+
+    Raises:
+        TypeError: as `rankzero.train.prepare_data_loader`.
     """
-    return rt.prepare_data_loader(data_loader, shard=add_dist_sampler, move=move_to_device)
+    from torch.utils.data import IterableDataset
+
+    from rankzero.train.data_loader import prepared
+    from rankzero.train.share import Share
+
+    context = rt.get_context()
+    is_shared = add_dist_sampler and not isinstance(getattr(data_loader, "dataset", None), IterableDataset)
+    rank, world_size = (context.rank, context.world_size) if is_shared else (0, 1)
+    share = Share(rank, world_size, pad=True, drop=False)
+    return prepared(data_loader, share, move=move_to_device, seed=0 if add_dist_sampler else None)
 
 
 def get_device() -> torch.device:
