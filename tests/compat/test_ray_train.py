@@ -14,7 +14,7 @@ import torch
 from tests.conftest import until
 from torch.utils.data import IterableDataset, TensorDataset
 
-from rankzero import InvalidJobError, Launcher, ResultError, RunHandle, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError
 from rankzero.compat.ray_train import (
     Checkpoint,
     CheckpointConfig,
@@ -450,3 +450,23 @@ def test_the_environment_of_workers_is_in_no_file_of_the_run(tmp_path: Path) -> 
     # The status has a small value: that the worker returned it is the proof that it had it.
     held = [path for path in files if b"very-secret-4711" in path.read_bytes() and path.name != "status.json"]
     assert held == []
+
+
+def test_references_in_the_configuration_are_opened_in_the_workers(run_config: RunConfig, tmp_path: Path) -> None:
+    def loop(config: dict[str, Any]) -> Any:
+        from rankzero.train import all_gather_object
+
+        assert config["model"] is config["list"][0], "what was given twice is one object"
+        return all_gather_object(config)
+
+    def trainer(value: Any, folder: str) -> TorchTrainer:
+        ref = ResultRef.save(value, tmp_path / folder)
+        config = {"model": ref, "list": [ref], "lr": 0.5}
+        scaling = ScalingConfig(num_workers=2)
+        return TorchTrainer(loop, train_loop_config=config, scaling_config=scaling, run_config=run_config)
+
+    first = trainer([1, 2], "values")
+    assert first.fit().return_value == [{"model": [1, 2], "list": [[1, 2]], "lr": 0.5}] * 2
+    launcher = Launcher(store=tmp_path)
+    moved, other = (launcher.identity(trainer(*of), (), {}) for of in (([1, 2], "elsewhere"), ([3], "values")))
+    assert moved == launcher.identity(first, (), {}) != other, "a reference counts by its content"

@@ -47,7 +47,7 @@ class Payload:
         name: Display name of the function or script.
         data: The pickle of function or script and arguments, made by `envelope.pack`.
         modules: The user modules that are shipped with it, or None.
-        refs: The `ResultRef` objects among the arguments.
+        refs: The `ResultRef` objects among the arguments and in a trainer's configuration.
     """
 
     name: str
@@ -62,7 +62,8 @@ def build(
     """Builds the payload of a training.
 
     Args:
-        train: As for `rankzero.submit.training.resolve`.
+        train: As for `rankzero.submit.training.resolve`. The ``launch_config`` of a compatibility layer's trainer is a
+            dict that counts as an argument: `ResultRef` objects in it are opened, too.
         args: Positional arguments. `ResultRef` objects in them, also nested, are opened in the workers.
         kwargs: Keyword arguments; only a function accepts them.
         restart_on: As for `Launcher`; a rank that fails loads it.
@@ -73,7 +74,7 @@ def build(
             or an object cannot be pickled; the message names it.
     """
     refs: list[ResultRef] = []
-    map_refs([list(args), dict(kwargs)], refs.append)
+    map_refs([list(args), dict(kwargs), getattr(train, "launch_config", None)], refs.append)
     training = resolve(train)
     extra, needed = _pickle_restart_on(restart_on)
     if isinstance(training, (Script, Module, Command)):

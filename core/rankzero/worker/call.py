@@ -53,8 +53,12 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
     if payload["kind"] != "command":
         # A command is another program, which may itself be a caller of rankzero.
         os.environ[RANK_PROCESS] = str(os.getpid())
+    function = payload.get("function")
+    config = getattr(function, "launch_config", None)
     # In one call, so that an object that was given twice is one object here, too.
-    args, kwargs = map_refs((payload["args"], payload.get("kwargs", {})), open_ref)
+    args, kwargs, opened = map_refs((payload["args"], payload.get("kwargs", {}), config), open_ref)
+    if opened is not config:
+        function.launch_config = opened
     try:
         if is_function:
             return _call_function(payload, args, kwargs)

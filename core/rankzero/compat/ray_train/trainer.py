@@ -88,7 +88,8 @@ class TorchTrainer:
             raise InvalidJobError(f"train_loop_per_worker is {train_loop_per_worker!r}; it must be a function")
         self._wants_config = _wants_config(train_loop_per_worker)
         self.train_loop_per_worker = train_loop_per_worker
-        self.train_loop_config = dict(train_loop_config or {})
+        # Under this name core opens the references in it.
+        self.launch_config = dict(train_loop_config or {})
         self.torch_config = _checked("torch_config", torch_config, TorchConfig)
         self.scaling_config = _checked("scaling_config", scaling_config, ScalingConfig)
         self.run_config = _checked("run_config", run_config, RunConfig)
@@ -169,6 +170,11 @@ class TorchTrainer:
         return {name: value for name, value in given.items() if value}
 
     @property
+    def train_loop_config(self) -> dict[str, Any]:
+        """Returns the configuration; in a worker its references are opened."""
+        return self.launch_config
+
+    @property
     def resumes_by_name(self) -> bool:
         """Returns True if the run has a name: as in Ray, it resumes the run of that name, whatever has changed."""
         return self.run_config.name is not None
@@ -178,7 +184,7 @@ class TorchTrainer:
         dataset.install(self.datasets)
         rt.ensure_process_group(timedelta(seconds=self.torch_config.timeout_s))
         if self._wants_config:
-            return self.train_loop_per_worker(self.train_loop_config)
+            return self.train_loop_per_worker(self.launch_config)
         return self.train_loop_per_worker()
 
     def __repr__(self) -> str:
