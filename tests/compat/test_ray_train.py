@@ -247,6 +247,17 @@ def test_what_has_no_meaning_here_is_refused(make: Any, message: str) -> None:
         make()
 
 
+def test_names_of_ray_train_are_in_the_package_and_in_its_train_module() -> None:
+    package = importlib.import_module("rankzero.compat.ray_train")
+    of_ray = {
+        "Checkpoint", "CheckpointConfig", "FailureConfig", "Result", "RunConfig", "ScalingConfig", "TrainContext",
+        "TrainingFailedError", "collective", "get_checkpoint", "get_context", "get_dataset_shard", "report", "torch",
+    }  # fmt: skip
+    assert of_ray == set(train.__all__)
+    assert of_ray <= set(package.__all__)
+    assert [name for name in sorted(of_ray) if getattr(package, name) is not getattr(train, name)] == []
+
+
 @pytest.mark.parametrize("name", ["accelerate", "backward", "prepare_optimizer"])
 def test_what_ray_removed_names_its_successor(name: str) -> None:
     module = importlib.import_module("rankzero.compat.ray_train.torch")

@@ -10,6 +10,7 @@ import rankzero.train as rt
 from rankzero.compat.ray_train import collective, torch
 from rankzero.compat.ray_train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from rankzero.compat.ray_train.result import Checkpoint, Result
+from rankzero.errors import RankZeroError as TrainingFailedError
 
 if TYPE_CHECKING:
     from rankzero.compat.ray_train.dataset import DatasetShard, TableShard
@@ -22,6 +23,7 @@ __all__ = [
     "RunConfig",
     "ScalingConfig",
     "TrainContext",
+    "TrainingFailedError",
     "collective",
     "get_checkpoint",
     "get_context",
