@@ -1,5 +1,7 @@
 """Which checkpoint is tried again while the store fails, and which gives way to a newer one."""
 
+import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from tests.conftest import until
 
 from rankzero import CheckpointConfig, bounds, store
 from rankzero.driver import Committer
-from rankzero.run import Manifest, RunDirectory
+from rankzero.run import Manifest, RunDirectory, list_committed
 
 
 class Commits:
@@ -159,3 +161,50 @@ def test_a_checkpoint_with_damaged_files_is_skipped_and_named(
         assert "checkpoint 0000-000001 is not used" in caplog.text
         assert sorted(store.list_names(str(work.directory / "checkpoints"))) == ["0000-000000", "0000-000001"]
         caplog.clear()
+
+
+def test_files_of_the_user_beside_the_checkpoints_stay_and_are_not_read(work: Commits) -> None:
+    work.open()
+    for index in range(2):
+        work.add(index)
+        work.await_commit(index)
+    work.finish()
+    place = work.directory / "checkpoints"
+    (place / "notes.txt").write_text("mine")
+    # A copy names an older checkpoint; others look like names of checkpoints.
+    shutil.copytree(place / "0000-000000", place / "best")
+    shutil.copytree(place / "0000-000000", place / "9999-000000")
+    for name in ("export/model.onnx", "20261125-143000/log.txt", "0000-000008/rank-0.json.backup-1"):
+        (place / name).parent.mkdir()
+        (place / name).write_text("mine")
+    (place / "0000-000009").write_text("mine")
+    mine = {path for path in place.rglob("*") if not path.is_relative_to(place / "0000-000000")}
+    for file in ("rank-0.json", "pieces.jsonl", f".writing-{'0a' * 8}"):
+        (place / "0000-000002").mkdir(exist_ok=True)
+        (place / "0000-000002" / file).write_text("not committed")
+
+    later = Committer(RunDirectory(str(work.directory)), 1, 1, CheckpointConfig(num_to_keep=1), 0)
+    newest = later.newest()
+    later.release()
+    later.close(60.0)
+    assert newest
+    assert newest.id == "0000-000001"
+    assert [manifest.id for manifest in list_committed(RunDirectory(str(work.directory)))] == ["0000-000001"]
+    assert set(place.rglob("*")) == mine, "one that is not kept, and one that was not committed, are removed"
+
+
+def test_checkpoints_are_ordered_by_number_where_their_names_grow_longer(work: Commits) -> None:
+    work.open()
+    for index in (999_998, 999_999, 1_000_000):
+        work.add(index)
+        work.await_commit(index)
+    work.finish()
+    kept = {"0000-999999", "0000-1000000"}
+    assert set(os.listdir(work.directory / "checkpoints")) == kept
+    run = RunDirectory(str(work.directory))
+    assert [manifest.index for manifest in list_committed(run)] == [999_999, 1_000_000]
+    later = Committer(run, 1, 1, CheckpointConfig(num_to_keep=1), 0)
+    newest = later.newest()
+    later.close(60.0)
+    assert newest
+    assert newest.id == "0000-1000000"

@@ -1,12 +1,15 @@
 """A script that is started by hand keeps its checkpoints where it is told to, and goes on from them."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from rankzero.run import RunDirectory
 
 SCRIPT = """
     import os, sys
@@ -59,6 +62,21 @@ def test_it_keeps_none_without_a_place_nor_with_peers_nor_at_a_url(script: Path,
     assert not os.path.exists(place)
     refused = run(script, RANKZERO_STORAGE="s3://bucket/kept")
     assert "RANKZERO_STORAGE is 's3://bucket/kept'; it must be a local directory" in refused.stderr
+
+
+def test_it_refuses_the_directory_of_a_run_and_goes_on_from_a_copy_of_its_checkpoints(
+    script: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "run"
+    run_directory = RunDirectory(str(place))
+    assert run(script, RANKZERO_STORAGE=str(place)).returncode == 3
+    run_directory.make()
+    before = sorted(place.rglob("*"))
+    refused = run(script, RANKZERO_STORAGE=str(place))
+    assert "is the directory of a run: submit the run again under its run_id" in refused.stderr
+    assert sorted(place.rglob("*")) == before
+    shutil.copytree(place / "checkpoints", tmp_path / "copy" / "checkpoints")
+    assert "from 3 to" in run(script, RANKZERO_STORAGE=str(tmp_path / "copy")).stdout
 
 
 def test_it_goes_on_from_the_checkpoint_before_a_damaged_one(script: Path, tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ from rankzero.run.checkpoints import (
     Manifest,
     damage_of,
     list_committed,
+    list_folders,
     read_manifests,
     remove,
+    remove_uncommitted,
     to_remove,
     up_to_whole,
 )
@@ -107,11 +109,10 @@ class Committer:
     def _sweep(self, begin: str) -> list[Manifest]:
         """Deletes uncommitted folders whose names start with ``begin``; returns the committed ones, oldest first."""
         self.check_owner()
-        names = [name for name in store.list_names(self._run.path(FOLDER)) if name.startswith(begin)]
+        names = [name for name in list_folders(self._run) if name.startswith(begin)]
         committed = read_manifests(self._run, names)
         for name in set(names) - {manifest.id for manifest in committed}:
-            if not store.exists(self._run.path(FOLDER, name, MANIFEST)):
-                store.remove(self._run.path(FOLDER, name))
+            remove_uncommitted(self._run, name)
         store.abort_uploads(self._run.path(FOLDER, begin))
         return committed
 

@@ -6,8 +6,9 @@
 
     checkpoints/0000-000003/damaged                if a rank has found another checksum in a part than the manifest has
 
-A folder's name consists of attempt and number. Names therefore sort in the order of the checkpoints, and no two
-attempts write the same file. A folder without ``checkpoint.json`` is not a checkpoint and is removed.
+A folder's name consists of attempt and number, so no two attempts write the same file. A folder that has files of
+these names, but no ``checkpoint.json``, is not a checkpoint and is removed. Everything else in ``checkpoints/`` belongs
+to the user: it is neither read nor removed. A copy of a checkpoint under another name is not a checkpoint either.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import json
 import logging
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -30,6 +32,12 @@ MANIFEST = "checkpoint.json"
 PIECES = "pieces.jsonl"
 FOLDER = "checkpoints"
 DAMAGED = "damaged"
+
+_NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})-([0-9]{6}|[1-9][0-9]{6,})")
+"""Name of a checkpoint's folder."""
+
+_FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{re.escape(PIECES)}|{DAMAGED}|\.writing-[0-9a-f]{{16}}")
+"""Name of a file in a folder that is not committed."""
 
 MODES = ("min", "max")
 
@@ -155,8 +163,15 @@ def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:
     Raises:
         OSError: the store cannot be read (or an error of its fsspec driver).
     """
-    committed = read_manifests(run, store.list_names(run.path(FOLDER)))
+    committed = read_manifests(run, list_folders(run))
     return [manifest for manifest in committed if manifest.attempt >= fresh_since]
+
+
+def list_folders(run: RunDirectory) -> list[str]:
+    """Returns the names of the folders of checkpoints, committed or not, oldest first. Raises like `list_committed`."""
+    # By number: the text "0000-1000000" is less than "0000-999999".
+    found = [match for name in store.list_names(run.path(FOLDER)) if (match := _NAME.fullmatch(name))]
+    return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2])))]
 
 
 def read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
@@ -165,8 +180,21 @@ def read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
     for name in names:
         # These errors mean that the checkpoint is not committed. Any other error comes from the store.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
-            found.append(Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST)))))
+            manifest = Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST))))
+            if manifest.id == name:
+                found.append(manifest)
     return found
+
+
+def remove_uncommitted(run: RunDirectory, name: str) -> None:
+    """Removes a folder of a checkpoint that is not committed, unless it has files that rankzero does not write.
+
+    Raises:
+        OSError: the store cannot be listed (or an error of its fsspec driver).
+    """
+    with contextlib.suppress(NotADirectoryError):
+        if all(_FILE.fullmatch(file) for file in store.list_names(run.path(FOLDER, name))):
+            store.remove(run.path(FOLDER, name))
 
 
 def up_to_whole(run: RunDirectory, committed: list[Manifest]) -> list[Manifest]:
@@ -228,7 +256,9 @@ def to_remove(committed: list[Manifest], config: CheckpointConfig, in_use: str |
     if config.num_to_keep is None or not committed:
         return []
     ranked = sorted(
-        committed, key=lambda manifest: (score(manifest.metrics, config.metric, config.mode), manifest.id), reverse=True
+        committed,
+        key=lambda manifest: (score(manifest.metrics, config.metric, config.mode), manifest.attempt, manifest.index),
+        reverse=True,
     )
     kept = {manifest.id for manifest in ranked[: config.num_to_keep]} | {committed[-1].id, in_use}
     return [manifest for manifest in committed if manifest.id not in kept]

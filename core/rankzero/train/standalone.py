@@ -33,12 +33,18 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
         name: Name of the setting that gave the directory, for errors.
 
     Raises:
-        ResultError: the directory is a URL, or cannot be read.
+        ResultError: the directory is a URL, belongs to a run, or cannot be read.
     """
     if store.is_url(directory):
         raise ResultError(f"{name} is {directory!r}; it must be a local directory")
     run = RunDirectory(os.path.abspath(directory))
     try:
+        if run.is_own():
+            # The run may keep more checkpoints than a script does, and may be running.
+            raise ResultError(
+                f"{name} is {directory!r}, which is the directory of a run: submit the run again under its run_id to "
+                "continue it, or copy its folder checkpoints into another directory and give that one"
+            )
         listed = list_committed(run)
         committed = up_to_whole(run, listed)
     except OSError as error:
