@@ -276,8 +276,8 @@ class Launcher(Options):
         from rankzero.submit.prepare import prepare
 
         request = self._for(train)._request()
-        run, started = prepare(request, train, args, kwargs, detached=True)
-        return drivers.start(run, request) if started else RunHandle.attach(run.directory)
+        run, job = prepare(request, train, args, kwargs, detached=True)
+        return drivers.start(run, job, request) if job else RunHandle.attach(run.directory)
 
     def owned(
         self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

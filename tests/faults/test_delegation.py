@@ -22,6 +22,7 @@ from rankzero.errors import LOST
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.job import Job
 from rankzero.run import RunDirectory
+from rankzero.submit import drivers
 from rankzero.submit.prepare import prepare
 from rankzero.task import ATTEMPT, OVER, put, run_task, sealed
 
@@ -243,8 +244,9 @@ def test_the_error_of_a_stage_without_a_driver_counts_as_that_of_the_first_attem
     launcher: Launcher, restarts: int
 ) -> None:
     request = launcher.options(num_processes=1, max_restarts=restarts, engine=LocalEngine())._request()
-    run, _ = prepare(request, lambda: "done", (), {}, detached=False)
-    driver = Driver(run, request.engine, dict(request.env), leased=True)
+    run, job = prepare(request, lambda: "done", (), {}, detached=False)
+    assert job
+    driver = Driver(run, job, request.engine, dict(request.env), leased=True)
     driver.run(EngineError("the server was lost", cause=LOST))
     handle = RunHandle[str].attach(run.directory)
     if restarts:
@@ -269,11 +271,12 @@ def test_a_stage_that_waits_for_slots_is_reported_to_followers(
 
 def test_a_reader_detects_the_death_of_a_driver_in_its_stage_while_the_submitter_lives(launcher: Launcher) -> None:
     request = launcher.options(num_processes=1, engine=LocalEngine())._request()
-    run, _ = prepare(request, lambda: "done", (), {}, detached=False)
+    run, job = prepare(request, lambda: "done", (), {}, detached=False)
+    assert job
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with subprocess.Popen(command) as submitter, subprocess.Popen(command) as driver:
+    with drivers.DriverProcess(command) as submitter, subprocess.Popen(command) as driver:
         try:
-            handle = RunHandle[str](run.directory, submitter)  # type: ignore[arg-type]
+            handle = RunHandle[str](run.directory, submitter, job=job)
             facts = {"driver_pid": driver.pid, "driver_start": process_start(driver.pid)}
             status = replace(run.status(), state="running", driver_namespace=process_namespace(), **facts)
             run.write_status(replace(status, heartbeat=time.time(), driver_host="here"))

@@ -380,9 +380,9 @@ def test_a_cancel_reaches_a_submission_that_is_just_being_written(single: Launch
     run.write_status(RunStatus(heartbeat=time.time(), attempt=1, submission=1))
     RunHandle.attach(first.directory).cancel()
     run.write_submission(again)
-    driver = start_driver(run, {"env": {}, "engine": {}})
+    driver = start_driver(run, again, {"env": {}, "engine": {}})
     with pytest.raises(RunCancelledError, match="on request"):
-        RunHandle(run.directory, driver).result(WAIT)
+        RunHandle(run.directory, driver, job=again).result(WAIT)
     assert starts(tmp_path) == 1
 
 

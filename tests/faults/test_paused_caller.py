@@ -13,7 +13,8 @@ import psutil
 import pytest
 from tests.conftest import ROOT, until
 
-from rankzero import bounds
+from rankzero import InvalidJobError, Launcher, RunHandle, bounds
+from rankzero.run import observer
 
 WAIT = 120.0
 
@@ -67,3 +68,58 @@ def test_a_caller_that_stands_still_for_long_loses_nothing(tmp_path: Path, pause
             os.kill(caller.pid, signal.SIGKILL)
             caller.communicate()
     assert printed == "trained\n", errors
+
+
+LATE_CALLER = """
+import os, signal, sys, time
+from pathlib import Path
+import rankzero.driver.driver as drivers
+from rankzero import Launcher
+
+init = drivers.Driver.__init__
+
+def late(self, *args, **options):
+    # Between the submission and the first status of its driver.
+    Path(sys.argv[2], "submitted").touch()
+    {late}
+    init(self, *args, **options)
+
+drivers.Driver.__init__ = late
+launcher = Launcher(1, store=Path(sys.argv[2], "store"), run_id="one", env={{"MARK": os.environ["MARK"]}})
+try:
+    print("gave", launcher.run(eval(sys.argv[1]), 2, 3))
+except Exception as error:
+    print("raised", type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("late", "answer"),
+    [("os.kill(os.getpid(), signal.SIGSTOP)", "raised EngineError"), ("time.sleep(3)", "gave 3")],
+    ids=["stopped", "slow"],
+)
+def test_a_caller_that_is_late_gets_no_result_of_another_training(
+    launcher: Launcher, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch, late: str, answer: str
+) -> None:
+    """A stopped caller counts as dead after a while, and one that is only slow is a living process."""
+    monkeypatch.setattr(observer, "DRIVER_DEAD_AFTER", 0.5)
+    monkeypatch.setattr(observer, "_MISSED", 0)
+    program = LATE_CALLER.format(late=late)
+    command = [sys.executable, "-c", program, "max", str(tmp_path)]
+    caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "MARK": marker})
+    other = launcher.options(num_processes=1, run_id="one", store=tmp_path / "store")
+    try:
+        until((tmp_path / "submitted").exists, 60, "the submission")
+        if answer.startswith("gave"):
+            with pytest.raises(InvalidJobError, match="is running another training"):
+                other.submit(min, 2, 3)
+        else:
+            handle = other.submit(min, 2, 3)
+            assert handle.result(60) == 2
+        caller.send_signal(signal.SIGCONT)
+        assert answer in caller.communicate(timeout=90)[0]
+        handle = RunHandle.attach(str(tmp_path / "store" / "one"))
+        assert handle.result(60) == (3 if answer.startswith("gave") else 2)
+    finally:
+        caller.kill()
+        caller.communicate()

@@ -165,7 +165,7 @@ def test_a_submission_without_a_job_hides_no_earlier_one(tmp_path: Path) -> None
     run.write_status(RunStatus(submission=1, nonce="one"))
     assert CurrentStatus(run).read().state == "succeeded"
     # A delayed submitter has written an older job over that of a submission that has its driver.
-    assert run.claim_driver(1)
+    run.write_status(RunStatus(submission=1, nonce="one", driver_pid=1))
     assert CurrentStatus(run).read().submission == 1
 
 

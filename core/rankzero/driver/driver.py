@@ -33,6 +33,7 @@ from rankzero.errors import (
     WorkerFailedError,
 )
 from rankzero.host.processes import allow_open_files
+from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory, RunStatus
 
@@ -49,16 +50,18 @@ class Driver:
     def __init__(
         self,
         run: RunDirectory,
+        job: Job,
         engine: Engine,
         env: dict[str, str],
         *,
         leased: bool = False,
         trackers: Mapping[str, Any] | None = None,
     ) -> None:
-        """Reads the job of the run and prepares the run directory for this driver.
+        """Prepares a driver without reading or writing the run directory.
 
         Args:
             run: The run.
+            job: The job of the submission to drive.
             engine: The engine that places the agents.
             env: The user's environment for the ranks.
             leased: True if the run outlives its caller, and cancels itself when no process follows it
@@ -66,7 +69,7 @@ class Driver:
             trackers: The result of `rankzero.submit.trackers.pack`, or None.
         """
         self._run = run
-        self._job = run.job()
+        self._job = job
         self._env = env
         self._mask = Mask(secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {})))
         self._number = self._job.first_attempt

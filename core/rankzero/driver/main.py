@@ -100,6 +100,8 @@ def drive(
     if job.submission != submission:
         sys.exit(f"{run.directory} was submitted again before this driver started")
     private = read_private()
+    if private.get("nonce", job.nonce) != job.nonce:
+        sys.exit(f"{run.directory} was removed and submitted again before this driver started")
     engine = engine or engine_from_spec(job.engine, private["engine"])
     may_delegate = engine.can_host_driver(run, job)
     if not (may_delegate or run.claim_driver(job.submission, STORE_OUTAGE)):
@@ -108,7 +110,7 @@ def drive(
     trackers = private.get("trackers")
     # The modules of the trackers' classes are found there.
     sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
-    driver = Driver(run, engine, private["env"], leased=owner is None, trackers=trackers)
+    driver = Driver(run, job, engine, private["env"], leased=owner is None, trackers=trackers)
 
     def on_signal(number: int, _: object) -> None:
         driver.inbox.interrupt(f"the driver got {signal.Signals(number).name}")

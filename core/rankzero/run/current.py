@@ -39,7 +39,7 @@ class CurrentStatus:
         job = self._run.job()
         # A submission's status is written before its job, which makes it the last one. A submitter that was delayed may
         # have written an older job over that of a submission which has its driver.
-        is_later = status.submission > job.submission and self._run.has_driver(status.submission)
+        is_later = status.submission > job.submission and status.driver_pid is not None
         if self._bound:
             submission, nonce = self._bound
             if job.submission == submission and job.nonce != nonce != "" != job.nonce:

@@ -22,6 +22,7 @@ from rankzero.errors import (
     error_from_json,
 )
 from rankzero.host.processes import process_namespace, process_state
+from rankzero.job import Job
 from rankzero.run import delivery as deliveries
 from rankzero.run import pieces
 from rankzero.run.checkpoints import Manifest, list_committed
@@ -50,19 +51,25 @@ class RunHandle(Generic[R]):
         id: The run's name.
     """
 
-    def __init__(self, directory: str, driver: OwnDriver | None = None, *, follows: bool = True) -> None:
-        """Makes a handle; the store is read only if a driver is given.
+    def __init__(
+        self, directory: str, driver: OwnDriver | None = None, *, job: Job | None = None, follows: bool = True
+    ) -> None:
+        """Makes a handle without reading the store.
 
         Args:
             directory: The run directory.
-            driver: The run's driver, if this process has started it.
+            driver: The driver of ``job``, if this process has started it.
+            job: Job of the handle's submission; None for the last one when the handle is first used.
             follows: False for a reader that does not keep the run alive, such as the run's own driver.
         """
         self._run = RunDirectory(directory)
         self._driver = driver
         self._current = CurrentStatus(self._run)
         self._submission: int | None = None
-        self._observer = Observer(self._run, driver, self._bound if driver else -1, self._current)
+        if job is not None:
+            self._submission = job.submission
+            self._current.bind(job.submission, job.nonce)
+        self._observer = Observer(self._run, driver, job.submission if job else -1, self._current)
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
         self._tick = threading.Event()

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rankzero import bounds, store
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, STORE_OUTAGE
@@ -137,7 +137,7 @@ class Observer:
             # A child process that is stopped loses its agents. A driver thread stops only together with this code.
             is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
             return None if is_stopped else True
-        if status.driver_pid is None and (process := self._run.starting(status.submission)):
+        if status.driver_pid is None and (process := self._starting(status)):
             status = replace(
                 status,
                 driver_pid=process["pid"],
@@ -145,6 +145,18 @@ class Observer:
                 driver_namespace=process["namespace"],
             )
         return process_lives(status)
+
+    def _starting(self, status: RunStatus) -> dict[str, Any] | None:
+        """Returns the process that is the driver or starts it, before the driver's first status; None if unknown."""
+        if process := self._run.starting(status.submission):
+            return process
+        # With patience, a cluster starts the driver, or does not, while the owner lives.
+        if not status.patience:
+            # Of a store that fails now, the heartbeat decides.
+            with contextlib.suppress(Exception):
+                job = self._run.find_job()
+                return job.owner if job and job.submission == status.submission else None
+        return None
 
     def _driver_died(self, status: RunStatus) -> bool:
         is_silent = self._heartbeat.is_silent(status)

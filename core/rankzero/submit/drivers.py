@@ -23,6 +23,8 @@ from rankzero import bounds
 from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError
 from rankzero.host.processes import describe_process, fork_safe, this_process
+from rankzero.job import Job
+from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.submit.prepare import Request, prepare
@@ -60,22 +62,27 @@ _drivers: list[DriverProcess] = []
 _drivers_lock = fork_safe(threading.Lock())
 
 
-def start(run: RunDirectory, request: Request) -> RunHandle[Any]:
+def start(run: RunDirectory, job: Job, request: Request) -> RunHandle[Any]:
     """Starts the driver of a run that outlives this process, and returns a handle of the run.
+
+    Args:
+        run: The run.
+        job: The submitted job.
+        request: The request that was submitted.
 
     Raises:
         EngineError: the cluster does not accept the driver.
     """
     if not request.engine.drives_elsewhere:
-        return RunHandle(run.directory, start_driver(run, request.private()))
-    handle = RunHandle[Any](run.directory)
+        return RunHandle(run.directory, start_driver(run, job, request.private()), job=job)
+    handle = RunHandle[Any](run.directory, job=job)
     try:
-        request.engine.start_driver(run, request.private())
+        request.engine.start_driver(run, {**request.private(), "nonce": job.nonce})
     except BaseException as error:
         problem = error if isinstance(error, RankZeroError) else EngineError(f"{type(error).__name__} while submitting")
         # The process that claims the driver's role controls the run: a driver that was accepted despite the error
         # finds it claimed and exits.
-        if run.claim_driver(run.job().submission):
+        if run.claim_driver(job.submission):
             run.write_status(replace(run.status(), state="failed", error=problem.to_json(), ended=time.time()))
             raise
         if problem is not error:
@@ -84,11 +91,12 @@ def start(run: RunDirectory, request: Request) -> RunHandle[Any]:
     return handle
 
 
-def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None = None) -> DriverProcess:
+def start_driver(run: RunDirectory, job: Job, private: dict[str, Any], owner: int | None = None) -> DriverProcess:
     """Starts a driver in its own session, with its output in ``driver.log``.
 
     Args:
         run: The run to drive.
+        job: The submitted job. The driver exits if the directory has another one by then.
         private: The result of `Request.private`, for the driver's standard input.
         owner: Descriptor of a pipe: the run ends when its other end closes. None for a run that outlives this process.
     """
@@ -100,13 +108,13 @@ def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None =
     # pyspark's client of Spark Connect takes a main module without a file for a doctest, and imports its test tools.
     program = "import sys; sys.path.append(sys.argv.pop(1)); import rankzero.driver.main as driver; "
     program += "__file__ = driver.__file__; driver.main()"
-    submission = run.job().submission
-    command = [sys.executable, "-P", "-c", program, package_root, run.directory, "--submission", str(submission)]
+    number = str(job.submission)
+    command = [sys.executable, "-P", "-c", program, package_root, run.directory, "--submission", number]
     if owner is not None:
         command += ["--owner", str(owner)]
     # A file without a name: it disappears whichever process dies, and unlike a pipe it never blocks.
     with _open_driver_log(run) as log, _open_private() as private_file:
-        private_file.write(json.dumps(private).encode())
+        private_file.write(json.dumps({**private, "nonce": job.nonce}).encode())
         private_file.seek(0)
         driver = DriverProcess(
             command,
@@ -119,7 +127,7 @@ def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None =
         driver.keep_output(log)
     # On a busy host its first heartbeat may be late: until then readers query its process.
     with contextlib.suppress(OSError):
-        run.record_starting(submission, describe_process(driver.pid))
+        run.record_starting(job.submission, describe_process(driver.pid))
     with _drivers_lock:
         _drivers[:] = [other for other in _drivers if other.poll() is None] + [driver]
     return driver
@@ -154,8 +162,8 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
         lease = min(bounds.OWNER_LEASE, template.orphan_timeout or bounds.OWNER_LEASE)
         template = replace(template, orphan_timeout=lease)
     request = replace(request, template=template)
-    run, started = prepare(request, train, args, kwargs, detached=engine.prefers_own_process)
-    if not started:
+    run, job = prepare(request, train, args, kwargs, detached=engine.prefers_own_process)
+    if job is None:
         handle = RunHandle.attach(run.directory)
         if not handle.status().final:
             raise InvalidJobError(
@@ -166,11 +174,11 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
         yield handle
         return
     if engine.drives_elsewhere:
-        driver = _leased_driver(run, request, stop_timeout)
+        driver = _leased_driver(run, job, request, stop_timeout)
     elif engine.prefers_own_process:
-        driver = _process_driver(run, request.private(), stop_timeout)
+        driver = _process_driver(run, job, request.private(), stop_timeout)
     else:
-        driver = _thread_driver(run, request, stop_timeout)
+        driver = _thread_driver(run, job, request, stop_timeout)
     with driver as handle:
         yield handle
         if request.trackers:
@@ -179,27 +187,29 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
 
 
 @contextlib.contextmanager
-def _leased_driver(run: RunDirectory, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
+def _leased_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver on the cluster, which ends its run with the block, or when no process follows the run."""
     try:
-        yield start(run, request)
+        yield start(run, job, request)
     finally:
         # The driver's own status decides: this process may only have counted the driver as dead.
         if not run.status().final:
-            handle = RunHandle[Any](run.directory)
+            handle = RunHandle[Any](run.directory, job=job)
             handle.cancel()
             handle.wait(stop_timeout)
 
 
 @contextlib.contextmanager
-def _process_driver(run: RunDirectory, private: dict[str, Any], stop_timeout: float) -> Iterator[RunHandle[Any]]:
+def _process_driver(
+    run: RunDirectory, job: Job, private: dict[str, Any], stop_timeout: float
+) -> Iterator[RunHandle[Any]]:
     """Starts a driver process, which ends its run with the block or with this process."""
     theirs, ours = os.pipe()
     owner = os.getpid()
     handle: RunHandle[Any] | None = None
     try:
         try:
-            handle = RunHandle(run.directory, start_driver(run, private, theirs))
+            handle = RunHandle(run.directory, start_driver(run, job, private, theirs), job=job)
         finally:
             os.close(theirs)
         yield handle
@@ -215,17 +225,25 @@ def _process_driver(run: RunDirectory, private: dict[str, Any], stop_timeout: fl
 
 
 @contextlib.contextmanager
-def _thread_driver(run: RunDirectory, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
-    """Starts a driver in a thread of this process, which ends its run with the block."""
+def _thread_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
+    """Starts a driver in a thread of this process, which ends its run with the block.
+
+    Raises:
+        EngineError: another submitter has the directory by now: it counted this process, which was stopped, as dead.
+    """
     # Imported here, because a process that only submits does not drive.
     from rankzero.driver.driver import Driver, DriverThread
 
-    driver = Driver(run, request.engine, dict(request.env), trackers=request.trackers)
+    if not owns(run, job.submission, job.nonce):
+        raise EngineError(f"the run in {run.directory} was removed or submitted again before its driver started")
+    # As other processes read it, with lists in place of tuples.
+    job = Job.from_json(job.to_json())
+    driver = Driver(run, job, request.engine, dict(request.env), trackers=request.trackers)
     thread = DriverThread(driver)
     try:
         # Within the block: an interrupt may arrive as soon as the thread has started.
         thread.start()
-        yield RunHandle(run.directory, thread)
+        yield RunHandle(run.directory, thread, job=job)
     except BaseException as interrupt:
         thread.driver.inbox.interrupt(
             f"the caller was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": ")

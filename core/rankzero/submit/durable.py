@@ -83,10 +83,10 @@ def open_durable(
         if not kept or (decision is Decision.RESUME and datasets.are_readable(kept, request.sources, request.engine)):
             request = replace(repeated, identity=identity)
         if caller.is_followed_by_another:
-            _, started = prepare(request, train, args, kwargs, detached=True)
-            handle = drivers.start(run, request) if started else RunHandle.attach(run.directory)
+            _, job = prepare(request, train, args, kwargs, detached=True)
+            handle = drivers.start(run, job, request) if job else RunHandle.attach(run.directory)
             log.info("started the run in %s; it outlives this process, for the next try", run.directory)
-            yield Opened(handle, attached=not started)
+            yield Opened(handle, attached=job is None)
             if request.trackers:
                 attempt(log, "the wait for its trackers", functools.partial(_await_trackers, handle), None)
             return

@@ -108,7 +108,7 @@ class Request:
 
 def prepare(
     request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool
-) -> tuple[RunDirectory, bool]:
+) -> tuple[RunDirectory, Job | None]:
     """Checks the whole request, then writes the run directory. Nothing has started when this raises.
 
     Args:
@@ -119,7 +119,7 @@ def prepare(
         detached: True if the driver is not in this process.
 
     Returns:
-        The run, and whether the caller must start its driver (else another submitter did).
+        The run, and the submitted job, whose driver the caller must start; None if another submitter did.
 
     Raises:
         InvalidJobError: the request was rejected before anything started.
@@ -149,14 +149,14 @@ def prepare(
         asked = request.asked(train, request.identity_of(train, args, kwargs, found))
         identity = asked.identity
         job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=dict(found.queries))
-        started = _submit(run, job, asked, parts, request, found)
-        if started:
+        submitted = _submit(run, job, asked, parts, request, found)
+        if submitted:
             unless_started.pop_all()
             datasets.remove_replaced(before, found)
-    return run, started
+    return run, submitted
 
 
-def _submit(run: RunDirectory, job: Job, asked: Asked, parts: Payload, request: Request, found: Datasets) -> bool:
+def _submit(run: RunDirectory, job: Job, asked: Asked, parts: Payload, request: Request, found: Datasets) -> Job | None:
     """Submits the job with its files; see `submission.submit`."""
     files = {"payload.pkl": parts.data, **found.files()}
     listings: dict[str, list[Part]] = {}

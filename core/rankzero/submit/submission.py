@@ -227,7 +227,7 @@ def submit(
     files: dict[str, list[Part]],
     start_timeout: float = 0.0,
     caller: PipelineTry | None = None,
-) -> bool:
+) -> Job | None:
     """Makes this the next submission of the run, unless the same training is live or its result undelivered.
 
     Args:
@@ -239,7 +239,7 @@ def submit(
         caller: The pipeline step that submits the run, as for `assess`.
 
     Returns:
-        True if the caller must start a driver; False if it should attach to an existing run.
+        The job, for which the caller must start a driver; None if it should attach to an existing run.
 
     Raises:
         InvalidJobError: the store cannot be written, or another training is live under this run id.
@@ -262,7 +262,7 @@ def submit(
                     logger.warning("the run ends with the process %s, which called run(), and not with this one", pid)
                 if existing.decision is Decision.DELIVER:
                     store.remove_unfinished(run.directory)
-                return False
+                return None
             if existing and not existing.status.final:
                 raise InvalidJobError(
                     f"run_id {existing.job.run_id!r} is running another training (different: "
@@ -274,6 +274,7 @@ def submit(
             else:
                 _refuse_others(run)
             store.prove(os.path.dirname(run.directory))
+            job = None
             if run.claim(number):
                 # Another user may have created the directory meanwhile.
                 _check_owner(run)
@@ -289,13 +290,14 @@ def submit(
                         first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
                         fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
                         run.keep_outcome(existing.status)
+                    job = make_job(number, first_attempt, fresh_since)
                     with _releasing(run, number):
-                        run.write_submission(make_job(number, first_attempt, fresh_since), start_timeout)
+                        run.write_submission(job, start_timeout)
                 newest = run.newest_claim()
                 if newest == number:
                     if existing:
                         _report_earlier(run, existing)
-                    return True
+                    return job
                 # This took so long that another submitter counted this one as dead and submitted the run.
                 number = newest
                 with contextlib.suppress(FileNotFoundError):
