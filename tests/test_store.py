@@ -92,3 +92,25 @@ def test_of_two_creators_of_a_file_one_wins_also_without_links(tmp_path: Path, m
     assert sorted(file.name for file in tmp_path.iterdir()) == ["with", "without"]
     with pytest.raises(FileNotFoundError):
         store.create(str(tmp_path / "nowhere" / "claim"), b"first")
+
+
+def test_a_store_is_cleared_of_unfinished_files_and_of_no_others(tmp_path: Path) -> None:
+    """Names that only resemble those of rankzero are a user's."""
+    left = [".writing-0123456789abcdef", ".rankzero-probe-0123abcd", ".committing-12.json"]
+    others = ["essay.writing", ".writing-workshop", ".writing-0123456789abcdef.txt", ".committing-to-it"]
+    for name in [*left, *others]:
+        (tmp_path / name).write_text("text")
+    for name in ("creative.writing", ".writing-workshop-2", ".writing-chapters", ".rankzero-probe-notes_of"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.txt").write_text("text")
+    # A folder of `tempfile`, by which the owner of new files is found.
+    (tmp_path / ".rankzero-probe-x_1yz2ab").mkdir()
+    before = set(tmp_path.rglob("*"))
+    removed = {tmp_path / name for name in (*left, ".rankzero-probe-x_1yz2ab")}
+    for path in before:
+        os.utime(path, (0, 0))
+    store.prove(str(tmp_path))
+    assert set(tmp_path.rglob("*")) == before - removed
+    (tmp_path / left[0]).write_text("begun just now")
+    store.remove_unfinished(str(tmp_path))
+    assert set(tmp_path.rglob("*")) == before - removed | {tmp_path / left[0]}

@@ -170,7 +170,7 @@ def test_what_killed_writers_left_goes_after_an_hour(
     manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
 ) -> None:
     """And what a living one writes stays, however long ago it began."""
-    folders = {name: assets_path / "stored" / f".writing-{name}" for name in ("killed", "starting", "slow")}
+    folders = {name: assets_path / "stored" / f".writing-{name:_<8}" for name in ("killed", "starting", "slow")}
     for folder in folders.values():
         folder.mkdir(parents=True)
     for name in ("killed", "slow"):

@@ -15,7 +15,11 @@ from rankzero.store.location import is_url
 
 PRIVATE_DIRECTORY = 0o700
 
-_UNFINISHED = re.compile(r"^\.(writing|committing|rankzero-probe)-|\.writing$")
+_UNFINISHED = re.compile(r"\.writing-[0-9a-f]{16}|\.rankzero-probe-[a-z0-9_]{8}|\.committing-[0-9]+\.[a-z]+")
+"""Name of a file while it is written: one of `temporary_beside`, a store's probe, or the value that rank 0 returns."""
+
+_SCRATCH = re.compile(r"\.writing-[a-z0-9_]{8}")
+"""Name that `tempfile` gives a folder with the prefix ``.writing-``."""
 
 
 def _filesystem(location: str) -> tuple[Any, str]:
@@ -224,7 +228,7 @@ def create(location: str, data: bytes) -> bool:
     if is_url(location):
         return _create_object(location, data)
     # The file appears with its content: readers would wait for a process that was killed before it wrote an empty one.
-    temporary = _temporary(location)
+    temporary = temporary_beside(location)
     try:
         _write_new(temporary, data)
         os.link(temporary, location)
@@ -263,7 +267,7 @@ def _write_new(path: str, data: bytes) -> None:
         raise
 
 
-def _temporary(path: str) -> str:
+def temporary_beside(path: str) -> str:
     """Returns an unused name beside a local file, which `remove_unfinished` recognizes."""
     return os.path.join(os.path.dirname(path), f".writing-{secrets.token_hex(8)}")
 
@@ -284,22 +288,28 @@ def _create_object(location: str, data: bytes) -> bool:
     return True
 
 
-def remove_unfinished(directory: str, *, deep: bool = True) -> None:
-    """Removes local files and folders that a killed process began to write: those unchanged for `UNFINISHED_AFTER`.
+def remove_unfinished(directory: str, *, deep: bool = True, folders: bool = False) -> None:
+    """Removes local files that a killed process began to write: those unchanged for `UNFINISHED_AFTER`.
 
     Args:
         directory: A path; an object store has no such files.
         deep: True to descend into the directories below it.
+        folders: True to remove also folders that `tempfile` has made with the prefix ``.writing-``, and their files.
     """
     if is_url(directory):
         return
     for place, below, names in os.walk(directory):
-        for name in filter(_UNFINISHED.search, below + names):
+        for name in below + names:
+            is_scratch = folders and name in below and _SCRATCH.fullmatch(name)
+            if not (is_scratch or _UNFINISHED.fullmatch(name)):
+                continue
             path = os.path.join(place, name)
             # The writer may have completed it meanwhile.
             with contextlib.suppress(OSError):
                 if time.time() - _last_change(path) > UNFINISHED_AFTER:
-                    remove(path)
+                    # A probe may be a folder, which is empty.
+                    action = remove if is_scratch else os.rmdir if name in below else os.unlink
+                    action(path)
         if not deep:
             below.clear()
 
@@ -313,7 +323,7 @@ def _last_change(path: str) -> float:
 @contextlib.contextmanager
 def atomic_file(path: str) -> Iterator[IO[bytes]]:
     """Opens a temporary file beside local ``path`` for writing, which replaces it if the block raises nothing."""
-    temporary = _temporary(path)
+    temporary = temporary_beside(path)
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
         with open(handle, "wb") as file:

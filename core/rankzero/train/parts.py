@@ -214,7 +214,7 @@ class Parts:
             threading.Event().wait(bounds.PART_RETRY_INTERVAL)
 
     def _write_local(self, path: str, produce: Produce) -> Message:
-        writing = f"{path}.writing"
+        writing = store.temporary_beside(path)
         try:
             with open(writing, "wb") as file:
                 facts = produce(file)

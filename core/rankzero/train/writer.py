@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankzero import bounds
+from rankzero import bounds, store
 from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.train import snapshot
@@ -216,12 +216,13 @@ class CheckpointWriter:
         is_distributed = facts["sharded"] and formats.is_distributed(directory)
         file_format = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
         path = self._parts.local_path(name, self._file(file_format))
+        writing = store.temporary_beside(path)
         try:
-            size, sha256 = formats.write_directory(directory, f"{path}.writing")
+            size, sha256 = formats.write_directory(directory, writing)
             self._parts.check_directory()
-            os.replace(f"{path}.writing", path)
+            os.replace(writing, path)
         except (OSError, ResultError):
-            _delete(f"{path}.writing")
+            _delete(writing)
             raise
         return _Taken(index, name, None, path, {**facts, "format": file_format, "size": size, "sha256": sha256})
 

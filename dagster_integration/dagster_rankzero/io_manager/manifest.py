@@ -138,7 +138,7 @@ def commit(
     if found := _previous(directory):
         check_owner(directory, found, owner)
     store.make_directory(directory)
-    store.remove_unfinished(directory, deep=False)
+    store.remove_unfinished(directory, deep=False, folders=True)
     ref = value if isinstance(value, ResultRef) else None
     file_format = ref.format if ref else formats.choose(value)
     check_format(file_format, allow_pickle)
