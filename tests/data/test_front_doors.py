@@ -39,15 +39,18 @@ def test_ray_train_iterates_over_a_table(numbers: str, tmp_path: Path) -> None:
     assert trainer.fit().return_value == ([[0, 1], [2, 3], [4]], [0, 2])
 
 
-def partition_loader(num_samples: int, workers: int) -> list[Any]:
-    loader = _get_spark_partition_data_loader(num_samples, 3, num_workers=workers)
+def partition_loader(num_samples: int, workers: int, is_prepared: bool = False) -> list[Any]:
+    loader: Any = _get_spark_partition_data_loader(num_samples, 3, num_workers=workers)
+    if is_prepared:
+        loader = rt.prepare_data_loader(loader)
     return [[batch[0].tolist(), list(batch[1].shape)] for batch in loader]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_pysparks_partition_loader_wraps_round(numbers: str, tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "is_prepared"), [(0, False), (1, False), (0, True)])
+def test_pysparks_partition_loader_wraps_round(numbers: str, tmp_path: Path, workers: int, is_prepared: bool) -> None:
     launcher = Launcher(2, dataset=numbers, store=tmp_path / "runs")
-    assert launcher.run(partition_loader, 7, workers) == [[[0, 1, 2], [3, 2]], [[3, 4, 0], [3, 2]], [[1], [1, 2]]]
+    found = launcher.run(partition_loader, 7, workers, is_prepared)
+    assert found == [[[0, 1, 2], [3, 2]], [[3, 4, 0], [3, 2]], [[1], [1, 2]]]
 
 
 def test_train_on_dataframe(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

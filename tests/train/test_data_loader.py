@@ -187,6 +187,27 @@ def test_what_is_a_share_already_stays(as_rank: Any) -> None:
     assert rows_of(rt.prepare_data_loader(DataLoader(Numbers(), 4), shard=False)) == list(range(ROWS))
 
 
+class EverySecond(SequentialSampler):
+    """Yields a rank's share as torch's DistributedSampler does, of which it is no subclass."""
+
+    num_replicas, rank = 2, 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, ROWS, 2))
+
+    def __len__(self) -> int:
+        return ROWS // 2
+
+
+def test_a_sampler_of_one_ranks_share_is_not_shared_out_again(as_rank: Any) -> None:
+    as_rank(1, 2)
+    loaders: list[Any] = [
+        DataLoader(Numbers(), 4, sampler=EverySecond(Numbers())),
+        DataLoader(Numbers(), batch_sampler=BatchSampler(EverySecond(Numbers()), 4, drop_last=False)),
+    ]
+    assert [rows_of(rt.prepare_data_loader(loader)) for loader in loaders] == [list(range(1, ROWS, 2))] * 2
+
+
 @pytest.mark.parametrize("worlds", [(2, 2, 1), (2, 1, 1), (1, 2, 2), (2, 4, 2)])
 def test_a_stateful_loader_goes_on_in_other_world_sizes(as_rank: Any, worlds: tuple[int, ...]) -> None:
     """Each world gives four batches, and the next one goes on."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from rankzero.data.shares import Stretch
-from rankzero.train.batches import BatchDataset
+from rankzero.train.batches import BatchDataset, SampleDataset
 from rankzero.train.context import current, get_context
 from rankzero.train.share import ShardedIterable, Share, Skipping, samplers_of
 
@@ -150,7 +150,8 @@ def prepare_data_loader(
     * A sequential or shuffling loader gets a `torch.utils.data.distributed.DistributedSampler`.
     * Another sampler is drawn on rank 0, once for each epoch, and every rank gets its part of that order. The batches
       of a custom batch sampler are distributed in the same way. Random numbers of torch and Python are seeded for it.
-    * The data of `DatasetShard.to_torch` is this rank's share already.
+    * A sampler with the attributes ``num_replicas`` and ``rank`` yields this rank's share already, and is kept, as is a
+      batch sampler of it. The data of `DatasetShard.to_torch` is this rank's share, too.
     * Another iterable data set must yield its items in the same order on every rank; each rank gets every n-th item.
 
     Args:
@@ -198,7 +199,7 @@ def prepared(loader: DataLoader[Any], share: Share, *, move: bool, seed: int | N
         return loader
     if not isinstance(loader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader, not a {type(loader).__name__}")
-    is_share = isinstance(loader.dataset, BatchDataset)
+    is_share = isinstance(loader.dataset, (BatchDataset, SampleDataset))
     if is_share and loader.batch_size is not None:
         raise TypeError("the data of to_torch are batches already: give its DataLoader batch_size=None")
     # A copy with another sampler keeps attributes that a constructor may not accept, such as those of a subclass.

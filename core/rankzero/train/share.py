@@ -62,15 +62,20 @@ def samplers_of(loader: DataLoader[Any], seed: int | None, share: Share) -> dict
         return {} if batches is None else {"batch_sampler": Skipping(batches)}
     if batches is not None and loader.batch_size is None:
         # The user has passed a batch sampler, or one is the sampler of a loader without batch size.
-        if not isinstance(getattr(batches, "sampler", None), DistributedSampler):
+        if not _is_distributed(getattr(batches, "sampler", None)):
             batches = _drawn(batches, seed, share, drop=False)
         return {"batch_sampler": Skipping(batches)}
-    if not isinstance(sampler, DistributedSampler):
+    if not _is_distributed(sampler):
         sampler = _share_of(loader, seed, share)
     if batches is None or loader.batch_size is None:
         return {"sampler": sampler}
     plain = BatchSampler(sampler, loader.batch_size, loader.drop_last)
     return {"sampler": sampler, "batch_sampler": Skipping(plain)}
+
+
+def _is_distributed(sampler: Any) -> bool:
+    """Returns True for a sampler of one rank's share: torch's, or another one with its attributes."""
+    return isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
 
 
 def _share_of(loader: DataLoader[Any], seed: int, share: Share) -> Any:
