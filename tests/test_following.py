@@ -1,13 +1,14 @@
 """A follower gets every line, soon, whatever a file server says of the sizes of files."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import rankzero.train as rt
-from rankzero import Launcher, bounds
+from rankzero import Launcher, bounds, store
 from rankzero.run import Position, growing, reports
 
 PATIENCE = 30.0
@@ -71,3 +72,26 @@ def test_reports_are_those_of_the_last_training_from_scratch(launcher: Launcher)
     states = [event for event in handle.events() if event["type"] == "state"]
     assert {event["submission"] for event in states} == {1}
     assert [row["rate"] for row in reports.rows_of(handle.events(follow=True))] == [0.25]
+
+
+def test_a_store_that_fails_when_a_run_is_followed_does_not_end_it(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a client of an object store does that is asked too often."""
+    read, names = store.read_bytes, {"job.json", "status.json", "lease"}
+
+    def fail_once(location: str) -> bytes:
+        name = location.rpartition("/")[2]
+        is_follower = threading.current_thread() is threading.main_thread()
+        if is_follower and name in names and followed:
+            names.remove(name)
+            raise ConnectionError("slow down")
+        return read(location)
+
+    followed: list[bool] = []
+    with launcher.options(num_processes=1, run_id="run", orphan_timeout=60.0).owned(max, (1, 2), {}) as handle:
+        followed.append(True)
+        monkeypatch.setattr(store, "read_bytes", fail_once)
+        assert list(handle.lines(handle.log_starts(), follow=True, prefix=True)) == []
+        assert handle.result(60) == 2
+    assert "job.json" not in names

@@ -740,3 +740,19 @@ def test_no_run_ends_because_its_lines_cannot_be_shown(
     assert launcher.options(num_processes=1).run(train) == "trained"
     words = [record for record in caplog.records if "cannot be written to standard output" in record.getMessage()]
     assert len(words) == (stream is not None)
+
+
+def test_a_cleaner_of_empty_directories_costs_neither_lines_nor_value(launcher: Launcher) -> None:
+    def train() -> int:
+        import subprocess
+
+        import rankzero.train as rt
+
+        place = rt.get_context().storage_path
+        subprocess.run(["find", str(place), "-type", "d", "-empty", "-delete"], check=True)
+        print("cleaned")
+        return 42
+
+    handle = launcher.options(num_processes=1).submit(train)
+    assert handle.result(WAIT) == 42
+    assert "[0] cleaned" in list(handle.logs())

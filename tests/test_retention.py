@@ -251,7 +251,9 @@ def test_a_submission_of_the_same_run_id_gets_a_directory_of_its_own(
         return replace(make_job("same", number), first_attempt=first_attempt)
 
     submitter = threading.Thread(
-        target=lambda: started.append(submit(run, Asked(Identity.of(train="one")), make, {"payload.pkl": [b"new"]}))
+        target=lambda: started.append(
+            bool(submit(run, Asked(Identity.of(train="one")), make, {"payload.pkl": [b"new"]}))
+        )
     )
     submitter.start()
     time.sleep(0.2)
@@ -352,3 +354,24 @@ def test_rows_of_a_sweep_are_kept_as_long_as_its_last_trial(root: str) -> None:
     removed = collect(root, MONTH, now=NOW + 2 * MONTH + DAY).removed
     assert [each.directory.rpartition("/")[2] for each in removed] == ["nightly-1", "nightly-data"]
     assert names(root) == []
+
+
+def test_a_collector_that_was_stopped_gives_a_run_back_that_lives_again(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A submitter has meanwhile counted its claim as that of a dead process."""
+    if store.is_url(root):
+        pytest.skip("an object store has no directory to rename")
+    run = make_run(root, "one", ended(OLD))
+    rename = os.rename
+
+    def late(source: str, target: str) -> None:
+        if source == run.directory:
+            assert run.claim(2)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    done = collect(root, MONTH)
+    assert (done.removed, done.problems) == ([], {})
+    assert run.newest_claim() == 2
+    assert os.listdir(root) == ["one"]

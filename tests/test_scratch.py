@@ -13,7 +13,7 @@ from tests.conftest import until
 
 from rankzero import Launcher
 from rankzero.driver import Scratch
-from rankzero.task import NEW, OWNER, remove_abandoned
+from rankzero.task import NEW, OWNER, make_scratch, remove_abandoned
 
 DRIVER = """
 import sys
@@ -46,8 +46,7 @@ def test_what_a_killed_driver_left_goes_with_the_next_one(tmp_path: Path, monkey
         killed.wait()
         for path in (left, used):
             grow_old(path)
-        begun = tmp_path / "rankzero-driver-not-yet-locked"
-        begun.mkdir()
+        begun = Path(make_scratch(str(tmp_path), "rankzero-driver-"))
         own = Scratch()
         assert sorted(os.listdir(tmp_path)) == sorted([used.name, begun.name, os.path.basename(own.path)])
         own.remove()
@@ -57,6 +56,22 @@ def test_what_a_killed_driver_left_goes_with_the_next_one(tmp_path: Path, monkey
         for process in (killed, living):
             process.kill()
             process.communicate()
+
+
+def test_the_directory_of_another_host_stays(tmp_path: Path) -> None:
+    """On some file servers the lock of a living process does not hold here."""
+    own = Path(make_scratch(str(tmp_path), "rankzero-agent-"))
+    kernel, host, rest = own.name[15:21], own.name[21:27], own.name[27:]
+    before_a_reboot = tmp_path / f"rankzero-agent-{'0' * 6}{host}{rest}"
+    in_a_container = tmp_path / f"rankzero-agent-{kernel}{'0' * 6}{rest}"
+    elsewhere = tmp_path / f"rankzero-agent-{'0' * 12}{rest}"
+    of_a_user = tmp_path / "rankzero-agent-notes"
+    for path in (before_a_reboot, in_a_container, elsewhere, of_a_user):
+        path.mkdir()
+    for path in tmp_path.iterdir():
+        grow_old(path)
+    remove_abandoned(str(tmp_path), "rankzero-agent-")
+    assert sorted(tmp_path.iterdir()) == sorted([elsewhere, of_a_user])
 
 
 def test_one_that_nobody_removes_goes_with_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

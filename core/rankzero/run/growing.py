@@ -74,13 +74,21 @@ class Appender:
         """Appends lines, which readers see immediately. Raises OSError if the disk is full."""
         data = ("\n".join(lines) + "\n").encode("utf-8", "replace") if lines else b""
         if self._file is None:
-            self._file = open(self._path, "ab", buffering=0)
+            self._file = self._open()
             self._torn = _ends_torn(self._path)
         rest = memoryview(b"\n" + data if self._torn else data)
         while rest:
             written = self._file.write(rest)
             self._torn = rest[written - 1] != _NEWLINE if written else self._torn
             rest = rest[written:]
+
+    def _open(self) -> IO[bytes]:
+        try:
+            return open(self._path, "ab", buffering=0)
+        except FileNotFoundError:
+            # Some sites remove empty directories. The run directory itself must still be there.
+            os.mkdir(os.path.dirname(self._path))
+            return open(self._path, "ab", buffering=0)
 
     def close(self) -> None:
         """Closes the file, if it was opened."""

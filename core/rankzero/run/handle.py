@@ -399,7 +399,7 @@ class RunHandle(Generic[R]):
             rank: The rank whose lines are yielded; None yields those of all ranks with a ``[rank]`` prefix.
             follow: Continues until the run ends. Lines of a rank that prints little come about twice a second.
         """
-        ranks = range(self._run.job().num_processes) if rank is None else [rank]
+        ranks = range(self._observer.patiently(self._run.job).num_processes) if rank is None else [rank]
         yield from self.lines(dict.fromkeys(ranks, Position()), follow, prefix=rank is None)
 
     def log_ends(self, ranks: Iterable[int] | None = None, status: RunStatus | None = None) -> dict[int, Position]:
@@ -409,12 +409,12 @@ class RunHandle(Generic[R]):
             ranks: The ranks; None for all.
             status: A status that was just read, which saves a request to an object store.
         """
-        ranks = range(self._run.job().num_processes) if ranks is None else ranks
+        ranks = range(self._observer.patiently(self._run.job).num_processes) if ranks is None else ranks
         return self._lines.ends(ranks, status or self._observer.patiently(self._run.status))
 
     def log_starts(self) -> dict[int, Position]:
         """Returns the positions at which the lines of the last submission begin, by rank."""
-        job = self._run.job()
+        job = self._observer.patiently(self._run.job)
         return {rank: Position(*job.log_starts.get(str(rank), ())) for rank in range(job.num_processes)}
 
     def begin_of_last(self, start: Position, end: Position, most: int) -> tuple[Position, int]:

@@ -97,10 +97,10 @@ class Renewal:
 
     def renew_if_due(self) -> None:
         """Renews the lease if the run has an ``orphan_timeout`` and the interval has passed."""
-        if self.interval and time.monotonic() - self._renewed > self.interval:
-            self._renewed = time.monotonic()
-            # A lease that cannot be renewed must not end the follower.
-            with contextlib.suppress(Exception):
+        # A store that fails now must not end the follower.
+        with contextlib.suppress(Exception):
+            if self.interval and time.monotonic() - self._renewed > self.interval:
+                self._renewed = time.monotonic()
                 self.renew()
 
     def _interval_of(self, bound: float) -> float:

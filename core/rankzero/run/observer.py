@@ -150,7 +150,7 @@ class Observer:
         """Returns the process that is the driver or starts it, before the driver's first status; None if unknown."""
         if process := self._run.starting(status.submission):
             return process
-        # With patience, a cluster starts the driver, or does not, while the owner lives.
+        # A driver that a cluster starts may never start, while the owner lives.
         if not status.patience:
             # Of a store that fails now, the heartbeat decides.
             with contextlib.suppress(Exception):

@@ -303,6 +303,10 @@ def _remove(run: RunDirectory, newest: int, age: Age) -> bool:
     except OSError:
         run.release(own)
         raise
+    if RunDirectory(hidden).newest_claim() != own:
+        # While this process was stopped, a submitter counted its claim as abandoned: the run lives.
+        os.rename(hidden, run.directory)
+        return False
     _remove_hidden(hidden)
     return True
 

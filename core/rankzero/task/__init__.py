@@ -7,6 +7,6 @@ from rankzero import lazy_names
 
 lazy_names(
     __name__,
-    "hold.NEW hold.remove_abandoned stage.ATTEMPT stage.OVER stage.put stage.run_task stage.sealed start.OWNER "
-    "start.start_time",
+    "hold.make_scratch hold.NEW hold.remove_abandoned stage.ATTEMPT stage.OVER stage.put stage.run_task stage.sealed "
+    "start.OWNER start.start_time",
 )

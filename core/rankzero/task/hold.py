@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
+import re
 import secrets
 import select
 import shutil
@@ -57,7 +59,7 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     marker = secrets.token_hex(8)
     root = scratch_root()
     remove_abandoned(root, _PREFIX)
-    scratch = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
+    scratch = make_scratch(root, _PREFIX)
     temporary = _temporary(scratch)
     locks = [lock_directory(directory) for directory in (scratch, temporary) if directory]
     # A file without a name: an agent removes its directory when it ends, and the log is read after that.
@@ -118,18 +120,27 @@ def lock_directory(path: str) -> int:
     return lock
 
 
-def remove_abandoned(root: str, prefix: str) -> None:
-    """Removes the directories of processes that were killed, which are those that no process has locked.
+def make_scratch(root: str, prefix: str) -> str:
+    """Creates a directory whose name has the host's marks, for `remove_abandoned`. Raises OSError."""
+    return tempfile.mkdtemp(prefix=f"{prefix}{''.join(_marks())}-", dir=root)
 
-    The lock decides, and no process id, since processes of several containers may share the root.
+
+def remove_abandoned(root: str, prefix: str) -> None:
+    """Removes the directories of processes of this host that were killed: those that no process has locked.
+
+    The lock decides, and no process id, since processes of several containers may share the root. On some file servers
+    a lock holds only on its own host, so directories of other hosts stay.
 
     Args:
         root: The directory that holds them; nothing is removed if it cannot be listed.
         prefix: The beginning of their names.
     """
+    boot, host = _marks()
+    # This kernel's, and those of this host before a reboot.
+    ours = re.compile(rf"{re.escape(prefix)}({boot}\w{{6}}|\w{{6}}{host})-")
     names: list[str] = []
     with contextlib.suppress(OSError):
-        names = [name for name in os.listdir(root) if name.startswith(prefix)]
+        names = [name for name in os.listdir(root) if ours.match(name)]
     for name in names:
         # Directories of other users may be there, too.
         with contextlib.suppress(OSError):
@@ -140,6 +151,16 @@ def remove_abandoned(root: str, prefix: str) -> None:
                     shutil.rmtree(os.path.join(root, name), ignore_errors=True)
             finally:
                 os.close(directory)
+
+
+def _marks() -> tuple[str, str]:
+    """Returns six digits for the running kernel, and six for the name of the host."""
+    boot = ""
+    # Not on macOS.
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read()
+    kernel, host = (hashlib.sha256(text.encode()).hexdigest()[:6] for text in (boot, socket.gethostname()))
+    return kernel, host
 
 
 def scratch_root() -> str:
@@ -176,7 +197,7 @@ def _temporary(scratch: str) -> str | None:
         return below
     try:
         remove_abandoned(tempfile.gettempdir(), _PREFIX)
-        apart = tempfile.mkdtemp(prefix=_PREFIX)
+        apart = make_scratch(tempfile.gettempdir(), _PREFIX)
     except FileNotFoundError:
         # The path of a socket may be too long there, but no other directory is writable.
         os.mkdir(below)

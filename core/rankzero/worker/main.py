@@ -230,7 +230,13 @@ def _commit(value: object, start: messages.Start, files: Parts) -> messages.Fini
     file_format = formats.choose(value)
     path = os.path.join(start.result_directory, f".committing-{os.getpid()}.{file_format}")
     try:
-        size, digest = formats.write(value, file_format, path)
+        try:
+            size, digest = formats.write(value, file_format, path)
+        except FileNotFoundError:
+            # Some sites remove empty directories.
+            files.check_directory()
+            os.makedirs(start.result_directory, exist_ok=True)
+            size, digest = formats.write(value, file_format, path)
     except OSError as error:
         raise ResultError(f"rank 0 returned, but its value could not be written: {error}") from error
     summary = formats.summarize(value)
