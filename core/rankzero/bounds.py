@@ -112,6 +112,9 @@ DELIVERY_INTERVAL = 0.5
 
 # An agent.
 
+FLUSH_TIMEOUT = 0.1
+"""Seconds for ranks to send the reports that they hold before they are stopped; one in native code may not answer."""
+
 WORKER_EXIT_MARGIN = 1.0
 """Seconds after ``exit_timeout`` in which workers exit by themselves and log which exit handlers they cut off."""
 

@@ -9,7 +9,7 @@ import pytest
 
 import rankzero.compat.horovod.torch as hvd
 import rankzero.train as rt
-from rankzero import Launcher
+from rankzero import Launcher, WorkerFailedError
 
 
 class Slow:
@@ -78,3 +78,25 @@ def test_a_status_holds_a_bounded_number_of_metrics(launcher: Launcher) -> None:
     metrics = handle.status().metrics
     assert (len(metrics), metrics["loss"]) == (1000, 0.25)
     assert len(handle.metrics()[-1]) == 1501 + 2
+
+
+def test_a_rank_that_is_stopped_for_another_one_loses_no_report(launcher: Launcher) -> None:
+    """Rows that shortly follow each other are sent together, half a second later."""
+
+    def train() -> None:
+        rt.report({"step": 0})
+        time.sleep(0.05)
+        for step in (1, 2):
+            rt.report({"step": step})
+        rt.barrier()
+        if rt.get_context().rank == 1:
+            raise ValueError("no luck")
+        time.sleep(600)
+
+    launcher = launcher.options(num_processes=2, run_id="stopped")
+    with pytest.raises(WorkerFailedError, match="no luck"):
+        launcher.run(train)
+    handle = launcher.find()
+    assert handle
+    for rank in range(2):
+        assert [row["step"] for row in handle.metrics() if row["rank"] == rank] == [0, 1, 2]

@@ -22,6 +22,7 @@ class Ending:
         is_early: The ranks were asked to exit before all had committed.
         is_orphaned: The task process that started the agent has exited.
         kill_at: Monotonic time at which the remaining ranks get SIGKILL; None if no such time is set.
+        flush_by: Monotonic time until which a stop waits for the reports that ranks still hold; None without one.
     """
 
     def __init__(self, ranks: Sequence[Rank], client: ChannelClient, grace: float, exit_timeout: float) -> None:
@@ -41,6 +42,7 @@ class Ending:
         self.is_early = False
         self.is_orphaned = False
         self.kill_at: float | None = None
+        self.flush_by: float | None = None
         self._released: list[Rank] = []
         self._asked: set[Rank] = set()
         self._writing: dict[Rank, frozenset[int]] = {}
@@ -55,7 +57,8 @@ class Ending:
 
     def stop(self, grace: float | None = None) -> None:
         """Sends SIGTERM now and SIGKILL after ``grace`` seconds; a second call can only shorten the grace."""
-        deadline = time.monotonic() + (self._grace if grace is None else grace)
+        now = time.monotonic()
+        deadline = now + (self._grace if grace is None else grace)
         self._stop_by = deadline if self.kill_at is None else min(self._stop_by, deadline)
         self.kill_at = deadline if self.kill_at is None else min(self.kill_at, deadline)
         self.is_early = True
@@ -63,15 +66,21 @@ class Ending:
             self.has_begun = True
             self._asked = set()
             self._writing = {rank: frozenset(rank.writing) for rank in self._ranks}
-            self.ask_written()
+            self.flush_by = now + bounds.FLUSH_TIMEOUT
+            for rank in self._ranks:
+                rank.tell(messages.Flush())
+            self.ask_written(now)
 
-    def ask_written(self) -> None:
-        """Sends SIGTERM to each rank whose checkpoints, begun before the stop, are written.
+    def ask_written(self, now: float) -> None:
+        """Sends SIGTERM to each rank whose reports are sent, and whose checkpoints begun before the stop are written.
 
-        Most ranks have no handler for SIGTERM: it would kill them while they write a checkpoint that was reported.
+        Most ranks have no handler for SIGTERM: it would kill them before they send what was reported.
         """
+        if self.flush_by is not None and now >= self.flush_by:
+            self.flush_by = None
         for rank, begun in self._writing.items():
-            if rank not in self._asked and not begun & rank.writing:
+            has_flushed = self.flush_by is None or rank.has_flushed or rank.outcome is not None or not rank.alive
+            if rank not in self._asked and has_flushed and not begun & rank.writing:
                 self._asked.add(rank)
                 rank.kill(signal.SIGTERM)
 

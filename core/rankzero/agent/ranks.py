@@ -48,6 +48,8 @@ class Rank:
         self.outcome: messages.Finished | messages.Failed | None = None
         self.writing: set[int] = set()
         """Numbers of the checkpoints that the training reported and the worker has not written yet."""
+        self.has_flushed = False
+        """True once the worker has sent all reports that preceded the stop."""
         self.cut_off_at: float | None = None
         self._client = client
         self.output = RankOutput(local_rank, client, config["scratch"])
@@ -105,6 +107,8 @@ class Rank:
             self.writing.add(message.index)
         elif isinstance(message, (messages.Part, messages.PartFailed)):
             self.writing.discard(message.index)
+        elif isinstance(message, messages.Flushed):
+            self.has_flushed = True
         elif isinstance(message, (messages.Finished, messages.Failed)):
             self.outcome = message
 

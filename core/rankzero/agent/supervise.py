@@ -124,7 +124,7 @@ class Agent:
     def _step(self) -> None:
         self._dispatch(self._time_left())
         now = time.monotonic()
-        self._ending.ask_written()
+        self._ending.ask_written(now)
         self._ending.kill_overdue(now)
         for rank in self._ranks:
             if rank.cut_off_at is not None and now >= rank.cut_off_at:
@@ -153,7 +153,14 @@ class Agent:
 
     def _time_left(self) -> float | None:
         sample_at = self._usage.next_at if self._usage else None
-        moments = [self._ending.kill_at, self._stacks_at, self._positions_at, self._listen_at, sample_at]
+        moments = [
+            self._ending.kill_at,
+            self._ending.flush_by,
+            self._stacks_at,
+            self._positions_at,
+            self._listen_at,
+            sample_at,
+        ]
         moments += [rank.cut_off_at for rank in self._ranks]
         times = [at - time.monotonic() for at in moments if at is not None]
         if any(rank.output.waiting or rank.flush() for rank in self._ranks):
@@ -275,7 +282,7 @@ class Agent:
             self._requests.ask(rank, message.name)
             return
         rank.note(message)
-        if isinstance(message, messages.PartBegun):
+        if isinstance(message, (messages.PartBegun, messages.Flushed)):
             return
         if isinstance(message, messages.Finished):
             # Lines that the rank printed before it committed must appear before that in the log.

@@ -306,6 +306,14 @@ class NotCommitted(Message, kind="checkpoint-lost"):
     index: int
 
 
+class Flush(Message, kind="flush"):
+    """Requests the reports that a rank still holds, before the agent stops it."""
+
+
+class Flushed(Message, kind="flushed"):
+    """Answers `Flush`: the rank has sent every report that preceded it."""
+
+
 class Dump(Message, kind="dump"):
     """Requests the stacks of all ranks, which they also write to their logs."""
 

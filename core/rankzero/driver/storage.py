@@ -20,7 +20,7 @@ from rankzero.driver.rows import remove_rows
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
 from rankzero.run.directory import RunDirectory
-from rankzero.task.hold import lock_directory, make_scratch, remove_abandoned, scratch_root
+from rankzero.task.hold import lock_directory, make_scratch, scratch_root
 from rankzero.values.formats import SHARDS
 from rankzero.values.ref import ResultRef, fingerprint_of
 
@@ -229,9 +229,7 @@ class Scratch:
             OSError: the disk is full.
             RuntimeError: no temporary directory is writable.
         """
-        root = scratch_root()
-        remove_abandoned(root, _SCRATCH_PREFIX)
-        self.path = make_scratch(root, _SCRATCH_PREFIX)
+        self.path = make_scratch(scratch_root(), _SCRATCH_PREFIX)
         lock = lock_directory(self.path)
         # An attempt that fails early does not call `remove`.
         self._remove = weakref.finalize(self, _remove_scratch, self.path, lock, os.getpid())

@@ -66,6 +66,7 @@ class RunHandle(Generic[R]):
         self._driver = driver
         self._current = CurrentStatus(self._run)
         self._submission: int | None = None
+        self._job = job
         if job is not None:
             self._submission = job.submission
             self._current.bind(job.submission, job.nonce)
@@ -76,7 +77,7 @@ class RunHandle(Generic[R]):
         self._interval = bounds.SHORTEST_PACE
         self._is_ending = False
         self._lines = LineReader(self._run, self._read_as_follower)
-        self._lease = Renewal(self._run) if follows else None
+        self._lease = Renewal(self._run, job) if follows else None
 
     @staticmethod
     def attach(directory: str | os.PathLike[str], *, follows: bool = True) -> RunHandle[Any]:
@@ -414,7 +415,7 @@ class RunHandle(Generic[R]):
 
     def log_starts(self) -> dict[int, Position]:
         """Returns the positions at which the lines of the last submission begin, by rank."""
-        job = self._observer.patiently(self._run.job)
+        job = self._job or self._observer.patiently(self._run.job)
         return {rank: Position(*job.log_starts.get(str(rank), ())) for rank in range(job.num_processes)}
 
     def begin_of_last(self, start: Position, end: Position, most: int) -> tuple[Position, int]:

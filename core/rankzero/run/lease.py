@@ -10,6 +10,7 @@ import math
 import time
 
 from rankzero import bounds
+from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 
 SCHEDULING_SLACK = 900.0
@@ -65,8 +66,9 @@ def interval_of(run: RunDirectory, bound: float) -> float:
 class Renewal:
     """Reports to a run's driver that the run is followed."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, job: Job | None = None) -> None:
         self._run = run
+        self._job = job
         self._bound: float | None = None
         self._interval: float | None = None
         self._renewed = 0.0
@@ -75,7 +77,7 @@ class Renewal:
     def interval(self) -> float:
         """Seconds between two renewals; 0 if the run has no ``orphan_timeout``. Raises OSError on the first use."""
         if self._interval is None:
-            bound = self._run.job().orphan_timeout
+            bound = (self._job or self._run.job()).orphan_timeout
             self._interval = 0.0 if bound is None else self._interval_of(bound)
         return self._interval
 

@@ -57,9 +57,7 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         RuntimeError: the agent crashed; the message has the end of its output.
     """
     marker = secrets.token_hex(8)
-    root = scratch_root()
-    remove_abandoned(root, _PREFIX)
-    scratch = make_scratch(root, _PREFIX)
+    scratch = make_scratch(scratch_root(), _PREFIX)
     temporary = _temporary(scratch)
     locks = [lock_directory(directory) for directory in (scratch, temporary) if directory]
     # A file without a name: an agent removes its directory when it ends, and the log is read after that.
@@ -121,11 +119,13 @@ def lock_directory(path: str) -> int:
 
 
 def make_scratch(root: str, prefix: str) -> str:
-    """Creates a directory whose name has the host's marks, for `remove_abandoned`. Raises OSError."""
-    return tempfile.mkdtemp(prefix=f"{prefix}{''.join(_marks())}-", dir=root)
+    """Creates a directory of this process, after `remove_abandoned`. Raises OSError."""
+    marks = _marks()
+    remove_abandoned(root, prefix, marks)
+    return tempfile.mkdtemp(prefix=f"{prefix}{''.join(marks)}-", dir=root)
 
 
-def remove_abandoned(root: str, prefix: str) -> None:
+def remove_abandoned(root: str, prefix: str, marks: tuple[str, str] | None = None) -> None:
     """Removes the directories of processes of this host that were killed: those that no process has locked.
 
     The lock decides, and no process id, since processes of several containers may share the root. On some file servers
@@ -133,9 +133,10 @@ def remove_abandoned(root: str, prefix: str) -> None:
 
     Args:
         root: The directory that holds them; nothing is removed if it cannot be listed.
-        prefix: The beginning of their names.
+        prefix: The beginning of their names, which the host's marks follow.
+        marks: The result of `_marks`, if it is known.
     """
-    boot, host = _marks()
+    boot, host = marks or _marks()
     # This kernel's, and those of this host before a reboot.
     ours = re.compile(rf"{re.escape(prefix)}({boot}\w{{6}}|\w{{6}}{host})-")
     names: list[str] = []
@@ -196,7 +197,6 @@ def _temporary(scratch: str) -> str | None:
         os.mkdir(below)
         return below
     try:
-        remove_abandoned(tempfile.gettempdir(), _PREFIX)
         apart = make_scratch(tempfile.gettempdir(), _PREFIX)
     except FileNotFoundError:
         # The path of a socket may be too long there, but no other directory is writable.

@@ -177,7 +177,7 @@ class Control:
         """Starts the thread that receives the agent's messages.
 
         Args:
-            on_checkpoint: Receives the messages other than `End` and `Fetched`.
+            on_checkpoint: Receives the messages other than `End`, `Flush` and `Fetched`.
         """
 
         def take() -> None:
@@ -185,6 +185,8 @@ class Control:
                 message = self.receive()
                 if isinstance(message, messages.End):
                     self.ended.set()
+                elif isinstance(message, messages.Flush):
+                    self._put(frames.encode(encode(messages.Flushed())))
                 elif isinstance(message, messages.Fetched):
                     with self._has_fetched:
                         self._fetched[message.name] = message
