@@ -124,10 +124,16 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
         location = store.join(root, *path.split("/"))
         store.make_directory(location.rpartition("/")[0])
         store.write_bytes(location, b"hf_mine")
-    others = ["digits-data", "huggingface", "notes.txt", "project"]
+    # A secret of as many digits as rankzero's tokens, and rows of a sweep to which a user has added a file.
+    for path, text in (("service/token", "0a" * 16), ("service/thesis.txt", "mine"), ("sweep-data/notes.txt", "mine")):
+        location = store.join(root, *path.split("/"))
+        store.make_directory(location.rpartition("/")[0])
+        store.write_bytes(location, text.encode())
+    RunDirectory(store.join(root, "sweep-data")).make()
+    others = ["digits-data", "huggingface", "notes.txt", "project", "service", "sweep-data"]
 
     would = collect(root, MONTH, dry_run=True)
-    assert len(names(root)) == 11, "a dry run removes nothing"
+    assert len(names(root)) == 13, "a dry run removes nothing"
     done = collect(root, MONTH)
 
     gone = ["dead", "old-cancelled", "old-failed", "old-succeeded"]
@@ -142,6 +148,11 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
     assert names(root) == sorted(["dead-lately", "live", "young", *others])
     assert store.tree_size(store.join(root, "huggingface")) == 14
     assert collect(root, MONTH).removed == []
+    for name in ("service", "sweep-data"):
+        # Long after the last file was written.
+        assert store.join(root, name) not in [
+            removed.directory for removed in collect(root, MONTH, dry_run=True, now=NOW + 3 * MONTH).removed
+        ]
 
 
 def test_a_directory_that_was_claimed_but_never_written_goes_when_it_is_old(root: str) -> None:

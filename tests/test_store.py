@@ -96,8 +96,14 @@ def test_of_two_creators_of_a_file_one_wins_also_without_links(tmp_path: Path, m
 
 def test_a_store_is_cleared_of_unfinished_files_and_of_no_others(tmp_path: Path) -> None:
     """Names that only resemble those of rankzero are a user's."""
-    left = [".writing-0123456789abcdef", ".rankzero-probe-0123abcd", ".committing-12.json"]
-    others = ["essay.writing", ".writing-workshop", ".writing-0123456789abcdef.txt", ".committing-to-it"]
+    left = [".writing-0123456789abcdef", ".rankzero-probe-0123abcd", ".committing-12.json", ".upload-0-value"]
+    others = [
+        "essay.writing",
+        ".writing-workshop",
+        ".writing-0123456789abcdef.txt",
+        ".committing-to-it",
+        ".upload-1-of-2",
+    ]
     for name in [*left, *others]:
         (tmp_path / name).write_text("text")
     for name in ("creative.writing", ".writing-workshop-2", ".writing-chapters", ".rankzero-probe-notes_of"):

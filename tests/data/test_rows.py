@@ -23,6 +23,7 @@ import rankzero.train as rt
 from rankzero import InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, bounds, store
 from rankzero.data import Ragged, file_of
 from rankzero.driver import carry_rows, remove_rows
+from rankzero.driver.storage import remove_leftovers, remove_values
 from rankzero.run import RunDirectory
 from rankzero.store import remote
 from rankzero.train import rows
@@ -279,6 +280,29 @@ def test_a_driver_that_seemed_dead_leaves_the_rows_of_its_heir(tmp_path: Path) -
     # The attempt 1 fails late: 0 is an earlier result, and another driver has begun with 2.
     remove_rows(RunDirectory(str(tmp_path)), range(1, 2), {})
     assert sorted(os.listdir(tmp_path / "tables")) == [".stray", "0000", "0002"]
+
+
+def test_files_of_the_user_beside_rows_and_values_stay(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path))
+    schema = f"_schema-{'0a' * 8}-0000-00000-000000.arrow"
+    unfinished = f".writing-{'0a' * 8}"
+    ours = [f"0000/rows/{name}" for name in (file_of(0, 0, 0), file_of(0, 1, 0), schema, unfinished)]
+    mine = ["0000/notes.txt", "0000/rows/part-of-a-book.parquet", "0000/rows/_schema-of-it.txt", "0000/a/b/c.txt"]
+    for name in [*ours, "0001/rows/" + file_of(1, 0, 0), *mine]:
+        (tmp_path / "tables" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tables" / name).write_text("text")
+    (tmp_path / "result").mkdir()
+    for name in (unfinished, ".committing-12.json", ".upload-0-checkpoint-1-0", ".env", "value-0.of-gold.txt"):
+        (tmp_path / "result" / name).write_text("text")
+
+    carry_rows(run, 2, {"rows": {"0": {"0": 1}}})
+    assert store.list_files(run.path("tables", "0002", "rows")) == [schema, file_of(0, 0, 0)]
+    remove_leftovers(run, range(2))
+    assert store.list_files(run.path("result")) == [".env", "value-0.of-gold.txt"]
+    remove_values(run, range(2))
+    assert store.list_files(run.path("result")) == [".env", "value-0.of-gold.txt"]
+    assert sorted(os.listdir(tmp_path / "tables")) == ["0000", "0002"]
+    assert store.list_files(run.path("tables", "0000")) == sorted(name[5:] for name in mine)
 
 
 FILES = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 4)), max_size=12)

@@ -1,12 +1,16 @@
 """Whose run directories are used: what lies in them is executed."""
 
 import os
+import secrets
 import stat
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from rankzero import InvalidJobError, Launcher, store
+from rankzero.run import RunDirectory
 from rankzero.store import TRUSTED_OWNERS, why_untrusted
 
 NOBODY = 65534
@@ -40,7 +44,14 @@ def test_a_run_directory_that_another_user_made_is_refused(launcher: Launcher, t
     refuses_a_directory(planted, launcher, rf"belongs to user .*{NOBODY}")
 
 
-@pytest.mark.parametrize("name", ["checkpoints/epoch-1", "token", "thesis.tex"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("checkpoints/epoch-1", "checkpoints/0000-000001/notes.txt", "token", "thesis.tex", "tables"),
+        *("tables/2023/q1.parquet", "tables/2023/q1/part-1.parquet", "logs/app.log", "result/.env-backup"),
+        *("submissions/2026/essay.txt", "datasets/squad/1/x", "flight/ba-117.json", "logs/a/.writing-b"),
+    ],
+)
 def test_a_directory_with_files_of_others_becomes_no_run_directory(
     launcher: Launcher, tmp_path: Path, name: str
 ) -> None:
@@ -48,6 +59,44 @@ def test_a_directory_with_files_of_others_becomes_no_run_directory(
     path.parent.mkdir(parents=True)
     path.write_text("mine")
     refuses_a_directory(tmp_path / "mnist", launcher, rf"mnist holds files of others \({name}\)")
+
+
+def test_a_token_of_another_program_makes_no_run_directory(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "service").mkdir()
+    (tmp_path / "service" / "token").write_text(secrets.token_hex(16))
+    refuses_a_directory(tmp_path / "service", launcher, r"service holds files of others \(token\)")
+
+
+def write_everything() -> object:
+    import rankzero.train as rt
+
+    rt.get_dataset_shard()
+    table = rt.write_rows({"rank": [rt.get_context().rank]})
+    rt.report({"loss": 1.0}, checkpoint={"rank": 0}, sharded=True)
+    rt.await_checkpoint()
+    return table
+
+
+@pytest.mark.parametrize("place", ["local", "bucket"])
+def test_a_directory_with_files_of_a_removed_run_becomes_a_run_directory(
+    launcher: Launcher, request: pytest.FixtureRequest, tmp_path: Path, place: str
+) -> None:
+    """A driver and ranks may write anything after the removal, except what makes the directory one of rankzero's."""
+    rows = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"x": range(8)}), rows)
+    launcher = launcher.options(run_id="removed", dataset=rows)
+    if place == "bucket":
+        launcher = launcher.options(store=f"{request.getfixturevalue('bucket')}/runs")
+    launcher.run(write_everything)
+    handle = launcher.find()
+    assert handle
+    run = RunDirectory(handle.directory)
+    assert run.strangers() == ["job.json"]
+    for path in ("job.json", "token", "submissions/0/claim"):
+        store.remove(run.path(path))
+    assert not run.is_own()
+    assert run.strangers() == []
+    launcher.run(write_everything)
 
 
 def test_a_run_directory_that_everybody_may_write_is_refused(launcher: Launcher, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def rank_of(name: str, attempt: int) -> int | None:
 
 def is_schema(name: str) -> bool:
     """Returns True for the name of a schema file."""
-    return name.startswith(PREFIX)
+    return _FILE.fullmatch(name) is not None
 
 
 def schema_of_files(first: Any, schemas: Sequence[Any], where: str) -> Any:

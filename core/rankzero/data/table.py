@@ -40,6 +40,11 @@ def file_of(attempt: int, rank: int, number: int) -> str:
     return f"part-{attempt:04d}-{rank:05d}-{number:06d}.parquet"
 
 
+def is_file(name: str) -> bool:
+    """Returns True for the name of a file of a table: of rows, a schema, or one that is being written."""
+    return bool(_FILE.fullmatch(name) or schemas.is_schema(name) or store.is_unfinished(name))
+
+
 def belongs(file: str, table: str, written: Written) -> bool:
     """Returns True if a file of a table holds rows that belong to a checkpoint."""
     if not (found := _FILE.fullmatch(file)):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 
 from rankzero import store
 from rankzero.data.schemas import is_schema
-from rankzero.data.table import FOLDER, Written, belongs, folder_of
+from rankzero.data.table import FOLDER, Written, belongs, folder_of, is_file
 from rankzero.run.directory import RunDirectory
 
 
@@ -33,7 +32,7 @@ def carry_rows(run: RunDirectory, attempt: int, written: Written) -> None:
     values = store.list_names(run.path("result")) if written else []
     for number in _attempts_before(run, attempt) if written else ():
         keep = _has_result(number, values)
-        for table, file in _carried(run, number, written):
+        for table, file in _carried(_rows(store.list_files(run.path(FOLDER, folder_of(number)))), written):
             folder = run.path(FOLDER, folder_of(attempt), table)
             store.make_directory(folder)
             _carry(run.path(FOLDER, folder_of(number), table, file), store.join(folder, file), keep=keep)
@@ -56,17 +55,20 @@ def remove_rows(run: RunDirectory, attempts: range, written: Written) -> None:
 
 
 def _remove_all_but(run: RunDirectory, number: int, written: Written) -> None:
-    carried = set(_carried(run, number, written)) if written else set()
-    if not carried:
-        store.remove(run.path(FOLDER, folder_of(number)))
+    folder = run.path(FOLDER, folder_of(number))
+    paths = store.list_files(folder)
+    rows = _rows(paths)
+    carried = set(_carried(rows, written))
+    if not carried and len(rows) == len(paths):
+        store.remove(folder)
         return
-    for table, file in set(_files(run, number)) - carried:
-        store.remove(run.path(FOLDER, folder_of(number), table, file))
+    # Other files in the folder are a user's.
+    for table, file in set(rows) - carried:
+        store.remove(store.join(folder, table, file))
 
 
-def _carried(run: RunDirectory, number: int, written: Written) -> list[tuple[str, str]]:
+def _carried(files: list[tuple[str, str]], written: Written) -> list[tuple[str, str]]:
     """Returns table and name of each file that a checkpoint covers, and of the schemas of its tables."""
-    files = list(_files(run, number))
     rows = [(table, file) for table, file in files if belongs(file, table, written)]
     tables = {table for table, _ in rows}
     return [(table, file) for table, file in files if table in tables and is_schema(file)] + rows
@@ -77,12 +79,9 @@ def _attempts_before(run: RunDirectory, attempt: int) -> list[int]:
     return [int(name) for name in names if name.isdecimal() and int(name) < attempt]
 
 
-def _files(run: RunDirectory, number: int) -> Iterator[tuple[str, str]]:
-    """Yields table and name of each file of an attempt."""
-    folder = run.path(FOLDER, folder_of(number))
-    for table in store.list_names(folder):
-        for file in store.list_names(store.join(folder, table)):
-            yield table, file
+def _rows(paths: list[str]) -> list[tuple[str, str]]:
+    """Returns table and name of each path that is a file which ranks have written, completely or not."""
+    return [(table, file) for table, _, file in (path.partition("/") for path in paths) if is_file(file)]
 
 
 def _has_result(attempt: int, values: list[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import shutil
 import weakref
 from collections.abc import Callable
@@ -27,6 +28,9 @@ from rankzero.values.ref import ResultRef, fingerprint_of
 logger = logging.getLogger(__name__)
 
 _SCRATCH_PREFIX = "rankzero-driver-"
+
+_VALUE = re.compile(r"value-([0-9]+)\.[a-z]+")
+"""Name of the value of an attempt."""
 
 
 class Storage:
@@ -196,17 +200,16 @@ def remove_leftovers(run: RunDirectory, attempts: range) -> None:
         remove_values(run, attempts)
         return
     for name in store.list_names(run.path("result")):
-        if name.startswith("."):
+        if store.is_unfinished(name):
             store.remove(run.path("result", name))
 
 
 def remove_values(run: RunDirectory, attempts: range) -> None:
     """Deletes values and unfinished uploads of failed attempts from an object store."""
-    begins = tuple(f"value-{attempt}." for attempt in attempts)
-    for begin in begins:
-        store.abort_uploads(run.path("result", begin))
-    for name in store.list_names(run.path("result")) if begins else []:
-        if name.startswith(begins):
+    for attempt in attempts:
+        store.abort_uploads(run.path("result", f"value-{attempt}."))
+    for name in store.list_names(run.path("result")) if attempts else []:
+        if (value := _VALUE.fullmatch(name)) and int(value[1]) in attempts:
             store.remove(run.path("result", name))
 
 

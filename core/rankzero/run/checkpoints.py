@@ -36,7 +36,7 @@ DAMAGED = "damaged"
 _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})-([0-9]{6}|[1-9][0-9]{6,})")
 """Name of a checkpoint's folder."""
 
-_FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{re.escape(PIECES)}|{DAMAGED}|\.writing-[0-9a-f]{{16}}")
+_FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{re.escape(PIECES)}|{DAMAGED}")
 """Name of a file in a folder that is not committed."""
 
 MODES = ("min", "max")
@@ -193,7 +193,8 @@ def remove_uncommitted(run: RunDirectory, name: str) -> None:
         OSError: the store cannot be listed (or an error of its fsspec driver).
     """
     with contextlib.suppress(NotADirectoryError):
-        if all(_FILE.fullmatch(file) for file in store.list_names(run.path(FOLDER, name))):
+        files = store.list_names(run.path(FOLDER, name))
+        if all(_FILE.fullmatch(file) or store.is_unfinished(file) for file in files):
             store.remove(run.path(FOLDER, name))
 
 

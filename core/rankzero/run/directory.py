@@ -25,6 +25,8 @@
     driver.log    output of a detached driver
 
 On an object store ``events.jsonl`` and ``logs/lines`` are folders of numbered pieces; see `rankzero.run.pieces`.
+
+A directory is a run's only by the token or a claim, and a driver deletes only files of the names that rankzero writes.
 """
 
 from __future__ import annotations
@@ -62,11 +64,22 @@ OUTCOME = "outcome.json"
 DATASETS = "datasets"
 """The folder of rows that Spark has computed for the ranks, with a folder for each dataset."""
 
-_LEFT_NAMES = {
-    *("submissions", "status.json", EVENTS, "logs", "checkpoints", "flight", DATASETS, "result", "tables", "lease"),
-    *("driver.log", "report.html"),
-}
-"""Names that a driver or a rank may write after a user has removed the directory of their run."""
+_TOKEN = re.compile(rb"rankzero-[0-9a-f]{32}")
+
+_LEFT = r"""status\.json | lease | driver\.log | report\.html | datasets\.json
+    | (?:events\.jsonl | logs/lines)/[0-9]{8} | events\.jsonl | logs/rank-[0-9]+\.log
+    | submissions/[0-9]+/(?:claim | driver | starting | delivery | cancel | stage/[^/]+
+        | (?:payload\.pkl | (?:job | outcome | datasets)\.json | modules\.(?:zip | txt) | code\.(?:tar\.gz | txt))
+        | driver\.py | rankzero\.jar)
+    | checkpoints/[0-9]{4,}-[0-9]{6,}/(?:rank-[0-9]+\.[a-z.]+ | pieces\.jsonl | checkpoint\.json | damaged)
+    | datasets/[^/]+-[0-9a-f]{8}(?:\.[0-9]+)?/(?:part-[^/]+\.arrow | _token)
+    | flight/attempt-[0-9]+/rank-[0-9]+\.json
+    | result/value-[0-9]+\.[a-z]+
+    | tables/[0-9]{4,}/[^/]+/(?:part-[0-9]+-[0-9]+-[0-9]+\.parquet | _schema-[0-9a-f-]+\.arrow)
+    """
+"""Paths of files that a driver or a rank may write after a user has removed the directory of their run."""
+
+_LEFT_FOLDERS = {"submissions", "logs", "checkpoints", "flight", DATASETS, "result", "tables"}
 
 STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
 
@@ -228,19 +241,28 @@ class RunDirectory:
     def _has_token(self) -> bool:
         # Other programs have files with this name, and a power failure may have emptied this one.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return re.fullmatch(rb"[0-9a-f]{32}", store.read_bytes(self.path("token"))) is not None
+            return _TOKEN.fullmatch(store.read_bytes(self.path("token"))) is not None
         return False
 
     def strangers(self) -> list[str]:
-        """Returns names in a directory that is not `is_own` that do not look as if a removed run had left them."""
-        found = [name for name in store.list_names(self.directory) if name not in _LEFT_NAMES]
-        checkpoints = store.list_names(self.path("checkpoints"))
-        return found + [f"checkpoints/{name}" for name in checkpoints if not re.fullmatch(r"\d{4,}-\d{6,}", name)]
+        """Returns names in a directory without a submission that rankzero does not write there.
+
+        A submitter that died has left the others, or the driver and the ranks of a run whose directory was removed.
+        """
+        known = {"token"} if self._has_token() else set()
+
+        def is_strange(path: str) -> bool:
+            name = path.rpartition("/")[2]
+            return not (path in known or re.fullmatch(_LEFT, path, re.VERBOSE) or store.is_unfinished(name))
+
+        # Folders of others may be large, so they are read only where all names are those of rankzero.
+        names = [name for name in store.list_names(self.directory) if name not in _LEFT_FOLDERS]
+        return list(filter(is_strange, names)) or list(filter(is_strange, store.list_files(self.directory)))
 
     def make(self) -> None:
         """Makes the directory. Of several processes that call this, each finds it made. Raises OSError."""
         store.make_directory(self.directory)
-        store.create(self.path("token"), secrets.token_hex(16).encode())
+        store.create(self.path("token"), _new_token())
 
     def claim(self, submission: int) -> bool:
         """Returns True to the one caller that may write this submission. Raises OSError."""
@@ -344,7 +366,7 @@ class RunDirectory:
             patience: `RunStatus.patience`: seconds that a cluster may take to start the driver.
         """
         if not (store.exists(self.path("token")) and self._has_token()):
-            store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
+            store.write_bytes(self.path("token"), _new_token())
         store.remove(self.path("lease"))
         if self.newest_claim() > job.submission:
             return
@@ -485,6 +507,11 @@ def bound_of(lease: bytes) -> float | None:
     """Returns the seconds of a lease; None for the run's ``orphan_timeout``."""
     _, _, bound = lease.partition(b" ")
     return float(bound) if bound else None
+
+
+def _new_token() -> bytes:
+    """Returns a unique text by which a directory is recognized as one of rankzero's."""
+    return f"rankzero-{secrets.token_hex(16)}".encode()
 
 
 def _new_claim(kind: str = "") -> bytes:

@@ -245,7 +245,7 @@ def _age_of_rows(run: RunDirectory) -> Age | None:
     Trials of a sweep share the rows in its directory. A submitter that died before its submission, perhaps while Spark
     computed its dataset, has left such a directory, too.
     """
-    if not run.is_own():
+    if not run.is_own() or run.strangers():
         return None
     folders = [run.path(DATASETS, name) for name in store.list_names(run.path(DATASETS))]
     files = [store.join(folder, name) for folder in folders for name in store.list_names(folder)]

@@ -15,8 +15,12 @@ from rankzero.store.location import is_url
 
 PRIVATE_DIRECTORY = 0o700
 
-_UNFINISHED = re.compile(r"\.writing-[0-9a-f]{16}|\.rankzero-probe-[a-z0-9_]{8}|\.committing-[0-9]+\.[a-z]+")
-"""Name of a file while it is written: one of `temporary_beside`, a store's probe, or the value that rank 0 returns."""
+_UNFINISHED = re.compile(
+    r"""\.writing-[0-9a-f]{16} | \.rankzero-probe-[a-z0-9_]{8} | \.committing-[0-9]+\.[a-z]+
+    | \.upload-[0-9]+-(?:value | checkpoint-[0-9]+-[0-9]+)""",
+    re.VERBOSE,
+)
+"""Name of a file while it is written: `temporary_beside`, a store's probe, and a value or part on its way to there."""
 
 _SCRATCH = re.compile(r"\.writing-[a-z0-9_]{8}")
 """Name that `tempfile` gives a folder with the prefix ``.writing-``."""
@@ -118,6 +122,21 @@ def list_names(location: str) -> list[str]:
     with contextlib.suppress(FileNotFoundError):
         return sorted(os.listdir(location))
     return []
+
+
+def list_files(location: str) -> list[str]:
+    """Returns the paths of all files below a directory, relative to it; links are not followed, and count as files."""
+    if is_url(location):
+        filesystem, path = _filesystem(location)
+        filesystem.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(found[len(path.rstrip("/")) + 1 :] for found in filesystem.find(path))
+        return []
+    found = []
+    for place, below, names in os.walk(location):
+        links = [name for name in below if os.path.islink(os.path.join(place, name))]
+        found += [os.path.relpath(os.path.join(place, name), location) for name in names + links]
+    return sorted(found)
 
 
 def sizes(location: str) -> dict[str, int]:
@@ -288,6 +307,11 @@ def _create_object(location: str, data: bytes) -> bool:
     return True
 
 
+def is_unfinished(name: str) -> bool:
+    """Returns True for the name of a local file that a process has begun to write."""
+    return _UNFINISHED.fullmatch(name) is not None
+
+
 def remove_unfinished(directory: str, *, deep: bool = True, folders: bool = False) -> None:
     """Removes local files that a killed process began to write: those unchanged for `UNFINISHED_AFTER`.
 
@@ -301,7 +325,7 @@ def remove_unfinished(directory: str, *, deep: bool = True, folders: bool = Fals
     for place, below, names in os.walk(directory):
         for name in below + names:
             is_scratch = folders and name in below and _SCRATCH.fullmatch(name)
-            if not (is_scratch or _UNFINISHED.fullmatch(name)):
+            if not (is_scratch or is_unfinished(name)):
                 continue
             path = os.path.join(place, name)
             # The writer may have completed it meanwhile.
