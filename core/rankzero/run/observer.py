@@ -92,7 +92,10 @@ class Observer:
 
     def _driver_log_tail(self) -> list[str]:
         with contextlib.suppress(OSError):
-            output = self._driver.last_output() if self._driver else store.read_bytes(self._run.path("driver.log"))
+            if self._run.is_remote:
+                output = self._driver.last_output() if self._driver else b""
+            else:
+                output = store.read_bytes(self._run.path("driver.log"))
             return [f"  {line}" for line in output.decode("utf-8", "replace").splitlines()[-DRIVER_LOG_TAIL:]]
         return []
 

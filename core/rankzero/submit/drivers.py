@@ -41,7 +41,7 @@ class DriverProcess(subprocess.Popen[bytes]):
     _output = -1
 
     def keep_output(self, file: IO[bytes]) -> None:
-        """Keeps a file open to which the driver prints, for `last_output`."""
+        """Keeps a file without a name open to which the driver prints, for `last_output`."""
         self._output = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._output)
 
@@ -124,7 +124,8 @@ def start_driver(run: RunDirectory, job: Job, private: dict[str, Any], owner: in
             pass_fds=[owner] if owner is not None else [],
             start_new_session=True,
         )
-        driver.keep_output(log)
+        if run.is_remote:
+            driver.keep_output(log)
     # On a busy host its first heartbeat may be late: until then readers query its process.
     with contextlib.suppress(OSError):
         run.record_starting(job.submission, describe_process(driver.pid))
