@@ -24,7 +24,7 @@ from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run import delivery
-from rankzero.run.checkpoints import FOLDER
+from rankzero.run.checkpoints import list_folders
 from rankzero.run.directory import RunDirectory, RunStatus, compare_job
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, Comparison, describe
@@ -323,15 +323,13 @@ def _report_earlier(run: RunDirectory, existing: Existing) -> None:
     if existing.decision is Decision.RESUME and existing.comparison.differing:
         changed = describe(existing.comparison.differing)
         logger.warning("run %s resumes from its last checkpoint with another training: %s", run.directory, changed)
-    if existing.decision is Decision.FRESH:
-        left = [name for name in store.list_names(run.path(FOLDER)) if name.partition("-")[0].isdecimal()]
-        if left:
-            logger.warning(
-                "run %s begins from scratch; the checkpoints of the training before stay until `rankzero gc` removes "
-                "them: %s",
-                run.directory,
-                ", ".join(left[-_MOST_NAMED:]),
-            )
+    if existing.decision is Decision.FRESH and (left := list_folders(run)):
+        logger.warning(
+            "run %s begins from scratch; the checkpoints of the training before stay until `rankzero gc` removes "
+            "them: %s",
+            run.directory,
+            ", ".join(left[-_MOST_NAMED:]),
+        )
 
 
 def _await_submission(run: RunDirectory, number: int, timeout: float) -> bool:
@@ -358,7 +356,7 @@ def await_end(run: RunDirectory, job: Job) -> None:
 
 def _last_attempt(run: RunDirectory) -> int:
     """Returns the highest attempt that left checkpoints, rows or a value: the status may be older than those."""
-    numbers = [name.partition("-")[0] for name in store.list_names(run.path(FOLDER))]
+    numbers = [name.partition("-")[0] for name in list_folders(run)]
     numbers += store.list_names(run.path(TABLES))
     numbers += [name.removeprefix("value-").partition(".")[0] for name in store.list_names(run.path("result"))]
     return max((int(number) for number in numbers if number.isdecimal()), default=-1)
