@@ -147,9 +147,9 @@ def reads_for_checksums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     read: list[str] = []
     real = digest.verify
 
-    def noted(file: Any, expected: str) -> None:
+    def noted(file: Any, expected: str, location: str) -> None:
         read.append(file.name)
-        real(file, expected)
+        real(file, expected, location)
 
     monkeypatch.setattr(digest, "verify", noted)
     return read
