@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from tests.conftest import until
 
 from rankzero import Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError, store
+from rankzero.channel import Uploads
 from rankzero.cli import main
 
 
@@ -208,3 +210,31 @@ def test_a_value_arrives_after_the_main_thread_has_ended(tmp_path: Path) -> None
     command = [sys.executable, str(program), str(tmp_path / "go")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "result 42" in done.stdout, done.stderr
+
+
+def test_a_run_waits_for_the_checkpoints_that_ranks_still_send(
+    remote: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has no access to the store, and its last checkpoint takes longer than its way to the end."""
+
+    def train() -> int:
+        import torch
+
+        import rankzero.train as rt
+
+        rank = rt.get_context().rank
+        for step in range(2):
+            state = {"w": torch.full((1_000_000 * step * rank + 1,), float(step))}
+            rt.report({"step": step}, checkpoint=state, sharded=True)
+        return rank
+
+    write = Uploads._write_all
+
+    def slowly(upload: Uploads, data: memoryview) -> None:
+        time.sleep(0.3)
+        write(upload, data)
+
+    monkeypatch.setattr(Uploads, "_write_all", slowly)
+    with remote.options(run_id="sends").owned(train, (), {}) as handle:
+        assert handle.result(60) == 0
+        assert [manifest.metrics["step"] for manifest in handle.checkpoints()] == [0, 1]

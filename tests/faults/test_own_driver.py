@@ -178,3 +178,14 @@ def test_a_store_that_fails_when_the_driver_starts_delays_the_run(
 
     monkeypatch.setattr(drivers, "DriverProcess", with_flaky_store)
     assert launcher.options(run_id="run").submit(max, 1, 2).result(WAIT) == 2
+
+
+def test_a_forked_child_of_the_submitter_knows_that_the_driver_lives(launcher: Launcher, tmp_path: Path) -> None:
+    """The driver is no child process of its own."""
+    handle = launcher.options(run_id="run").submit(wait_for, str(tmp_path / "go"))
+    until(lambda: handle.status().state == "running", WAIT, "the training")
+    if not (child := os.fork()):
+        os._exit(0 if handle.status().state == "running" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    (tmp_path / "go").touch()
+    assert handle.result(WAIT) == "trained"

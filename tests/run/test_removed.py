@@ -209,3 +209,13 @@ def test_a_driver_owns_its_directory_until_it_is_another_run_s(tmp_path: Path) -
     for submission, nonce in ((0, "zero"), (1, "one")):
         assert not owns(run, submission, nonce)
     assert run.job().nonce == "new"
+
+
+def test_a_late_status_of_a_driver_that_counted_as_dead_hides_no_result(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run"))
+    submit(run, 0, "zero")
+    submit(run, 1, "one")
+    run.write_status(RunStatus(state="succeeded", submission=1, nonce="one"))
+    # The driver of submission 0 was stopped between its check of the owner and its write.
+    run.write_status(RunStatus(state="running", nonce="zero", driver_pid=1))
+    assert CurrentStatus(run).read().state == "succeeded"

@@ -27,7 +27,7 @@ from rankzero.agent.inputs import InputError, Inputs, Requests
 from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.channel import messages
 from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
-from rankzero.channel.messages import Message, decode, encode
+from rankzero.channel.messages import FINISHED, Message, decode, encode
 from rankzero.channel.pace import next_delivery
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
@@ -291,6 +291,10 @@ class Agent:
             if result and os.path.dirname(result["path"]) == self._config["scratch"]:
                 then = encode(message, rank.local_rank)
                 self._client.send_file("value", result["path"], then, result["digest"])
+                return
+            if self._ending.has_parts:
+                # Behind its parts of checkpoints: the driver ends the run when all ranks have finished.
+                self._client.send_file(f"{FINISHED}{rank.local_rank}", os.devnull, encode(message, rank.local_rank))
                 return
         elif isinstance(message, messages.Failed):
             self._drain(rank, self._on_output)

@@ -20,6 +20,9 @@ KINDS: dict[str, type[Message]] = {}
 NEVER = sys.maxsize
 """Number in `NotCommitted` that is greater than that of any checkpoint."""
 
+FINISHED = "finished-"
+"""Beginning of the name of an empty file, behind which a rank's `Finished` follows the files of its checkpoints."""
+
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE
-from rankzero.channel.messages import Finished, Part, Uploaded
+from rankzero.channel.messages import FINISHED, Finished, Part, Uploaded
 from rankzero.driver.commits import Committer, NotOwnerError
 from rankzero.driver.ending import Facts, not_stored
 from rankzero.driver.rows import remove_rows
@@ -59,6 +60,10 @@ class Storage:
 
     def note_upload(self, task: int, message: Uploaded) -> None:
         """Records that a file of this task has arrived over the channel, or that it will not."""
+        if message.name.startswith(FINISHED):
+            with contextlib.suppress(OSError):
+                os.unlink(message.path or "")
+            return
         self._uploads[task, message.name] = message
 
     def note_kind(self, rank: int, *, sharded: bool) -> None:

@@ -9,7 +9,7 @@
         modules.zip   the user's modules;  modules.txt  lists the files in it, and those left out, for people
         driver        names the driver; created once, so that one driver runs the submission
         starting      the driver's process, until it writes a status; not on an object store
-        outcome.json  the status since success or the end is certain; on a disk, since a later submission has begun
+        outcome.json  the final status; on an object store, the status since success or the end is certain
         delivery      the receiver of the result, and its acknowledgement; see `rankzero.run.delivery`
         stage/        files between a driver in a stage and its tasks; see `rankzero.task.stage`
         cancel        a request to end this submission; may name the orchestrator's try for which it is
@@ -422,9 +422,9 @@ class RunDirectory:
     def outcome(self, submission: int) -> RunStatus | None:
         """Returns the recorded status with which a submission ended or was certain to succeed; None if there is none.
 
-        It is recorded on an object store as soon as the status is certain: a delayed request of an earlier heartbeat,
-        which the server executes after the final write, can replace ``status.json`` but not the outcome. On a disk the
-        next submission records it, before it replaces ``status.json``.
+        It is recorded before ``status.json``, which a late write of another driver may replace: one that was stopped,
+        and counted as dead. On an object store it is recorded as soon as the status is certain, since the server may
+        execute a delayed request of an earlier heartbeat after the final write.
         """
         with contextlib.suppress(RunNotFoundError):
             return self._read_status(self.submission_path(submission, OUTCOME))
@@ -451,7 +451,8 @@ class RunDirectory:
 
     def keep_outcome(self, status: RunStatus) -> None:
         """Records how a submission ended, before the status of the next one replaces its status. Raises OSError."""
-        if self.outcome(status.submission) is None:
+        found = self.outcome(status.submission)
+        if found is None or found.nonce != status.nonce:
             self._write_outcome(status)
 
     def _write_outcome(self, status: RunStatus) -> None:
@@ -460,8 +461,11 @@ class RunDirectory:
     def write_status(self, status: RunStatus) -> None:
         """Replaces the status. The write is durable if the outcome is certain; a heartbeat is not worth an fsync."""
         data = json.dumps(vars(status)).encode()
-        if self.is_remote and status.certain:
-            self._write_outcome(status)
+        # A late write of a driver that counted as dead may replace the status, and no outcome.
+        if status.final or (self.is_remote and status.certain):
+            # A driver of a run that was removed may write into a directory that has fewer submissions.
+            with contextlib.suppress(FileNotFoundError):
+                self._write_outcome(status)
         store.write_bytes(self.path("status.json"), data, durable=status.certain)
 
     def request_cancel(self, submission: int, receiver: Mapping[str, Any] | None = None) -> None:

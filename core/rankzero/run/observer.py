@@ -64,6 +64,8 @@ class Observer:
         self._run = run
         self._driver = driver
         self._submission = submission
+        # A forked child of this process has no child process, and cannot query the driver as its parent can.
+        self._pid = os.getpid()
         self._heartbeat = HeartbeatWatch()
         self._current = current or CurrentStatus(run)
 
@@ -129,7 +131,7 @@ class Observer:
         A driver that this process started is a child process or a thread, whose end is known. Its training therefore
         continues even if the store rejects its heartbeats for minutes.
         """
-        if self._driver is not None and status.submission == self._submission:
+        if self._driver is not None and status.submission == self._submission and os.getpid() == self._pid:
             # By the host's name, which costs less than the process namespace: followers query this again and again.
             ours = (socket.gethostname(), self._driver.pid)
             if status.driver_pid is not None and (status.driver_host, status.driver_pid) != ours:
