@@ -624,3 +624,19 @@ def test_a_tensor_counts_by_its_class_and_attributes() -> None:
     vars(one)["unit"], vars(other)["unit"] = "m", "s"
     digests = [digest_of(tensor) for tensor in (one, other, torch.ones(2), torch.ones(2).as_subclass(Tagged))]
     assert len(set(digests)) == 4
+
+
+def test_a_function_whose_global_has_tensors_as_keys_counts_with_its_other_globals() -> None:
+    def train() -> object:
+        return RATES, FACTOR
+
+    names: dict[str, object] = {"RATES": {torch.zeros(3): 0.1, torch.ones(3): 0.2}}
+    digests = set()
+    for factor in (1, 2):
+        made = types.FunctionType(train.__code__, {**names, "FACTOR": factor, "__name__": "__main__"}, "train")
+        digests.add(digest_of(made))
+    assert len(digests) == 2
+
+
+RATES: object = None
+FACTOR: object = None

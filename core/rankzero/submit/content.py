@@ -149,7 +149,8 @@ class _ContentPickler(TrainingPickler):
         """Returns the items sorted by key, or in their order if the keys cannot be compared."""
         try:
             return "dict", sorted(value.items(), key=lambda item: item[0])
-        except TypeError:
+        except Exception:
+            # A comparison may raise anything: that of two tensors raises RuntimeError.
             return "dict", list(value.items())
 
     @staticmethod
