@@ -459,7 +459,11 @@ def test_the_environment_of_workers_is_in_no_file_of_the_run(tmp_path: Path) -> 
     files = [path for path in tmp_path.rglob("*") if path.is_file() and "result" not in path.parts]
     assert [path.name for path in files if path.name.startswith("payload")]
     # The status has a small value: that the worker returned it is the proof that it had it.
-    held = [path for path in files if b"very-secret-4711" in path.read_bytes() and path.name != "status.json"]
+    held = [
+        path
+        for path in files
+        if b"very-secret-4711" in path.read_bytes() and path.name not in ("status.json", "outcome.json")
+    ]
     assert held == []
 
 
