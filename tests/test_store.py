@@ -96,7 +96,10 @@ def test_of_two_creators_of_a_file_one_wins_also_without_links(tmp_path: Path, m
 
 def test_a_store_is_cleared_of_unfinished_files_and_of_no_others(tmp_path: Path) -> None:
     """Names that only resemble those of rankzero are a user's."""
-    left = [".writing-0123456789abcdef", ".rankzero-probe-0123abcd", ".committing-12.json", ".upload-0-value"]
+    left = [
+        *(".writing-0123456789abcdef", ".rankzero-probe-0123abcd", ".committing-12.json"),
+        *(".upload-0-value", ".upload-0-checkpoint-1-0", ".upload-1-finished-0"),
+    ]
     others = [
         "essay.writing",
         ".writing-workshop",

@@ -17,7 +17,7 @@ PRIVATE_DIRECTORY = 0o700
 
 _UNFINISHED = re.compile(
     r"""\.writing-[0-9a-f]{16} | \.rankzero-probe-[a-z0-9_]{8} | \.committing-[0-9]+\.[a-z]+
-    | \.upload-[0-9]+-(?:value | checkpoint-[0-9]+-[0-9]+)""",
+    | \.upload-[0-9]+-(?:value | checkpoint-[0-9]+-[0-9]+ | finished-[0-9]+)""",
     re.VERBOSE,
 )
 """Name of a file while it is written: `temporary_beside`, a store's probe, and a value or part on its way to there."""
