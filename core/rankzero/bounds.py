@@ -301,6 +301,9 @@ EXPORT_TIMEOUT = 5.0
 EXPORT_INTERVAL = 60.0
 """Seconds between two exports of metrics to OpenTelemetry while a run lives."""
 
+WANDB_POLL_INTERVAL = 0.02
+"""Seconds between two looks whether W&B's service has written the end of an offline run."""
+
 TRACKER_UPLOAD_INTERVAL = 60.0
 """Shortest time in seconds between two uploads to an object store, where nothing can be appended."""
 

@@ -82,7 +82,7 @@ class WandB(Tracker):
             # W&B's service writes most of the file after that, and gives no notice.
             deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT
             while not _has_ended(self._run.settings.sync_file) and time.monotonic() < deadline:
-                threading.Event().wait(_POLL_INTERVAL)
+                threading.Event().wait(bounds.WANDB_POLL_INTERVAL)
         finally:
             self._folder.close()
 
@@ -94,8 +94,6 @@ _HEAD = struct.Struct("<IHB")
 """The head of a record, or of a piece of one: checksum, length, and kind."""
 
 _FULL, _FIRST, _LAST = 1, 2, 4
-
-_POLL_INTERVAL = 0.02
 
 
 def _has_ended(path: str) -> bool:
