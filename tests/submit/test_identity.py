@@ -640,3 +640,97 @@ def test_a_function_whose_global_has_tensors_as_keys_counts_with_its_other_globa
 
 RATES: object = None
 FACTOR: object = None
+
+
+class Node:
+    def __init__(self, following: object) -> None:
+        self.following = following
+
+
+@pytest.mark.parametrize("link", [Node, lambda following: {"following": following}], ids=["objects", "dicts"])
+def test_objects_that_are_nested_deeply_count_with_what_surrounds_them(
+    link: Callable[[object], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    def train() -> object:
+        return RATES, FACTOR
+
+    def made(factor: int, depth: int = 150) -> str:
+        nested = functools.reduce(lambda following, _: link(following), range(depth), 0)
+        names = {"RATES": nested, "FACTOR": factor, "__name__": "__main__"}
+        return digest_of(types.FunctionType(train.__code__, names, "train"))
+
+    assert made(1) == made(1)
+    assert len({made(1), made(2), made(1, depth=149)}) == 3
+    assert not caplog.records
+
+
+# -- what is shipped beside the modules --------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of the user's with data files, and with a registry that imports its modules by computed names."""
+    root = tmp_path / f"acme_{secrets.token_hex(4)}"
+    models = root / "models"
+    models.mkdir(parents=True)
+    (root / "__init__.py").touch()
+    (root / "conf.json").write_text('{"lr": 0.1}')
+    (root / "server.pem").write_text("secret")
+    (root / "unrelated.py").write_text("N = 1\n")
+    (root / "job.py").write_text(f"from {root.name} import models\n\ndef train():\n    return models.ALL\n")
+    (models / "__init__.py").write_text("ALL = []\n")
+    (models / "small.py").write_text("LAYERS = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return root
+
+
+def test_the_data_files_of_a_package_count(package: Path) -> None:
+    def identity() -> Any:
+        return identity_of(f"{package.name}.job:train", (), {}, 2)
+
+    before = identity()
+    (package / "server.pem").write_text("another secret, which is not shipped")
+    (package / ".hidden").write_text("not shipped either")
+    edited(package / "unrelated.py", "1", "2")
+    assert identity() == before
+    edited(package / "conf.json", "0.1", "0.2")
+    assert compare(before, identity()).differing == (f"module {package.name} (data files)",)
+    assert compare(before, identity(), automatic=True).same
+    edited(package / "conf.json", "0.2", "0.1")
+    (package / "assets").mkdir()
+    (package / "assets" / "words.txt").write_text("a b c")
+    assert compare(before, identity()).differing == (f"module {package.name} (data files)",)
+
+
+@pytest.mark.parametrize(
+    "registry",
+    [
+        "for found in pkgutil.iter_modules(__path__):\n    importlib.import_module(f'{__name__}.{found.name}')\n",
+        "for name in ALL:\n    importlib.import_module(name)\n",
+        "for name in ALL:\n    importlib.import_module('.' + name, __package__)\n",
+        "def get(name):\n    return pydoc.locate(name)\n",
+    ],
+)
+def test_modules_count_that_a_registry_imports_by_a_computed_name(package: Path, registry: str) -> None:
+    (package / "models" / "__init__.py").write_text(f"import importlib, pkgutil, pydoc\nALL = []\n{registry}")
+    before = identity_of(f"{package.name}.job:train", (), {}, 2)
+    edited(package / "models" / "small.py", "1", "2")
+    after = identity_of(f"{package.name}.job:train", (), {}, 2)
+    assert compare(before, after).differing == (f"module {package.name}.models.small",)
+
+
+def test_data_files_of_a_package_in_a_folder_without_init_are_shipped_and_count(package: Path, tmp_path: Path) -> None:
+    namespace = tmp_path / f"company_{secrets.token_hex(4)}"
+    namespace.mkdir()
+    (namespace / "notes.txt").write_text("no part of a package")
+    package.rename(namespace / "ml")
+    (namespace / "ml" / "job.py").write_text("def train():\n    return 1\n")
+    importlib.invalidate_caches()
+    before = identity_of(f"{namespace.name}.ml.job:train", (), {}, 2)
+    shipped = payload.build(f"{namespace.name}.ml.job:train", (), {}).modules
+    assert shipped
+    assert f"{namespace.name}/ml/conf.json" in shipped.listing
+    assert "notes.txt" not in shipped.listing
+    edited(namespace / "ml" / "conf.json", "0.1", "0.2")
+    after = identity_of(f"{namespace.name}.ml.job:train", (), {}, 2)
+    assert compare(before, after).differing == (f"module {namespace.name} (data files)",)

@@ -115,7 +115,7 @@ class _ContentPickler(TrainingPickler):
             # Item by item a million numbers take seconds; this takes 30 ms. Version 2 of marshal writes no references.
             return cls.__name__, hashlib.sha256(marshal.dumps(value, 2)).hexdigest()
         if cls is dict:
-            return self._contents(value, self._pairs)
+            return self._dict(value)
         if isinstance(value, (set, frozenset)):
             # The order of the items differs between processes.
             return cls, sorted(map(self._digest_of_item, value)), getattr(value, "__dict__", {})
@@ -129,6 +129,9 @@ class _ContentPickler(TrainingPickler):
         if isinstance(value, types.ModuleType):
             return self._module(value)
         return self._object(value)
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        return self._contents(value, self._pairs)
 
     def _object(self, value: Any) -> Any:
         if _is_tensor(value):
@@ -226,20 +229,13 @@ class _ContentPickler(TrainingPickler):
 
 
 class _PlainPickler(_ContentPickler):
-    """Pickles values whose parts cannot be found, as plain pickle does.
+    """Pickles dicts and objects as plain pickle does: those whose parts cannot be found, or are nested too deeply."""
 
-    Functions and classes that are pickled by value count by their names, since cloudpickle gives them random ones.
-    """
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        return None
 
     def _object(self, value: Any) -> Any:
         return None
-
-    def _function(self, function: types.FunctionType) -> Any:
-        return function.__qualname__, facts_of_code(function.__code__)
-
-    @staticmethod
-    def _class(cls: type) -> Any:
-        return "class", cls.__qualname__
 
 
 def _is_written_in_python(cls: type) -> bool:

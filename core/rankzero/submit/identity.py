@@ -29,6 +29,7 @@ from rankzero.run.identity import (
 from rankzero.submit.content import digest_with_modules, facts_of_code
 from rankzero.submit.modules import digest_of_script, digests_of_modules, is_user_module_name
 from rankzero.submit.params import named_arguments
+from rankzero.submit.shipping import digests_of_data_files
 from rankzero.submit.training import Command, Module, Script, resolve
 from rankzero.submit.user_code import UserCode
 from rankzero.values.digest import digest_of as digest_of_bytes
@@ -48,8 +49,9 @@ def identity_of(
 ) -> Identity:
     """Returns the identity of a training, equal in every process for the same code, arguments and world size.
 
-    The code is a script, or a function with the objects that it refers to, and the user's modules that these import. A
-    function that is pickled by reference counts by its instructions and its module.
+    The code is a script, or a function with the objects that it refers to, and the user's modules that these import,
+    with the data files that are shipped with their packages. A function that is pickled by reference counts by its
+    instructions and its module.
 
     Args:
         train: As for `Launcher.run`.
@@ -61,7 +63,7 @@ def identity_of(
         datasets: Name and checksum of each dataset.
 
     Raises:
-        InvalidJobError: ``train`` names no script or function.
+        InvalidJobError: ``train`` names no script or function, or its modules are too large to be shipped.
     """
     resolved = resolve(train)
     parts = {NUM_PROCESSES: repr(world_size)}
@@ -80,6 +82,8 @@ def identity_of(
         parts[SENT_CODE] = _short(digest_of_bytes([archive]))
     modules_by_name = digests_of_modules(needed) | modules_of_code
     parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in modules_by_name.items()}
+    data = digests_of_data_files(modules_by_name, getattr(resolved, "directory", None))
+    parts |= {f"{MODULE}{name} (data files)": digest[:DIGITS] for name, digest in data.items()}
     return Identity.of(parts, **{TRAIN: own})
 
 

@@ -76,11 +76,13 @@ def globals_of_classes(code: types.CodeType) -> frozenset[str]:
 def imports_of_tree(tree: ast.AST, package: str = "") -> set[str]:
     """Returns the absolute names that a source imports anywhere; some may be no modules.
 
-    A computed name, ``import_module(f"models.{kind}")``, is returned by its beginning: ``models.*``.
+    A computed name, ``import_module(f"models.{kind}")``, is returned by its beginning: ``models.*``. If the beginning
+    is computed, too, or if the source looks modules up (``pkgutil.iter_modules``), the code may import anything in its
+    own top-level package: ``acme.*``.
 
     Args:
         tree: The syntax tree of the source.
-        package: The package for relative imports; without it they are left out.
+        package: The package of the source; without it relative imports and unknown names are left out.
     """
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -89,14 +91,19 @@ def imports_of_tree(tree: ast.AST, package: str = "") -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names = [alias.name for alias in node.names]
             found |= names_of_import(package, node.level, node.module or "", names)
-        elif isinstance(node, ast.Call) and node.args and _name_of_call(node) in _IMPORTERS:
-            text = _leading_text(node.args[0])
+        elif isinstance(node, ast.Call) and (called := _name_of_call(node)) in _IMPORTERS | _SEARCHERS:
+            text = _leading_text(node.args[0]) if node.args and called in _IMPORTERS else ""
             if _DOTTED.fullmatch(text):
                 found.add(_of_computed(text))
+            elif package:
+                found.add(f"{package.partition('.')[0]}.*")
     return found
 
 
 _IMPORTERS = frozenset({"import_module", "__import__"})
+_SEARCHERS = frozenset({"iter_modules", "walk_packages", "locate", "instantiate"})
+"""Functions of pkgutil, pydoc and Hydra that find modules which no source names."""
+
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)*\.?")
 
 

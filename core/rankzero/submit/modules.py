@@ -232,10 +232,11 @@ def digest_of_script(path: str) -> tuple[str, frozenset[str]]:
 def _below(package: str, first: str | None) -> Iterator[str]:
     """Yields the names of all modules in the folders of a user's package."""
     for base in getattr(spec_of(package, first), "submodule_search_locations", None) or []:
-        for directory, _, names in os.walk(base):
+        for directory, children, names in os.walk(base):
+            children[:] = filter(str.isidentifier, children)
             parts = os.path.relpath(directory, base).split(os.sep)
-            parents = [package, *(part for part in parts if part != os.curdir)]
-            yield from (".".join([*parents, name[:-3]]) for name in names if name.endswith(".py"))
+            parent = ".".join([package, *(part for part in parts if part != os.curdir)])
+            yield from (f"{parent}.{name[:-3]}" for name in names if name.endswith(".py") and name != "__init__.py")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,7 +5,7 @@ file                                                    shipped
 ======================================================  ===============================================
 the source of a user module that the code imports       always, with the modules that this one imports
 another file in the package of such a module            unless it is named like a key or a password
-a file in a folder without ``__init__.py``              only if it is a source
+a file in no folder with an ``__init__.py``             only if it is a source
 a hidden file or folder, ``__pycache__``                never
 an installed module, rankzero, torch, pyspark           never: the executors have them
 ======================================================  ===============================================
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import io
 import logging
 import os
@@ -89,6 +90,44 @@ def zip_modules(names: Iterable[str], first: str | None = None) -> Shipped | Non
     lines = [f"{sizes[name]:>12}  {name}" for name in sorted(files)]
     lines += [f"{'left out':>12}  {name}" for name in sorted(left_out)]
     return Shipped(_zip(files), "\n".join(lines) + "\n")
+
+
+def digests_of_data_files(modules: Iterable[str], first: str | None = None) -> dict[str, str]:
+    """Returns a checksum for each top-level package of ``modules`` that is shipped with other files than sources.
+
+    Args:
+        modules: Absolute names of user modules.
+        first: As for `zip_modules`.
+
+    Raises:
+        InvalidJobError: the files are larger than `MODULES_LIMIT`.
+    """
+    digests: dict[str, str] = {}
+    for root in sorted({name.partition(".")[0] for name in modules}):
+        found = _files_of(root, spec) if (spec := spec_of(root, first)) else ()
+        files = {name: path for name, path in found if not (name.endswith(".py") or is_private(os.path.basename(name)))}
+        facts = {name: facts for name, path in files.items() if (facts := _facts_of_file(path))}
+        _check_size({name: size for name, (size, _, _) in facts.items()})
+        if facts:
+            contents = [(name, _digest_of_file(files[name], *facts[name])) for name in sorted(facts)]
+            digests[root] = hashlib.sha256(repr(contents).encode()).hexdigest()
+    return digests
+
+
+def _facts_of_file(path: str) -> tuple[int, int, int] | None:
+    """Returns size, time of modification and inode of a file; None if it was removed."""
+    with contextlib.suppress(OSError):
+        state = os.stat(path)
+        return state.st_size, state.st_mtime_ns, state.st_ino
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest_of_file(path: str, _size: int, _modified: int, _inode: int) -> str:
+    """Returns the checksum of a file's bytes; of none if it was removed."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    return ""
 
 
 def _files_for(names: Iterable[str], first: str | None) -> tuple[dict[str, str], list[str]]:
@@ -169,10 +208,13 @@ def _files_of(module: str, spec: Any) -> Iterator[tuple[str, str]]:
             yield os.path.join(*parents, os.path.basename(spec.origin)), spec.origin
         return
     for base in spec.submodule_search_locations:
+        # A folder without __init__.py may be no package, and only have the name: ship its sources alone.
+        packages: set[str] = set()
         for directory, children, names in os.walk(base):
             children[:] = [name for name in children if not is_skipped(name)]
-            # A folder without __init__.py may be no package, and only have the name: ship its sources alone.
-            for name in names if spec.origin else [name for name in names if name.endswith(".py")]:
+            if spec.origin or "__init__.py" in names or os.path.dirname(directory) in packages:
+                packages.add(directory)
+            for name in names if directory in packages else [name for name in names if name.endswith(".py")]:
                 path = os.path.join(directory, name)
                 if os.path.isfile(path):
                     yield os.path.join(*parts, os.path.relpath(path, base)), path
