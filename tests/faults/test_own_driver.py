@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import EngineError, Launcher, RunHandle
+from rankzero import EngineError, Launcher, LocalEngine, RunHandle
 from rankzero.host import process_namespace, process_start, this_thread
 from rankzero.run import RunDirectory, RunStatus, observer, process_lives
 from rankzero.submit import drivers
@@ -189,3 +189,34 @@ def test_a_forked_child_of_the_submitter_knows_that_the_driver_lives(launcher: L
     assert os.waitpid(child, 0)[1] == 0
     (tmp_path / "go").touch()
     assert handle.result(WAIT) == "trained"
+
+
+class Elsewhere(LocalEngine):
+    """An engine whose drivers its caller cannot watch, as those of `SparkSubmitEngine`."""
+
+    drives_elsewhere = True
+
+    def start_driver(self, run: RunDirectory, private: dict[str, Any]) -> None:
+        drivers.start_driver(run, run.job(), private)
+
+
+class Apart(LocalEngine):
+    prefers_own_process = True
+
+
+@pytest.mark.parametrize("engine", [LocalEngine(), Apart(), Elsewhere()], ids=["thread", "process", "leased"])
+def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp_path: Path, engine: Any) -> None:
+    request = launcher.options(run_id="run", engine=engine)._request()
+    parent = os.getpid()
+    try:
+        with drivers.open_owned(request, wait_for, (str(tmp_path / "go"),), {}) as handle:
+            until(lambda: handle.status().state == "running", WAIT, "the training")
+            if not os.fork():
+                raise SystemExit
+            os.wait()
+            assert handle.status().state == "running"
+            (tmp_path / "go").touch()
+            assert handle.result(WAIT) == "trained"
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)

@@ -190,11 +190,13 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
 @contextlib.contextmanager
 def _leased_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver on the cluster, which ends its run with the block, or when no process follows the run."""
+    owner = os.getpid()
     try:
         yield start(run, job, request)
     finally:
-        # The driver's own status decides: this process may only have counted the driver as dead.
-        if not run.status().final:
+        # The driver's own status decides: this process may only have counted the driver as dead. A forked child that
+        # leaves the block does not own the run.
+        if os.getpid() == owner and not run.status().final:
             handle = RunHandle[Any](run.directory, job=job)
             handle.cancel()
             handle.wait(stop_timeout)
@@ -217,11 +219,12 @@ def _process_driver(
     finally:
         # After an interrupt, this byte ends the run immediately, even if its directory is on a slow store. The end of
         # file alone would come only after every child that was forked meanwhile has exited.
+        is_owner = os.getpid() == owner
         with contextlib.suppress(OSError):
-            if os.getpid() == owner:
+            if is_owner:
                 os.write(ours, b"\n")
         os.close(ours)
-        if handle:
+        if handle and is_owner:
             handle.wait(stop_timeout)
 
 
@@ -241,6 +244,7 @@ def _thread_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
     job = Job.from_json(job.to_json())
     driver = Driver(run, job, request.engine, dict(request.env), trackers=request.trackers)
     thread = DriverThread(driver)
+    owner = os.getpid()
     try:
         # Within the block: an interrupt may arrive as soon as the thread has started.
         thread.start()
@@ -255,7 +259,8 @@ def _thread_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
             # The caller saw a final status that the driver did not write: no training may continue without an owner.
             driver.inbox.interrupt("the process that called run() no longer follows it")
     finally:
-        if thread.ident is not None:
+        # A forked child has no copy of the thread.
+        if thread.ident is not None and os.getpid() == owner:
             thread.await_end(stop_timeout)
     if thread.error:
         raise thread.error

@@ -167,8 +167,9 @@ def prepare_data_loader(
         The loader to iterate over.
 
     Raises:
-        TypeError: not a DataLoader; a sampler without a length, for several ranks; or a loader of
-            `DatasetShard.to_torch`'s data that would combine batches into larger batches.
+        TypeError: not a DataLoader; a sampler without a length, for several ranks; Horovod's ``ElasticSampler``, which
+            keeps its own position; or a loader of `DatasetShard.to_torch`'s data that would combine batches into
+            larger batches.
 
     Example:
         >>> import torch
@@ -202,6 +203,11 @@ def prepared(loader: DataLoader[Any], share: Share, *, move: bool, seed: int | N
     is_share = isinstance(loader.dataset, (BatchDataset, SampleDataset))
     if is_share and loader.batch_size is not None:
         raise TypeError("the data of to_torch are batches already: give its DataLoader batch_size=None")
+    if hasattr(loader.sampler, "processed_indices"):
+        raise TypeError(
+            f"the sampler {type(loader.sampler).__name__} shares out the indices and keeps the position itself, which "
+            "the epochs of a prepared loader would clear: use the loader as it is"
+        )
     # A copy with another sampler keeps attributes that a constructor may not accept, such as those of a subclass.
     mine = copy.copy(loader)
     replaced: dict[str, Any] = {"_iterator": None}

@@ -8,6 +8,7 @@ import torch
 from tests.faults.kit import SlotsEngine
 
 import rankzero.compat.horovod.torch as hvd
+import rankzero.train as rt
 from rankzero import Launcher, RetryableError, WorkerFailedError, bounds
 
 
@@ -135,6 +136,13 @@ def test_a_sampler_has_what_scripts_read() -> None:
     assert list(other) == [1, 2, 3, 4], "of a list or a set, as users keep it"
     other.load_state_dict(sampler.state_dict())
     assert list(other) == [2, 3, 4]
+
+
+def test_a_sampler_with_a_position_is_refused_by_loaders_that_count_epochs() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(5.0))
+    loader = torch.utils.data.DataLoader(data, sampler=hvd.elastic.ElasticSampler(data))
+    with pytest.raises(TypeError, match="ElasticSampler shares out the indices and keeps the position itself"):
+        rt.prepare_data_loader(loader)
 
 
 class Counter(hvd.elastic.State):
