@@ -70,7 +70,7 @@ def lazy_names(package: str, names: str, root: str | None = None) -> Callable[[s
 
     Args:
         package: The name of the package.
-        names: Paths below the root, separated by spaces: ``"directory.RunDirectory directory.RunStatus"``. The last
+        names: Paths below the root, separated by spaces: ``"directory.RunDirectory status.RunStatus"``. The last
             part may be a module, too.
         root: The package that the paths begin at; None for the package itself.
 

@@ -311,7 +311,8 @@ def test_a_claim_whose_writer_was_killed_is_none_or_names_the_writer(single: Lau
 LATE = """
 import os, signal, sys
 from rankzero import Launcher
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.directory import RunDirectory
+from rankzero.run.status import RunStatus
 from tests.faults.test_durability import count_and_wait
 
 def write(self, *what, write=RunDirectory.write_submission):

@@ -13,7 +13,7 @@ from rankzero import bounds
 from rankzero.launcher import print_line
 from rankzero.report.card import describe_ranks, duration
 from rankzero.report.progress import Progress
-from rankzero.run.directory import RunStatus
+from rankzero.run.status import RunStatus
 
 if TYPE_CHECKING:
     from rich.text import Text

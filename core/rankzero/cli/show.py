@@ -15,10 +15,11 @@ from rankzero import bounds
 from rankzero.cli import words
 from rankzero.report import cost
 from rankzero.report.card import duration
-from rankzero.run.directory import STATES, RunDirectory
+from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.lines import split_rank
 from rankzero.run.listing import Listed, list_runs
+from rankzero.run.status import STATES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

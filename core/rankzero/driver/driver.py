@@ -35,7 +35,8 @@ from rankzero.errors import (
 from rankzero.host.processes import allow_open_files
 from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.directory import RunDirectory
+from rankzero.run.status import RunStatus
 
 logger = logging.getLogger(__name__)
 

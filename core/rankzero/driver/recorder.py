@@ -20,10 +20,12 @@ from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.masking import Mask
 from rankzero.run.current import owns
-from rankzero.run.directory import EVENTS, LINES, RunDirectory, RunStatus, log_name
+from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Appender
+from rankzero.run.names import EVENTS, LINES, log_name
 from rankzero.run.pace import pace
 from rankzero.run.pieces import PieceWriter
+from rankzero.run.status import RunStatus
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,10 @@ from typing import Any
 from rankzero import bounds
 from rankzero.masking import Mask, secrets_of, without_credentials
 from rankzero.run import growing, pieces
-from rankzero.run.directory import EVENTS, RunDirectory
+from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
+from rankzero.run.names import EVENTS
 from rankzero.run.reports import OfTraining
 from rankzero.tracking.tracker import Tracker
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from rankzero.report import curves
 from rankzero.report.progress import COUNTED, RankProgress
-from rankzero.run.directory import RunStatus
 from rankzero.run.reports import is_number
+from rankzero.run.status import RunStatus
 
 MAX_CURVES = 6
 MAX_RANKS = 8

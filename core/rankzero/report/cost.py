@@ -12,8 +12,8 @@ from typing import Any
 
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
-from rankzero.run.directory import RunStatus
 from rankzero.run.reports import is_number
+from rankzero.run.status import RunStatus
 
 PRICES_VARIABLE = "RANKZERO_PRICES"
 """The variable with the prices of an hour, for example ``gpu=2.49,core=0.04,currency=EUR``."""

@@ -10,10 +10,11 @@ from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.report.cost import usage
 from rankzero.report.history import History
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
 from rankzero.run.reports import is_number
+from rankzero.run.status import RunStatus
 
 LOG_CHARACTERS = 2_000_000
 """Of the lines of all ranks together that a report holds; of each rank the last ones."""

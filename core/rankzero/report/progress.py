@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rankzero.run.directory import RunStatus
 from rankzero.run.growing import Position
 from rankzero.run.reports import PROGRESS, OfTraining, RowKeeper, is_number, throughput
+from rankzero.run.status import RunStatus
 
 RATE_ROWS = 32
 """Newest reports of a rank from which its rate is computed."""

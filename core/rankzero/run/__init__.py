@@ -18,7 +18,7 @@ from rankzero import lazy_names
 lazy_names(
     __name__,
     "checkpoints.list_committed checkpoints.Manifest current.CurrentStatus current.owns "
-    "tries.detaching directory.EVENTS directory.LINES directory.RunDirectory directory.RunStatus growing.Position "
+    "tries.detaching names.EVENTS names.LINES directory.RunDirectory status.RunStatus growing.Position "
     "identity.Asked identity.compare identity.Comparison identity.describe identity.Identity lease.longest_delay "
     "lease.power listing.list_runs observer.dead_after observer.process_lives pieces.PieceWriter "
     "reconcile.decide reconcile.Decision "

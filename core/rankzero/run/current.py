@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 
 from rankzero.errors import EngineError, RunNotFoundError
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.directory import RunDirectory
+from rankzero.run.status import RunStatus
 
 
 class CurrentStatus:

@@ -39,161 +39,20 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
 from rankzero.host.processes import this_process
-from rankzero.job import PYTHON, Job, strange
+from rankzero.job import PYTHON, Job
 from rankzero.run.identity import Asked, Comparison, Identity, compare
+from rankzero.run.names import DATASETS, FOLDERS, OUTCOME, TOKEN, is_run_file
+from rankzero.run.status import RunStatus
 from rankzero.values.envelope import Part
 
 _REMOVAL = "removal "
 """The beginning of a claim for removing a run. If that process dies, the next one recognizes the claim and finishes."""
-
-EVENTS = "events.jsonl"
-
-LINES = "logs/lines"
-"""The stream of the lines of all ranks on an object store."""
-
-OUTCOME = "outcome.json"
-"""The file with the certain status of a submission."""
-
-DATASETS = "datasets"
-"""The folder of rows that Spark has computed for the ranks, with a folder for each dataset."""
-
-_TOKEN = re.compile(rb"rankzero-[0-9a-f]{32}")
-
-_LEFT = r"""status\.json | lease | driver\.log | report\.html | datasets\.json
-    | (?:events\.jsonl | logs/lines)/[0-9]{8} | events\.jsonl | logs/rank-[0-9]+\.log
-    | submissions/[0-9]+/(?:claim | driver | starting | delivery | cancel | stage/[^/]+
-        | (?:payload\.pkl | (?:job | outcome | datasets)\.json | modules\.(?:zip | txt) | code\.(?:tar\.gz | txt))
-        | driver\.py | rankzero\.jar)
-    | checkpoints/[0-9]{4,}-[0-9]{6,}/(?:rank-[0-9]+\.[a-z.]+ | pieces\.jsonl | checkpoint\.json | damaged)
-    | datasets/[^/]+-[0-9a-f]{8}(?:\.[0-9]+)?/(?:part-[^/]+\.arrow | _token)
-    | flight/attempt-[0-9]+/rank-[0-9]+\.json
-    | result/value-[0-9]+\.[a-z]+
-    | tables/[0-9]{4,}/[^/]+/(?:part-[0-9]+-[0-9]+-[0-9]+\.parquet | _schema-[0-9a-f-]+\.arrow)
-    """
-"""Paths of files that a driver or a rank may write after a user has removed the directory of their run."""
-
-_LEFT_FOLDERS = {"submissions", "logs", "checkpoints", "flight", DATASETS, "result", "tables"}
-
-STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
-
-FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """A run's state at one moment.
-
-    Attributes:
-        state: ``"pending"``, ``"starting"``, ``"running"``, ``"succeeded"``, ``"failed"`` or
-            ``"cancelled"``.
-        phase: State of the current attempt: ``"opening"``, ``"waiting for slots"``, ``"starting"``, ``"running"``,
-            ``"ending"`` or ``"final"``; empty before the first one.
-        attempt: Number of the current attempt, from 0.
-        preemptions: Number of preempted attempts of this submission.
-        submission: Number of the submission: how often the run id was submitted before.
-        nonce: `Job.nonce` of the submission whose driver or submitter wrote this status.
-        heartbeat: Unix time at which the driver last wrote.
-        interval: Seconds between two heartbeats.
-        patience: Seconds without a heartbeat after which a driver that a cluster has not started counts as dead; with 0
-            the interval decides.
-        written: Ends of `EVENTS` and `LINES` on an object store, each as piece and offset.
-        driver_host: Host of the driver, or None before it started.
-        driver_pid: Process id of the driver.
-        driver_namespace: Process namespace of ``driver_pid``.
-        driver_start: Start time of that process, in clock ticks since the boot.
-        driver_thread: Id and start time of the driver's thread, if the driver is a thread of its caller's process,
-            which may outlive it; else None.
-        started: Unix time at which every rank had started, or None.
-        ended: Unix time of the end, or None.
-        error: The error of a run that did not succeed, as JSON.
-        result: Handle of the value, as JSON; set as soon as success is certain, before the run has ended.
-        value: A list with the value itself if that is small and JSON; else empty.
-        metrics: The last values of the metrics that rank 0 reported, of the first 1000 names.
-        checkpoint: Id of the newest committed checkpoint, or None.
-        world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
-        engine_url: Address of the engine's user interface, such as the Spark UI, during the run; or None.
-        held_seconds: Seconds for which ranks of ended attempts occupied their slots, summed over the ranks.
-        held_since: Unix time since which the current attempt occupies its slots; None between attempts.
-    """
-
-    state: str = "pending"
-    phase: str = ""
-    attempt: int = 0
-    preemptions: int = 0
-    submission: int = 0
-    nonce: str = ""
-    heartbeat: float = 0.0
-    interval: float = HEARTBEAT_INTERVAL
-    patience: float = 0.0
-    written: dict[str, list[int]] = field(default_factory=dict)
-    driver_host: str | None = None
-    driver_pid: int | None = None
-    driver_namespace: str | None = None
-    driver_start: str | None = None
-    driver_thread: str | None = None
-    started: float | None = None
-    ended: float | None = None
-    error: dict[str, Any] | None = None
-    result: dict[str, Any] | None = None
-    value: list[Any] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    checkpoint: str | None = None
-    engine_url: str | None = None
-    world_size: int | None = None
-    held_seconds: float = 0.0
-    held_since: float | None = None
-
-    @property
-    def shown(self) -> str:
-        """The state, and the phase of the attempt where that says more, such as ``starting (waiting for slots)``."""
-        return self.state if self.final or self.phase in ("", self.state) else f"{self.state} ({self.phase})"
-
-    @property
-    def final(self) -> bool:
-        """Returns True if the run has ended."""
-        return self.state in FINAL_STATES
-
-    @property
-    def certain(self) -> bool:
-        """Returns True if the outcome is known: the run has ended, or its success is already recorded."""
-        return self.final or self.result is not None
-
-
-_STATUS_FIELDS = frozenset(field.name for field in fields(RunStatus))
-
-# Fields that readers use, with their types.
-_STATUS_KINDS: dict[str, type | tuple[type, ...]] = {
-    "state": str,
-    "heartbeat": (int, float),
-    "metrics": dict,
-    "value": list,
-    "error": (dict, type(None)),
-    "result": (dict, type(None)),
-}
-
-
-_NUMBER = (int, float)
-
-# Fields that earlier versions of rankzero do not write, with their types.
-_LATER_KINDS: dict[str, type | tuple[type, ...]] = {
-    "phase": str,
-    "attempt": int,
-    "interval": _NUMBER,
-    "patience": _NUMBER,
-    "started": (*_NUMBER, type(None)),
-    "ended": (*_NUMBER, type(None)),
-    "world_size": (int, type(None)),
-    "held_seconds": _NUMBER,
-    "held_since": (*_NUMBER, type(None)),
-}
-
 
 _job_from_json = functools.lru_cache(maxsize=4)(Job.from_json)
 """Parses a job. One launch reads the same text a dozen times."""
@@ -241,7 +100,7 @@ class RunDirectory:
     def _has_token(self) -> bool:
         # Other programs have files with this name, and a power failure may have emptied this one.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return _TOKEN.fullmatch(store.read_bytes(self.path("token"))) is not None
+            return TOKEN.fullmatch(store.read_bytes(self.path("token"))) is not None
         return False
 
     def strangers(self) -> list[str]:
@@ -252,11 +111,10 @@ class RunDirectory:
         known = {"token"} if self._has_token() else set()
 
         def is_strange(path: str) -> bool:
-            name = path.rpartition("/")[2]
-            return not (path in known or re.fullmatch(_LEFT, path, re.VERBOSE) or store.is_unfinished(name))
+            return not (path in known or is_run_file(path) or store.is_unfinished(path.rpartition("/")[2]))
 
         # Folders of others may be large, so they are read only where all names are those of rankzero.
-        names = [name for name in store.list_names(self.directory) if name not in _LEFT_FOLDERS]
+        names = [name for name in store.list_names(self.directory) if name not in FOLDERS]
         return list(filter(is_strange, names)) or list(filter(is_strange, store.list_files(self.directory)))
 
     def make(self) -> None:
@@ -439,15 +297,7 @@ class RunDirectory:
             # A power failure has emptied the file, and has also ended the driver.
             job = self.job()
             return RunStatus(submission=job.submission, nonce=job.nonce)
-        try:
-            facts = json.loads(data)
-            kinds = _STATUS_KINDS | {name: kind for name, kind in _LATER_KINDS.items() if name in facts}
-            if found := strange(facts, kinds):
-                raise ValueError(found)
-            # The driver of a later version may have written more fields.
-            return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
-        except (AttributeError, TypeError, ValueError) as error:
-            raise RunNotFoundError(f"{path} was not written by rankzero: {error}") from None
+        return RunStatus.from_json(data, path)
 
     def keep_outcome(self, status: RunStatus) -> None:
         """Records how a submission ended, before the status of the next one replaces its status. Raises OSError."""
@@ -456,11 +306,11 @@ class RunDirectory:
             self._write_outcome(status)
 
     def _write_outcome(self, status: RunStatus) -> None:
-        store.write_bytes(self.submission_path(status.submission, OUTCOME), json.dumps(vars(status)).encode())
+        store.write_bytes(self.submission_path(status.submission, OUTCOME), status.to_json())
 
     def write_status(self, status: RunStatus) -> None:
         """Replaces the status. The write is durable if the outcome is certain; a heartbeat is not worth an fsync."""
-        data = json.dumps(vars(status)).encode()
+        data = status.to_json()
         # A late write of a driver that counted as dead may replace the status, and no outcome.
         if status.final or (self.is_remote and status.certain):
             # A driver of a run that was removed may write into a directory that has fewer submissions.
@@ -534,8 +384,3 @@ def compare_job(job: Job, asked: Asked) -> Comparison:
         return Comparison()
     before = Identity.of(job.identity_parts) if job.identity_parts else None
     return compare(before, asked.identity, automatic=asked.repeats(job.generation), same_python=job.python == PYTHON)
-
-
-def log_name(rank: int) -> str:
-    """Returns the path of a rank's log within the run directory."""
-    return f"logs/rank-{rank}.log"

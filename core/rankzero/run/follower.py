@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankzero.errors import WorkerFailedError, error_from_json
-from rankzero.run.directory import RunStatus
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
+from rankzero.run.status import RunStatus
 from rankzero.store import is_url
 
 REPLAY_BYTES = 256 << 10

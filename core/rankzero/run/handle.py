@@ -28,13 +28,15 @@ from rankzero.run import pieces
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.current import CurrentStatus
 from rankzero.run.delivery import Delivery
-from rankzero.run.directory import EVENTS, LINES, RunDirectory, RunStatus, compare_job
+from rankzero.run.directory import RunDirectory, compare_job
 from rankzero.run.growing import Position
 from rankzero.run.identity import Asked, Comparison, Identity
 from rankzero.run.lease import Renewal
 from rankzero.run.lines import LineReader
+from rankzero.run.names import EVENTS, LINES
 from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.reports import OfTraining
+from rankzero.run.status import RunStatus
 from rankzero.values.ref import ResultRef
 
 R = TypeVar("R")

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, TypeVar
 
 from rankzero.run import growing, pieces
-from rankzero.run.directory import LINES, RunDirectory, RunStatus, log_name
+from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
+from rankzero.run.names import LINES, log_name
+from rankzero.run.status import RunStatus
 
 T = TypeVar("T")
 

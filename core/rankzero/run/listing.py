@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from rankzero import store
 from rankzero.errors import RankZeroError
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
+from rankzero.run.status import RunStatus
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, S
 from rankzero.errors import EngineError, RunNotFoundError
 from rankzero.host.processes import STOPPED, process_namespace, process_state, thread_lives
 from rankzero.run.current import CurrentStatus
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.directory import RunDirectory
+from rankzero.run.status import RunStatus
 
 T = TypeVar("T")
 

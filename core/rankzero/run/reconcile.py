@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from rankzero.run.directory import FINAL_STATES
+from rankzero.run.status import FINAL_STATES
 
 
 class Decision(enum.Enum):

@@ -22,8 +22,9 @@ from rankzero import bounds, store
 from rankzero.errors import RunNotFoundError
 from rankzero.kinds import SECONDS
 from rankzero.run.checkpoints import FOLDER, list_committed, remove
-from rankzero.run.directory import DATASETS, RunDirectory
+from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
+from rankzero.run.names import DATASETS
 
 logger = logging.getLogger(__name__)
 

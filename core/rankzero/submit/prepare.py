@@ -19,8 +19,9 @@ from rankzero.errors import InvalidJobError
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
 from rankzero.run import growing, pieces
-from rankzero.run.directory import LINES, RunDirectory, log_name
+from rankzero.run.directory import RunDirectory
 from rankzero.run.identity import Asked, Identity
+from rankzero.run.names import LINES, log_name
 from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, payload, submission
 from rankzero.submit.datasets import Datasets

@@ -25,11 +25,12 @@ from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run import delivery
 from rankzero.run.checkpoints import list_folders
-from rankzero.run.directory import RunDirectory, RunStatus, compare_job
+from rankzero.run.directory import RunDirectory, compare_job
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, Comparison, describe
 from rankzero.run.observer import dead_after
 from rankzero.run.reconcile import Decision, decide
+from rankzero.run.status import RunStatus
 from rankzero.run.tries import PipelineTry
 from rankzero.values.envelope import Part
 

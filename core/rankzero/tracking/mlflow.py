@@ -14,8 +14,8 @@ from rankzero.tracking.tracker import Rows, Tracker, require, training_of
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-    from rankzero.run.directory import RunStatus
     from rankzero.run.handle import RunHandle
+    from rankzero.run.status import RunStatus
 
 EXPERIMENT = "rankzero"
 

@@ -12,8 +12,8 @@ from rankzero.run.directory import RunDirectory
 from rankzero.tracking.tracker import Tracker, require
 
 if TYPE_CHECKING:
-    from rankzero.run.directory import RunStatus
     from rankzero.run.handle import RunHandle
+    from rankzero.run.status import RunStatus
 
 _HOUR = 3600.0
 

@@ -10,8 +10,8 @@ from rankzero import store
 from rankzero.tracking.tracker import Folder, Row, Rows, Tracker, require
 
 if TYPE_CHECKING:
-    from rankzero.run.directory import RunStatus
     from rankzero.run.handle import RunHandle
+    from rankzero.run.status import RunStatus
 
 FOLDER = "tensorboard"
 

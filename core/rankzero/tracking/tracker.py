@@ -22,8 +22,8 @@ from rankzero.run.directory import RunDirectory
 from rankzero.run.reports import STEP_NAMES, is_number
 
 if TYPE_CHECKING:
-    from rankzero.run.directory import RunStatus
     from rankzero.run.handle import RunHandle
+    from rankzero.run.status import RunStatus
 
 
 class Tracker:

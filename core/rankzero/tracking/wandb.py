@@ -14,8 +14,8 @@ from rankzero import bounds
 from rankzero.tracking.tracker import Folder, Rows, Tracker, require, training_of
 
 if TYPE_CHECKING:
-    from rankzero.run.directory import RunStatus
     from rankzero.run.handle import RunHandle
+    from rankzero.run.status import RunStatus
 
 FOLDER = "wandb"
 

@@ -1,0 +1,148 @@
+"""`RunStatus`, a run's state at one moment, and its JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rankzero.bounds import HEARTBEAT_INTERVAL
+from rankzero.errors import RunNotFoundError
+from rankzero.job import strange
+
+STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
+
+FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run's state at one moment.
+
+    Attributes:
+        state: ``"pending"``, ``"starting"``, ``"running"``, ``"succeeded"``, ``"failed"`` or
+            ``"cancelled"``.
+        phase: State of the current attempt: ``"opening"``, ``"waiting for slots"``, ``"starting"``, ``"running"``,
+            ``"ending"`` or ``"final"``; empty before the first one.
+        attempt: Number of the current attempt, from 0.
+        preemptions: Number of preempted attempts of this submission.
+        submission: Number of the submission: how often the run id was submitted before.
+        nonce: `Job.nonce` of the submission whose driver or submitter wrote this status.
+        heartbeat: Unix time at which the driver last wrote.
+        interval: Seconds between two heartbeats.
+        patience: Seconds without a heartbeat after which a driver that a cluster has not started counts as dead; with 0
+            the interval decides.
+        written: Ends of `EVENTS` and `LINES` on an object store, each as piece and offset.
+        driver_host: Host of the driver, or None before it started.
+        driver_pid: Process id of the driver.
+        driver_namespace: Process namespace of ``driver_pid``.
+        driver_start: Start time of that process, in clock ticks since the boot.
+        driver_thread: Id and start time of the driver's thread, if the driver is a thread of its caller's process,
+            which may outlive it; else None.
+        started: Unix time at which every rank had started, or None.
+        ended: Unix time of the end, or None.
+        error: The error of a run that did not succeed, as JSON.
+        result: Handle of the value, as JSON; set as soon as success is certain, before the run has ended.
+        value: A list with the value itself if that is small and JSON; else empty.
+        metrics: The last values of the metrics that rank 0 reported, of the first 1000 names.
+        checkpoint: Id of the newest committed checkpoint, or None.
+        world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
+        engine_url: Address of the engine's user interface, such as the Spark UI, during the run; or None.
+        held_seconds: Seconds for which ranks of ended attempts occupied their slots, summed over the ranks.
+        held_since: Unix time since which the current attempt occupies its slots; None between attempts.
+    """
+
+    state: str = "pending"
+    phase: str = ""
+    attempt: int = 0
+    preemptions: int = 0
+    submission: int = 0
+    nonce: str = ""
+    heartbeat: float = 0.0
+    interval: float = HEARTBEAT_INTERVAL
+    patience: float = 0.0
+    written: dict[str, list[int]] = field(default_factory=dict)
+    driver_host: str | None = None
+    driver_pid: int | None = None
+    driver_namespace: str | None = None
+    driver_start: str | None = None
+    driver_thread: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    error: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
+    value: list[Any] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+    engine_url: str | None = None
+    world_size: int | None = None
+    held_seconds: float = 0.0
+    held_since: float | None = None
+
+    @property
+    def shown(self) -> str:
+        """The state, and the phase of the attempt where that says more, such as ``starting (waiting for slots)``."""
+        return self.state if self.final or self.phase in ("", self.state) else f"{self.state} ({self.phase})"
+
+    @property
+    def final(self) -> bool:
+        """Returns True if the run has ended."""
+        return self.state in FINAL_STATES
+
+    @property
+    def certain(self) -> bool:
+        """Returns True if the outcome is known: the run has ended, or its success is already recorded."""
+        return self.final or self.result is not None
+
+    def to_json(self) -> bytes:
+        """Returns the status as a JSON object."""
+        return json.dumps(vars(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, path: str) -> RunStatus:
+        """Reads a status, which a later version of rankzero may have written with more fields.
+
+        Args:
+            data: The result of `to_json`.
+            path: The location of the file, for the error.
+
+        Raises:
+            RunNotFoundError: rankzero has not written this.
+        """
+        try:
+            facts = json.loads(data)
+            kinds = _STATUS_KINDS | {name: kind for name, kind in _LATER_KINDS.items() if name in facts}
+            if found := strange(facts, kinds):
+                raise ValueError(found)
+            return cls(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise RunNotFoundError(f"{path} was not written by rankzero: {error}") from None
+
+
+_STATUS_FIELDS = frozenset(field.name for field in fields(RunStatus))
+
+# Fields that readers use, with their types.
+_STATUS_KINDS: dict[str, type | tuple[type, ...]] = {
+    "state": str,
+    "heartbeat": (int, float),
+    "metrics": dict,
+    "value": list,
+    "error": (dict, type(None)),
+    "result": (dict, type(None)),
+}
+
+
+_NUMBER = (int, float)
+
+# Fields that earlier versions of rankzero do not write, with their types.
+_LATER_KINDS: dict[str, type | tuple[type, ...]] = {
+    "phase": str,
+    "attempt": int,
+    "interval": _NUMBER,
+    "patience": _NUMBER,
+    "started": (*_NUMBER, type(None)),
+    "ended": (*_NUMBER, type(None)),
+    "world_size": (int, type(None)),
+    "held_seconds": _NUMBER,
+    "held_since": (*_NUMBER, type(None)),
+}
