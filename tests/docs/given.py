@@ -24,10 +24,10 @@ PUBLIC = {name: getattr(rankzero, name) for name in rankzero.__all__}
 SCRIPT = "import rankzero.train as rt\nrt.set_result(rt.get_context().rank)\n"
 
 
-def readme() -> dict[str, Any]:
+def python() -> dict[str, Any]:
     Path("train.py").write_text(SCRIPT)
     # The page only names the session: no JVM for that.
-    return {**PUBLIC, "train": training, "spark": SimpleNamespace(_jsparkSession=None)}
+    return {**PUBLIC, "spark": SimpleNamespace(_jsparkSession=None)}
 
 
 def clusters() -> dict[str, Any]:
@@ -114,8 +114,8 @@ def public() -> dict[str, Any]:
 
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
-    "README.md": readme,
     "docs/clusters.md": clusters,
+    "docs/python.md": python,
     "docs/torchrun.md": torchrun,
     "docs/tracking.md": public,
     "docs/training.md": training_page,
