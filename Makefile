@@ -1,4 +1,4 @@
-.PHONY: demo test test-fast durations setup lint types unit bench faults soak crash-points test-matrix test-python test-frameworks locks reference docs clean
+.PHONY: demo test test-fast durations setup lint types unit bench faults soak crash-points test-matrix test-python test-frameworks locks reference docs release clean
 
 LOCK = constraints/$(shell .venv/bin/python -c 'import sys; print("{}.{}".format(*sys.version_info))').txt
 
@@ -103,5 +103,16 @@ docs: .venv-docs/installed
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints/docs.txt
 	touch $@
 
+# A rehearsal: wheel and sdist in dist/, built twice with the same bytes and checked, a list of their parts (SBOM), each extra
+# installed alone, and the site. Uploads nothing.
+release: setup docs .venv-release/installed
+	.venv-release/bin/python scripts/release.py
+	.venv/bin/python -m pytest -m "soak or not soak" tests/packaging
+
+.venv-release/installed: constraints/release.txt
+	$(or $(PYTHON),python3) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints/release.txt
+	touch $@
+
 clean:
-	rm -rf .site .venv .venv-docs .venv-3.* .venv-matrix .frameworks .demo .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .site dist .venv .venv-docs .venv-release .venv-3.* .venv-matrix .frameworks .demo .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
