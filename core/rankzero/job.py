@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 """``major.minor`` of this interpreter."""
 
+FORMAT = 1
+"""Version of the files of a run directory. A reader refuses a later one, and reads all earlier ones."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -50,6 +53,7 @@ class Job:
         python: ``major.minor`` of the Python that made the payload.
         torch: Version of torch where the payload was made; None if it was not installed.
         created: Unix time of the submission.
+        format: `FORMAT` of the version of rankzero that submitted the job.
     """
 
     run_id: str
@@ -91,6 +95,7 @@ class Job:
     python: str = PYTHON
     torch: str | None = None
     created: float = field(default_factory=time.time)
+    format: int = FORMAT
 
     def encrypts(self, *, by_default: bool) -> bool:
         """Returns True if connections between agents and driver are encrypted; ``by_default`` applies to None."""
@@ -140,6 +145,11 @@ class Job:
         """Rebuilds a job from the JSON of `to_json`. Raises RunNotFoundError if this version cannot read it."""
         try:
             facts = json.loads(data)
+            if facts.get("format", FORMAT) > FORMAT:
+                raise RunNotFoundError(
+                    f"job.json has format {facts['format']}, and this version of rankzero reads formats up to "
+                    f"{FORMAT}: a later version has submitted the run, so upgrade rankzero here"
+                )
             if found := strange(facts, {name: kind for name, kind in _KINDS.items() if name in facts}):
                 raise ValueError(found)
             known = {field.name for field in dataclasses.fields(Job)}
