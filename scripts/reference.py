@@ -76,8 +76,9 @@ def describe(name: str, value: Any) -> list[str]:
 
 
 def members(cls: type) -> list[tuple[str, Any]]:
-    """The methods and properties that a class of ours adds to those of its framework, in its order."""
+    """The methods and properties that a class of ours adds to those of its framework or of `Launcher`, in its order."""
     foreign = [base for base in cls.__mro__ if not base.__module__.startswith(_OURS)]
+    foreign += [base for base in cls.__mro__[1:] if base.__name__ in importlib.import_module("rankzero").__all__]
     found = {}
     ours = [base for base in cls.__mro__ if base not in foreign]
     for base in [cls] if issubclass(cls, BaseException) else reversed(ours):

@@ -74,7 +74,25 @@ TorchDistributorResource(timeout="soon")
 Ours(stop_grace=None)
 """
 
+DECORATED = """
+from rankzero import RunHandle, distributed
+
+@distributed(num_processes=2, timeout=3.0)
+def train(lr: float, *, steps: int = 1) -> dict[str, float]:
+    return {"loss": lr * steps}
+
+value: dict[str, float] = train(0.1, steps=3)
+handle: RunHandle[dict[str, float]] = train.options(num_processes=4).submit(0.1)
+plain: dict[str, float] = train.local(0.1)
+train("fast")
+train(0.1, step=3)
+wrong: int = train(0.1)
+train.submit()
+distributed(num_proceses=2)
+"""
+
 PROGRAMS = {
+    "distributed": (DECORATED, 'train("fast")', [0, 1, 2, 3, 4]),
     "launcher": (PROGRAM, 'run(train, "fast")', [0, 1, 2, 3, 4, 5, 6]),
     "decorator": (DAG_FILE, 'train("fast")', [0, 1, 2, 3, 5]),
     "operator": (OPERATOR, 'task_id="c"', [0, 1, 2]),

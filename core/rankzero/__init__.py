@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from rankzero.compat.torch_distributor import TorchDistributor
     from rankzero.data.table import Table
+    from rankzero.decorator import distributed
     from rankzero.engines.connect.engine import SparkConnectEngine
     from rankzero.engines.local import LocalEngine
     from rankzero.engines.spark.engine import SparkEngine
@@ -62,6 +63,7 @@ __all__ = [
     "Table",
     "TorchDistributor",
     "WorkerFailedError",
+    "distributed",
 ]
 
 
@@ -92,12 +94,12 @@ def lazy_names(package: str, names: str, root: str | None = None) -> Callable[[s
 
 lazy_names(
     __name__,
-    "compat.torch_distributor.TorchDistributor data.table.Table engines.connect.engine.SparkConnectEngine "
-    "engines.local.LocalEngine engines.spark.engine.SparkEngine engines.spark.submit.SparkSubmitEngine "
-    "errors.EngineError errors.HangError errors.InsufficientSlotsError errors.InvalidJobError errors.RankZeroError "
-    "errors.ResultError errors.RetryableError errors.RunCancelledError errors.RunNotFoundError errors.RunTimeoutError "
-    "errors.StartTimeoutError errors.WorkerFailedError launcher.Launcher run.checkpoints.CheckpointConfig "
-    "run.handle.RunHandle values.ref.ResultRef",
+    "compat.torch_distributor.TorchDistributor data.table.Table decorator.distributed "
+    "engines.connect.engine.SparkConnectEngine engines.local.LocalEngine engines.spark.engine.SparkEngine "
+    "engines.spark.submit.SparkSubmitEngine errors.EngineError errors.HangError errors.InsufficientSlotsError "
+    "errors.InvalidJobError errors.RankZeroError errors.ResultError errors.RetryableError errors.RunCancelledError "
+    "errors.RunNotFoundError errors.RunTimeoutError errors.StartTimeoutError errors.WorkerFailedError "
+    "launcher.Launcher run.checkpoints.CheckpointConfig run.handle.RunHandle values.ref.ResultRef",
 )
 
 

@@ -206,12 +206,17 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, types.FunctionType):
             self._note_imports(obj)
+            if (wrapper := _wrapper_of(obj)) and self.travels(obj.__module__):
+                return getattr, (wrapper, "__wrapped__")
         if type(obj).__module__ == _WORLD_OF_ACCELERATE and not self._is_alone:
             raise pickle.PicklingError(
                 f"it holds accelerate's {type(obj).__name__}, the world of this process, and every rank would train "
                 "alone in it: make TrainingArguments or Accelerator inside of the training function"
             )
         module = getattr(obj, "__module__", None)
+        if _is_distributed(obj) and not (self.travels(str(module)) and _is_global(obj, str(module))):
+            # In a rank it is the plain function.
+            return functools.partial, (obj.launch_function,)
         if isinstance(obj, functools.cached_property):
             # Before Python 3.12 it holds a lock.
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
@@ -268,7 +273,23 @@ def _reduce_cached(function: Any) -> tuple[Any, ...]:
 
 def _is_global(obj: Any, module: str) -> bool:
     """Returns True if pickle can find the object by its name, so that its module is needed."""
+    return _named_like(obj, module) is obj
+
+
+def _wrapper_of(function: types.FunctionType) -> Any:
+    """Returns what `functools.wraps` or `rankzero.distributed` has put in the place of a module's function, or None."""
+    found = _named_like(function, function.__module__)
+    is_wrapper = isinstance(found, types.FunctionType) or _is_distributed(found)
+    return found if is_wrapper and getattr(found, "__wrapped__", None) is function else None
+
+
+def _is_distributed(obj: Any) -> bool:
+    return hasattr(type(obj), "launch_function")
+
+
+def _named_like(obj: Any, module: str) -> Any:
+    """Returns the object that a module has under the name of ``obj``, or None."""
     found: Any = sys.modules.get(module)
     for part in str(getattr(obj, "__qualname__", "")).split("."):
         found = getattr(found, part, None)
-    return found is obj
+    return found

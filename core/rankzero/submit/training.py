@@ -158,7 +158,9 @@ def resolve(train: object) -> Any:
         if not os.path.isfile(absolute):
             raise InvalidJobError(f"train={path!r}: there is no such script (looked at {absolute})")
         return Script(absolute)
-    return _function(train) if isinstance(train, str) else train
+    found: Any = _function(train) if isinstance(train, str) else train
+    # The plain function of `rankzero.distributed`: the launcher that was asked runs it.
+    return found.launch_function if hasattr(type(found), "launch_function") else found
 
 
 def is_module_reference(text: str) -> bool:

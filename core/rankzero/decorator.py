@@ -1,0 +1,99 @@
+"""`distributed`, a decorator: the function trains on all ranks when it is called."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
+
+from rankzero.errors import InvalidJobError
+from rankzero.launcher import Launcher
+from rankzero.train.context import RANK_PROCESS
+
+if TYPE_CHECKING:
+    from rankzero.run.handle import RunHandle
+    from rankzero.sweep import Search, Sweep
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DistributedFunction(Generic[P, R]):
+    """A function that trains on all ranks when it is called, and returns rank 0's value.
+
+    In a rank, and in the processes that a rank starts, a call is the plain call: the ranks are there already.
+
+    Attributes:
+        launcher: The `Launcher` with the options of the decorator.
+    """
+
+    def __init__(self, function: Callable[P, R], launcher: Launcher) -> None:
+        """Wraps a function.
+
+        Args:
+            function: The function.
+            launcher: Runs the function.
+        """
+        if not callable(function):
+            raise InvalidJobError(f"@distributed(...) decorates a function, not {function!r}")
+        functools.update_wrapper(cast("Callable[..., Any]", self), function)
+        self.launcher = launcher
+
+    @property
+    def launch_function(self) -> Callable[P, R]:
+        """The plain function. `rankzero.submit` gives it to the ranks."""
+        return self.__wrapped__  # type: ignore[attr-defined, no-any-return]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Trains, and returns rank 0's value. Raises like `Launcher.run`."""
+        if RANK_PROCESS in os.environ:
+            return self.launch_function(*args, **kwargs)
+        return self.launcher.run(self.launch_function, *args, **kwargs)
+
+    def local(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the plain function in this process."""
+        return self.launch_function(*args, **kwargs)
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> RunHandle[R]:
+        """Starts a run that outlives this process. Returns and raises like `Launcher.submit`."""
+        return self.launcher.submit(self.launch_function, *args, **kwargs)
+
+    def map(self, params: Iterable[Mapping[str, Any]] | Search, /, **options: Any) -> Sweep:
+        """Trains with many sets of keyword arguments. Takes, returns and raises what `Launcher.map` does."""
+        return self.launcher.map(self.launch_function, params, **options)
+
+    def options(self, **changes: Any) -> DistributedFunction[P, R]:
+        """Returns a copy with changed options of the launcher. Raises InvalidJobError for one that does not exist."""
+        return DistributedFunction(self.launch_function, self.launcher.options(**changes))
+
+    def __repr__(self) -> str:
+        return f"<distributed {self.launch_function!r} by {self.launcher!r}>"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # By its name, so that a module which is imported again has the same object.
+        name: str = self.__qualname__  # type: ignore[attr-defined]
+        is_importable = self.__module__ != "__main__" and "<locals>" not in name
+        return name if is_importable else (DistributedFunction, (self.launch_function, self.launcher))
+
+
+class distributed(Launcher):
+    """Decorates a training function, which then trains on all ranks when it is called. Takes the options of `Launcher`.
+
+    Example:
+        >>> from rankzero import distributed
+        >>> @distributed(num_processes=2)
+        ... def train(lr: float) -> float:
+        ...     import rankzero.train as rt
+        ...     return lr * rt.get_context().world_size
+        >>> train(lr=0.5)
+        1.0
+        >>> train.options(num_processes=1)(lr=0.5)
+        0.5
+        >>> train.local(lr=0.5)  # a plain call, in a world of one
+        0.5
+    """
+
+    def __call__(self, function: Callable[P, R]) -> DistributedFunction[P, R]:
+        """Returns the decorated function. Raises InvalidJobError for anything else than a callable."""
+        return DistributedFunction(function, self)
