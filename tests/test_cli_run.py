@@ -93,7 +93,11 @@ def test_a_success_whose_acknowledgement_cannot_be_written_is_one(store: Path, t
         (["-n", "1", "--engine", "sparky", "{script}"], 2, "master is 'sparky'"),
         (["-n", "1", "--conf", "spark.x=1", "{script}"], 2, "--conf is Spark's"),
         (["-n", "64", "--engine", "local[2]", "{script}"], 3, "64"),
-        (["--timeout", "soon", "{script}"], 2, "is no time"),
+        (
+            ["--timeout", "soon", "{script}"],
+            2,
+            "timeout is 'soon'; it must be a number of seconds, or",
+        ),
     ],
 )
 def test_an_exit_code_and_a_sentence_for_each_end(

@@ -55,7 +55,7 @@ for wrong in (0, "soon"):
 help = click.testing.CliRunner().invoke(main, ["run", "--help"]).output
 assert "--cool-down TIME" in help and "Seconds that a run waits before it starts." in help, help
 refused = click.testing.CliRunner().invoke(main, ["run", "--cool-down", "soon", "train.py"])
-assert "'soon' is no time" in refused.output, refused.output
+assert "such as 90s or 1h30m" in refused.output, refused.output
 
 from airflow_rankzero import TorchDistributorOperator, TrainingArguments
 task = TorchDistributorOperator(task_id="train", train=print, cool_down="{{ params.pause }}")

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from rankzero.errors import InvalidJobError
-from rankzero.pipeline import DEFAULT_STORE, STORE_VARIABLE
+from rankzero.pipeline import store as stores
 
 SECTION = "rankzero"
 
@@ -59,7 +59,7 @@ def store() -> str | None:
 
 def store_or_default() -> str:
     """Returns the root of run directories for tasks without ``store``, with core's default."""
-    return store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
+    return stores.root_of(store())
 
 
 def retention_days() -> int | None:

@@ -78,6 +78,17 @@ def _reader(wanted: str, *types: Callable[[str], Any]) -> Callable[[str, str], A
     return read
 
 
+_UNITS = {"w": 7 * 86400, "d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def duration(text: str) -> float:
+    """Returns the seconds of a text with units, such as ``1h30m`` or ``90s``. Raises ValueError for any other text."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)([wdhms])", text)
+    if not parts or "".join(map("".join, parts)) != text.strip():
+        raise ValueError(text)
+    return sum(float(count) * _UNITS[unit] for count, unit in parts)
+
+
 _read_count = _reader("it must be a whole number", int)
 _read_bound = _reader("it must be a whole number or MIN:MAX", int)
 
@@ -156,7 +167,7 @@ SECONDS = valued(
     "it must be a positive number of seconds",
     "TIME",
     float,
-    _reader("it must be a number of seconds", int, float),
+    _reader("it must be a number of seconds, or a time such as 90s or 1h30m", int, float, duration),
 )
 COUNT = valued(
     lambda value: type(value) is int and value >= 0, "it must be a whole number, 0 or more", "N", int, _read_count

@@ -35,10 +35,6 @@ R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
-STORE_VARIABLE = "RANKZERO_STORE"
-DEFAULT_STORE = "~/.rankzero/runs"
-
-
 _unshown: list[int] = []
 """The id of the stream that could not be written, so that this is logged once."""
 
@@ -420,4 +416,4 @@ class Launcher(Options):
         return engine
 
     def _root(self) -> str:
-        return store.normalize(os.fspath(self.store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE))
+        return store.normalize(store.root_of(self.store))

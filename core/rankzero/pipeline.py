@@ -31,7 +31,7 @@ Describe it
 Take options
     `step_options` returns the table of the options of a run, each an `Option` with its name, default, help and checks.
     `described` puts their help into the docstring of a class.
-    `NumProcesses`, `RestartOn`, `AUTO`, `DEFAULT_STORE` and `STORE_VARIABLE` are types and defaults of options;
+    `NumProcesses`, `RestartOn` and `AUTO` are types and defaults of options;
     `world_bounds`, `describe_world`, `qualified_name`,
     `is_module_reference` and `datasets` check and show them. `store` joins and normalizes paths and URLs, `secrets_of`
     finds what a log must not show. `find_problems` and `examine` test a connection: an `Examination` has findings, and
@@ -60,8 +60,6 @@ if TYPE_CHECKING:
     from rankzero.kinds import AUTO as AUTO
     from rankzero.kinds import NumProcesses as NumProcesses
     from rankzero.kinds import RestartOn as RestartOn
-    from rankzero.launcher import DEFAULT_STORE as DEFAULT_STORE
-    from rankzero.launcher import STORE_VARIABLE as STORE_VARIABLE
     from rankzero.launcher import print_line as print_line
     from rankzero.masking import secrets_of as secrets_of
     from rankzero.options import Option as Option
@@ -102,7 +100,7 @@ _NAMES = (
     "store report.curves report.pages run.lease run.reports submit.datasets values.formats bounds.VALUE_LIMIT "
     "doctor.before.find_problems doctor.examine.Examination doctor.examine.examine doctor.findings.OK "
     "engines.base.Engine host.processes.describe_process job.Job job.describe_world job.qualified_name "
-    "job.world_bounds kinds.AUTO kinds.NumProcesses kinds.RestartOn launcher.DEFAULT_STORE launcher.STORE_VARIABLE "
+    "job.world_bounds kinds.AUTO kinds.NumProcesses kinds.RestartOn "
     "launcher.print_line masking.secrets_of options.Option options.described options.step_options "
     "report.page.REPORT_FILE run.tries.attempt run.tries.PipelineTry run.tries.detaching run.tries.end "
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from typing import Any
 
@@ -12,7 +11,7 @@ from airflow_rankzero.connection.examined import arguments
 from airflow_rankzero.connection.target import Target
 from rankzero import SparkConnectEngine
 from rankzero.errors import RankZeroError
-from rankzero.pipeline import DEFAULT_STORE, OK, STORE_VARIABLE, Examination, examine, find_problems
+from rankzero.pipeline import OK, Examination, examine, find_problems, store
 
 TEST_START_TIMEOUT = 30.0
 """Seconds for ranks to start while a user waits at a web page."""
@@ -58,7 +57,7 @@ class RankZeroHook(BaseHook):
             given = arguments(target, {})
             if isinstance(given["engine"], SparkConnectEngine):
                 return _say(examine(**given, start_timeout=TEST_START_TIMEOUT), here)
-            root = given.pop("store") or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
+            root = store.root_of(given.pop("store"))
             problems = find_problems(given.pop("engine"), root, **given)
         except RankZeroError as error:
             return False, str(error)

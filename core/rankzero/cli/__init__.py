@@ -15,30 +15,33 @@ from rankzero.cli.doctor import doctor
 from rankzero.cli.end import cancel, gc
 from rankzero.cli.run import run
 from rankzero.cli.show import logs, report, runs, serve, status
-from rankzero.errors import RankZeroError
 
 
 class Commands(click.Group):
-    """A group of commands, whose expected errors print one line to standard error and exit with code 1."""
+    """A group of commands, whose errors print one line to standard error and exit with code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command, and turns an expected error into a `click.ClickException`."""
+        """Runs a command, and turns an error into a `click.ClickException` unless ``--debug`` is given."""
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:
+        except (BrokenPipeError, click.ClickException, click.exceptions.Exit, click.Abort):
             # A closed pipe, as in `rankzero logs ... | head`, is handled by click.
             raise
-        except (RankZeroError, OSError, ImportError, ValueError) as error:
+        except Exception as error:
+            if ctx.params["debug"]:
+                raise
             first_line = (str(error) or "no reason given").splitlines()[0]
             raise click.ClickException(f"{type(error).__name__}: {first_line}") from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="rankzero")
-def main() -> None:
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
     """Start runs of rankzero, show them, end them, and remove old ones.
 
-    A DIRECTORY is a run directory, a STORE holds run directories; both are local paths or fsspec URLs.
+    A RUN is a run directory, the id of a run, a part of the id that no other one contains, or "last". A STORE holds run
+    directories; without it, $RANKZERO_STORE, else ~/.rankzero/runs. Both are local paths or fsspec URLs.
     """
 
 

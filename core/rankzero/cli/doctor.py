@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +61,9 @@ def doctor(
     else:
         examined = {**_connection(conn_id, conf), **given}
     found = examine(**examined, start_timeout=start_timeout)
-    click.echo(json.dumps(found.to_json()) if as_json else "", nl=as_json)
-    if not as_json:
+    if as_json:
+        words.print_json(found.to_json())
+    else:
         _show(found)
     ctx.exit(0 if found.healthy else 1)
 

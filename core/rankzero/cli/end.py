@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
@@ -10,19 +9,20 @@ import click
 
 from rankzero.cli import words
 from rankzero.run.handle import RunHandle
+from rankzero.run.listing import find_run
 
 
 @click.command()
-@click.argument("directory", shell_complete=words.directories)
+@click.argument("run", shell_complete=words.runs)
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
-def cancel(directory: str, as_json: bool) -> None:
+def cancel(run: str, as_json: bool) -> None:
     """Cancel a run. Returns without waiting for its end; `rankzero status` shows when it has ended."""
-    handle = RunHandle.attach(directory)
+    handle = RunHandle.attach(find_run(run))
     found = handle.status()
     if not found.final:
         handle.cancel()
     if as_json:
-        click.echo(json.dumps({"id": handle.id, "state": found.state, "asked": not found.final}))
+        words.print_json({"id": handle.id, "state": found.state, "asked": not found.final})
     elif found.final:
         click.echo(f"run {handle.id} has ended already: {found.state}")
     else:
@@ -30,12 +30,12 @@ def cancel(directory: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("store", shell_complete=words.directories)
+@click.argument("store", required=False, shell_complete=words.directories)
 @click.option("--older-than", required=True, callback=words.seconds, metavar="TIME", help="Minimum age: 30d, 12h.")
 @click.option("--dry-run", is_flag=True, help="Remove nothing, show what would be removed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the removed directories as one JSON object.")
 @click.pass_context
-def gc(ctx: click.Context, store: str, older_than: float, dry_run: bool, as_json: bool) -> None:
+def gc(ctx: click.Context, store: str | None, older_than: float, dry_run: bool, as_json: bool) -> None:
     """Remove the directories of runs that ended long ago, with their logs, checkpoints and results.
 
     A run that is still running is never removed, and neither is anything in STORE that is not a run directory. A
@@ -43,14 +43,15 @@ def gc(ctx: click.Context, store: str, older_than: float, dry_run: bool, as_json
     """
     from rankzero.run.retention import collect
 
-    collection = collect(store, older_than, dry_run)
+    root = words.existing_store(store)
+    collection = collect(root, older_than, dry_run)
     if as_json:
-        click.echo(json.dumps(collection.to_json()))
+        words.print_json(collection.to_json())
     else:
         for removed in [*collection.removed, *collection.checkpoints]:
             since = words.moment(removed.since)
             # A relative name fits into a line of a terminal.
-            name = os.path.relpath(removed.directory, store) if sys.stdout.isatty() else removed.directory
+            name = os.path.relpath(removed.directory, root) if sys.stdout.isatty() else removed.directory
             click.echo(f"{since}  {removed.state:<9}  {words.size(removed.size):>9}  {name}")
         done = "would remove" if dry_run else "removed"
         click.echo(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import signal
 from collections.abc import Iterator
@@ -54,7 +53,6 @@ def _ignored(command: Any) -> Any:
 
 _FORMS: dict[Any, dict[str, Any]] = {
     bool: {"is_flag": True},
-    float: {"callback": words.seconds},
     int: {"type": int},
     dict[str, str]: {"multiple": True, "callback": words.pairs},
     list[str]: {"multiple": True},
@@ -153,7 +151,10 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
         launcher = _launcher(**options)
         if detach:
             handle = launcher.submit(train, *arguments)
-            click.echo(json.dumps({"id": handle.id, "directory": handle.directory}) if as_json else handle.directory)
+            if as_json:
+                words.print_json({"id": handle.id, "directory": handle.directory})
+            else:
+                click.echo(handle.directory)
             return 0
         with launcher.owned(train, arguments, {}) as handle, foot.shown(handle) as show:
             for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
@@ -170,7 +171,7 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
         if as_json and handle and not detach:
             found = handle.status()
             facts = {"id": handle.id, "directory": handle.directory, "state": found.state, "metrics": found.metrics}
-            click.echo(json.dumps({**facts, "result": found.result, "error": found.error}))
+            words.print_json({**facts, "result": found.result, "error": found.error})
     if not as_json:
         click.echo(f"succeeded: {handle.directory}", err=True)
     return 0

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import collections
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rankzero import bounds
+from rankzero import bounds, store
 from rankzero.cli import words
 from rankzero.report import cost
 from rankzero.report.card import duration
 from rankzero.run.directory import RunDirectory
+from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
 from rankzero.run.lines import split_rank
-from rankzero.run.listing import Listed, list_runs
+from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
+from rankzero.run.names import DRIVER_LOG
 from rankzero.run.status import STATES
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ _LINES_AROUND = 3
 
 
 @click.command()
-@click.argument("directory", nargs=-1, required=True, shell_complete=words.directories)
+@click.argument("run", nargs=-1, required=True, shell_complete=words.runs)
 @click.option(
     "-o", "--output", default="report.html", show_default=True, help="The file to write; - for standard output."
 )
@@ -46,22 +49,28 @@ _LINES_AROUND = 3
     help="Write nothing: print a link to the report on the object store that works for 24h, 7d, without credentials.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The facts that the page shows, as JSON, instead of the page.")
-def report(directory: tuple[str, ...], output: str, link: float | None, as_json: bool) -> None:
+def report(run: tuple[str, ...], output: str, link: float | None, as_json: bool) -> None:
     """Write the report of a run, or of several runs side by side: one HTML file that needs no network.
 
     The directory of a run that has ended already contains its report, report.html.
     """
-    from rankzero import store
     from rankzero.report import facts, page
 
+    handles = [RunHandle.attach(find_run(one), follows=False) for one in run]
     if link is not None:
-        for one in directory:
-            address = store.presign(store.join(RunHandle.attach(one, follows=False).directory, page.REPORT_FILE), link)
-            click.echo(json.dumps({"directory": one, "link": address}) if as_json else address)
+        for one in handles:
+            address = store.presign(store.join(one.directory, page.REPORT_FILE), link)
+            if as_json:
+                words.print_json({"directory": one.directory, "link": address})
+            else:
+                click.echo(address)
         return
-    runs = [facts.collect(RunHandle.attach(one, follows=False)) for one in directory]
-    text = json.dumps({"runs": runs}) + "\n" if as_json else page.render(runs)
-    if as_json or output == "-":
+    runs = [facts.collect(one) for one in handles]
+    if as_json:
+        words.print_json({"runs": runs})
+        return
+    text = page.render(runs)
+    if output == "-":
         click.echo(text, nl=False)
         return
     with open(output, "w", encoding="utf-8", errors="replace") as file:
@@ -70,18 +79,19 @@ def report(directory: tuple[str, ...], output: str, link: float | None, as_json:
 
 
 @click.command()
-@click.argument("store", shell_complete=words.directories)
+@click.argument("store", required=False, shell_complete=words.directories)
 @click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True, help="0 for any free one.")
 @click.option("--no-token", is_flag=True, help="Serve every process of this machine, such as a proxy with a login.")
-def serve(store: str, port: int, no_token: bool) -> None:
+def serve(store: str | None, port: int, no_token: bool) -> None:
     """Show the runs of a STORE in a browser of this machine, until interrupted. Read only.
 
     The printed address contains a token, which keeps out other users of this machine.
     """
     from rankzero.report.pages import ReportServer
 
-    with ReportServer(store, port, "" if no_token else None) as server:
-        click.echo(f"the runs of {store}, until Ctrl-C, at\n{server.url}")
+    root = words.existing_store(store)
+    with ReportServer(root, port, "" if no_token else None) as server:
+        click.echo(f"the runs of {root}, until Ctrl-C, at\n{server.url}")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -89,16 +99,16 @@ def serve(store: str, port: int, no_token: bool) -> None:
 
 
 @click.command()
-@click.argument("directory", shell_complete=words.directories)
+@click.argument("run", shell_complete=words.runs)
 @click.option("--json", "as_json", is_flag=True, help="All facts, as one JSON object.")
-def status(directory: str, as_json: bool) -> None:
+def status(run: str, as_json: bool) -> None:
     """Show the state of a run."""
-    handle = RunHandle.attach(directory, follows=False)
-    job = RunDirectory(directory).job()
+    handle = RunHandle.attach(find_run(run), follows=False)
+    job = RunDirectory(handle.directory).job()
     found = handle.status()
     if as_json:
         used = _used(Listed(handle.directory, job, found))
-        click.echo(json.dumps({"id": handle.id, "directory": handle.directory, **asdict(found), "used": used}))
+        words.print_json({"id": handle.id, "directory": handle.directory, **asdict(found), "used": used})
         return
     facts = {
         "run": handle.id,
@@ -106,6 +116,7 @@ def status(directory: str, as_json: bool) -> None:
         "state": found.shown,
         "attempt": found.attempt,
         "driver": f"process {found.driver_pid} on {found.driver_host}" if found.driver_pid else None,
+        "directory": handle.directory,
         "engine": None if found.final else found.engine_url,
         "started": words.moment(found.started),
         "ended": words.moment(found.ended),
@@ -123,29 +134,61 @@ def status(directory: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("directory", shell_complete=words.directories)
-@click.option("--rank", type=click.IntRange(min=0), help="Only this rank's lines, as it wrote them.")
+@click.argument("run", shell_complete=words.runs)
+@click.option("--rank", multiple=True, type=click.IntRange(min=0), help="Only this rank; may be given several times.")
+@click.option("--tail", "-n", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
+@click.option("--grep", callback=words.pattern, metavar="PATTERN", help="Only lines that match a regular expression.")
+@click.option("--driver", is_flag=True, help="The output of the run's driver and its JVM instead, driver.log.")
 @click.option("--follow", "-f", is_flag=True, help="Continue until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each line.")
-def logs(directory: str, rank: int | None, follow: bool, as_json: bool) -> None:
+def logs(
+    run: str,
+    rank: tuple[int, ...],
+    tail: int | None,
+    grep: re.Pattern[str] | None,
+    driver: bool,
+    follow: bool,
+    as_json: bool,
+) -> None:
     """Show the output of the ranks, of every attempt."""
     # A follower keeps the run alive; a reader of its lines so far does not.
-    handle = RunHandle.attach(directory, follows=follow)
-    world_size = RunDirectory(directory).job().num_processes
-    if rank is not None and rank >= world_size:
-        raise click.BadParameter(f"{rank} is no rank of this run, which has {world_size}", param_hint="--rank")
-    for line in handle.logs(rank, follow):
-        click.echo(_as_object(line, rank) if as_json else line)
+    handle = RunHandle.attach(find_run(run), follows=follow)
+    world_size = RunDirectory(handle.directory).job().num_processes
+    if wrong := [one for one in rank if one >= world_size]:
+        raise click.BadParameter(f"{wrong[0]} is no rank of this run, which has {world_size}", param_hint="--rank")
+    positions = dict.fromkeys(rank or range(world_size), Position())
+
+    def lines(follow: bool) -> Iterator[str]:
+        found = handle.lines(positions, follow, prefix=True) if not driver else _driver_log(handle)
+        return (line for line in found if grep is None or grep.search(line))
+
+    def show(line: str) -> None:
+        number, text = split_rank(line) or (None, line)
+        if as_json:
+            words.print_json({"rank": number, "line": text})
+        else:
+            click.echo(text if len(rank) == 1 else line)
+
+    if tail is not None:
+        for line in collections.deque(lines(follow=False), tail):
+            show(line)
+    if tail is None or (follow and not driver):
+        for line in lines(follow):
+            show(line)
 
 
-def _as_object(line: str, rank: int | None) -> str:
-    found = split_rank(line) if rank is None else None
-    rank, text = found or (rank, line)
-    return json.dumps({"rank": rank, "line": text})
+def _driver_log(handle: RunHandle[Any]) -> Iterator[str]:
+    try:
+        text = store.read_bytes(store.join(handle.directory, DRIVER_LOG)).decode("utf-8", "replace")
+    except FileNotFoundError:
+        raise click.ClickException(
+            f"run {handle.id} has no {DRIVER_LOG}: its driver had no process of its own"
+        ) from None
+    yield from text.splitlines()
 
 
 @click.command()
-@click.argument("store", shell_complete=words.directories)
+@click.argument("store", required=False, shell_complete=words.directories)
 @click.option(
     "--state",
     multiple=True,
@@ -159,7 +202,7 @@ def _as_object(line: str, rank: int | None) -> str:
 @click.option("--watch", "-w", is_flag=True, help="Refresh every 2 s until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each run.")
 def runs(
-    store: str,
+    store: str | None,
     state: tuple[str, ...],
     name: str | None,
     label: dict[str, str],
@@ -168,11 +211,12 @@ def runs(
     as_json: bool,
 ) -> None:
     """Show the runs of a STORE, the newest last."""
+    root = words.existing_store(store)
 
     def found() -> list[Listed]:
         chosen = [
             one
-            for one in list_runs(store)
+            for one in list_runs(root)
             if (not state or one.status.state in state)
             and (name is None or name in one.job.run_id or name in one.job.name)
             and label.items() <= one.job.labels.items()
@@ -184,17 +228,27 @@ def runs(
         _show_table(found, bounds.WATCH_INTERVAL if watch else None)
         return
     while True:
-        for line in map(_as_json, found()) if as_json else _plain(found()):
-            click.echo(line)
+        if as_json:
+            for one in found():
+                words.print_json(_as_json(one))
+        else:
+            click.echo("\n".join(_plain(found())))
         if not watch:
             break
         time.sleep(bounds.WATCH_INTERVAL)
 
 
-def _as_json(one: Listed) -> str:
+def _as_json(one: Listed) -> dict[str, Any]:
     job = one.job
-    facts = {"id": job.run_id, "directory": one.directory, "name": job.name, "world": job.world, "created": job.created}
-    return json.dumps({**facts, "labels": job.labels, **asdict(one.status), "used": _used(one)})
+    facts: dict[str, Any] = {"problem": one.problem} if one.problem else {}
+    facts |= {
+        "id": job.run_id,
+        "directory": one.directory,
+        "name": job.name,
+        "world": job.world,
+        "created": job.created,
+    }
+    return {**facts, "labels": job.labels, **asdict(one.status), "used": _used(one)}
 
 
 def _used(one: Listed) -> dict[str, Any] | None:
@@ -204,12 +258,16 @@ def _used(one: Listed) -> dict[str, Any] | None:
 
 def _plain(found: Sequence[Listed]) -> list[str]:
     """Returns a header and a line for each run, with columns separated by tabs."""
-    lines = [_HEADS]
-    for one in found:
-        submitted = words.moment(one.job.created) or ""
-        state, ranks = one.status.state, one.job.world
-        lines.append((one.job.run_id, state, ranks, submitted, _took(one), " ".join(_price_of(one)), _metrics(one)))
-    return ["\t".join(line) for line in lines]
+    return ["\t".join(line) for line in [_HEADS, *map(_cells, found)]]
+
+
+def _cells(one: Listed) -> tuple[str, ...]:
+    """Returns the texts of a run's row: each is one printable line."""
+    job, state = one.job, one.status.state
+    if one.problem:
+        return job.run_id, state, state, state, state, state, one.problem
+    cells = job.run_id, state, job.world, words.moment(job.created) or "", _took(one), _price_of(one), _metrics(one)
+    return tuple("".join(char if char.isprintable() else repr(char)[1:-1] for char in cell) for cell in cells)
 
 
 def _show_table(find: Callable[[], Sequence[Listed]], interval: float | None) -> None:
@@ -242,13 +300,19 @@ def _table(found: Sequence[Listed], most: int | None = None) -> RenderableType:
     table.add_column("run", overflow="fold")
     for head in ("state", "ranks", "submitted", "used"):
         table.add_column(head, no_wrap=True)
-    for one in shown:
+    for run, state, ranks, submitted, took, used, metrics in map(_cells, shown):
         # Text does not interpret a run's name as markup.
-        metrics = Text(_metrics(one), style="dim", no_wrap=True, overflow="ellipsis")
-        state = Text(one.status.state, style=COLORS.get(one.status.state, ""))
-        when = Text((words.moment(one.job.created) or "")[5:16])
-        when.append(f"\n{_took(one)}", style="dim")
-        table.add_row(Group(Text(one.job.run_id), metrics), state, one.job.world, when, Text("\n".join(_price_of(one))))
+        facts = Text(metrics, style="dim", no_wrap=True, overflow="ellipsis")
+        when = Text(submitted[5:16] or submitted)
+        when.append(f"\n{took}", style="dim")
+        hours, _, price = used.partition("  ")
+        table.add_row(
+            Group(Text(run), facts),
+            Text(state, style=COLORS.get(state, "")),
+            ranks,
+            when,
+            Text(f"{hours}\n{price}".rstrip()),
+        )
     left_out = len(found) - len(shown)
     return Group(f"{left_out} older runs are not shown", table) if left_out else table
 
@@ -260,13 +324,21 @@ def _took(one: Listed) -> str:
     return duration(round(max(0.0, (status.ended or time.time()) - status.started), 1))
 
 
-def _price_of(one: Listed) -> tuple[Any, ...]:
-    """Returns the hours that a run has used, and their price if it is known."""
+def _price_of(one: Listed) -> str:
+    """Returns the hours that a run has used, and two spaces before their price if it is known."""
     found = cost.usage(one.job, one.status, time.time())
-    return () if found is None else (found.amount, *([found.price] if found.price else []))
+    return "" if found is None else "  ".join(filter(None, (found.amount, found.price)))
 
 
 def _metrics(one: Listed) -> str:
     numbers = {name: value for name, value in one.status.metrics.items() if type(value) in (int, float)}
-    shown = [f"{name}={value:.4g}" for name, value in numbers.items() if not name.startswith("total_")]
+    shown = [f"{name}={_short(value)}" for name, value in numbers.items() if not name.startswith("total_")]
     return " ".join(shown[:_METRICS])
+
+
+def _short(number: float) -> str:
+    """Returns a number with four digits; ``?`` for an integer that is larger than any float."""
+    try:
+        return f"{number:.4g}"
+    except OverflowError:
+        return UNKNOWN

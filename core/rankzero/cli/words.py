@@ -1,27 +1,41 @@
-"""Parses and formats times and sizes of the command line, and completes names of files."""
+"""Parses and formats times, sizes and names of runs of the command line, and completes names of files."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import time
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+from rankzero import store
+from rankzero.kinds import duration
+from rankzero.report.page import plain
+from rankzero.run import listing
 
 _KILO = 1024
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Returns the seconds of a time such as ``30d`` or ``12h``; None for None. Raises click.BadParameter."""
+    """Returns the seconds of a time such as ``30d`` or ``1h30m``; None for None. Raises click.BadParameter."""
     if value is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value.strip())
-    if not found or float(found[1]) == 0:
-        raise click.BadParameter(f"{value!r} is no time: give a number and a unit, for example 30d, 12h, 45m")
-    return float(found[1]) * SECONDS[found[2]]
+    with contextlib.suppress(ValueError):
+        if found := duration(value):
+            return found
+    raise click.BadParameter(f"{value!r} is no time: give numbers with units, for example 30d, 12h, 1h30m")
+
+
+def pattern(ctx: click.Context, param: click.Parameter, value: str | None) -> re.Pattern[str] | None:
+    """Returns a compiled regular expression; None for None. Raises click.BadParameter."""
+    try:
+        return None if value is None else re.compile(value)
+    except re.error as error:
+        raise click.BadParameter(f"{value!r} is no regular expression: {error}") from None
 
 
 def pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -60,3 +74,24 @@ def directories(ctx: click.Context, param: click.Parameter, incomplete: str) -> 
 def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Tells the shell to complete the name of a file."""
     return [CompletionItem(incomplete, type="file")]
+
+
+def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completes the id of a run in the default store, or the name of a directory."""
+    root = store.root_of(None)
+    if "/" in incomplete or store.is_url(root):
+        return directories(ctx, param, incomplete)
+    names = [listing.LAST, *store.list_names(store.normalize(root))]
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+def existing_store(given: str | None) -> str:
+    """Returns the root of the run directories for an argument STORE. Raises FileNotFoundError if there is none."""
+    root = store.normalize(store.root_of(given))
+    listing.names_of(root)
+    return root
+
+
+def print_json(facts: Any) -> None:
+    """Prints facts as one line of JSON, in which ``nan`` and infinity are texts."""
+    click.echo(json.dumps(plain(facts), allow_nan=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import secrets
 import socket
 import threading
@@ -18,7 +17,7 @@ from rankzero.doctor.findings import OK, PROBLEM, Finding, judge
 from rankzero.doctor.probe import collect_facts
 from rankzero.engines.base import Engine
 from rankzero.errors import RankZeroError
-from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE, Launcher
+from rankzero.launcher import Launcher
 from rankzero.run.handle import RunHandle
 
 REDUCED = 32
@@ -73,7 +72,7 @@ def examine(
         >>> examine(LocalEngine()).healthy
         True
     """
-    root = store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
+    root = stores.root_of(store)
     problems = find_problems(engine, root, use_gpu=use_gpu, processes_per_task=processes_per_task)
     if problems:
         return Examination([Finding(PROBLEM, "from here", problem) for problem in problems], [])

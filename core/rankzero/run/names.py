@@ -12,6 +12,9 @@ LINES = "logs/lines"
 OUTCOME = "outcome.json"
 """The file with the certain status of a submission."""
 
+DRIVER_LOG = "driver.log"
+"""The output of a driver with a process of its own, and of its JVM. An object store has none."""
+
 DATASETS = "datasets"
 """The folder of rows that Spark has computed for the ranks, with a folder for each dataset."""
 

@@ -34,8 +34,8 @@ HIDDEN = ".rankzero-removed-"
 MANIFESTS = "datasets.json"
 """Name of the file with the manifests of a run's datasets, as `rankzero.data.manifest` writes it."""
 
-ABANDONED, HALF_REMOVED = "abandoned", "half-removed"
-"""States of a directory without a run: claimed but never written, or left behind by a collector that died."""
+ABANDONED, HALF_REMOVED, UNREADABLE = "abandoned", "half-removed", "unreadable"
+"""States of a directory without a run: claimed but never written, left behind by a collector that died, or damaged."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,18 @@ class Age:
     """The facts that decide whether a directory is removed.
 
     Attributes:
-        state: State of the run, ``"failed"`` if its driver died; or `ABANDONED` or `HALF_REMOVED`.
+        state: State of the run, ``"failed"`` if its driver died; or `ABANDONED`, `HALF_REMOVED` or `UNREADABLE`.
         final: True if no process writes there any more.
         since: Unix time of the last activity: the end, or the last heartbeat if that came later.
         claimed: Unix time of a claim whose submission is not written; None if there is no such claim.
+        problem: Reason why an `UNREADABLE` run cannot be read.
     """
 
     state: str
     final: bool
     since: float
     claimed: float | None = None
+    problem: str = ""
 
 
 def is_due(age: Age, now: float, older_than: float) -> bool:
@@ -126,10 +128,11 @@ def collect(
 ) -> Collection:
     """Removes the directories of runs that ended longer ago than ``older_than``.
 
-    Removes runs that have ended, runs whose driver died, and directories that were claimed for a run but never
-    written. A running run is kept, however old it is, and so is everything in the store that is not a run. The rows of
-    a sweep are kept while a trial that reads them is kept. From a kept run, checkpoints of that age are removed if an
-    earlier training under the same run id reported them.
+    Removes runs that have ended, runs whose driver died, run directories that cannot be read and in which no file
+    changes, and directories that were claimed for a run but never written. A running run is kept, however old it is,
+    and so is everything in the store that is not a run. The rows of a sweep are kept while a trial that reads them is
+    kept. From a kept run, checkpoints of that age are removed if an earlier training under the same run id reported
+    them.
 
     The logs, checkpoints and result of a run are removed with its directory, so a `rankzero.ResultRef` of the run
     cannot be loaded any more. To keep a result longer, copy it: ``ResultRef.save(ref.load(), directory)``.
@@ -177,11 +180,13 @@ def collect(
                     removed.append(Removed(directory, age.state, size, age.since))
                     continue
             kept += 1
-            if age.state not in (ABANDONED, HALF_REMOVED):
+            if age.problem:
+                problems[directory] = age.problem
+            elif age.state not in (ABANDONED, HALF_REMOVED):
                 checkpoints += _remove_earlier(RunDirectory(directory), now - older_than, dry_run)
         except Exception as error:
             # Drivers of object stores raise their own types of exceptions.
-            logger.warning("%s stays", directory, exc_info=True)
+            logger.debug("%s stays", directory, exc_info=True)
             problems[directory] = f"{type(error).__name__}: {error}"
     return Collection(removed, kept, problems, dry_run, checkpoints)
 
@@ -231,11 +236,19 @@ def _age(run: RunDirectory, newest: int) -> Age | None:
         if claimed is None:
             return _age_of_rows(run)
         return Age(HALF_REMOVED, True, claimed) if half_removed else Age(ABANDONED, True, claimed, claimed)
-    is_written = run.job().submission >= newest
-    status = run.status()
-    if not status.final:
-        # The handle also determines whether the driver lives.
-        status = RunHandle(run.directory).status()
+    try:
+        is_written = run.job().submission >= newest
+        status = run.status()
+        if not status.final:
+            # The handle also determines whether the driver lives.
+            status = RunHandle(run.directory).status()
+    except RunNotFoundError as error:
+        own_claim = f"submissions/{newest + 1}/"
+        files = [run.path(name) for name in store.list_files(run.directory) if not name.startswith(own_claim)]
+        if not files or not run.is_own():
+            raise
+        # A driver of another version of rankzero would write its files, too.
+        return Age(UNREADABLE, True, max(map(store.modified, files)), problem=f"{type(error).__name__}: {error}")
     since = max(status.heartbeat, status.ended or 0.0)
     return Age(status.state, status.final, since, None if is_written or half_removed else claimed)
 

@@ -33,11 +33,23 @@ from rankzero.store.files import (
     write_bytes,
     write_parts,
 )
-from rankzero.store.location import TRUSTED_OWNERS, is_absolute, is_url, join, normalize, why_untrusted
+from rankzero.store.location import (
+    DEFAULT_STORE,
+    STORE_VARIABLE,
+    TRUSTED_OWNERS,
+    is_absolute,
+    is_url,
+    join,
+    normalize,
+    root_of,
+    why_untrusted,
+)
 from rankzero.store.proof import prove
 from rankzero.store.retry import is_missing, patiently
 
 __all__ = [
+    "DEFAULT_STORE",
+    "STORE_VARIABLE",
     "TRUSTED_OWNERS",
     "abort_uploads",
     "atomic_file",
@@ -63,6 +75,7 @@ __all__ = [
     "read_from",
     "remove",
     "remove_unfinished",
+    "root_of",
     "size",
     "sizes",
     "sync_directory",

@@ -21,6 +21,9 @@ _LOCAL = re.compile(r"(?:file|local):(?://(?=/)|(?=/))")
 
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
+_NO_COLON = re.compile(r"(s3a?|gc?s|abfss?|az|hdfs|viewfs|webhdfs|dbfs|file|local|memory)//")
+"""A URL without its colon, which would otherwise be a folder of the working directory."""
+
 DRIVERS = {
     "s3": "s3fs>=2024.12",
     "s3a": "s3fs>=2024.12",
@@ -60,6 +63,15 @@ def scheme_of(location: str) -> str:
     return location.partition("://")[0].lower()
 
 
+STORE_VARIABLE = "RANKZERO_STORE"
+DEFAULT_STORE = "~/.rankzero/runs"
+
+
+def root_of(location: str | os.PathLike[str] | None) -> str:
+    """Returns a root of run directories as it was given; for None or "" ``$RANKZERO_STORE``, else `DEFAULT_STORE`."""
+    return os.fspath(location or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
+
+
 def normalize(location: str | os.PathLike[str]) -> str:
     """Returns an absolute local path, or the URL without its trailing slash.
 
@@ -76,7 +88,7 @@ def normalize(location: str | os.PathLike[str]) -> str:
             f"the path {text!r} begins in a home directory that is not known: HOME is not set and the system has no "
             "entry for the user; set HOME, or give an absolute path, as store= or in RANKZERO_STORE"
         )
-    if found := _ONE_SLASH.match(path):
+    if found := _ONE_SLASH.match(path) or _NO_COLON.match(path):
         advice = _REFUSED.get(found[1].lower(), f"a URL begins with {found[1]}://, a local path with / or ./")
         raise InvalidJobError(f"{text!r} is neither a path nor a URL: {advice}")
     return os.path.abspath(path)

@@ -11,7 +11,8 @@ import pytest
 
 from rankzero.engines.base import Engine
 from rankzero.engines.local import LocalEngine
-from rankzero.launcher import STORE_VARIABLE, Launcher
+from rankzero.launcher import Launcher
+from rankzero.store import STORE_VARIABLE
 
 
 @pytest.fixture

@@ -1,0 +1,165 @@
+"""The `rankzero` command finds runs by name, prints JSON that every program reads, and shows damaged runs, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from rankzero import InvalidJobError, Launcher, RunHandle
+from rankzero.cli import main
+from rankzero.options import TABLE
+
+
+def rankzero(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def strict(text: str) -> list[dict[str, object]]:
+    """The objects of lines of JSON, as a program reads them that knows neither nan nor infinity."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> RunHandle[None]:
+    """A run with metrics that are hard to show."""
+
+    def train() -> None:
+        import rankzero.train as rt
+
+        for number in range(3):
+            print(f"line {number}")
+        rt.report({"loss": float("nan"), "combinations": 10**400, "b\tc\nd": 1.0})
+
+    store = tmp_path_factory.mktemp("show") / "store"
+    Launcher(2, store=store, run_id="digits-1", start_timeout=240).run(train)
+    return RunHandle.attach(store / "digits-1")
+
+
+@pytest.fixture
+def store(first: RunHandle[None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The default store, with two runs, of which ``words-2`` is the later one."""
+    root = tmp_path / "runs"
+    for name, later in (("digits-1", 0), ("words-2", 60)):
+        shutil.copytree(first.directory, root / name)
+        job = json.loads((root / name / "job.json").read_text())
+        (root / name / "job.json").write_text(json.dumps({**job, "run_id": name, "created": job["created"] + later}))
+    monkeypatch.setenv("RANKZERO_STORE", str(root))
+    return root
+
+
+@pytest.mark.parametrize("form", [("status", "last"), ("runs",), ("report", "last")])
+def test_json_is_json_for_every_program(store: Path, form: tuple[str, ...]) -> None:
+    assert strict(rankzero(*form, "--json").stdout)
+
+
+def test_a_metric_that_no_float_holds_hides_no_run(store: Path) -> None:
+    done = rankzero("runs")
+    assert done.exit_code == 0, done.output
+    assert "combinations=?" in done.stdout
+
+
+def test_each_run_is_one_line_of_a_pipe_whatever_its_metrics_are_called(store: Path) -> None:
+    heads, *lines = (line.split("\t") for line in rankzero("runs").stdout.splitlines())
+    assert [len(line) for line in lines] == [len(heads)] * 2
+    assert r"b\tc\nd=1" in lines[0][-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("last", "words-2"), ("words", "words-2"), ("digits-1", "digits-1"), ("gits", "digits-1")]
+)
+def test_a_run_is_found_by_its_name(store: Path, name: str, found: str) -> None:
+    for given in (name, str(store / name)):
+        facts = json.loads(rankzero("status", given, "--json").stdout)
+        assert (facts["id"], facts["directory"]) == (found, str(store / found))
+
+
+def test_a_name_of_several_runs_or_of_none_is_refused(store: Path) -> None:
+    done = rankzero("status", "-")
+    assert done.exit_code == 1
+    assert f"2 runs in {store} contain '-' in their ids: digits-1, words-2" in done.stderr
+    assert f"no id in {store} contains 'faces'" in rankzero("logs", "faces").stderr
+
+
+@pytest.mark.parametrize("command", [("runs",), ("gc", "--older-than", "1d"), ("serve",)])
+@pytest.mark.parametrize("root", ["nowhere", "memory://nowhere/runs"])
+def test_a_store_that_does_not_exist_is_an_error(tmp_path: Path, command: tuple[str, ...], root: str) -> None:
+    done = rankzero(*command, root if "://" in root else str(tmp_path / root))
+    assert done.exit_code == 1
+    assert "there is no store at" in done.stderr
+
+
+def test_a_damaged_run_is_a_row_and_can_be_collected(store: Path) -> None:
+    for name, file in (("torn", "job.json"), ("lost", "status.json")):
+        shutil.copytree(store / "digits-1", store / name)
+        (store / name / file).write_text('{"run_id": ')
+    rows = {line.split("\t")[0]: line.split("\t") for line in rankzero("runs").stdout.splitlines()}
+    assert rows["torn"][1] == rows["lost"][1] == "?"
+    assert rows["digits-1"][1] == "succeeded"
+    listed = {str(one["id"]): one for one in strict(rankzero("runs", "--json").stdout)}
+    assert "job.json" in str(listed["torn"]["problem"])
+    assert "problem" not in listed["digits-1"]
+    kept = rankzero("gc", "--older-than", "1d")
+    assert (kept.exit_code, kept.stderr.count("\n")) == (1, 2)
+    then = time.time() - 2 * 86400
+    for folder, _, names in os.walk(store / "torn"):
+        for name in names:
+            os.utime(os.path.join(folder, name), (then, then))
+    assert "removed 1 of 4 run directories" in rankzero("gc", "--older-than", "1d").stdout
+    assert sorted(os.listdir(store)) == ["digits-1", "lost", "words-2"]
+
+
+def test_lines_are_chosen_by_rank_number_and_pattern(store: Path) -> None:
+    shown = rankzero("logs", "last", "--tail", "2", "--rank", "1").stdout
+    assert shown == "line 1\nline 2\n"
+    assert rankzero("logs", "last", "--grep", "2$").stdout == "[0] line 2\n[1] line 2\n"
+    assert rankzero("logs", "last", "--rank", "0", "--rank", "1", "-n", "1").stdout.endswith("line 2\n")
+    assert "is no regular expression" in rankzero("logs", "last", "--grep", "(").stderr
+
+
+def test_the_output_of_a_driver_is_shown(store: Path) -> None:
+    assert "had no process of its own" in rankzero("logs", "last", "--driver").stderr
+    (store / "words-2" / "driver.log").write_text("Exception: no Java\nmore\n")
+    assert rankzero("logs", "last", "--driver", "--grep", "Exception").stdout == "Exception: no Java\n"
+
+
+def test_an_unexpected_error_is_one_line_and_debug_shows_it(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCredentialsError(Exception):
+        """As botocore's, which is neither an OSError nor rankzero's."""
+
+    def fail(*_: object) -> None:
+        raise NoCredentialsError("Unable to locate credentials")
+
+    monkeypatch.setattr("rankzero.store.list_names", fail)
+    done = rankzero("runs")
+    assert (done.exit_code, done.stderr) == (1, "Error: NoCredentialsError: Unable to locate credentials\n")
+    assert isinstance(rankzero("--debug", "runs").exception, NoCredentialsError)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("1h30m", 5400.0), ("90s", 90.0), ("3600", 3600), ("1.5h", 5400.0), ("2w1d", 15 * 86400.0)]
+)
+def test_a_duration_is_seconds_or_numbers_with_units(text: str, seconds: float) -> None:
+    assert TABLE["timeout"].read(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["h", "1h30", "soon", "1 h"])
+def test_another_text_is_no_duration(text: str) -> None:
+    with pytest.raises(InvalidJobError, match=r"timeout is .*such as 90s or 1h30m"):
+        TABLE["timeout"].read(text)
+
+
+@pytest.mark.parametrize("store", ["s3//bucket/runs", "gs//bucket/runs"])
+def test_a_url_without_its_colon_is_no_folder_of_the_working_directory(store: str) -> None:
+    launcher = Launcher(store=store, run_id="one")
+    with pytest.raises(InvalidJobError, match=r"is neither a path nor a URL: a URL begins with"):
+        launcher.find()
