@@ -68,7 +68,7 @@ DEFAULT_STORE = "~/.rankzero/runs"
 
 
 def root_of(location: str | os.PathLike[str] | None) -> str:
-    """Returns a root of run directories as it was given; for None or "" ``$RANKZERO_STORE``, else `DEFAULT_STORE`."""
+    """Returns a given root of run directories; for None or "" ``$RANKZERO_STORE``, else `DEFAULT_STORE`."""
     return os.fspath(location or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
 
 
