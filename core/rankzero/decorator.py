@@ -29,10 +29,10 @@ class DistributedFunction(Generic[P, R]):
     """
 
     def __init__(self, function: Callable[P, R], launcher: Launcher) -> None:
-        """Wraps a function.
+        """Makes a decorated function.
 
         Args:
-            function: The function.
+            function: The plain function.
             launcher: Runs the function.
         """
         if not callable(function):

@@ -1,8 +1,8 @@
 """The agent's main loop: starts the workers of one task, forwards their messages and output, and ends them.
 
 One selector loop; the channel has a thread of its own. The agent ends when the driver asks for it, when the driver is
-lost for good, or when the task process that started it has exited (end of file on standard input). It always ends every
-descendant. The driver's ``start`` assigns the ranks; until then the workers import torch.
+lost for good, or when the task process that started it has exited (end of file on standard input, and a pidfd where
+there is one). It always ends every descendant. The driver's `Assign` numbers the ranks; until then they import torch.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class Agent:
         self._watch(rank.pipe, lambda: self._on_printed(rank))
 
     def _on_printed(self, rank: Rank) -> None:
-        """Forwards printed lines; a quiet rank's pipe is then read later: each read wakes agent, channel and driver."""
+        """Forwards printed lines. A pipe with few lines is read again later, since each read wakes the driver."""
         if self._on_output(rank) and rank.output.is_quiet:
             self._unwatch(rank.pipe)
             self._quiet.append(rank)
@@ -452,8 +452,8 @@ def main() -> None:
         piece = os.read(sys.stdin.fileno(), _READ)
         if not piece:
             if "torch" not in sys.modules:
-                # The task process, which would remove it, has exited. That of a warm server's agent may live and use
-                # the directory for a fresh agent.
+                # The task process, which would remove the directory, has exited. An agent of a warm server leaves it
+                # (torch is loaded there): its task process may live, and use the directory for a fresh agent.
                 shutil.rmtree(os.environ["RANKZERO_SCRATCH"], ignore_errors=True)
             sys.exit("the process that started this agent died before it sent the configuration")
         line += piece

@@ -1,4 +1,4 @@
-"""`Attempt`: one attempt of a run, from the start of its agents: the effects of their messages, in whatever state."""
+"""`Attempt`: one attempt of a run, from the start of its agents. It applies their messages in every state."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Attempt:
             mailbox: Receives the messages of the agents.
             watch: Watches for what ends a run from outside.
             env: The user's environment for the ranks.
-            run_started_at: Monotonic time at which the first attempt had started; None in the first attempt.
+            run_started_at: Monotonic time at which every rank of the first attempt that started had started; None if no
+                attempt has. The run's ``timeout`` counts from there.
         """
         self._run = run
         placement, session = placed.placement, placed.session
@@ -395,7 +396,7 @@ class Attempt:
     def _on_failure(self, rank: int, member: Member, message: messages.Failed) -> None:
         self.facts.over.add(rank)
         tail = [line[:LOG_TAIL_WIDTH] for line in message.log_tail]
-        # A rank whose agent is leaving was asked to exit, and may do so by an exception.
+        # The agent has asked the rank to exit, which may have made it raise.
         is_secondary = message.collateral or member.left_at is not None
         report = message.having(**self._recorder.mask.facts({**vars(message), "log_tail": tail}))
         report = report.having(collateral=is_secondary)

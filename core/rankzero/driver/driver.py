@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 MANY_AGENTS = 256
-"""Number of agents above which the limit of open files is raised even in a caller's own process."""
+"""Number of agents above which the driver raises the limit of open files of its process, which may be the caller's."""
 
 
 class Driver:
@@ -86,7 +86,8 @@ class Driver:
         """Runs the submission until it has ended. A failed run does not raise: its status reports the failure.
 
         Args:
-            refused: The error of a stage that should have run the driver; it counts as that of the first attempt.
+            refused: An error that counts as the end of the first attempt: a Spark stage should have run this driver in
+                one of its tasks, and failed before.
 
         Raises:
             ResultError: the store does not take the outcome.
@@ -129,7 +130,7 @@ class Driver:
 
     @property
     def left_nothing(self) -> bool:
-        """False if an engine session did not close, so a JVM that was stopped may still exist."""
+        """False if an engine session did not close in time, so its JVM may still run."""
         return self._places.left_nothing
 
     @property

@@ -96,9 +96,10 @@ class Facts:
     Attributes:
         num_processes: Number of ranks.
         directory: The run directory, for the text of errors.
-        returned: Ranks whose code returned by itself; their checkpoints and values may still be stored.
-        finished: Ranks from which the run needs nothing more. Rank 0 has finished when its value is stored.
-        over: Ranks that have sent their last report or whose process is gone, so that they need no peer any more.
+        returned: Ranks whose function has returned. They may still write checkpoints, and rank 0 its value.
+        finished: Ranks whose checkpoints have arrived as well; rank 0 when its value is stored. The run needs nothing
+            more from them.
+        over: Ranks that have finished or failed, or whose process or agent is gone: they wait for no other rank.
         failures: The failures of ranks in the order in which they arrived.
         failed_at: Monotonic time of the first failure.
         stored: Rank 0's value, once it is stored.
@@ -186,7 +187,8 @@ def judge(
     needed = [member for member in gone if not member.ranks or not facts.finished.issuperset(member.ranks)]
     left = [(member, member.left_at) for member in needed if member.left_at is not None]
     if facts.engine_ended and not failures:
-        # An agent that exits on a signal from outside is as silent as one that the driver asked to exit.
+        # An agent that was ended by a signal from outside closes its connection like one that the driver had asked to
+        # exit, but it was still needed.
         if left:
             return _lost(left[0][0], facts, explain)
         error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
@@ -208,7 +210,7 @@ def is_conclusive(failures: Sequence[Failure], waited: float) -> bool:
 def host_to_blame(failures: Sequence[Failure]) -> str | None:
     """Returns the host that may have caused the first failure; None for the user's code, or for several hosts."""
     cause = first_cause(failures) if failures else None
-    if cause is None or cause.report.collateral or cause.restart_cause not in (KILLED, LOST, MATCHED):
+    if cause is None or cause.report.collateral or cause.restart_cause not in (KILLED, MATCHED):
         return None
     hosts = {failure.placed_on for failure in failures if failure.kind == cause.kind}
     return hosts.pop() if len(hosts) == 1 else None
@@ -334,7 +336,7 @@ def start_timeout(
         missing = [f"task {task}" for task in missing_tasks]
         text = f"{len(missing)} of {num_tasks} tasks were not started: {', '.join(missing)} (are slots free there?)"
     else:
-        # Without missing ranks, only rank 0 is missing, which opens the rendezvous.
+        # Every rank has imported torch, but rank 0 has not opened the rendezvous yet.
         missing = [f"rank {rank}" for rank in missing_ranks] or ["rank 0"]
         text = f"every task was started, but {', '.join(missing)} not (is torch slow to import there?)"
     what = f"the ranks did not start within start_timeout={bound} s: {text}; raise start_timeout if they are only slow"

@@ -13,7 +13,7 @@
         delivery      the receiver of the result, and its acknowledgement; see `rankzero.run.delivery`
         stage/        files between a driver in a stage and its tasks; see `rankzero.task.stage`
         cancel        a request to end this submission; may name the orchestrator's try for which it is
-    token         written first: this is a directory of rankzero's; agents see by it that it is their driver's
+    token         marks a directory of rankzero's, before there is a job; agents see by it that it is their driver's
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
     logs/         rank-N.log for every rank; on an object store one stream, ``lines``, for all of them
     checkpoints/  see `rankzero.run.checkpoints`
@@ -26,7 +26,7 @@
 
 On an object store ``events.jsonl`` and ``logs/lines`` are folders of numbered pieces; see `rankzero.run.pieces`.
 
-A directory is a run's only by the token or a claim, and a driver deletes only files of the names that rankzero writes.
+A directory with a token or a claim belongs to rankzero. A driver deletes only files of the names that rankzero writes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RunDirectory:
     def strangers(self) -> list[str]:
         """Returns names in a directory without a submission that rankzero does not write there.
 
-        A submitter that died has left the others, or the driver and the ranks of a run whose directory was removed.
+        All other files there were left by a submitter that died, or by the driver and the ranks of a removed run.
         """
         known = {"token"} if self._has_token() else set()
 

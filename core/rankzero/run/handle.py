@@ -46,7 +46,8 @@ T = TypeVar("T")
 class RunHandle(Generic[R]):
     """A handle of one submission of a run, for any process that can read its directory.
 
-    If the run id is submitted again, the handle keeps to its own submission, with the outcome and value of that.
+    If the run id is submitted again, status, result and cancellation stay those of the handle's own submission. The
+    properties (`params`, `labels`, `identity` and so on) and `checkpoints` describe the last submission.
 
     Attributes:
         directory: Absolute path or URL of the run directory.
@@ -138,7 +139,7 @@ class RunHandle(Generic[R]):
 
     @property
     def submission(self) -> int:
-        """Returns how often this run id was submitted before its last submission."""
+        """Returns the number of the last submission, from 0."""
         return self._run.job().submission
 
     @property

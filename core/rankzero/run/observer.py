@@ -133,14 +133,15 @@ class Observer:
         continues even if the store rejects its heartbeats for minutes.
         """
         if self._driver is not None and status.submission == self._submission and os.getpid() == self._pid:
-            # By the host's name, which costs less than the process namespace: followers query this again and again.
+            # The host is compared by its name, since followers do this often, and the process namespace costs more.
             ours = (socket.gethostname(), self._driver.pid)
             if status.driver_pid is not None and (status.driver_host, status.driver_pid) != ours:
                 # It has delegated the run to a driver in its stage.
                 return process_lives(status)
             if self._driver.poll() is not None:
                 return False
-            # A child process that is stopped loses its agents. A driver thread stops only together with this code.
+            # The agents of a driver process that is stopped for long end themselves. A driver thread stops only
+            # together with this code.
             is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
             return None if is_stopped else True
         if status.driver_pid is None and (process := self._starting(status)):
@@ -156,9 +157,9 @@ class Observer:
         """Returns the process that is the driver or starts it, before the driver's first status; None if unknown."""
         if process := self._run.starting(status.submission):
             return process
-        # A driver that a cluster starts may never start, while the owner lives.
+        # The owner says nothing about a driver that a cluster starts, which may never start.
         if not status.patience:
-            # Of a store that fails now, the heartbeat decides.
+            # If the store fails now, the heartbeat decides.
             with contextlib.suppress(Exception):
                 job = self._run.find_job()
                 return job.owner if job and job.submission == status.submission else None
@@ -189,8 +190,8 @@ class HeartbeatWatch:
     def is_silent(self, status: RunStatus) -> bool:
         """Returns True if the heartbeat has not changed for so long that its driver counts as dead.
 
-        The wall clock advances while a laptop or a VM sleeps, and a driver there does not. It is therefore used only
-        for the first status, and only if the driver's process is not visible.
+        The wall clock advances while a laptop or a VM sleeps, and a driver there does not. It is therefore used here
+        only for the first status, and only if the driver's process is not visible.
 
         Args:
             status: The status, just read.

@@ -25,7 +25,7 @@ class PipelineTry(Protocol):
 
     @property
     def lease_when_attached(self) -> float | None:
-        """Seconds for which a run that this try attached to may outlive it; None keeps the lease of its submission."""
+        """Seconds without a follower after which an attached run ends; None keeps the run's lease."""
 
     @property
     def retrier(self) -> Mapping[str, Any] | None:
@@ -38,14 +38,14 @@ class PipelineTry(Protocol):
     def generation(self) -> str:
         """The name of the chain of tries that the orchestrator starts by itself. A user's action starts a new chain.
 
-        Within a chain, a training stays the same if one of its modules changes between two tries.
+        Within a chain, a training counts as the same even if one of its modules changes between two tries.
         """
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
         """Returns True if the orchestrator has durably stored the result that was offered to a receiver."""
 
     def repeats(self, receiver: Mapping[str, Any]) -> bool:
-        """Returns True if the orchestrator, and not a user, repeats the step of a receiver that had succeeded."""
+        """Returns True if the orchestrator, and not a user, repeats the step of this receiver, which had succeeded."""
 
     def detaches(self, error: BaseException) -> bool:
         """Returns True if the run should outlive its follower, which this error interrupts."""

@@ -31,8 +31,8 @@ from rankzero.values.ref import ResultRef
 logger = logging.getLogger(__name__)
 
 MOST_OBJECTS = 300_000
-"""Objects that are visited without a memo, which takes some tenths of a second. Without this limit, objects that share
-parts many times over would be visited once for each way that leads to them."""
+"""Most objects that are visited without a memo, which takes some tenths of a second. Objects that share parts many
+times over have exponentially many paths to them."""
 
 
 def digest_of(*values: Any) -> str:
@@ -169,7 +169,7 @@ class _ContentPickler(TrainingPickler):
         return type(value), reduced[0], parts
 
     def _module(self, module: types.ModuleType) -> Any:
-        """Returns the digest of a user's module that is pickled by value, by its source, wherever that is."""
+        """Returns the digest of the source of a user's module that ranks cannot import; None for any other module."""
         name, path = module.__name__, getattr(module, "__file__", None)
         if not is_user_module_name(name) or self.travels(name) or not isinstance(path, str):
             return None
@@ -229,7 +229,7 @@ class _ContentPickler(TrainingPickler):
 
 
 class _PlainPickler(_ContentPickler):
-    """Pickles dicts and objects as plain pickle does: those whose parts cannot be found, or are nested too deeply."""
+    """Pickles dicts and objects as plain pickle does, for those whose parts cannot be found or nest too deeply."""
 
     def _dict(self, value: dict[Any, Any]) -> Any:
         return None

@@ -191,8 +191,8 @@ def _state(run: RunDirectory) -> _State | None:
 def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -> RunStatus:
     """Returns the status once the driver has shown a heartbeat or counts as dead.
 
-    If the submitter was killed before it started the driver, the heartbeat is the one that the submitter wrote. On a
-    disk no time needs to pass then: this process claims the submission, which its driver would do first.
+    A submitter that was killed before it started the driver has left its own heartbeat. On a disk this process then
+    claims the driver's role, so no time needs to pass: a driver claims that role before it does anything.
     """
     status = handle.status()
     never_driven = not (status.final or status.driver_pid)
@@ -202,8 +202,8 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
     run = RunDirectory(handle.directory)
     claimant = run.claimant(status.submission) if never_driven else None
     submitter_is_gone = bool(claimant and is_gone(claimant))
-    # On a disk a submitter records its driver's process. Was it killed before, a driver that starts yet finds the
-    # submission claimed, and exits.
+    # On a disk a submitter records the process of its driver. If it was killed before that, a driver that starts later
+    # finds the role claimed, and exits.
     has_no_driver = submitter_is_gone and not (status.patience or run.is_remote or handle.driver_lives(status))
     if has_no_driver and run.claim_driver(status.submission):
         return replace(status, state="failed")
