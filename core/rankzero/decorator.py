@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
 
 from rankzero.errors import InvalidJobError
 from rankzero.launcher import Launcher
@@ -63,9 +63,9 @@ class DistributedFunction(Generic[P, R]):
         """Trains with many sets of keyword arguments. Takes, returns and raises what `Launcher.map` does."""
         return self.launcher.map(self.launch_function, params, **options)
 
-    def options(self, **changes: Any) -> DistributedFunction[P, R]:
+    def options(self, **changes: Any) -> Self:
         """Returns a copy with changed options of the launcher. Raises InvalidJobError for one that does not exist."""
-        return DistributedFunction(self.launch_function, self.launcher.options(**changes))
+        return type(self)(self.launch_function, self.launcher.options(**changes))
 
     def __repr__(self) -> str:
         return f"<distributed {self.launch_function!r} by {self.launcher!r}>"
@@ -74,7 +74,7 @@ class DistributedFunction(Generic[P, R]):
         # By its name, so that a module which is imported again has the same object.
         name: str = self.__qualname__  # type: ignore[attr-defined]
         is_importable = self.__module__ != "__main__" and "<locals>" not in name
-        return name if is_importable else (DistributedFunction, (self.launch_function, self.launcher))
+        return name if is_importable else (type(self), (self.launch_function, self.launcher))
 
 
 class distributed(Launcher):
