@@ -101,6 +101,15 @@ class CheckpointWriter:
         """Returns the last committed checkpoint that the driver has sent to this rank."""
         return self._last
 
+    @property
+    def is_sharded(self) -> bool | None:
+        """Returns whether the checkpoints of this attempt are sharded; None before the first one."""
+        return self._sharded
+
+    def follow(self) -> None:
+        """Counts a whole checkpoint that rank 0 reports, so that this rank can wait for it and receives it."""
+        self._next += 1
+
     def write(self, value: object, metrics: dict[str, Any], when: float, tables: RankTables, *, sharded: bool) -> None:
         """Copies a checkpoint, which is written and committed while training continues.
 
@@ -129,7 +138,7 @@ class CheckpointWriter:
         if not sharded and self._rank != 0:
             if self._next == 0:
                 print(f"rankzero: rank 0's checkpoints are kept, not those of rank {self._rank} (see sharded=True)")
-            self._next += 1
+            self.follow()
             return
         index, self._next = self._next, self._next + 1
         # From here on the agent gives this process its grace to finish, however the attempt ends.

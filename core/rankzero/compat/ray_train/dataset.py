@@ -5,26 +5,36 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rankzero.train as rt
+from rankzero.compat.ray_train.config import DataConfig
+
+if TYPE_CHECKING:
+    import torch
+
+ALL = 1 << 40
+"""Rows of a batch that has all rows."""
 
 _datasets: dict[str, Any] = {}
 _epochs: Counter[str] = Counter()
+_whole: set[str] = set()
 
 
-def install(datasets: Mapping[str, Any]) -> None:
+def install(datasets: Mapping[str, Any], config: DataConfig = DataConfig()) -> None:  # noqa: B008
     """Sets the data sets of this worker. Called before the training function."""
     _datasets.clear()
     _datasets.update(datasets)
     _epochs.clear()
+    _whole.clear()
+    _whole.update(name for name in datasets if not config.splits(name))
 
 
 def shard(name: str) -> DatasetShard | TableShard:
     """Returns this worker's share of the data set ``name``. Raises KeyError, which lists the known names."""
     tables = rt.dataset_names()
     if name in tables:
-        return TableShard(rt.get_dataset_shard(name))
+        return TableShard(rt.get_dataset_shard(name), name)
     if name not in _datasets:
         known = ", ".join(sorted([*_datasets, *tables])) or "none"
         raise KeyError(f"the trainer has no data set {name!r}; TorchTrainer(datasets=...) gave: {known}")
@@ -54,95 +64,230 @@ class Batches:
         return next(iter(self) if self._running is None else self._running)
 
 
-class DatasetShard:
-    """A worker's share of a torch data set."""
+class Shard:
+    """A worker's share of a data set, with the interface of Ray's ``DataIterator``."""
 
     def __init__(self, data: Any, name: str) -> None:
         self._data = data
         self._name = name
 
-    def iter_torch_batches(
-        self,
-        *,
-        batch_size: int = 256,
-        drop_last: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        local_shuffle_buffer_size: int | None = None,
-        local_shuffle_seed: int | None = None,
-        prefetch_batches: int = 1,
-    ) -> Batches:
-        """Returns batches on this worker's device, the same number on every worker. Each iteration is the next epoch.
-
-        Args:
-            batch_size: Rows of a batch.
-            drop_last: Whether to leave out the last batch if it is smaller.
-            collate_fn: Makes a batch of a list of rows; None: torch's default.
-            local_shuffle_buffer_size: Any value except None shuffles the whole data set.
-            local_shuffle_seed: Seed of the order.
-            prefetch_batches: Accepted for compatibility; on a GPU one batch is always copied in advance.
+    def _epoch(
+        self, size: int, drop_last: bool, shuffle: int | None, seed: int, prefetch: int, make: Callable[[Any], Any]
+    ) -> Callable[[], Iterator[Any]]:
+        """Returns a function that returns the batches of the next epoch, each made by ``make`` of columns on the CPU.
 
         Raises:
-            ValueError: ``local_shuffle_buffer_size`` for a data set without indices.
+            InvalidJobError: a wrong value.
+            ValueError: the data set cannot be shuffled.
         """
-        from torch.utils.data import DataLoader, IterableDataset
-
-        shuffle = local_shuffle_buffer_size is not None
-        if shuffle and isinstance(self._data, IterableDataset):
-            raise ValueError(
-                f"local_shuffle_buffer_size is {local_shuffle_buffer_size}, but the data set {self._name!r} is an "
-                "IterableDataset, which has no indices to shuffle: leave it out, and shuffle in the data set"
-            )
-        loader = DataLoader(self._data, batch_size, shuffle=shuffle or None, drop_last=drop_last, collate_fn=collate_fn)
-
-        def epoch() -> Iterator[Any]:
-            prepared = rt.prepare_data_loader(loader, seed=local_shuffle_seed or 0)
-            prepared.set_epoch(_epochs[self._name])
-            _epochs[self._name] += 1
-            return iter(prepared)
-
-        return Batches(epoch)
-
-
-class TableShard:
-    """A worker's share of the rows of a DataFrame or of a table at a path."""
-
-    def __init__(self, rows: rt.DatasetShard) -> None:
-        self._rows = rows
+        raise NotImplementedError
 
     def iter_torch_batches(
         self,
         *,
-        batch_size: int = 256,
+        prefetch_batches: int = 1,
+        batch_size: int | None = 256,
+        dtypes: Any = None,
+        device: torch.device | str = "auto",
+        collate_fn: Callable[[Any], Any] | None = None,
         drop_last: bool = False,
-        collate_fn: Callable[[dict[str, Any]], Any] | None = None,
         local_shuffle_buffer_size: int | None = None,
         local_shuffle_seed: int | None = None,
-        prefetch_batches: int = 1,
+        pin_memory: bool = False,
     ) -> Batches:
-        """Returns batches that are dicts of tensors by column, the same number on every worker.
+        """Returns batches of tensors, the same number on every worker. Each iteration is the next epoch.
 
-        Each iteration is the next epoch, or the rest of one whose position was loaded.
+        A table, and a data set whose rows are dicts, has dicts of tensors by column. Others have what torch's default
+        collation makes of a list of rows.
 
         Args:
-            batch_size: Rows of a batch.
+            prefetch_batches: 0 reads nothing in advance.
+            batch_size: Rows of a batch; None for one batch of all rows.
+            dtypes: Type of all tensors, or a dict of the types by column.
+            device: Device of the tensors; ``"auto"`` for this worker's.
+            collate_fn: Makes a batch of a dict of numpy arrays by column; of a list of rows that are no dicts.
             drop_last: Whether to leave out the last batch if it is smaller.
-            collate_fn: Makes a batch of the dict of columns.
             local_shuffle_buffer_size: Any value except None shuffles all rows, over all workers.
             local_shuffle_seed: Seed of the order.
-            prefetch_batches: 0 reads nothing in advance.
+            pin_memory: Accepted for compatibility.
 
         Raises:
             InvalidJobError: as `rankzero.train.DatasetShard.iter_batches`.
+            ValueError: ``collate_fn`` together with ``dtypes``; the data set has no indices to shuffle.
         """
+        if collate_fn is not None and dtypes is not None:
+            raise ValueError("collate_fn decides about the types of its tensors: leave dtypes out")
+
+        def make(rows: Any) -> Any:
+            if collate_fn is None:
+                return _cast(_collated(rows), dtypes)
+            is_columns = isinstance(rows, dict)
+            return collate_fn({name: _array(values) for name, values in rows.items()} if is_columns else rows)
+
+        epoch = self._epoch(
+            batch_size or ALL, drop_last, local_shuffle_buffer_size, local_shuffle_seed or 0,
+            prefetch_batches, make,
+        )  # fmt: skip
+        return Batches(functools.partial(_moved, epoch, device))
+
+    def iter_batches(
+        self,
+        *,
+        prefetch_batches: int = 1,
+        batch_size: int | None = 256,
+        batch_format: str | None = "default",
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+    ) -> Batches:
+        """Returns batches, as `iter_torch_batches`, in another form. Rows that are no dicts are a column ``item``.
+
+        Args:
+            prefetch_batches: As for `iter_torch_batches`.
+            batch_size: As for `iter_torch_batches`.
+            batch_format: ``"numpy"`` or ``"default"`` for dicts of arrays, ``"pandas"`` for a DataFrame, ``"pyarrow"``
+                for a Table.
+            drop_last: As for `iter_torch_batches`.
+            local_shuffle_buffer_size: As for `iter_torch_batches`.
+            local_shuffle_seed: As for `iter_torch_batches`.
+
+        Raises:
+            ValueError: another format; the data set has no indices to shuffle.
+        """
+        if batch_format not in (None, "default", "numpy", "pandas", "pyarrow"):
+            raise ValueError(f'batch_format is {batch_format!r}; choose "numpy", "pandas" or "pyarrow"')
+
+        def make(rows: Any) -> Any:
+            columns = rows if isinstance(rows, dict) else {"item": rows}
+            return _formatted({name: _array(values) for name, values in columns.items()}, batch_format)
+
+        epoch = self._epoch(
+            batch_size or ALL, drop_last, local_shuffle_buffer_size, local_shuffle_seed or 0,
+            prefetch_batches, make,
+        )  # fmt: skip
+        return Batches(epoch)
+
+    def iter_rows(self) -> Batches:
+        """Returns the rows as dicts with a value for each column. Each iteration is the next epoch."""
+        batches = self.iter_batches()
+
+        def epoch() -> Iterator[dict[str, Any]]:
+            for batch in batches:
+                yield from (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True))
+
+        return Batches(epoch)
+
+
+class DatasetShard(Shard):
+    """A worker's share of a torch data set."""
+
+    def _epoch(
+        self, size: int, drop_last: bool, shuffle: int | None, seed: int, prefetch: int, make: Callable[[Any], Any]
+    ) -> Callable[[], Iterator[Any]]:
+        from torch.utils.data import DataLoader, IterableDataset
+
+        from rankzero.train.data_loader import prepared
+        from rankzero.train.share import Share
+
+        if shuffle is not None and isinstance(self._data, IterableDataset):
+            raise ValueError(
+                f"local_shuffle_buffer_size is {shuffle}, but the data set {self._name!r} is an "
+                "IterableDataset, which has no indices to shuffle: leave it out, and shuffle in the data set"
+            )
+
+        def collate(rows: list[Any]) -> Any:
+            by_column = {name: [row[name] for row in rows] for name in rows[0]} if isinstance(rows[0], dict) else rows
+            return make(by_column)
+
+        loader = DataLoader(
+            self._data, size, shuffle=None if shuffle is None else True, drop_last=drop_last, collate_fn=collate
+        )
+        context = rt.get_context()
+
+        def epoch() -> Iterator[Any]:
+            rank, world_size = (0, 1) if self._name in _whole else (context.rank, context.world_size)
+            batches = prepared(loader, Share(rank, world_size, pad=True), move=False, seed=seed)
+            batches.set_epoch(_epochs[self._name])
+            _epochs[self._name] += 1
+            return iter(batches)
+
+        return epoch
+
+
+class TableShard(Shard):
+    """A worker's share of the rows of a DataFrame or of a table at a path."""
+
+    def _epoch(
+        self, size: int, drop_last: bool, shuffle: int | None, seed: int, prefetch: int, make: Callable[[Any], Any]
+    ) -> Callable[[], Iterator[Any]]:
         epoch = functools.partial(
-            self._rows.iter_batches,
-            batch_size,
-            shuffle=local_shuffle_buffer_size is not None,
-            seed=local_shuffle_seed or 0,
+            self._data.iter_batches,
+            size,
+            shuffle=shuffle is not None,
+            seed=seed,
             drop_last=drop_last,
-            collate=collate_fn,
-            prefetch=min(prefetch_batches, 1),
+            collate=make,
+            device="cpu",
+            prefetch=min(prefetch, 1),
         )
         # Wrong arguments are refused here. No epoch starts before the first batch is read.
         epoch()
-        return Batches(epoch)
+        return epoch
+
+
+def _collated(rows: Any) -> Any:
+    """Returns rows, or lists of values by column, as tensors; torch's default collation decides."""
+    from torch.utils.data import default_collate
+
+    if not isinstance(rows, dict):
+        return default_collate(rows)
+    return {name: default_collate(values) if isinstance(values, list) else values for name, values in rows.items()}
+
+
+def _cast(batch: Any, dtypes: Any) -> Any:
+    """Returns a batch with all tensors of one type, or by column of the types in a dict."""
+    import torch
+
+    if dtypes is None:
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(dtypes)
+    if isinstance(batch, dict):
+        by_column = isinstance(dtypes, Mapping)
+        return {name: _cast(part, dtypes.get(name) if by_column else dtypes) for name, part in batch.items()}
+    return type(batch)(_cast(part, dtypes) for part in batch) if isinstance(batch, (list, tuple)) else batch
+
+
+def _moved(epoch: Callable[[], Iterator[Any]], device: torch.device | str) -> Iterator[Any]:
+    """Returns the batches of the next epoch on a device, to which a GPU copies one in advance."""
+    import torch
+
+    from rankzero.train.data_loader import on_device
+
+    place = rt.get_context().device if device == "auto" else torch.device(device)
+    return epoch() if place.type == "cpu" else on_device(epoch(), place, ahead=place.type == "cuda")
+
+
+def _array(values: Any) -> Any:
+    """Returns the values of a column as a numpy array."""
+    import numpy
+    import torch
+
+    if isinstance(values, list) and values and isinstance(values[0], torch.Tensor):
+        values = torch.stack(values)
+    return values.numpy() if isinstance(values, torch.Tensor) else numpy.asarray(values)
+
+
+def _formatted(columns: dict[str, Any], batch_format: str | None) -> Any:
+    """Returns arrays by column in the form that `Shard.iter_batches` was asked for."""
+    if batch_format not in ("pandas", "pyarrow"):
+        return columns
+    # A column of arrays is one of lists there.
+    flat = {name: values if values.ndim == 1 else list(values) for name, values in columns.items()}
+    if batch_format == "pandas":
+        import pandas
+
+        return pandas.DataFrame(flat)
+    import pyarrow
+
+    return pyarrow.table(flat)

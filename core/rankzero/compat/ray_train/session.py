@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rankzero.compat.ray_train.names import lookup
 from rankzero.compat.ray_train.train import TrainContext, get_checkpoint, get_dataset_shard, report
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "get_local_rank",
     "get_local_world_size",
     "get_node_rank",
+    "get_storage",
     "get_world_rank",
     "get_world_size",
     "report",
@@ -24,3 +26,6 @@ get_local_rank = _context.get_local_rank
 get_local_world_size = _context.get_local_world_size
 get_node_rank = _context.get_node_rank
 get_experiment_name = _context.get_experiment_name
+get_storage = _context.get_storage
+
+__getattr__ = lookup(__name__)

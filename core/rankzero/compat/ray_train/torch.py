@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import rankzero.train as rt
-from rankzero.compat.ray_train.configs import TorchConfig
+from rankzero.compat.ray_train.config import TorchConfig
+from rankzero.compat.ray_train.names import lookup
 
 if TYPE_CHECKING:
     import torch
@@ -118,9 +119,12 @@ def backward(tensor: object) -> NoReturn:
     raise NotImplementedError("backward() was removed: call loss.backward(); see rankzero.train.grad_scaler")
 
 
+_find = lookup(__name__)
+
+
 def __getattr__(name: str) -> Any:
     if name == "TorchTrainer":
         from rankzero.compat.ray_train.trainer import TorchTrainer
 
         return TorchTrainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _find(name)

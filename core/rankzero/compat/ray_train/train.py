@@ -2,35 +2,117 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import rankzero.train as rt
-from rankzero.compat.ray_train import collective, torch
-from rankzero.compat.ray_train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from rankzero.compat.ray_train.result import Checkpoint, Result
+from rankzero.compat.ray_train import callback, collective, torch
+from rankzero.compat.ray_train.callback import UserCallback
+from rankzero.compat.ray_train.checkpoint import Checkpoint, Stored, resumed
+from rankzero.compat.ray_train.config import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
+from rankzero.compat.ray_train.names import INSTEAD, lookup
+from rankzero.compat.ray_train.result import Result
+from rankzero.errors import EngineError as ControllerError
+from rankzero.errors import HangError as NCCLHangError
 from rankzero.errors import RankZeroError as TrainingFailedError
+from rankzero.errors import WorkerFailedError as WorkerGroupError
+from rankzero.run.checkpoints import list_committed
+from rankzero.run.directory import RunDirectory
+from rankzero.train.context import await_checkpoint, current, follow_checkpoint
 
 if TYPE_CHECKING:
     from rankzero.compat.ray_train.dataset import DatasetShard, TableShard
 
 __all__ = [
+    "TRAIN_DATASET_KEY",
     "Checkpoint",
     "CheckpointConfig",
+    "CheckpointConsistencyMode",
+    "CheckpointUploadMode",
+    "ControllerError",
+    "DataConfig",
     "FailureConfig",
+    "NCCLHangError",
+    "PreemptionInfo",
+    "ReportedCheckpoint",
+    "ReportedCheckpointStatus",
     "Result",
     "RunConfig",
     "ScalingConfig",
     "TrainContext",
     "TrainingFailedError",
+    "UserCallback",
+    "WorkerGroupError",
     "collective",
+    "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
+    "get_preemption_info",
     "report",
     "torch",
 ]
+
+TRAIN_DATASET_KEY = "train"
+"""Name of the data set that `get_dataset_shard` returns by default."""
+
+
+class CheckpointUploadMode(Enum):
+    """Ray's modes of an upload. Here all are one: the files are copied by `report`, and stored while training goes on.
+
+    ``ASYNC`` also deletes the local directory once it is copied.
+    """
+
+    ASYNC = "ASYNC"
+    SYNC = "SYNC"
+    NO_UPLOAD = "NO_UPLOAD"
+
+
+class CheckpointConsistencyMode(Enum):
+    """Ray's modes of `get_all_reported_checkpoints`. Here both mean a committed checkpoint."""
+
+    COMMITTED = "COMMITTED"
+    VALIDATED = "VALIDATED"
+
+
+class ReportedCheckpointStatus(Enum):
+    """State of a reported checkpoint. Here every one is ``COMMITTED``, since validation belongs to the user."""
+
+    COMMITTED = "COMMITTED"
+    PENDING_VALIDATION = "PENDING_VALIDATION"
+    VALIDATED = "VALIDATED"
+    VALIDATION_TIMEOUT = "VALIDATION_TIMEOUT"
+    VALIDATION_FAILED = "VALIDATION_FAILED"
+
+
+@dataclass(frozen=True)
+class ReportedCheckpoint:
+    """A committed checkpoint of the run.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        metrics: Metrics that rank 0 reported with it.
+        status: Its state.
+    """
+
+    checkpoint: Checkpoint
+    metrics: dict[str, Any]
+    status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED
+
+
+@dataclass(frozen=True)
+class PreemptionInfo:
+    """Facts about a worker that is about to be preempted, for annotations: `get_preemption_info` returns none."""
+
+    preempted_node_ids: tuple[str, ...] = ()
+    preempted_ranks: tuple[int, ...] = ()
+    deadline: float | None = None
 
 
 class TrainContext:
@@ -64,72 +146,155 @@ class TrainContext:
         """Returns the run directory if this host sees it; else None."""
         return rt.get_context().storage_path
 
+    def __getattr__(self, name: str) -> Any:
+        advice = f": {INSTEAD[name]}" if name in INSTEAD else ""
+        raise AttributeError(f"the context has no {name}{advice}")
+
 
 def get_context() -> TrainContext:
     """Returns the context of this worker."""
     return TrainContext()
 
 
-def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **options: Any) -> None:
+def report(
+    metrics: Mapping[str, Any],
+    checkpoint: Checkpoint | None = None,
+    checkpoint_dir_name: str | None = None,
+    checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    delete_local_checkpoint_after_upload: bool | None = None,
+    checkpoint_upload_fn: Callable[[Checkpoint, str], Checkpoint] | None = None,
+    validation: object = False,
+) -> None:
     """Reports metrics, and optionally a checkpoint. Like Ray's, it is a barrier: each worker must call it.
 
     A worker that fails after a report therefore loses no checkpoint of that report: those of all workers have been
-    copied, and are written before the attempt ends. Rank 0's checkpoint becomes the run's. Ray merges the directories
-    of all workers. Here a directory with files that rank 0's lacks is refused; report it with
-    `rankzero.train.report` and ``sharded=True``.
+    copied, and are written before the attempt ends. If another worker than rank 0 gives a directory with files that
+    rank 0's lacks, the checkpoint consists of the files of all workers; else it is rank 0's.
 
     Args:
         metrics: Name to number or string.
-        checkpoint: The checkpoint from `Checkpoint.from_directory`; its directory may be deleted after this call.
-        options: Ray's options for uploads and validation, which are refused.
+        checkpoint: The checkpoint, usually from `Checkpoint.from_directory`; its directory may be deleted after this
+            call.
+        checkpoint_dir_name: Accepted for compatibility; the run names its checkpoints.
+        checkpoint_upload_mode: See `CheckpointUploadMode`.
+        delete_local_checkpoint_after_upload: Whether to delete the local directory; None: in the mode ``ASYNC``.
+        checkpoint_upload_fn: Called with the checkpoint and its name; the one that it returns is reported.
+        validation: Refused.
 
     Raises:
-        TypeError: an option was given; ``checkpoint`` is not a `Checkpoint`, or has files that would be lost.
+        TypeError: ``checkpoint`` is not a `Checkpoint`.
+        NotImplementedError: ``validation`` was given.
         ResultError: the checkpoint cannot be written.
+        ValueError: a checkpoint of several workers after one of rank 0 alone.
     """
-    if options:
-        raise TypeError(f"report has no {', '.join(sorted(options))} here: checkpoints go to the run's store")
+    if validation:
+        raise NotImplementedError(f"report(validation=...) is not supported: {INSTEAD['ValidationConfig']}")
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise TypeError(f"checkpoint is a {type(checkpoint).__name__}; give Checkpoint.from_directory(path)")
-    rt.report(metrics, checkpoint=checkpoint.path if checkpoint else None)
-    if rt.get_context().world_size > 1 and _has_group():
-        _check_files(rt.all_gather_object(_files(checkpoint)))
-
-
-def _files(checkpoint: Checkpoint | None) -> list[str]:
-    """Returns the names of the files in a checkpoint's directory."""
-    if checkpoint is None:
-        return []
-    found = os.walk(checkpoint.path)
-    return sorted(
-        os.path.relpath(os.path.join(folder, name), checkpoint.path) for folder, _, names in found for name in names
-    )
-
-
-def _check_files(by_rank: list[list[str]]) -> None:
-    """Raises TypeError, on every worker, if one has reported a file that rank 0 has not."""
-    for rank, names in enumerate(by_rank):
-        if lost := sorted(set(names) - set(by_rank[0])):
-            raise TypeError(
-                f"worker {rank} reports a checkpoint with {lost[0]}, which rank 0's lacks: only rank 0's is kept. "
-                "For parts of all workers use rankzero.train.report(metrics, checkpoint=path, sharded=True)"
+    if checkpoint is not None and checkpoint_upload_fn is not None:
+        checkpoint = checkpoint_upload_fn(checkpoint, checkpoint_dir_name or f"checkpoint_{current().checkpoints:06d}")
+    with contextlib.ExitStack() as stack:
+        directory = None if checkpoint is None else stack.enter_context(checkpoint.as_directory())
+        has_callbacks = bool(callback.installed())
+        everyone = _gather((_files(directory), dict(metrics) if has_callbacks else None))
+        by_rank = [files for files, _ in everyone]
+        is_any = any(files is not None for files in by_rank)
+        if is_any and _is_sharded(by_rank):
+            given = directory or stack.enter_context(
+                tempfile.TemporaryDirectory(dir=os.environ.get("RANKZERO_SCRATCH"))
             )
+            rt.report(metrics, checkpoint=given, sharded=True)
+        elif is_any and rt.get_context().rank == 0:
+            rt.report(metrics, checkpoint=directory)
+        else:
+            rt.report(metrics)
+            if is_any:
+                follow_checkpoint()
+        if is_any:
+            # The checkpoints of all workers are copied when one of them goes on.
+            _gather(None)
+        deletes = delete_local_checkpoint_after_upload
+        if directory and (checkpoint_upload_mode is CheckpointUploadMode.ASYNC if deletes is None else deletes):
+            shutil.rmtree(directory, ignore_errors=True)
+    if has_callbacks and rt.get_context().rank == 0:
+        reported = get_checkpoint() if is_any else None
+        for each in callback.installed():
+            each.after_report(rt.get_context(), [row or {} for _, row in everyone], reported)
 
 
-def _has_group() -> bool:
-    """Returns True if the workers have a process group, which `TorchTrainer` creates."""
+def _gather(value: Any) -> list[Any]:
+    """Returns the values of all workers by rank; without a process group, which `TorchTrainer` creates, this one's."""
     from torch import distributed
 
-    return distributed.is_available() and distributed.is_initialized()
+    if rt.get_context().world_size > 1 and distributed.is_available() and distributed.is_initialized():
+        return rt.all_gather_object(value)
+    return [value]
+
+
+def _files(directory: str | None) -> list[str] | None:
+    """Returns the names of the files in a checkpoint's directory; None without one."""
+    if directory is None:
+        return None
+    return [
+        os.path.relpath(os.path.join(folder, name), directory)
+        for folder, _, names in os.walk(directory)
+        for name in names
+    ]
+
+
+def _is_sharded(by_rank: list[list[str] | None]) -> bool:
+    """Returns True if the checkpoint of one worker lacks files of another, or an earlier one of this attempt did."""
+    writer = current().writer
+    lead = set(by_rank[0] or ())
+    return bool(writer and writer.is_sharded) or any(set(files or ()) - lead for files in by_rank)
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Returns the last committed checkpoint of the run; None if there is none yet."""
+    """Returns the checkpoint that was reported last, once it is committed; None if there is none yet.
+
+    A new attempt gets the last one of the attempts before, or the trainer's ``resume_from_checkpoint``.
+    """
+    await_checkpoint()
     last = rt.get_checkpoint()
-    return Checkpoint(last.id, last.to_directory) if last else None
+    if last is None:
+        return resumed()
+    return Checkpoint.of_run(Stored(_run_directory() or "", last.id, last))
 
 
-def get_dataset_shard(dataset_name: str = "train") -> DatasetShard | TableShard:
+def _run_directory() -> str | None:
+    session = current()
+    return session.parts.run_directory if session.parts else session.context.storage_path
+
+
+def get_all_reported_checkpoints(
+    consistency_mode: CheckpointConsistencyMode = CheckpointConsistencyMode.VALIDATED, timeout_s: float | None = None
+) -> list[ReportedCheckpoint]:
+    """Returns the checkpoints of the run that are kept, oldest first, once the last reported one is committed.
+
+    Args:
+        consistency_mode: Accepted for compatibility.
+        timeout_s: Accepted for compatibility; the call waits for ten minutes at most.
+
+    Raises:
+        RuntimeError: this host cannot read the run directory.
+    """
+    await_checkpoint()
+    directory = _run_directory()
+    if directory is None:
+        return []
+    try:
+        found = list_committed(RunDirectory(directory))
+    except Exception as error:
+        raise RuntimeError(f"this host cannot list the checkpoints in {directory}: {error}") from error
+    return [ReportedCheckpoint(Checkpoint.of_run(Stored(directory, each.id)), each.metrics) for each in found]
+
+
+def get_preemption_info() -> PreemptionInfo | None:
+    """Returns None: clusters give no notice. A preempted worker restarts from the last checkpoint."""
+    return None
+
+
+def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> DatasetShard | TableShard:
     """Returns this worker's share of one of the trainer's ``datasets``.
 
     Raises:
@@ -138,3 +303,6 @@ def get_dataset_shard(dataset_name: str = "train") -> DatasetShard | TableShard:
     from rankzero.compat.ray_train import dataset
 
     return dataset.shard(dataset_name)
+
+
+__getattr__ = lookup(__name__, "huggingface", "lightning")

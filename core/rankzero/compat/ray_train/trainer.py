@@ -11,16 +11,22 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import rankzero.train as rt
-from rankzero.compat.ray_train import dataset
-from rankzero.compat.ray_train.configs import (
+from rankzero import store
+from rankzero.compat.ray_train import callback, checkpoint, dataset
+from rankzero.compat.ray_train.checkpoint import Checkpoint
+from rankzero.compat.ray_train.config import (
     UNLIMITED,
     CheckpointConfig,
+    DataConfig,
     FailureConfig,
     RunConfig,
     ScalingConfig,
     TorchConfig,
 )
-from rankzero.errors import InvalidJobError
+from rankzero.compat.ray_train.names import INSTEAD
+from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError
+from rankzero.run.directory import RunDirectory
+from rankzero.values.envelope import open_packed
 
 if TYPE_CHECKING:
     from rankzero.compat.ray_train.result import Result
@@ -41,8 +47,11 @@ class TorchTrainer:
         run_config: Name and storage of the run, restarts, checkpoints.
         datasets: Torch data sets, DataFrames or paths of tables by name, for `get_dataset_shard`.
         torch_backend: Another name of ``torch_config``, found in Ray's guides.
+        dataset_config: Data sets of which each worker gets all rows; None shares all.
+        resume_from_checkpoint: The checkpoint that `get_checkpoint` returns until the run has one of its own. The
+            workers have to see its directory.
         launcher: The engine, and options that Ray lacks. None: the active SparkSession, else this machine.
-        dataset_config, metadata, resume_from_checkpoint, validation_config: Options of Ray that are refused.
+        metadata, validation_config: Options of Ray that are refused.
 
     Raises:
         InvalidJobError: a value is wrong, or an option is not supported.
@@ -66,20 +75,18 @@ class TorchTrainer:
         run_config: RunConfig | None = None,
         datasets: Mapping[str, Any] | None = None,
         torch_backend: TorchConfig | None = None,
+        dataset_config: DataConfig | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
         launcher: Launcher | None = None,
-        dataset_config: None = None,
         metadata: None = None,
-        resume_from_checkpoint: None = None,
         validation_config: None = None,
     ) -> None:
         if torch_backend is not None:
             warnings.warn("torch_backend is called torch_config", DeprecationWarning, stacklevel=2)
             torch_config = torch_backend
         refused = {
-            "dataset_config": (dataset_config, "every worker gets its share of every data set"),
-            "metadata": (metadata, "use Launcher(labels=...)"),
-            "resume_from_checkpoint": (resume_from_checkpoint, "pass it in train_loop_config, or name the run"),
-            "validation_config": (validation_config, "validate in the training function"),
+            "metadata": (metadata, "use Launcher(labels=...), or train_loop_config"),
+            "validation_config": (validation_config, INSTEAD["ValidationConfig"]),
         }
         for name, (value, instead) in refused.items():
             if value is not None:
@@ -94,6 +101,15 @@ class TorchTrainer:
         self.scaling_config = _checked("scaling_config", scaling_config, ScalingConfig)
         self.run_config = _checked("run_config", run_config, RunConfig)
         self.datasets = dict(datasets or {})
+        self.dataset_config = _checked("dataset_config", dataset_config, DataConfig)
+        if whole := [name for name in self._tables() if not self.dataset_config.splits(name)]:
+            raise InvalidJobError(
+                f"datasets_to_split leaves out {whole[0]}, a table, of which every worker gets a share: read a table "
+                "that each worker needs as a whole in the training function"
+            )
+        if resume_from_checkpoint is not None:
+            _checked("resume_from_checkpoint", resume_from_checkpoint, Checkpoint)
+        self.resume_from_checkpoint = resume_from_checkpoint
         self._launcher = launcher
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,10 +138,65 @@ class TorchTrainer:
             InvalidJobError: the training was refused before it started.
             TrainingFailedError: a worker or the run failed; the error describes the first cause.
         """
-        from rankzero.compat.ray_train.result import result_of
+        from rankzero.compat.ray_train.result import result_of, with_failures
 
-        value, handle = self._base().followed(self, (), {})
+        try:
+            value, handle = self._base().followed(self, (), {})
+        except RankZeroError as error:
+            with_failures(error)
+            raise
         return result_of(handle, value)
+
+    @classmethod
+    def can_restore(cls, path: str | os.PathLike[str], storage_filesystem: None = None) -> bool:
+        """Returns True if the directory is that of a run, which `restore` continues.
+
+        Args:
+            path: Path or URL of the run directory: ``storage_path/name``.
+            storage_filesystem: Accepted for compatibility; give a URL.
+        """
+        try:
+            return RunDirectory(os.fspath(path)).find_job() is not None
+        except RunNotFoundError:
+            return False
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | os.PathLike[str],
+        train_loop_per_worker: Callable[..., Any] | None = None,
+        train_loop_config: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> TorchTrainer:
+        """Returns a trainer that continues a run from its last checkpoint, as one with the same name and storage does.
+
+        Args:
+            path: Path of the run directory: ``storage_path/name``.
+            train_loop_per_worker: The training function; None for the run's own.
+            train_loop_config: The configuration; None for the run's own.
+            options: Other arguments of the trainer, in place of the run's own. Those that hold data or secrets are not
+                stored: ``datasets`` that are tables, ``launcher``, environment variables.
+
+        Raises:
+            InvalidJobError: the directory is another user's, or was not made by a trainer.
+            RunNotFoundError: the directory has no run.
+        """
+        run = RunDirectory(os.fspath(path).rstrip("/"))
+        trainer = _trainer_of(run)
+        storage, _, name = run.directory.rpartition("/")
+        failures = FailureConfig(max_failures=run.job().max_restarts)
+        config = replace(trainer.run_config, name=name, storage_path=storage, failure_config=failures)
+        own = {
+            "torch_config": trainer.torch_config,
+            "scaling_config": trainer.scaling_config,
+            "run_config": config,
+            "datasets": trainer.datasets,
+            "dataset_config": trainer.dataset_config,
+            "resume_from_checkpoint": trainer.resume_from_checkpoint,
+        }
+        function = trainer.train_loop_per_worker if train_loop_per_worker is None else train_loop_per_worker
+        values = trainer.launch_config if train_loop_config is None else train_loop_config
+        return cls(function, train_loop_config=values, **{**own, **options})
 
     def _base(self) -> Launcher:
         from rankzero.compat.torch_distributor import active_session
@@ -181,11 +252,21 @@ class TorchTrainer:
 
     def __call__(self) -> Any:
         """Creates the process group and calls the training function, in one worker."""
-        dataset.install(self.datasets)
+        dataset.install(self.datasets, self.dataset_config)
+        checkpoint.install(self.resume_from_checkpoint)
+        callbacks = self.run_config.callbacks or ()
+        callback.install(callbacks)
+        context = rt.get_context()
+        # Accelerate would take every GPU of the machine for its own.
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(context.device)
+        os.environ["NODE_RANK"] = str(context.node_rank)
         rt.ensure_process_group(timedelta(seconds=self.torch_config.timeout_s))
-        if self._wants_config:
-            return self.train_loop_per_worker(self.launch_config)
-        return self.train_loop_per_worker()
+        try:
+            return self.train_loop_per_worker(*([self.launch_config] if self._wants_config else []))
+        except Exception as error:
+            for each in callbacks:
+                each.after_exception(context, {context.rank: error})
+            raise
 
     def __repr__(self) -> str:
         return f"TorchTrainer({getattr(self.train_loop_per_worker, '__name__', 'train')})"
@@ -202,6 +283,22 @@ def _checked(name: str, value: Any, cls: type[Any]) -> Any:
     if not isinstance(value, cls):
         raise InvalidJobError(f"{name} is a {type(value).__name__}; give rankzero.compat.ray_train.{cls.__name__}")
     return value
+
+
+def _trainer_of(run: RunDirectory) -> TorchTrainer:
+    """Returns the trainer that has submitted a run. Raises like `TorchTrainer.restore`."""
+    job = run.job()
+    if store.is_url(run.directory):
+        raise InvalidJobError(
+            f"{run.directory} is remote: make the trainer again, with the run's name and storage_path"
+        )
+    if why := store.why_untrusted(run.directory):
+        # The pickle is executed as this user.
+        raise InvalidJobError(f"the run directory {run.directory} {why}")
+    trainer = open_packed(run.submission_path(job.submission, "payload.pkl")).get("function")
+    if not isinstance(trainer, TorchTrainer):
+        raise InvalidJobError(f"the run in {run.directory} was not made by a TorchTrainer")
+    return trainer
 
 
 def _limit(count: int) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rankzero import bounds, kinds
+from rankzero.compat.ray_train.callback import UserCallback
 from rankzero.errors import InvalidJobError
 from rankzero.run.checkpoints import CheckpointConfig as KeptCheckpoints
 
@@ -30,6 +31,7 @@ class ScalingConfig:
         resources_per_worker: ``{"GPU": 1}`` means ``use_gpu``; ``"CPU"`` has no effect, since the cluster's
             configuration decides.
         placement_strategy: Accepted for compatibility; the cluster decides where tasks run.
+        elastic_resize_monitor_interval_s: Accepted for compatibility; each attempt takes the workers that there are.
 
     Raises:
         InvalidJobError: a value is wrong, or an option exists only on Ray's clusters.
@@ -43,8 +45,11 @@ class ScalingConfig:
     trainer_resources: Any = None
     use_tpu: bool = False
     topology: str | None = None
+    label_selector: Any = None
+    elastic_resize_monitor_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
+        _removed("label_selector", self.label_selector, "choose the executors in Spark's configuration")
         _removed("trainer_resources", self.trainer_resources, "the trainer runs in the process that calls fit()")
         _removed("topology", self.topology, "there are no TPUs here")
         _removed("use_tpu=True", self.use_tpu or None, "there are no TPUs here")
@@ -60,6 +65,33 @@ class ScalingConfig:
     def gpus_per_worker(self) -> float:
         """Returns the number of GPUs of each worker, 0 or 1."""
         return (self.resources_per_worker or {}).get("GPU", 1 if self.use_gpu else 0)
+
+    num_gpus_per_worker = gpus_per_worker
+
+    @property
+    def num_cpus_per_worker(self) -> float:
+        """Returns the CPUs of each worker by Ray's rule: 1, or with a GPU none, unless they are given."""
+        return self._per_worker.get("CPU", 0)
+
+    @property
+    def max_workers(self) -> int:
+        """Returns the largest number of workers."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+
+    @property
+    def min_workers(self) -> int:
+        """Returns the smallest number of workers."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def total_resources(self) -> dict[str, float]:
+        """Returns the resources of all workers by Ray's rules; of the largest world if the training is elastic."""
+        return {name: float(count * self.max_workers) for name, count in self._per_worker.items()}
+
+    @property
+    def _per_worker(self) -> dict[str, float]:
+        given = dict(self.resources_per_worker or ({} if self.use_gpu else {"CPU": 1}))
+        return {**given, "GPU": self.gpus_per_worker} if self.gpus_per_worker else given
 
 
 @dataclass(frozen=True)
@@ -89,15 +121,22 @@ class FailureConfig:
         max_failures: New attempts, from the last checkpoint, after any failure of a worker; -1 for no limit.
         fail_fast: Refused, since Ray has removed it.
         max_preemption_failures: New attempts after the cluster has preempted a worker; -1 for no limit.
+        controller_failure_limit: Accepted for compatibility; another process resumes a run whose driver died.
+        relax_collectives_on_preemption: Accepted for compatibility; clusters give no notice of a preemption.
+        preemption_grace_s: Accepted for compatibility, for the same reason.
     """
 
     max_failures: int = 0
     fail_fast: Any = None
     max_preemption_failures: int = -1
+    controller_failure_limit: int = -1
+    relax_collectives_on_preemption: bool = False
+    preemption_grace_s: float = 0.0
 
     def __post_init__(self) -> None:
         _removed("fail_fast", self.fail_fast or None, "a failure ends the run immediately unless max_failures is set")
-        for name in ("max_failures", "max_preemption_failures"):
+        kinds.FLAG.check("relax_collectives_on_preemption", self.relax_collectives_on_preemption)
+        for name in ("max_failures", "max_preemption_failures", "controller_failure_limit"):
             value = getattr(self, name)
             if type(value) is not int or value < -1:
                 raise InvalidJobError(f"{name} is {value!r}; it must be an integer of -1 (no limit) or more")
@@ -131,6 +170,32 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class DataConfig:
+    """Decides which data sets are shared among the workers.
+
+    Attributes:
+        datasets_to_split: Names of the data sets of which each worker gets a share, or ``"all"``. Each worker gets all
+            rows of the others.
+        execution_options: Refused, since it configures Ray's own execution.
+        enable_shard_locality: Accepted for compatibility.
+    """
+
+    datasets_to_split: Literal["all"] | Sequence[str] = "all"
+    execution_options: Any = None
+    enable_shard_locality: bool = True
+
+    def __post_init__(self) -> None:
+        _removed("execution_options", self.execution_options, "Spark, or the torch data set, decides how rows are read")
+        split = self.datasets_to_split
+        if split != "all" and (isinstance(split, str) or not all(isinstance(name, str) for name in split)):
+            raise InvalidJobError(f'datasets_to_split is {split!r}; it must be "all" or a list of names')
+
+    def splits(self, name: str) -> bool:
+        """Returns True if each worker gets a share of the data set."""
+        return self.datasets_to_split == "all" or name in self.datasets_to_split
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Name and storage of the run, and its other options.
 
@@ -141,6 +206,7 @@ class RunConfig:
         failure_config: Limits of new attempts after failures.
         checkpoint_config: Options that decide which checkpoints are kept.
         worker_runtime_env: Environment variables of the workers: ``{"env_vars": {...}}``.
+        callbacks: `UserCallback` objects, which the driver calls.
 
     Raises:
         InvalidJobError: an option was removed by Ray, or exists only on Ray's clusters.
@@ -164,8 +230,10 @@ class RunConfig:
         if self.name is not None:
             kinds.RUN_ID.check("run_id", self.name)
         _removed("storage_filesystem", self.storage_filesystem, "give storage_path as an fsspec URL")
-        _removed("callbacks", self.callbacks or None, "act in the training function")
-        _removed("logging_config", self.logging_config, "configure logging in the training function")
+        for callback in self.callbacks or ():
+            if not isinstance(callback, UserCallback):
+                raise InvalidJobError(f"callbacks has {callback!r}; give objects of subclasses of UserCallback")
+        _removed("logging_config", self.logging_config, 'use logging.getLogger("rankzero").setLevel(...)')
         _removed("sync_config", self.sync_config, "checkpoints are in the store when they are committed")
         _removed("verbose", self.verbose, "the workers' lines go to standard output")
         _removed("stop", self.stop, "return from the training function")
