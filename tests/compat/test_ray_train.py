@@ -1,7 +1,6 @@
 """Ray Train's guide and names, with only the imports changed."""
 
 import copy
-import importlib
 import logging
 import math
 import os
@@ -245,14 +244,6 @@ def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:
 def test_what_has_no_meaning_here_is_refused(make: Any, message: str) -> None:
     with pytest.raises(InvalidJobError, match=message):
         make()
-
-
-@pytest.mark.parametrize("name", ["accelerate", "backward", "prepare_optimizer"])
-def test_what_ray_removed_names_its_successor(name: str) -> None:
-    module = importlib.import_module("rankzero.compat.ray_train.torch")
-    call = getattr(module, name)
-    with pytest.raises(NotImplementedError, match="was removed"):
-        call() if name == "accelerate" else call(None)
 
 
 def counting(config: dict[str, Any]) -> int:

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset, WeightedRandomSampler
 
 import rankzero.train as rt
-from rankzero import Launcher
-from rankzero.compat.ray_train import RunConfig, ScalingConfig, TorchTrainer, dataset, train
+from rankzero import InvalidJobError, Launcher
+from rankzero.compat.ray_train import DataConfig, RunConfig, ScalingConfig, TorchTrainer, dataset, train
 
 ROWS = 16
 
@@ -146,3 +146,67 @@ def test_drop_last_drops_only_a_batch_that_is_not_full(fit: Callable[..., Any]) 
 
     # As torch's DistributedSampler pads 19 rows to 20.
     assert fit(loop) == [list(range(0, 19, 2)), [*range(1, 19, 2), 0]]
+
+
+def in_rays_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """Reads the rows of a data set of dicts, and of a table, in every form."""
+    found = {}
+    for name in ("dicts", "table"):
+        shard = train.get_dataset_shard(name)
+        [batch] = shard.iter_torch_batches(batch_size=None, dtypes={"x": torch.float16})
+        [same] = shard.iter_torch_batches(batch_size=ROWS, dtypes=torch.int8, device="cpu", pin_memory=True)
+        [made] = shard.iter_torch_batches(batch_size=ROWS, collate_fn=lambda arrays: torch.from_numpy(arrays["x"]) + 1)
+        [arrays] = shard.iter_batches(batch_size=ROWS)
+        [frame] = shard.iter_batches(batch_size=ROWS, batch_format="pandas")
+        [rows] = shard.iter_batches(batch_size=ROWS, batch_format="pyarrow")
+        found[name] = [
+            (batch["x"].dtype, same["x"].dtype, made.tolist()),
+            (type(arrays["x"]).__name__, arrays["x"].tolist()),
+            (frame["x"].tolist(), rows.column("x").to_pylist()),
+            [int(row["x"]) for row in shard.iter_rows()],
+        ]
+    return found
+
+
+def test_batches_in_rays_spelling(fit: Callable[..., Any], table: str) -> None:
+    numbers = list(range(ROWS))
+    expected = [
+        (torch.float16, torch.int8, list(range(1, ROWS + 1))),
+        ("ndarray", numbers),
+        (numbers, numbers),
+        numbers,
+    ]
+    datasets = {"dicts": [{"x": number} for number in numbers], "table": table}
+    assert fit(in_rays_spelling, 1, datasets=datasets) == {"dicts": expected, "table": expected}
+
+
+def test_rows_that_are_no_dicts_are_a_column_of_items() -> None:
+    dataset.install({"train": range(4)})
+    [batch] = dataset.shard("train").iter_batches()
+    assert batch["item"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="batch_format is 'polars'; choose"):
+        dataset.shard("train").iter_batches(batch_format="polars")
+    with pytest.raises(ValueError, match="leave dtypes out"):
+        dataset.shard("train").iter_torch_batches(dtypes=torch.int8, collate_fn=list)
+    [rows] = dataset.shard("train").iter_torch_batches(collate_fn=list)
+    assert rows == [0, 1, 2, 3], "a function of the rows themselves"
+
+
+def shares(config: dict[str, Any]) -> Any:
+    mine = {
+        name: [int(row) for batch in train.get_dataset_shard(name).iter_torch_batches() for row in batch]
+        for name in ("train", "test")
+    }
+    return rt.all_gather_object(mine)
+
+
+def test_a_data_set_that_is_not_split_is_whole_on_each_worker(fit: Callable[..., Any], table: str) -> None:
+    config = DataConfig(datasets_to_split=["train"])
+    found = fit(shares, datasets={"train": range(4), "test": range(3)}, dataset_config=config)
+    assert found == [{"train": [0, 2], "test": [0, 1, 2]}, {"train": [1, 3], "test": [0, 1, 2]}]
+    with pytest.raises(InvalidJobError, match="leaves out test, a table, of which every worker gets a share"):
+        TorchTrainer(shares, datasets={"test": table}, dataset_config=config)
+    with pytest.raises(InvalidJobError, match="datasets_to_split is 'train'"):
+        DataConfig(datasets_to_split="train")
+    with pytest.raises(InvalidJobError, match="execution_options is not supported: Spark"):
+        DataConfig(execution_options={})

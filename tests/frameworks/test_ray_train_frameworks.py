@@ -144,7 +144,6 @@ def transformers_loop(config: dict[str, Any]) -> Any:
     return trainer.args.world_size, trainer.state.global_step
 
 
-
 @needs("transformers", "accelerate")
 @pytest.mark.parametrize("shards", [False, True], ids=["data set", "shards of the trainer"])
 def test_transformers_reports_checkpoints(launcher: Launcher, tmp_path: Path, shards: bool) -> None:

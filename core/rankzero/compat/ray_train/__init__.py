@@ -9,70 +9,12 @@
 This package only translates names and arguments. Runs start through `Launcher` only.
 """
 
-from rankzero.compat.ray_train import collective, session, torch, train
+from rankzero.compat.ray_train import collective, config, session, torch, train
 from rankzero.compat.ray_train.config import TorchConfig
 from rankzero.compat.ray_train.names import lookup
-from rankzero.compat.ray_train.train import (
-    TRAIN_DATASET_KEY,
-    Checkpoint,
-    CheckpointConfig,
-    CheckpointConsistencyMode,
-    CheckpointUploadMode,
-    ControllerError,
-    DataConfig,
-    FailureConfig,
-    NCCLHangError,
-    PreemptionInfo,
-    ReportedCheckpoint,
-    ReportedCheckpointStatus,
-    Result,
-    RunConfig,
-    ScalingConfig,
-    TrainContext,
-    TrainingFailedError,
-    UserCallback,
-    WorkerGroupError,
-    get_all_reported_checkpoints,
-    get_checkpoint,
-    get_context,
-    get_dataset_shard,
-    get_preemption_info,
-    report,
-)
+from rankzero.compat.ray_train.train import *  # noqa: F403
 from rankzero.compat.ray_train.trainer import TorchTrainer
 
-__all__ = [
-    "TRAIN_DATASET_KEY",
-    "Checkpoint",
-    "CheckpointConfig",
-    "CheckpointConsistencyMode",
-    "CheckpointUploadMode",
-    "ControllerError",
-    "DataConfig",
-    "FailureConfig",
-    "NCCLHangError",
-    "PreemptionInfo",
-    "ReportedCheckpoint",
-    "ReportedCheckpointStatus",
-    "Result",
-    "RunConfig",
-    "ScalingConfig",
-    "TorchConfig",
-    "TorchTrainer",
-    "TrainContext",
-    "TrainingFailedError",
-    "UserCallback",
-    "WorkerGroupError",
-    "collective",
-    "get_all_reported_checkpoints",
-    "get_checkpoint",
-    "get_context",
-    "get_dataset_shard",
-    "get_preemption_info",
-    "report",
-    "session",
-    "torch",
-    "train",
-]
+__all__ = [*train.__all__, "TorchConfig", "TorchTrainer", "collective", "config", "session", "torch", "train"]
 
 __getattr__ = lookup(__name__, "huggingface", "lightning")

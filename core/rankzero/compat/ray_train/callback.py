@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rankzero.compat.ray_train.checkpoint import Checkpoint
     from rankzero.train import TrainContext
 
-_installed: list[UserCallback] = []
+installed: list[UserCallback] = []
+"""The callbacks of this worker."""
 
 
 class UserCallback:
@@ -37,13 +37,3 @@ class UserCallback:
             run_context: The run, as for `after_report`.
             worker_exceptions: The exception by the rank of the worker.
         """
-
-
-def install(callbacks: Sequence[UserCallback]) -> None:
-    """Sets the callbacks of this worker. Called before the training function."""
-    _installed[:] = callbacks
-
-
-def installed() -> list[UserCallback]:
-    """Returns the callbacks of this worker."""
-    return _installed

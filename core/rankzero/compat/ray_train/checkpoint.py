@@ -262,17 +262,8 @@ class Checkpoint:
         return f"Checkpoint(path={self._path if self._stored is None else self._stored.folder!r})"
 
 
-_resumed: list[Checkpoint] = []
-
-
-def install(start: Checkpoint | None) -> None:
-    """Sets the checkpoint from which the run of this worker starts. Called before the training function."""
-    _resumed[:] = [start] if start else []
-
-
-def resumed() -> Checkpoint | None:
-    """Returns the checkpoint from which the run of this worker starts."""
-    return _resumed[0] if _resumed else None
+resumed: list[Checkpoint] = []
+"""The checkpoint from which the run of this worker starts, if its trainer has one."""
 
 
 def _as_arrow(filesystem: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rankzero import bounds, kinds
 from rankzero.compat.ray_train.callback import UserCallback
+from rankzero.compat.ray_train.names import lookup
 from rankzero.errors import InvalidJobError
 from rankzero.run.checkpoints import CheckpointConfig as KeptCheckpoints
 
@@ -243,3 +244,6 @@ class RunConfig:
             names = ", ".join(sorted(unknown))
             raise InvalidJobError(f"worker_runtime_env has {names}; only env_vars: install packages on the executors")
         kinds.STRINGS.check("worker_runtime_env['env_vars']", self.worker_runtime_env.get("env_vars"))
+
+
+__getattr__ = lookup(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import rankzero.train as rt
 from rankzero.compat.ray_train.config import DataConfig
@@ -64,6 +64,16 @@ class Batches:
         return next(iter(self) if self._running is None else self._running)
 
 
+class _Cut(NamedTuple):
+    """The options of an iteration, under Ray's names ``batch_size``, ..., ``prefetch_batches``."""
+
+    size: int
+    drop_last: bool
+    shuffle: int | None
+    seed: int
+    prefetch: int
+
+
 class Shard:
     """A worker's share of a data set, with the interface of Ray's ``DataIterator``."""
 
@@ -71,15 +81,8 @@ class Shard:
         self._data = data
         self._name = name
 
-    def _epoch(
-        self, size: int, drop_last: bool, shuffle: int | None, seed: int, prefetch: int, make: Callable[[Any], Any]
-    ) -> Callable[[], Iterator[Any]]:
-        """Returns a function that returns the batches of the next epoch, each made by ``make`` of columns on the CPU.
-
-        Raises:
-            InvalidJobError: a wrong value.
-            ValueError: the data set cannot be shuffled.
-        """
+    def _epoch(self, cut: _Cut, make: Callable[[Any], Any]) -> Callable[[], Iterator[Any]]:
+        """Returns a function that returns the batches of the next epoch, each made by ``make`` of its columns."""
         raise NotImplementedError
 
     def iter_torch_batches(
@@ -124,11 +127,8 @@ class Shard:
             is_columns = isinstance(rows, dict)
             return collate_fn({name: _array(values) for name, values in rows.items()} if is_columns else rows)
 
-        epoch = self._epoch(
-            batch_size or ALL, drop_last, local_shuffle_buffer_size, local_shuffle_seed or 0,
-            prefetch_batches, make,
-        )  # fmt: skip
-        return Batches(functools.partial(_moved, epoch, device))
+        cut = _Cut(batch_size or ALL, drop_last, local_shuffle_buffer_size, local_shuffle_seed or 0, prefetch_batches)
+        return Batches(functools.partial(_moved, self._epoch(cut, make), device))
 
     def iter_batches(
         self,
@@ -142,14 +142,8 @@ class Shard:
     ) -> Batches:
         """Returns batches, as `iter_torch_batches`, in another form. Rows that are no dicts are a column ``item``.
 
-        Args:
-            prefetch_batches: As for `iter_torch_batches`.
-            batch_size: As for `iter_torch_batches`.
-            batch_format: ``"numpy"`` or ``"default"`` for dicts of arrays, ``"pandas"`` for a DataFrame, ``"pyarrow"``
-                for a Table.
-            drop_last: As for `iter_torch_batches`.
-            local_shuffle_buffer_size: As for `iter_torch_batches`.
-            local_shuffle_seed: As for `iter_torch_batches`.
+        The arguments are those of `iter_torch_batches`, and ``batch_format``: ``"numpy"`` or ``"default"`` for dicts of
+        arrays, ``"pandas"`` for a DataFrame, ``"pyarrow"`` for a Table.
 
         Raises:
             ValueError: another format; the data set has no indices to shuffle.
@@ -161,11 +155,8 @@ class Shard:
             columns = rows if isinstance(rows, dict) else {"item": rows}
             return _formatted({name: _array(values) for name, values in columns.items()}, batch_format)
 
-        epoch = self._epoch(
-            batch_size or ALL, drop_last, local_shuffle_buffer_size, local_shuffle_seed or 0,
-            prefetch_batches, make,
-        )  # fmt: skip
-        return Batches(epoch)
+        cut = _Cut(batch_size or ALL, drop_last, local_shuffle_buffer_size, local_shuffle_seed or 0, prefetch_batches)
+        return Batches(self._epoch(cut, make))
 
     def iter_rows(self) -> Batches:
         """Returns the rows as dicts with a value for each column. Each iteration is the next epoch."""
@@ -181,32 +172,30 @@ class Shard:
 class DatasetShard(Shard):
     """A worker's share of a torch data set."""
 
-    def _epoch(
-        self, size: int, drop_last: bool, shuffle: int | None, seed: int, prefetch: int, make: Callable[[Any], Any]
-    ) -> Callable[[], Iterator[Any]]:
+    def _epoch(self, cut: _Cut, make: Callable[[Any], Any]) -> Callable[[], Iterator[Any]]:
         from torch.utils.data import DataLoader, IterableDataset
 
         from rankzero.train.data_loader import prepared
         from rankzero.train.share import Share
 
-        if shuffle is not None and isinstance(self._data, IterableDataset):
+        if cut.shuffle is not None and isinstance(self._data, IterableDataset):
             raise ValueError(
-                f"local_shuffle_buffer_size is {shuffle}, but the data set {self._name!r} is an "
+                f"local_shuffle_buffer_size is {cut.shuffle}, but the data set {self._name!r} is an "
                 "IterableDataset, which has no indices to shuffle: leave it out, and shuffle in the data set"
             )
 
         def collate(rows: list[Any]) -> Any:
-            by_column = {name: [row[name] for row in rows] for name in rows[0]} if isinstance(rows[0], dict) else rows
-            return make(by_column)
+            is_columns = isinstance(rows[0], dict)
+            return make({name: [row[name] for row in rows] for name in rows[0]} if is_columns else rows)
 
         loader = DataLoader(
-            self._data, size, shuffle=None if shuffle is None else True, drop_last=drop_last, collate_fn=collate
+            self._data, cut.size, None if cut.shuffle is None else True, drop_last=cut.drop_last, collate_fn=collate
         )
         context = rt.get_context()
 
         def epoch() -> Iterator[Any]:
             rank, world_size = (0, 1) if self._name in _whole else (context.rank, context.world_size)
-            batches = prepared(loader, Share(rank, world_size, pad=True), move=False, seed=seed)
+            batches = prepared(loader, Share(rank, world_size, pad=True), move=False, seed=cut.seed)
             batches.set_epoch(_epochs[self._name])
             _epochs[self._name] += 1
             return iter(batches)
@@ -217,19 +206,10 @@ class DatasetShard(Shard):
 class TableShard(Shard):
     """A worker's share of the rows of a DataFrame or of a table at a path."""
 
-    def _epoch(
-        self, size: int, drop_last: bool, shuffle: int | None, seed: int, prefetch: int, make: Callable[[Any], Any]
-    ) -> Callable[[], Iterator[Any]]:
-        epoch = functools.partial(
-            self._data.iter_batches,
-            size,
-            shuffle=shuffle is not None,
-            seed=seed,
-            drop_last=drop_last,
-            collate=make,
-            device="cpu",
-            prefetch=min(prefetch, 1),
-        )
+    def _epoch(self, cut: _Cut, make: Callable[[Any], Any]) -> Callable[[], Iterator[Any]]:
+        order = {"shuffle": cut.shuffle is not None, "seed": cut.seed, "drop_last": cut.drop_last}
+        reading = {"prefetch": min(cut.prefetch, 1), "device": "cpu", "collate": make}
+        epoch = functools.partial(self._data.iter_batches, cut.size, **order, **reading)
         # Wrong arguments are refused here. No epoch starts before the first batch is read.
         epoch()
         return epoch

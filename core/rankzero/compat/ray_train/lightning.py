@@ -14,13 +14,9 @@ from rankzero.compat.ray_train import train
 from rankzero.compat.ray_train.names import INSTEAD, lookup
 
 __all__ = [
-    "RayDDPStrategy",
-    "RayDeepSpeedStrategy",
-    "RayFSDPStrategy",
-    "RayLightningEnvironment",
-    "RayTrainReportCallback",
+    "RayDDPStrategy", "RayDeepSpeedStrategy", "RayFSDPStrategy", "RayLightningEnvironment", "RayTrainReportCallback",
     "prepare_trainer",
-]
+]  # fmt: skip
 
 
 def _package() -> str:
@@ -50,12 +46,12 @@ class _InWorker:
 
     @property
     def root_device(self) -> Any:
-        """The worker's device."""
+        """Returns the device of the worker."""
         return rt.get_context().device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The worker's share of the data."""
+        """Returns the share of the worker for a distributed sampler."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
 
@@ -74,26 +70,10 @@ class RayDeepSpeedStrategy(_InWorker, _strategies.DeepSpeedStrategy):  # type: i
 class RayLightningEnvironment(_environments.LightningEnvironment):  # type: ignore[misc]
     """Tells Lightning the ranks of the worker. The workers are started already."""
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True, so that Lightning starts no processes."""
-        return True
-
-    def world_size(self) -> int:
-        """Returns the number of workers."""
-        return rt.get_context().world_size
-
-    def global_rank(self) -> int:
-        """Returns the rank of this worker."""
-        return rt.get_context().rank
-
-    def local_rank(self) -> int:
-        """Returns the index of this worker in its task."""
-        return rt.get_context().local_rank
-
-    def node_rank(self) -> int:
-        """Returns the index of this worker's task."""
-        return rt.get_context().node_rank
+    world_size = train.TrainContext.get_world_size
+    global_rank = train.TrainContext.get_world_rank
+    local_rank = train.TrainContext.get_local_rank
+    node_rank = train.TrainContext.get_node_rank
 
     def set_world_size(self, size: int) -> None:
         """Does nothing: the run decides."""

@@ -12,12 +12,16 @@ _VALIDATE = "validate in the training function, or in a step of the pipeline beh
 _PREDICT = "load the checkpoint with torch.load, and score with rankzero.train.write_rows"
 
 INSTEAD = {
+    "accelerate": "Ray has removed it: use rankzero.train.autocast() and grad_scaler()",
+    "backward": "Ray has removed it: call loss.backward(); see rankzero.train.grad_scaler",
+    "prepare_optimizer": "Ray has removed it: use the optimizer as it is",
     "AcquiredResources": "the cluster's configuration decides about resources",
     "BackendConfig": "give a TorchConfig as torch_config",
     "DataBatchType": "annotate batches as dict[str, torch.Tensor]",
     "DatasetConfig": "give DataConfig(datasets_to_split=[...]) as dataset_config",
     "LoggingConfig": 'use logging.getLogger("rankzero").setLevel(...)',
     "PreemptionError": 'catch TrainingFailedError, whose cause is "preempted"',
+    "PreemptionInfo": "get_preemption_info() returns None here: clusters give no notice of a preemption",
     "ResourceRequest": "the cluster's configuration decides about resources",
     "SyncConfig": "checkpoints are in the store when they are committed",
     "TorchCheckpoint": "torch.save a state into a directory, and give Checkpoint.from_directory(directory)",
@@ -45,7 +49,7 @@ INSTEAD = {
 """Advice by name. Import and access raise it; names of each module stand in docs/migrate-ray-train.md."""
 
 
-def lookup(module: str, *submodules: str) -> Callable[[str], Any]:
+def lookup(module: str, *submodules: str, **defined_in: str) -> Callable[[str], Any]:
     """Returns a module's ``__getattr__``.
 
     It imports the named modules of this package when they are used, and raises ImportError with advice for a name that
@@ -54,11 +58,14 @@ def lookup(module: str, *submodules: str) -> Callable[[str], Any]:
     Args:
         module: Name of the module.
         submodules: Names of the modules in ``rankzero.compat.ray_train`` that are attributes of the module.
+        defined_in: Attributes of the module, each with the module in ``rankzero.compat.ray_train`` that defines it.
     """
 
     def find(name: str) -> Any:
         if name in submodules:
             return importlib.import_module(f"{__package__}.{name}")
+        if name in defined_in:
+            return getattr(importlib.import_module(f"{__package__}.{defined_in[name]}"), name)
         if name in INSTEAD:
             raise ImportError(f"{module} has no {name}: {INSTEAD[name]}")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import rankzero.train as rt
 from rankzero.compat.ray_train.config import TorchConfig
@@ -18,17 +18,9 @@ if TYPE_CHECKING:
     from rankzero.train import PreparedDataLoader
 
 __all__ = [
-    "TorchConfig",
-    "TorchTrainer",
-    "accelerate",
-    "backward",
-    "enable_reproducibility",
-    "get_device",
-    "get_devices",
-    "prepare_data_loader",
-    "prepare_model",
-    "prepare_optimizer",
-]
+    "TorchConfig", "TorchTrainer", "enable_reproducibility", "get_device", "get_devices",
+    "prepare_data_loader", "prepare_model",
+]  # fmt: skip
 
 
 def prepare_model(
@@ -104,27 +96,4 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def accelerate(amp: bool = False) -> NoReturn:
-    """Raises NotImplementedError, since Ray has removed the function."""
-    raise NotImplementedError("accelerate() was removed: use rankzero.train.autocast() and grad_scaler()")
-
-
-def prepare_optimizer(optimizer: object) -> NoReturn:
-    """Raises NotImplementedError, since Ray has removed the function."""
-    raise NotImplementedError("prepare_optimizer() was removed: use the optimizer as it is")
-
-
-def backward(tensor: object) -> NoReturn:
-    """Raises NotImplementedError, since Ray has removed the function."""
-    raise NotImplementedError("backward() was removed: call loss.backward(); see rankzero.train.grad_scaler")
-
-
-_find = lookup(__name__)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "TorchTrainer":
-        from rankzero.compat.ray_train.trainer import TorchTrainer
-
-        return TorchTrainer
-    return _find(name)
+__getattr__ = lookup(__name__, TorchTrainer="trainer")

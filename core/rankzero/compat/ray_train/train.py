@@ -30,41 +30,19 @@ if TYPE_CHECKING:
     from rankzero.compat.ray_train.dataset import DatasetShard, TableShard
 
 __all__ = [
-    "TRAIN_DATASET_KEY",
-    "Checkpoint",
-    "CheckpointConfig",
-    "CheckpointConsistencyMode",
-    "CheckpointUploadMode",
-    "ControllerError",
-    "DataConfig",
-    "FailureConfig",
-    "NCCLHangError",
-    "PreemptionInfo",
-    "ReportedCheckpoint",
-    "ReportedCheckpointStatus",
-    "Result",
-    "RunConfig",
-    "ScalingConfig",
-    "TrainContext",
-    "TrainingFailedError",
-    "UserCallback",
-    "WorkerGroupError",
-    "collective",
-    "get_all_reported_checkpoints",
-    "get_checkpoint",
-    "get_context",
-    "get_dataset_shard",
-    "get_preemption_info",
-    "report",
-    "torch",
-]
+    "TRAIN_DATASET_KEY", "Checkpoint", "CheckpointConfig", "CheckpointConsistencyMode", "CheckpointUploadMode",
+    "ControllerError", "DataConfig", "FailureConfig", "NCCLHangError", "ReportedCheckpoint",
+    "ReportedCheckpointStatus", "Result", "RunConfig", "ScalingConfig", "TrainContext", "TrainingFailedError",
+    "UserCallback", "WorkerGroupError", "collective", "get_all_reported_checkpoints", "get_checkpoint", "get_context",
+    "get_dataset_shard", "get_preemption_info", "report", "torch",
+]  # fmt: skip
 
 TRAIN_DATASET_KEY = "train"
 """Name of the data set that `get_dataset_shard` returns by default."""
 
 
 class CheckpointUploadMode(Enum):
-    """Ray's modes of an upload. Here all are one: the files are copied by `report`, and stored while training goes on.
+    """Ray's modes of an upload. Here all are one: `report` copies the files, which are stored while training continues.
 
     ``ASYNC`` also deletes the local directory once it is copied.
     """
@@ -104,15 +82,6 @@ class ReportedCheckpoint:
     checkpoint: Checkpoint
     metrics: dict[str, Any]
     status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED
-
-
-@dataclass(frozen=True)
-class PreemptionInfo:
-    """Facts about a worker that is about to be preempted, for annotations: `get_preemption_info` returns none."""
-
-    preempted_node_ids: tuple[str, ...] = ()
-    preempted_ranks: tuple[int, ...] = ()
-    deadline: float | None = None
 
 
 class TrainContext:
@@ -195,7 +164,7 @@ def report(
         checkpoint = checkpoint_upload_fn(checkpoint, checkpoint_dir_name or f"checkpoint_{current().checkpoints:06d}")
     with contextlib.ExitStack() as stack:
         directory = None if checkpoint is None else stack.enter_context(checkpoint.as_directory())
-        has_callbacks = bool(callback.installed())
+        has_callbacks = bool(callback.installed)
         everyone = _gather((_files(directory), dict(metrics) if has_callbacks else None))
         by_rank = [files for files, _ in everyone]
         is_any = any(files is not None for files in by_rank)
@@ -211,15 +180,17 @@ def report(
             if is_any:
                 follow_checkpoint()
         if is_any:
-            # The checkpoints of all workers are copied when one of them goes on.
+            # No worker returns before the checkpoints of all are copied.
             _gather(None)
         deletes = delete_local_checkpoint_after_upload
         if directory and (checkpoint_upload_mode is CheckpointUploadMode.ASYNC if deletes is None else deletes):
             shutil.rmtree(directory, ignore_errors=True)
-    if has_callbacks and rt.get_context().rank == 0:
+    if has_callbacks:
         reported = get_checkpoint() if is_any else None
-        for each in callback.installed():
+        for each in callback.installed if rt.get_context().rank == 0 else ():
             each.after_report(rt.get_context(), [row or {} for _, row in everyone], reported)
+        # A worker that raises behind the report would end rank 0 in its callbacks.
+        _gather(None)
 
 
 def _gather(value: Any) -> list[Any]:
@@ -257,7 +228,7 @@ def get_checkpoint() -> Checkpoint | None:
     await_checkpoint()
     last = rt.get_checkpoint()
     if last is None:
-        return resumed()
+        return resumed[0] if resumed else None
     return Checkpoint.of_run(Stored(_run_directory() or "", last.id, last))
 
 
@@ -289,7 +260,7 @@ def get_all_reported_checkpoints(
     return [ReportedCheckpoint(Checkpoint.of_run(Stored(directory, each.id)), each.metrics) for each in found]
 
 
-def get_preemption_info() -> PreemptionInfo | None:
+def get_preemption_info() -> None:
     """Returns None: clusters give no notice. A preempted worker restarts from the last checkpoint."""
     return None
 

@@ -181,19 +181,14 @@ class TorchTrainer:
             InvalidJobError: the directory is another user's, or was not made by a trainer.
             RunNotFoundError: the directory has no run.
         """
-        run = RunDirectory(os.fspath(path).rstrip("/"))
-        trainer = _trainer_of(run)
+        given = os.fspath(path)
+        run = RunDirectory(given if store.is_url(given) else os.path.abspath(given))
+        job, trainer = run.job(), _trainer_of(run)
         storage, _, name = run.directory.rpartition("/")
-        failures = FailureConfig(max_failures=run.job().max_restarts)
+        failures = FailureConfig(job.max_restarts, max_preemption_failures=job.max_preemptions)
         config = replace(trainer.run_config, name=name, storage_path=storage, failure_config=failures)
-        own = {
-            "torch_config": trainer.torch_config,
-            "scaling_config": trainer.scaling_config,
-            "run_config": config,
-            "datasets": trainer.datasets,
-            "dataset_config": trainer.dataset_config,
-            "resume_from_checkpoint": trainer.resume_from_checkpoint,
-        }
+        kept = ("torch_config", "scaling_config", "datasets", "dataset_config", "resume_from_checkpoint")
+        own = {"run_config": config, **{name: getattr(trainer, name) for name in kept}}
         function = trainer.train_loop_per_worker if train_loop_per_worker is None else train_loop_per_worker
         values = trainer.launch_config if train_loop_config is None else train_loop_config
         return cls(function, train_loop_config=values, **{**own, **options})
@@ -253,9 +248,9 @@ class TorchTrainer:
     def __call__(self) -> Any:
         """Creates the process group and calls the training function, in one worker."""
         dataset.install(self.datasets, self.dataset_config)
-        checkpoint.install(self.resume_from_checkpoint)
+        checkpoint.resumed[:] = [self.resume_from_checkpoint] if self.resume_from_checkpoint else []
         callbacks = self.run_config.callbacks or ()
-        callback.install(callbacks)
+        callback.installed[:] = callbacks
         context = rt.get_context()
         # Accelerate would take every GPU of the machine for its own.
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(context.device)
