@@ -137,7 +137,7 @@ def _work(
     _count_optimizer_steps(session)
     control.beat(start.beat_interval, session.count_progress)
     if os.environ.get(HOROVOD) == "1":
-        importlib.import_module("rankzero.compat.horovod.install").install()
+        importlib.import_module("rankzero.compat.horovod.install").install_in_rank(start.context)
     ending.callback(writer.finish)
     control.send(messages.Entered(phases["started"], phases["imported"], time.time(), torch.__version__))
     value = call(start, control.fetch)

@@ -138,6 +138,21 @@ def test_a_sampler_has_what_scripts_read() -> None:
     assert list(other) == [2, 3, 4]
 
 
+def test_a_sampler_takes_the_state_of_horovod_s_own() -> None:
+    sampler = hvd.elastic.ElasticSampler(range(8), shuffle=True, seed=3)
+    whole = list(sampler)
+    assert sampler.processed_num == 0
+    sampler.record_batch(0, 3)
+    assert sampler.processed_num == 3
+    again = hvd.elastic.ElasticSampler(range(8), shuffle=True, seed=3)
+    again.load_state_dict({"epoch": 0, "processed_num": 3})
+    assert again.processed_indices == set(whole[:3])
+    assert again.processed_num == 3
+    again.num_replicas = 2
+    again.record_indices([whole[3]])
+    assert again.processed_num == 5, "the other rank is at the same place"
+
+
 def test_a_sampler_with_a_position_is_refused_by_loaders_that_count_epochs() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(5.0))
     loader = torch.utils.data.DataLoader(data, sampler=hvd.elastic.ElasticSampler(data))

@@ -1,5 +1,7 @@
 """HorovodRunner, horovod.spark.run, elastic states, and names that third-party code imports."""
 
+import os
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,40 @@ def test_scripts_that_import_horovod(tmp_path: Path) -> None:
     total, module, refused = launcher.run(str(tmp_path / "train.py"))
     assert (total, module) == (2.0, "rankzero.compat.horovod.runner")
     assert refused == "horovod.tensorflow is not part of rankzero, which trains torch: use horovod.torch"
+
+
+CHILD = """
+import os, sys
+import horovod.torch as hvd
+from horovod.common.util import env
+from sparkdl import HorovodRunner
+with env(LATER="1", HOME=None):
+    inside = os.environ["LATER"], "HOME" in os.environ
+of = " ".join(os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK"))
+print(of, hvd.__name__, HorovodRunner.__module__, inside, "HOME" in os.environ, bool(os.environ["HOROVOD_HOSTNAME"]))
+"""
+
+
+def test_programs_that_a_rank_starts_find_horovod_and_its_variables(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+
+    def train(script: str) -> str:
+        import subprocess
+
+        return subprocess.run(["sh", "-c", f"python3 {script}"], check=True, capture_output=True, text=True).stdout
+
+    # The interpreter of the ranks is the first on the path, as in an activated environment.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    env = {"RANKZERO_HOROVOD": "1", "PATH": path, "HOME": str(tmp_path)}
+    said = Launcher(2, store=tmp_path, env=env).run(train, str(tmp_path / "child.py"))
+    names = "rankzero.compat.horovod.torch rankzero.compat.horovod.runner"
+    assert said == f"0 2 0 2 0 {names} ('1', False) True True\n"
+
+
+def test_hosts_that_are_this_machine_are_its_slots() -> None:
+    assert horovod_run(max, args=(1, 2), hosts="localhost:2") == [2, 2]
+    with pytest.raises(InvalidJobError, match="hosts='a:2,b:2' is not supported"):
+        horovod_run(max, args=(1, 2), np=4, hosts="a:2,b:2")
 
 
 def test_an_elastic_state_goes_on_from_its_last_commit(tmp_path: Path) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 _HERE = "rankzero.compat.horovod"
 
@@ -23,7 +26,7 @@ _PLACES = {
     "horovod.common.elastic": ".torch.elastic",
     "horovod.common.exceptions": ".torch.errors",
     "horovod.common.process_sets": ".torch.world",
-    "horovod.common.util": ".torch.world",
+    "horovod.common.util": ".util",
     "horovod.runner": ".runner",
     "horovod.spark": ".spark",
     "horovod.torch": ".torch",
@@ -93,6 +96,29 @@ def install() -> None:
     """
     if _INSTALLED not in sys.meta_path:
         sys.meta_path.insert(0, _INSTALLED)
+
+
+def install_in_rank(context: Mapping[str, Any]) -> None:
+    """Does the same in a rank and in the processes that it starts, and sets the variables that Horovod's ranks have.
+
+    Args:
+        context: The ranks and world sizes, by the names of `rankzero.train.TrainContext`.
+    """
+    install()
+    package = os.path.dirname(os.path.abspath(__file__))
+    places = [os.path.join(package, "children"), os.path.dirname(os.path.dirname(os.path.dirname(package)))]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *places])
+    local_size = context["local_world_size"]
+    variables = {
+        "RANK": context["rank"],
+        "SIZE": context["world_size"],
+        "LOCAL_RANK": context["local_rank"],
+        "LOCAL_SIZE": local_size,
+        "CROSS_RANK": context["node_rank"],
+        "CROSS_SIZE": context["world_size"] // local_size,
+        "HOSTNAME": socket.gethostname(),
+    }
+    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in variables.items()})
 
 
 def answer_here() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -124,6 +125,9 @@ _CHANGE_NOTHING = frozenset(
      "prefix_output_with_timestamp"}
 )  # fmt: skip
 
+_LOCALHOST = re.compile(r"(?:localhost|127\.0\.0\.1):(\d+)")
+"""Hosts that are this machine, with its number of slots."""
+
 _ELSEWHERE = "the engine knows its hosts. Leave it out, or give launcher=Launcher(engine=...)"
 _MPI = "ranks meet by torch.distributed. Leave it out"
 _RESIZED = "use rankzero.compat.horovod.spark.run_elastic"
@@ -174,8 +178,8 @@ def run(
         start_timeout: Seconds until every rank must have started.
         env: Environment variables of the ranks.
         launcher: All other options, and the engine.
-        options: Horovod's other options. ``verbose``, ``stdout``, ``stderr``, ``nics``, ``use_gloo`` and similar ones
-            are accepted and have no effect.
+        options: Horovod's other options. ``hosts="localhost:4"`` is this machine. ``verbose``, ``stdout``, ``stderr``,
+            ``nics``, ``use_gloo`` and similar ones are accepted and have no effect.
 
     Raises:
         EngineError: neither a SparkSession nor ``num_proc``.
@@ -189,6 +193,9 @@ def run(
     """
     fn = options.pop("func", None) if fn is None else fn
     num_proc = options.pop("np", None) if num_proc is None else num_proc
+    if launcher is None and (here := _LOCALHOST.fullmatch(str(options.get("hosts")))):
+        del options["hosts"]
+        num_proc, launcher = num_proc or int(here[1]), Launcher()
     check_options(options)
     if launcher is None:
         from rankzero.compat.torch_distributor import active_session
