@@ -30,6 +30,9 @@ ANAPHOR = re.compile(
 SHORT = 3
 """Words of a docstring that is too short to be a sentence."""
 
+LONGEST = 20
+"""Words that the sentences of a page may have on average."""
+
 PRIVATE = re.compile(
     r"\b(whoever|whomever|somebody|nobody|the other one|farewells?|goodbyes?|for ?ever|but for|heirs?|succession"
     r"|mends?|mended|anew|of ours|of its own accord|shall|as it was|no more than that|at once|echo of"
@@ -74,10 +77,21 @@ def findings(path: Path) -> Iterator[tuple[str, int, str]]:
             yield "private word", line, f"{match[0]}: {text.strip()}"
 
 
+def words_of_a_sentence(path: Path) -> float:
+    """Returns the average number of words of the sentences on a page, without its code, tables and headings."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.M | re.S)
+    text = re.sub(r"^[|#].*$|<!--.*?-->", "", text, flags=re.M | re.S)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
+    paragraphs = re.split(r"\n\s*\n|\n\s*(?=[-*] |\d+\. )", text)
+    sentences = [part for each in paragraphs for part in re.split(r"(?<=[.!?])\s|; ", " ".join(each.split()))]
+    counts = [len(sentence.split()) for sentence in sentences if len(sentence.split()) > 2]
+    return sum(counts) / len(counts) if counts else 0.0
+
+
 def main(arguments: list[str]) -> int:
     """Prints the counts, or the findings where asked to; returns 1 if a count is above its limit."""
     listing, chosen = "--list" in arguments, [ROOT / each for each in arguments if each != "--list"]
-    roots = chosen or [*(ROOT / folder for folder in CODE), ROOT / "docs", ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    roots = chosen or [*(ROOT / folder for folder in CODE), ROOT / "docs", *ROOT.glob("*.md")]
     files = [path for root in roots for path in ([root] if root.is_file() else sorted(root.rglob("*")))]
     counts = dict.fromkeys(LIMITS, 0)
     for path in files:
@@ -86,8 +100,12 @@ def main(arguments: list[str]) -> int:
                 counts[kind] += 1
                 if listing:
                     print(f"{path.relative_to(ROOT)}:{line}: {kind}: {' '.join(text.split())[:160]}")
+    pages = [path for path in files if path.suffix == ".md" and path.name not in ("reference.md", "CHANGELOG.md")]
+    long = {path: words for path in pages if (words := words_of_a_sentence(path)) > LONGEST}
+    for path, words in long.items():
+        print(f"{path.relative_to(ROOT)}: its sentences have {words:.1f} words, and may have {LONGEST}")
     print("prose:", ", ".join(f"{count} of at most {LIMITS[kind]} {kind}" for kind, count in counts.items()))
-    return int(any(count > LIMITS[kind] for kind, count in counts.items()))
+    return int(bool(long) or any(count > LIMITS[kind] for kind, count in counts.items()))
 
 
 if __name__ == "__main__":
