@@ -201,3 +201,13 @@ def test_a_run_under_nohup_outlives_its_terminal(script: Path, store: Path) -> N
         process.kill()
         process.wait()
     assert RunHandle.attach(store / "nohup").status().state == "succeeded"
+
+
+@pytest.mark.parametrize("train", ["nearby:main", "nearby.py:main"])
+def test_a_function_of_a_file_in_the_working_directory(
+    train: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nearby.py").write_text("def main():\n    print('in main')\n")
+    command = [sys.executable, "-P", "-m", "rankzero.cli", "run", "--store", str(store), train]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[0] in main\n"), done.stderr

@@ -107,6 +107,9 @@ CHANNEL_JOIN_MARGIN = 0.5
 CERTIFICATE_TIMEOUT = 30.0
 """Seconds for the openssl command."""
 
+REDRAW_INTERVAL = 10.0
+"""Seconds in which one redraw of a progress bar becomes a line: an hour of two ranks is less than 1000 lines."""
+
 DELIVERY_INTERVAL = 0.5
 """Seconds between two deliveries of messages that may wait: metrics, and the lines of a rank that prints little."""
 

@@ -6,14 +6,21 @@ that attaches. So each class lists its facts in ``_fields``; exception objects a
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
 
 from rankzero.texts import encodable
 
 
 class RankZeroError(Exception):
-    """Base of all errors that rankzero raises on purpose."""
+    """Base of all errors that rankzero raises on purpose.
 
+    Attributes:
+        directory: The run directory of the run that the error is about; None if there is no run.
+    """
+
+    directory: str | None = None
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, message: str = "", **facts: Any) -> None:
@@ -25,6 +32,18 @@ class RankZeroError(Exception):
         if facts:
             raise TypeError(f"{type(self).__name__} has no field {sorted(facts)}")
 
+    @property
+    def run_id(self) -> str | None:
+        """Name of the run, or None."""
+        return self.directory and self.directory.rsplit("/", 1)[-1]
+
+    def locate(self, directory: str) -> Self:
+        """Records the run directory, which tracebacks then show, too, and returns the error."""
+        if self.directory is None:
+            self.directory = directory
+            self.add_note(f"run directory: {directory}\nhelp: docs/errors.md#{type(self).__name__.lower()}")
+        return self
+
     def __str__(self) -> str:
         return self.message
 
@@ -34,7 +53,18 @@ class RankZeroError(Exception):
     def to_json(self) -> dict[str, Any]:
         """Returns the facts as plain JSON values, for `error_from_json`."""
         facts = {name: getattr(self, name) for name in self._fields}
-        return {"type": type(self).__name__, "message": self.message, **facts}
+        located = {"directory": self.directory} if self.directory else {}
+        return {"type": type(self).__name__, "message": self.message, **facts, **located}
+
+
+@contextlib.contextmanager
+def located(directory: str) -> Iterator[None]:
+    """Context manager that records the run directory in errors of the block; see `RankZeroError.locate`."""
+    try:
+        yield
+    except RankZeroError as error:
+        error.locate(directory)
+        raise
 
 
 def _encodable(fact: Any) -> Any:
@@ -214,7 +244,8 @@ def error_from_json(facts: dict[str, Any]) -> RankZeroError:
     """Rebuilds an error from `RankZeroError.to_json`; an unknown type becomes the base class."""
     cls = _BY_NAME.get(facts.get("type", ""), RankZeroError)
     known = {name: facts[name] for name in cls._fields if name in facts}
-    return cls(str(facts.get("message", "")), **known)
+    error = cls(str(facts.get("message", "")), **known)
+    return error.locate(str(facts["directory"])) if facts.get("directory") else error
 
 
 KILLED, LOST, PREEMPTED, HANG, RETRYABLE, MATCHED = "killed", "lost", "preempted", "hang", "retryable", "matched"

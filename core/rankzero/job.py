@@ -37,6 +37,7 @@ class Job:
         num_processes: World size; for an elastic job the largest.
         min_processes: The smallest world size of an elastic job; None if the size is fixed.
         params: The arguments by name, as short plain values: see `RunHandle.params`.
+        traceparent: The trace context that the run continues: see `rankzero.tracking.trace`.
         prices: The submitter's prices of an hour of ``gpu`` and ``core``, in ``currency``; see `rankzero.report.cost`.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it ends with none.
         submission: Number of earlier submissions of this run id.
@@ -80,6 +81,7 @@ class Job:
     params: dict[str, Any] = field(default_factory=dict)
     code_version: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    traceparent: str = ""
     prices: dict[str, Any] = field(default_factory=dict)
     owner: dict[str, Any] | None = None
     submission: int = 0
@@ -167,6 +169,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "cpus_per_process": (int, type(None)),
     "params": dict,
     "labels": dict,
+    "traceparent": str,
     "prices": dict,
     "engine": dict,
     "identity_parts": dict,

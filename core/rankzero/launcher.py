@@ -13,7 +13,7 @@ from rankzero import store
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job, world_bounds
 from rankzero.kinds import COUNT_FROM_ONE
-from rankzero.options import TABLE, Options, described
+from rankzero.options import TABLE, Options, described, refuse_unknown
 from rankzero.report.cost import prices_from_environment
 from rankzero.run.handle import RunHandle
 
@@ -83,9 +83,7 @@ class Launcher(Options):
 
     def options(self, **changes: Any) -> Launcher:
         """Returns a copy with changed fields. Raises InvalidJobError for a field that does not exist."""
-        unknown = set(changes) - set(self.__dataclass_fields__)
-        if unknown:
-            raise InvalidJobError(f"Launcher has no option {', '.join(sorted(unknown))}")
+        refuse_unknown(changes)
         return replace(self, **changes)
 
     def find(self) -> RunHandle[Any] | None:
@@ -368,12 +366,14 @@ class Launcher(Options):
     def _request(self) -> Request:
         from rankzero.submit import datasets, trackers
         from rankzero.submit.prepare import Request
+        from rankzero.tracking import trace
 
         if self.restart_on and not self.max_restarts:
             logger.warning("restart_on=%r restarts nothing, since max_restarts is 0", self.restart_on)
         world = self._world()
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
+        env = {**trace.environment(), **(self.env or {})}
         decided = {
             "run_id": self.run_id or "",
             "num_processes": most,
@@ -383,6 +383,7 @@ class Launcher(Options):
             "checkpoints": asdict(self.checkpoints),
             "labels": dict(self.labels or {}),
             "engine": {},
+            "traceparent": env.get(trace.TRACEPARENT, ""),
         }
         engine = self._engine()
         return Request(
@@ -390,7 +391,7 @@ class Launcher(Options):
             self._root(),
             Job(name="", prices=prices_from_environment(), **{**own, **decided}),
             self.num_processes,
-            dict(self.env or {}),
+            env,
             restart_on=self.restart_on,
             sources=datasets.check(self.dataset),
             code=self._code(),
@@ -405,15 +406,9 @@ class Launcher(Options):
         return UserCode(working_dir, py_files, tuple(self.excludes))
 
     def _engine(self) -> Engine:
-        from rankzero.engines.base import Engine
         from rankzero.engines.local import LocalEngine
 
-        engine = LocalEngine() if self.engine is None else self.engine
-        if not isinstance(engine, Engine):
-            raise InvalidJobError(
-                f"engine is {engine!r}; give LocalEngine(), SparkEngine(...) or SparkConnectEngine(...)"
-            )
-        return engine
+        return LocalEngine() if self.engine is None else self.engine
 
     def _root(self) -> str:
         return store.normalize(store.root_of(self.store))

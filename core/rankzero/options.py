@@ -11,7 +11,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ from rankzero.errors import InvalidJobError
 from rankzero.job import world_bounds
 from rankzero.kinds import Kind, NumProcesses, RestartOn
 from rankzero.run.checkpoints import CheckpointConfig
+from rankzero.texts import with_matches
 
 if TYPE_CHECKING:
     from rankzero.engines.base import Engine
@@ -47,6 +48,12 @@ def _checked_by(module: str) -> Callable[[str, Any], Any]:
         return value
 
     return check
+
+
+def _check_engine(name: str, value: Any) -> Any:
+    if not isinstance(value, importlib.import_module("rankzero.engines.base").Engine):
+        raise InvalidJobError(f"{name} is {value!r}; give LocalEngine(), SparkEngine(...) or SparkConnectEngine(...)")
+    return value
 
 
 _CHECKPOINTS = kinds.valued(lambda value: isinstance(value, CheckpointConfig), "give a CheckpointConfig")
@@ -123,7 +130,7 @@ class Options:
 
     num_processes: NumProcesses = option(1, kinds.WORLD, late=True, flag="-n")
     _: KW_ONLY
-    engine: Engine | None = option(None, kinds.OBJECT, of_step=False)
+    engine: Engine | None = option(None, Kind(_check_engine), of_step=False)
     use_gpu: bool = option(False, kinds.FLAG)
     processes_per_task: int = option(1, kinds.POSITIVE, late=True)
     cpus_per_process: int | None = option(None, kinds.COUNT_FROM_ONE)
@@ -151,6 +158,13 @@ class Options:
     py_files: Sequence[str | os.PathLike[str]] = option((), kinds.PATHS, late=True)
     excludes: Sequence[str] = option((), kinds.PATHS, late=True)
     trackers: Sequence[Tracker] = option((), Kind(_checked_by("trackers")), shown=False)
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            """Refuses unknown names before Python does, with suggestions."""
+            refuse_unknown(options)
+            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for each in TABLE.values():
@@ -214,6 +228,12 @@ TABLE = {
     for each in fields(Options)
 }
 """The options by name."""
+
+
+def refuse_unknown(given: Iterable[str]) -> None:
+    """Raises InvalidJobError for names that are no options, with the options that they may stand for."""
+    if unknown := [with_matches(name, TABLE) for name in given if name not in TABLE]:
+        raise InvalidJobError(f"Launcher has no option {', '.join(unknown)}; its options are {', '.join(TABLE)}")
 
 
 def step_options(late: str = "", **changes: Mapping[str, Any]) -> dict[str, Option]:

@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+LIKENESS = 0.7
+"""Least similarity, at most 1, of a name that is suggested: at 0.6 "store" would be suggested for "mastr", too."""
+
+
+def with_matches(name: str, known: Iterable[str]) -> str:
+    """Returns a misspelt name for a message, with the most similar ones.
+
+    Example:
+        >>> with_matches("num_proceses", ["num_processes", "store"])
+        "'num_proceses' (did you mean 'num_processes'?)"
+    """
+    matches = difflib.get_close_matches(name, list(known), n=2, cutoff=LIKENESS)
+    return f"{name!r} (did you mean {' or '.join(map(repr, matches))}?)" if matches else repr(name)
+
 
 def encodable(text: str) -> str:
     r"""Returns the text with lone surrogates and NUL characters written out as escapes.

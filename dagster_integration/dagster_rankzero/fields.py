@@ -3,7 +3,6 @@
 Dagster ignores unknown fields, so that a misspelt ``master`` would train on another Spark cluster.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, get_origin
 
@@ -11,7 +10,7 @@ import dagster as dg
 from pydantic import BaseModel, Field, model_validator
 
 from dagster_rankzero._compat import variable_of
-from rankzero.pipeline import step_options
+from rankzero.pipeline import step_options, with_matches
 
 OPTIONS = step_options(
     orphan_timeout={
@@ -23,9 +22,6 @@ OPTIONS = step_options(
 
 ADDED = frozenset({"env", "spark_conf"})
 """Fields whose entries in the options of one training are added to those of the resource."""
-
-LIKENESS = 0.7
-"""Least similarity, at most 1, of a name that is suggested: at 0.6 "store" would be suggested for "mastr", too."""
 
 
 def option_field(name: str) -> Any:
@@ -83,7 +79,7 @@ def why_unknown(owner: type[BaseModel], given: Iterable[str]) -> str | None:
         "Cluster has no field 'mastr' (did you mean 'master'?); its fields are master"
     """
     known = [field.alias or name for name, field in owner.model_fields.items()]
-    unknown = [_with_matches(str(name), known) for name in given if name not in known]
+    unknown = [with_matches(str(name), known) for name in given if name not in known]
     if not unknown:
         return None
     return f"{owner.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(known)}"
@@ -118,8 +114,3 @@ def added_to(base: Mapping[str, str], changes: Any) -> Any:
     if not isinstance(changes, Mapping):
         return changes
     return {name: value for name, value in {**base, **changes}.items() if value is not None}
-
-
-def _with_matches(name: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(name, known, n=2, cutoff=LIKENESS)
-    return f"{name!r} (did you mean {' or '.join(map(repr, matches))}?)" if matches else repr(name)

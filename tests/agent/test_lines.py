@@ -26,8 +26,24 @@ def test_a_return_then_text_is_two_lines() -> None:
     assert split(b"10%\r", b"20%\r", b"\n") == ["10%", "20%"]
 
 
+def test_a_progress_bar_becomes_a_line_in_some_seconds() -> None:
+    seconds = [0.0]
+    splitter = LineSplitter(lambda: seconds[0])
+    lines = []
+    for step in range(36_000):
+        seconds[0] = step / 10
+        lines += splitter.feed(f"\r{step}".encode())
+    lines += splitter.feed(b"\rdone\nnext\n")
+    assert len(lines) < 500
+    assert lines[:2] == ["0", "100"]
+    assert lines[-2:] == ["done", "next"]
+    assert splitter.feed(b"1\r2\r3\r") == []
+    assert splitter.finish() == ["3"]
+
+
 def test_empty_lines_stay() -> None:
     assert split(b"a\n\nb\n") == ["a", "", "b"]
+    assert split(b"a\r\n\r\nb\r\n") == ["a", "", "b"]
 
 
 def test_bytes_that_are_not_utf8_do_no_harm() -> None:

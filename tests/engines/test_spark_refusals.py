@@ -143,7 +143,7 @@ def test_a_session_excludes_master_and_conf() -> None:
 
 def test_no_java(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jvm, "find_java", lambda: None)
-    assert "Java 17" in refusal(EngineError, {})
+    assert "Java 17" in refusal(InvalidJobError, {})
 
 
 @pytest.mark.parametrize(

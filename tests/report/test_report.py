@@ -321,7 +321,27 @@ def test_serve_gives_nothing_but_runs(served: str, path: str) -> None:
 
 
 def test_serve_answers_no_other_site(served: str) -> None:
-    assert get(served, Host="evil.example") == (403, "ask for this page at 127.0.0.1")
+    code, text = get(served, Host="evil.example")
+    assert (code, text.split(",")[0]) == (403, "ask for this page at 127.0.0.1")
+
+
+def test_a_proxy_may_ask_by_its_own_name(store: Path) -> None:
+    with ReportServer(str(store), 0, "", names=["Reports.example.com"]) as server:
+        thread = Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            for host in ("reports.example.com", "reports.example.com:443", "localhost"):
+                assert get(server.url, Host=host)[0] == 200
+            assert get(server.url, Host="evil.example")[0] == 403
+            request = urllib.request.Request(server.url, method="HEAD")
+            with urllib.request.urlopen(request) as reply:
+                assert (reply.status, reply.read()) == (200, b"")
+                assert int(reply.headers["Content-Length"]) > 1000
+            with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\)"):
+                ReportServer(str(store), server.server_address[1])
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_serve_answers_who_knows_the_token_and_then_by_a_cookie(store: Path) -> None:

@@ -11,11 +11,14 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from rankzero import InvalidJobError, Launcher
+from rankzero.cli import main
 from rankzero.tracking import OpenTelemetry
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+from opentelemetry.sdk.trace import TracerProvider
 
 
 class Receiver(ThreadingHTTPServer):
@@ -99,6 +102,28 @@ def test_a_trace_and_metrics_of_a_restarted_run(
     seconds = sum(span.end_time_unix_nano - span.start_time_unix_nano for span in (killed, succeeded)) / 1e9
     assert 0 < hours * 3600 < 2 * seconds
     assert "rankzero.gpu.hours" not in receiver.metrics, "there was none"
+
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_a_run_continues_the_trace_of_its_submitter(
+    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> str:
+        import os
+
+        return os.environ["TRACEPARENT"]
+
+    monkeypatch.setenv("TRACEPARENT", PARENT)
+    launcher = Launcher(1, store=tmp_path, run_id="one", trackers=[OpenTelemetry(receiver.url)])
+    assert launcher.run(train) == PARENT
+    (span,) = (span for span in receiver.spans if span.name == "run train")
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == tuple(PARENT.split("-")[1:3])
+    shown = CliRunner().invoke(main, ["status", str(tmp_path / "one")]).stdout
+    assert f"trace      {PARENT.split('-')[1]}" in shown
+    with TracerProvider().get_tracer("caller").start_as_current_span("step") as step:
+        assert launcher.options(run_id="two").run(train).split("-")[2] == f"{step.get_span_context().span_id:016x}"
 
 
 def test_runs_of_one_name_on_two_disks_are_two_instances(receiver: Receiver, tmp_path: Path) -> None:

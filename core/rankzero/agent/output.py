@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import math
 import os
 import re
 import time
 from collections import deque
+from collections.abc import Callable
 from io import FileIO
 
 from rankzero import bounds
@@ -187,17 +189,23 @@ def is_own_frame(line: str) -> bool:
 
 
 class LineSplitter:
-    r"""Decodes UTF-8 incrementally and cuts at ``\n``, ``\r`` and ``\r\n``.
+    r"""Decodes UTF-8 incrementally and cuts at ``\n`` and ``\r\n``. A line that arrives in pieces is returned whole.
 
-    Bytes that are not UTF-8 become U+FFFD. A progress bar that redraws itself with ``\r`` gives
-    one line per redraw. A line that arrives in pieces is returned whole.
+    A progress bar redraws its line with ``\r``. Of the texts that a redraw replaces, one in `bounds.REDRAW_INTERVAL`
+    seconds becomes a line, and so does the last one. Bytes that are not UTF-8 become U+FFFD.
+
+    Args:
+        clock: Returns seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._clock = clock
         self._pieces: list[str] = []
         self._length = 0
-        self._after_return = False
+        self._drawn = ""
+        self._was_drawn = False
+        self._draw_at = -math.inf
 
     def feed(self, data: bytes) -> list[str]:
         """Returns the lines that ``data`` completes."""
@@ -206,23 +214,18 @@ class LineSplitter:
     def finish(self) -> list[str]:
         """Returns the lines that remain at the end of the output."""
         lines = self._cut(self._decoder.decode(b"", final=True))
-        if self._pieces:
-            lines.append(self._take())
-        return lines
+        return lines + self._end() if self._pieces or self._drawn else lines
 
     def _cut(self, text: str) -> list[str]:
-        if self._after_return and text:
-            self._after_return = False
-            text = text.removeprefix("\n")
-        if not text:
-            return []
-        self._after_return = text.endswith("\r")
-        parts = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-        lines = []
-        for part in parts[:-1]:
-            self._add(part)
-            lines.append(self._take())
-        self._add(parts[-1])
+        lines: list[str] = []
+        for number, part in enumerate(text.split("\n")):
+            if number:
+                lines += self._end()
+            *drawn, last = part.split("\r") if "\r" in part else (part,)
+            for piece in drawn:
+                self._add(piece)
+                lines += self._draw()
+            self._add(last)
         if self._length > MAX_LINE:
             lines.append(self._take())
         return lines
@@ -231,6 +234,22 @@ class LineSplitter:
         if part:
             self._pieces.append(part)
             self._length += len(part)
+
+    def _draw(self) -> list[str]:
+        """Ends a text that the next one replaces, unless the line ends here."""
+        self._drawn = self._take() or self._drawn
+        if not self._drawn or (now := self._clock()) < self._draw_at:
+            return []
+        self._draw_at = now + bounds.REDRAW_INTERVAL
+        text, self._drawn, self._was_drawn = self._drawn, "", True
+        return [text]
+
+    def _end(self) -> list[str]:
+        """Ends the line: with its text, or with the last one that was drawn and is no line yet."""
+        text = self._take() or self._drawn
+        lines = [text] if text or not self._was_drawn else []
+        self._drawn, self._was_drawn = "", False
+        return lines
 
     def _take(self) -> str:
         line = "".join(self._pieces)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +117,8 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 def run(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Train SCRIPT on several ranks. All arguments after SCRIPT are passed to it.
 
-    SCRIPT is a file, "module:function", or with -m a module. The ranks' lines go to standard output, each with its
-    rank; their progress is shown at the bottom of the terminal.
+    SCRIPT is a file, "module:function", "file.py:function", or with -m a module. The ranks' lines go to standard
+    output, each with its rank; their progress is shown at the bottom of the terminal.
 
     Exit codes: 0 success; 1 the training failed; 2 refused before anything started; 3 no slots, no cluster;
     4 the training took too long or hung; 130 cancelled.
@@ -180,6 +182,12 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
 def _train(script: str, *, module: bool, no_python: bool) -> str | list[str]:
     if module and no_python:
         raise InvalidJobError("-m and --no-python exclude each other")
+    # As for `python -m`, modules of the working directory can be imported.
+    sys.path.insert(0, os.getcwd())
+    file, _, function = script.rpartition(":")
+    if file.endswith(".py") and os.path.isfile(file):
+        sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
+        script = f"{os.path.basename(file).removesuffix('.py')}:{function}"
     return [script] if no_python else f"-m {script}" if module else script
 
 

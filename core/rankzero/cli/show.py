@@ -14,7 +14,7 @@ import click
 
 from rankzero import bounds, store
 from rankzero.cli import words
-from rankzero.report import cost
+from rankzero.report import cost, pages
 from rankzero.report.card import duration
 from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
@@ -23,6 +23,7 @@ from rankzero.run.lines import split_rank
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.status import STATES
+from rankzero.tracking import trace
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -81,16 +82,18 @@ def report(run: tuple[str, ...], output: str, link: float | None, as_json: bool)
 @click.command()
 @click.argument("store", required=False, shell_complete=words.directories)
 @click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True, help="0 for any free one.")
+@click.option(
+    "--host", default=pages.HOST, show_default=True, help="Address to listen on, such as 0.0.0.0 in a container."
+)
+@click.option("--allow-host", multiple=True, metavar="NAME", help="A name by which a proxy asks; several times.")
 @click.option("--no-token", is_flag=True, help="Serve every process of this machine, such as a proxy with a login.")
-def serve(store: str | None, port: int, no_token: bool) -> None:
+def serve(store: str | None, port: int, host: str, allow_host: tuple[str, ...], no_token: bool) -> None:
     """Show the runs of a STORE in a browser of this machine, until interrupted. Read only.
 
     The printed address contains a token, which keeps out other users of this machine.
     """
-    from rankzero.report.pages import ReportServer
-
     root = words.existing_store(store)
-    with ReportServer(root, port, "" if no_token else None) as server:
+    with pages.ReportServer(root, port, "" if no_token else None, host, allow_host) as server:
         click.echo(f"the runs of {root}, until Ctrl-C, at\n{server.url}")
         try:
             server.serve_forever()
@@ -121,6 +124,7 @@ def status(run: str, as_json: bool) -> None:
         "started": words.moment(found.started),
         "ended": words.moment(found.ended),
         "used": str(cost.usage(job, found, time.time()) or ""),
+        "trace": trace.trace_id(job.traceparent),
         "checkpoint": found.checkpoint,
         "metrics": ", ".join(f"{name}={value}" for name, value in found.metrics.items()),
     }

@@ -47,15 +47,6 @@ def _check_packages(engine: Engine) -> str | None:
     is_here = kind == "local" or (kind == "spark" and (not master or master.startswith("local")))
     if is_here and not importlib.util.find_spec("torch"):
         return "the ranks need torch here: pip install torch"
-    if kind != "spark":
-        # The engine of Spark Connect checks the packages that its client needs.
-        return None
-    spec = importlib.util.find_spec("pyspark")
-    if spec is None:
-        return "engine 'spark' needs pyspark here: pip install 'rankzero[spark]'"
-    places = spec.submodule_search_locations or []
-    if "SPARK_HOME" not in os.environ and not any(os.path.isdir(os.path.join(place, "jars")) for place in places):
-        return "the pyspark here has no JVM part (pyspark-client?): pip install 'rankzero[spark]', or set SPARK_HOME"
     return None
 
 

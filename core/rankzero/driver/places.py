@@ -140,7 +140,8 @@ class _Asking(State):
         if self._reply.done():
             return self.on_reply(self._reply.result(), now)
         self._plan.check()
-        engine, bound = self._plan.job.engine, self._plan.job.start_timeout
+        spec, bound = self._plan.job.engine, self._plan.job.start_timeout
+        engine = spec.get("master") or spec.get("server") or spec.get("kind")
         if now > self._report_at:
             self._report_at = now + bounds.WAITING_INTERVAL
             waited = f"{now - self._asked_at:.0f} s"

@@ -39,7 +39,7 @@ MaySee = Callable[[Job], bool]
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-"""The only address: what runs print is for those who may log in here."""
+"""The address unless another one is given: what runs print is for those who may log in here."""
 
 _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 
@@ -113,6 +113,9 @@ class ReportServer(http.server.ThreadingHTTPServer):
         location: Root of the run directories, a path or an fsspec URL.
         port: 0 for any free one.
         token: What a browser has to know; None makes one up, ``""`` asks for none (behind a proxy with a login).
+        host: Address to listen on.
+        names: Names under which the server may be asked for, in addition to those of this machine; a proxy passes on
+            the name that its users know.
 
     Raises:
         OSError: the port is taken.
@@ -120,15 +123,22 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, location: str, port: int, token: str | None = None) -> None:
+    def __init__(
+        self, location: str, port: int, token: str | None = None, host: str = HOST, names: Sequence[str] = ()
+    ) -> None:
         self.location = store.normalize(location)
         self.token = secrets.token_urlsafe(16) if token is None else token
-        super().__init__((HOST, port), _Handler)
+        self._host = host
+        self.names = frozenset(name.lower() for name in names)
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port} ({error.strerror}): give another --port, or 0") from None
 
     @property
     def url(self) -> str:
         """Address of this server for a browser, with the token."""
-        return f"http://{HOST}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
+        return f"http://{self._host}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -137,8 +147,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # Another site's page may have its name resolved to this machine, and would then read what is here.
-        if not _LOCAL.fullmatch(self.headers.get("Host", "")):
-            self._send(http.HTTPStatus.FORBIDDEN, "text/plain", "ask for this page at 127.0.0.1")
+        name = self.headers.get("Host", "").lower()
+        if not _LOCAL.fullmatch(name) and re.sub(r":\d+$", "", name) not in self.server.names:
+            text = "ask for this page at 127.0.0.1, or start `rankzero serve` with --allow-host and this name"
+            self._send(http.HTTPStatus.FORBIDDEN, "text/plain", text)
             return
         parsed = urllib.parse.urlsplit(self.path)
         query = urllib.parse.parse_qs(parsed.query)
@@ -147,6 +159,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         code, kind, text = answer(self.server.location, parsed.path, query)
         self._send(http.HTTPStatus(code), kind, text)
+
+    do_HEAD = do_GET
 
     def _knows_token(self, query: dict[str, list[str]]) -> bool:
         expected = self.server.token
@@ -169,7 +183,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if code == http.HTTPStatus.OK and self.server.token:
             self.send_header("Set-Cookie", f"{self._cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug(format, *args)

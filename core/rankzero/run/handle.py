@@ -20,6 +20,7 @@ from rankzero.errors import (
     RunCancelledError,
     RunNotFoundError,
     error_from_json,
+    located,
 )
 from rankzero.host.processes import process_namespace, process_state
 from rankzero.job import Job
@@ -95,7 +96,8 @@ class RunHandle(Generic[R]):
         """
         handle: RunHandle[Any] = RunHandle(os.fspath(directory), follows=follows)
         # Reads the run, and so raises if there is none.
-        handle._bound  # noqa: B018
+        with located(handle.directory):
+            handle._bound  # noqa: B018
         return handle
 
     @property
@@ -284,9 +286,9 @@ class RunHandle(Generic[R]):
         if status is None:
             raise TimeoutError(f"run {self.id} is still running after {timeout} s; the timeout ended only the wait")
         if status.error is not None:
-            raise error_from_json(status.error)
+            raise error_from_json(status.error).locate(self.directory)
         if status.result is None:
-            raise ResultError(f"run {self.id} ended as {status.state} without a result")
+            raise ResultError(f"run {self.id} ended as {status.state} without a result").locate(self.directory)
         # The value may be a pickle, and its checksum is in the same directory. Root is not checked.
         is_root = getattr(os, "geteuid", int)() == 0
         if not is_root and (why := store.why_untrusted(self.directory)):

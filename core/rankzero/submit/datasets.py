@@ -21,7 +21,7 @@ from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
 from rankzero.data.table import Table
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError, RunNotFoundError
-from rankzero.job import Job, new_run_id
+from rankzero.job import Job, new_run_id, qualified_name
 from rankzero.run.directory import RunDirectory
 from rankzero.submit import submission
 from rankzero.train.dataset import DEFAULT
@@ -78,8 +78,8 @@ def check(given: object) -> dict[str, Any]:
         is_text = isinstance(source, (str, os.PathLike)) and os.fspath(source)
         if not (is_text or isinstance(source, (ResultRef, Manifest)) or _is_frame(source)):
             raise InvalidJobError(
-                f"dataset {name!r} is {source!r}; give a Spark DataFrame, the path of a table, or with a Spark engine "
-                "the name of a table or a query"
+                f"dataset {name!r} is of type {qualified_name(type(source))}; give a Spark DataFrame, the path of a "
+                "table, or with a Spark engine the name of a table or a query; write other frames as Parquet"
             )
     return named
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from rankzero import bounds
 from rankzero.bounds import CANCEL_TIMEOUT
-from rankzero.errors import EngineError, InvalidJobError, RankZeroError
+from rankzero.errors import EngineError, InvalidJobError, RankZeroError, located
 from rankzero.host.processes import describe_process, fork_safe, this_process
 from rankzero.job import Job
 from rankzero.run.current import owns
@@ -77,7 +77,8 @@ def start(run: RunDirectory, job: Job, request: Request) -> RunHandle[Any]:
         return RunHandle(run.directory, start_driver(run, job, request.private()), job=job)
     handle = RunHandle[Any](run.directory, job=job)
     try:
-        request.engine.start_driver(run, {**request.private(), "nonce": job.nonce})
+        with located(run.directory):
+            request.engine.start_driver(run, {**request.private(), "nonce": job.nonce})
     except BaseException as error:
         problem = error if isinstance(error, RankZeroError) else EngineError(f"{type(error).__name__} while submitting")
         # The process that claims the driver's role controls the run: a driver that was accepted despite the error
@@ -170,7 +171,7 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
             raise InvalidJobError(
                 f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or choose "
                 "another run_id"
-            )
+            ).locate(run.directory)
         # The run succeeded, and its caller died before the result was delivered.
         yield handle
         return
@@ -180,7 +181,7 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
         driver = _process_driver(run, job, request.private(), stop_timeout)
     else:
         driver = _thread_driver(run, job, request, stop_timeout)
-    with driver as handle:
+    with located(run.directory), driver as handle:
         yield handle
         if request.trackers:
             # The container may be removed when this process exits.

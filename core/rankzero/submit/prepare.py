@@ -15,7 +15,7 @@ from typing import Any
 from rankzero import job as jobs
 from rankzero import store
 from rankzero.engines.base import Engine
-from rankzero.errors import InvalidJobError
+from rankzero.errors import InvalidJobError, located
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
 from rankzero.run import growing, pieces
@@ -143,7 +143,7 @@ def prepare(
     engine.check(job)
     engine.check_store(request.root)
     run = RunDirectory(store.join(request.root, run_id))
-    with contextlib.ExitStack() as unless_started:
+    with located(run.directory), contextlib.ExitStack() as unless_started:
         before = datasets.earlier(run) if request.sources else {}
         found = datasets.collect(request.sources, engine, run, job.num_processes, before)
         unless_started.callback(found.discard, before)

@@ -79,10 +79,12 @@ class Outcomes:
 class OpenTelemetry(Tracker):
     """Sends a trace of each run and metrics of its attempts to a collector, by OTLP over HTTP.
 
-    The trace has a span for the run and one for each attempt, with failures, restarts and checkpoints as events. The
-    metrics: ``rankzero.attempts`` and ``rankzero.attempts.ended`` (by ``outcome``: ``succeeded``, ``failed``,
-    ``cancelled``, or the cause of a restart), ``rankzero.runs.ended`` (by ``state``), ``rankzero.start.duration`` and
-    ``rankzero.run.duration`` in seconds, ``rankzero.rank.hours``, and ``rankzero.gpu.hours`` of runs with GPUs.
+    The run continues the trace of its submitter (its current span, or ``$TRACEPARENT``). The ranks have the variable
+    ``TRACEPARENT``, too. The trace has a span for the run and one for each attempt, with failures, restarts and
+    checkpoints as events. The metrics: ``rankzero.attempts`` and ``rankzero.attempts.ended`` (by ``outcome``:
+    ``succeeded``, ``failed``, ``cancelled``, or the cause of a restart), ``rankzero.runs.ended`` (by ``state``),
+    ``rankzero.start.duration`` and ``rankzero.run.duration`` in seconds, ``rankzero.rank.hours``, and
+    ``rankzero.gpu.hours`` of runs with GPUs.
 
     Attributes:
         endpoint: The address of the collector, such as ``http://collector:4318``. None uses
@@ -120,6 +122,7 @@ class OpenTelemetry(Tracker):
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         job = RunDirectory(run.directory).job()
         self._use_gpu = job.use_gpu
@@ -139,8 +142,9 @@ class OpenTelemetry(Tracker):
         self._make_instruments()
         shown = {"rankzero.run_id": run.id, "rankzero.name": job.name, "rankzero.directory": run.directory}
         labels = {f"rankzero.label.{name}": value for name, value in run.labels.items()}
+        caller = TraceContextTextMapPropagator().extract({"traceparent": job.traceparent})
         self._span = self._tracer.start_span(
-            f"run {job.name}", None, attributes={**shown, **labels}, start_time=_ns(job.created)
+            f"run {job.name}", caller, attributes={**shown, **labels}, start_time=_ns(job.created)
         )
 
     def _make_instruments(self) -> None:

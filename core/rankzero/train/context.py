@@ -293,6 +293,8 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
         >>> rt.report({"loss": 0.4}, checkpoint={"model": {}, "epoch": 1})
         report 2: loss=0.4
     """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics is {metrics!r:.100}; give a dict, such as report({{'loss': 0.5}})")
     values = {_name(name): _scalar(name, value) for name, value in metrics.items()}
     now = time.time()
     row = json.dumps([values, now], separators=(",", ":"))
@@ -383,7 +385,10 @@ def _name(name: object) -> str:
 
 def _scalar(name: str, value: Any) -> MetricValue:
     item = getattr(value, "item", None)
-    scalar = item() if callable(item) else value
+    try:
+        scalar = item() if callable(item) else value
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"metric {name!r} is a {type(value).__name__} of several elements; report one number") from None
     if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS:
         # Python refuses to convert such integers to and from decimal text.
         return hex(scalar)
@@ -391,4 +396,4 @@ def _scalar(name: str, value: Any) -> MetricValue:
         return encodable(scalar)
     if isinstance(scalar, (bool, int, float)):
         return scalar
-    raise TypeError(f"metric {name!r} is a {type(value).__name__}; report numbers or strings")
+    raise TypeError(f"metric {name!r} is of type {type(value).__name__}; report numbers or strings")

@@ -61,6 +61,8 @@ def prepare_model(
         raise ValueError(f"strategy is {strategy!r}; it must be 'ddp', 'fsdp' or None")
     if strategy != "fsdp" and (units is not None or mixed_precision is not None):
         raise ValueError(f"units= and mixed_precision= belong to strategy='fsdp', not to {strategy!r}; see rt.autocast")
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
     if unwrap_model(model) is not model and not _is_compiled(model):
         raise TypeError(f"the model is wrapped already, in {type(model).__name__}; give the plain module")
     if strategy and "mesh" not in kwargs and any(_is_part(parameter) for parameter in model.parameters()):

@@ -378,7 +378,7 @@ def _as_directory(value: object) -> str | None:
         return path
     if isinstance(value, dict):
         return None
-    raise TypeError(f"checkpoint is a {type(value).__name__}; give a directory, or a dict of tensors and plain values")
+    raise TypeError(f"checkpoint is of type {type(value).__name__}; give a directory or a dict of tensors and values")
 
 
 def _write_state(state: Any, file_format: str, file: formats.Writable) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rankzero.job import Job
 
 LOCAL = re.compile(r"local(?:\[(\d+|\*)(?:\s*,\s*\d+)?\])?")
 _LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\]")
-_REMOTE = re.compile(r"(spark://.+|yarn|k8s://.+)")
+_REMOTE = re.compile(r"(spark://.+:\d+|yarn|k8s://.+)")
 
 MASTER = "spark.master"
 DYNAMIC_ALLOCATION = "spark.dynamicAllocation.enabled"

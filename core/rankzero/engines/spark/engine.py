@@ -87,9 +87,13 @@ class SparkEngine(Engine):
                 "SparkSession is needed: give one of Spark Connect to SparkConnectEngine(session=...)"
             )
         if self.master is not None and not is_master(self.master):
-            raise InvalidJobError(
-                f"master is {self.master!r}; use local[N], local-cluster[N,C,M], spark://host:port, yarn or k8s://..."
-            )
+            given = self.master if isinstance(self.master, str) else f"a {type(self.master).__name__}"
+            advice = "use local[N], local-cluster[N,C,M], spark://host:port, yarn or k8s://..."
+            if given.startswith("sc://"):
+                advice = f"give SparkConnectEngine({given!r})"
+            elif hasattr(self.master, "sparkContext") or hasattr(self.master, "createDataFrame"):
+                advice = "give session="
+            raise InvalidJobError(f"master is {given!r}; {advice}")
 
     def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
         """Returns the ranks of all slots that master and conf prove; without a master, or with local GPUs, as
@@ -121,11 +125,8 @@ class SparkEngine(Engine):
             require_local_gpus(job.least_processes)
         elif job.use_gpu:
             require_task_gpus(job, conf.get(TASK_GPUS))
-        if not jvm.find_java():
-            raise EngineError(
-                "Spark needs Java 17 or newer and none was found (JAVA_HOME, PATH): install a JRE, for "
-                "example `apt-get install openjdk-17-jre-headless`"
-            )
+        jvm.require_pyspark()
+        jvm.require_java()
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the master, which may be shown, and the conf, which may hold credentials."""

@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import os
+import re
 import shutil
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ from rankzero.engines.spark import archive
 from rankzero.engines.spark.conf import LOCAL, TASK_CPUS, THREADS, spark_defaults
 from rankzero.engines.spark.errors import first_lines
 from rankzero.engines.spark.stage import task_config
-from rankzero.errors import EngineError
+from rankzero.errors import EngineError, InvalidJobError
 from rankzero.job import Job
 from rankzero.task.hold import with_defaults
 from rankzero.task.start import load_time
@@ -34,6 +38,14 @@ _OWN_LOCAL_DEFAULTS = {
     "spark.driver.bindAddress": LOOPBACK,
     "spark.ui.enabled": "false",
 }
+_NO_REASON = re.compile(r"^\s*$|^\s+at |\b(?:WARN|WARNING|INFO)\b|log4j|log level")
+
+REASON_LINES = 3
+"""Lines that a JVM has printed first, which an error quotes."""
+
+PRINTED_LIMIT = 1 << 20
+"""Bytes of standard error in which the reason is searched for which a JVM has not started."""
+
 PYTHON = "spark.pyspark.python"
 # Spark puts these options before the user's extraJavaOptions.
 DRIVER_JAVA_OPTIONS = "spark.driver.defaultJavaOptions"
@@ -45,6 +57,9 @@ _SIMPLE_COLLECTOR = "-XX:+UseSerialGC"
 # A JVM with options for two collectors does not start.
 _OTHER_JAVA_OPTIONS = ("JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "SPARK_SUBMIT_OPTS")
 
+OLDEST_JAVA = 17
+"""The oldest Java of Spark 4."""
+
 _CONNECT_MODE = ("SPARK_REMOTE", "SPARK_LOCAL_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
 
 
@@ -55,6 +70,35 @@ def find_java() -> str | None:
         return home
     java = shutil.which("java")
     return os.path.dirname(os.path.dirname(os.path.realpath(java))) if java else None
+
+
+def require_pyspark() -> None:
+    """Raises InvalidJobError unless a pyspark with its JVM part is installed here."""
+    spec = importlib.util.find_spec("pyspark")
+    if spec is None:
+        raise InvalidJobError("Spark needs pyspark here: pip install 'rankzero[spark]'")
+    places = spec.submodule_search_locations or []
+    if "SPARK_HOME" not in os.environ and not any(os.path.isdir(os.path.join(place, "jars")) for place in places):
+        raise InvalidJobError(
+            "the pyspark here has no JVM part (pyspark-client?): pip install 'rankzero[spark]', or set SPARK_HOME"
+        )
+
+
+def require_java() -> None:
+    """Raises InvalidJobError unless there is a Java that Spark can use. Starts no process."""
+    home, java = os.environ.get("JAVA_HOME"), find_java()
+    if not java:
+        raise InvalidJobError(
+            "Spark needs Java 17 or newer and none was found (JAVA_HOME, PATH): install a JRE, for "
+            "example `apt-get install openjdk-17-jre-headless`"
+        )
+    if home and java != home:
+        raise InvalidJobError(f"JAVA_HOME is {home!r}, which has no bin/java: correct it, or unset it to use {java}")
+    with contextlib.suppress(OSError, importlib.metadata.PackageNotFoundError):
+        with open(os.path.join(java, "release"), encoding="utf-8", errors="replace") as file:
+            found = re.search(r'JAVA_VERSION="(?:1\.)?(\d+)', file.read())
+        if found and int(found[1]) < OLDEST_JAVA and importlib.metadata.version("pyspark") >= "4":
+            raise InvalidJobError(f"Spark needs Java {OLDEST_JAVA} or newer, and {java} is {found[1]}: set JAVA_HOME")
 
 
 def own_python(conf: Mapping[str, str]) -> str:
@@ -97,10 +141,22 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
     spark_conf = SparkConf().setMaster(master).setAppName(f"rankzero {name}")
     for key, value in ours.items():
         spark_conf.setIfMissing(key, value)
+    before = _printed()
     try:
         return SparkContext.getOrCreate(spark_conf.setAll(list(conf.items())))
     except Exception as error:
-        raise EngineError(f"no SparkContext on master {master!r}: {first_lines(words_of(error))}") from None
+        why = first_lines(words_of(error))
+        lines = [line for line in _printed().removeprefix(before).splitlines() if not _NO_REASON.search(line)]
+        why = "\n".join([*lines[:REASON_LINES], why])
+        raise EngineError(f"no SparkContext on master {master!r}: {why}") from None
+
+
+def _printed() -> str:
+    """Returns what this process and its JVM have written to standard error, if that is a file, such as driver.log."""
+    with contextlib.suppress(OSError, ValueError):
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            return os.pread(2, PRINTED_LIMIT, 0).decode("utf-8", "replace")
+    return ""
 
 
 def java_options(master: str, conf: Mapping[str, str], java: str | None) -> str:

@@ -1,0 +1,153 @@
+"""Errors name the wrong value, what was probably meant, and the run that they are about."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import rankzero.train as rt
+from rankzero import (
+    EngineError,
+    InvalidJobError,
+    Launcher,
+    LocalEngine,
+    RankZeroError,
+    RunHandle,
+    RunNotFoundError,
+    SparkEngine,
+    WorkerFailedError,
+)
+from rankzero.testing import run_inline
+
+
+def fail() -> None:
+    raise ValueError("no such lr")
+
+
+def test_an_error_knows_its_run(tmp_path: Path) -> None:
+    launcher = Launcher(store=tmp_path, run_id="one", start_timeout=240)
+    with pytest.raises(WorkerFailedError) as raised:
+        launcher.run(fail)
+    for error in (raised.value, pickle.loads(pickle.dumps(raised.value)), _of(RunHandle.attach(tmp_path / "one"))):
+        assert (error.run_id, error.directory) == ("one", str(tmp_path / "one"))
+        shown = "".join(traceback.format_exception(error))
+        assert shown.count(f"run directory: {tmp_path}/one") == 1
+        assert "docs/errors.md#workerfailederror" in shown
+    with pytest.raises(RunNotFoundError) as missing:
+        RunHandle.attach(tmp_path / "two")
+    assert missing.value.directory == str(tmp_path / "two")
+    with pytest.raises(InvalidJobError) as refused:
+        Launcher(0)
+    assert (refused.value.run_id, refused.value.directory) == (None, None)
+
+
+def _of(handle: RunHandle[None]) -> RankZeroError:
+    with pytest.raises(RankZeroError) as raised:
+        handle.result()
+    return raised.value
+
+
+def test_a_misspelt_option_is_named_with_the_right_one() -> None:
+    with pytest.raises(InvalidJobError, match=r"no option 'num_proceses' \(did you mean 'num_processes'\?\)"):
+        Launcher(num_proceses=2)  # type: ignore[call-arg]
+    with pytest.raises(InvalidJobError, match=r"did you mean 'max_restarts'"):
+        Launcher().options(max_restart=2)
+    launcher = Launcher(2, store="x")
+    assert copy.copy(launcher) == pickle.loads(pickle.dumps(launcher)) == replace(launcher) == launcher
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Launcher(engine="local"), "engine is 'local'; give LocalEngine"),
+        (lambda: SparkEngine("sc://host"), r"give SparkConnectEngine\('sc://host'\)"),
+        (lambda: SparkEngine("spark://host"), r"use .*spark://host:port"),
+        (lambda: SparkEngine(object()), "master is 'a object'"),
+        (lambda: Launcher(dataset={"rows": bytearray(b"secret")}), "'rows' is of type bytearray; give a Spark"),
+    ],
+)
+def test_a_wrong_engine_or_dataset_is_refused_where_it_is_given(make: object, message: str) -> None:
+    with pytest.raises(InvalidJobError, match=message) as raised:
+        make()  # type: ignore[operator]
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("loss", "metrics is 'loss'; give a dict"),
+        ({"loss": torch.ones(3)}, "metric 'loss' is a Tensor of several elements"),
+        ({"loss": None}, "metric 'loss' is of type NoneType"),
+    ],
+)
+def test_a_wrong_metric_is_named(given: object, message: str) -> None:
+    def train() -> None:
+        rt.report(given)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match=message):
+        run_inline(train)
+
+
+def test_a_model_that_is_none_is_named() -> None:
+    with pytest.raises(TypeError, match=r"model is of type NoneType; give a torch\.nn\.Module"):
+        run_inline(lambda: rt.prepare_model(None))
+
+
+def _java(home: Path, version: str) -> str:
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "java").write_text("#!/bin/sh\n")
+    (home / "bin" / "java").chmod(0o755)
+    (home / "release").write_text(f'IMPLEMENTOR="Some"\nJAVA_VERSION="{version}"\n')
+    return str(home)
+
+
+def test_a_java_that_cannot_run_spark_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = Launcher(engine=SparkEngine("local[1]"), store=tmp_path / "store")
+    monkeypatch.setenv("JAVA_HOME", "/opt/nonexistent-jdk")
+    with pytest.raises(InvalidJobError, match="JAVA_HOME is '/opt/nonexistent-jdk', which has no bin/java"):
+        launcher.run(fail)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.0.1")
+    for version, shown in (("11.0.2", "11"), ("1.8.0_392", "8")):
+        monkeypatch.setenv("JAVA_HOME", _java(tmp_path / version, version))
+        with pytest.raises(InvalidJobError, match=rf"Spark needs Java 17 or newer, and .* is {shown}: set JAVA_HOME"):
+            launcher.run(fail)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_missing_pyspark_is_named_before_anything_starts(tmp_path: Path) -> None:
+    """In a process of its own, whose search path has no pyspark."""
+    program = """
+import sys
+sys.modules["pyspark"] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "pyspark" else find(name, *more)
+from rankzero import InvalidJobError, Launcher, SparkEngine
+try:
+    Launcher(engine=SparkEngine(), store=sys.argv[1]).run(print)
+except InvalidJobError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "Spark needs pyspark here: pip install 'rankzero[spark]'\n"
+
+
+def test_the_reason_of_a_jvm_that_does_not_start_is_in_the_error(tmp_path: Path) -> None:
+    engine = SparkEngine("local[1]", {"spark.driver.memory": "lots"})
+    with pytest.raises(EngineError, match=r"NumberFormatException|Size must be specified|lots") as raised:
+        Launcher(engine=engine, store=tmp_path, run_id="one").run(fail)
+    assert raised.value.directory == str(tmp_path / "one")
+
+
+def test_a_local_launcher_is_valid() -> None:
+    assert Launcher(engine=LocalEngine()).engine == LocalEngine()
