@@ -642,6 +642,83 @@ RATES: object = None
 FACTOR: object = None
 
 
+PYDANTIC = """
+import sys
+from typing import Annotated, Optional
+import pydantic, pydantic.dataclasses
+from rankzero.submit.content import digest_of
+
+class Config(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True)
+    lr: float = 0.1
+    decay: float = 0.0
+    layers: Annotated[int, pydantic.Field(gt=0)] = 2
+    names: list[str] = pydantic.Field(default_factory=list)
+    inner: Optional["Config"] = None
+    _cache: int = pydantic.PrivateAttr(3)
+
+    @pydantic.field_validator("lr")
+    @classmethod
+    def check(cls, value):
+        return value
+
+    @pydantic.computed_field
+    @property
+    def twice(self) -> float:
+        return self.lr * 2
+
+@pydantic.dataclasses.dataclass
+class Step:
+    epochs: int = 1
+
+def train():
+    return Config(), Step
+
+before = digest_of(train, Config(lr=0.5), Step())
+Config(lr=0.3).model_dump_json()
+assert digest_of(train, Config(lr=0.5), Step()) == before
+print(before)
+"""
+
+EDITS = [
+    ("lr: float = 0.1", "lr: float = 0.2"),
+    ("gt=0", "gt=1"),
+    ('field_validator("lr")', 'field_validator("decay")'),
+    ("        return value", "        return value * 2"),
+    ("self.lr * 2", "self.lr * 3"),
+    ("frozen=True", "frozen=False"),
+    ("epochs: int = 1", "epochs: int = 2"),
+    ("PrivateAttr(3)", "PrivateAttr(4)"),
+]
+
+
+def test_models_of_pydantic_count_by_what_their_class_says_in_every_process() -> None:
+    def digest(program: str, seed: str = "1") -> str:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONHASHSEED": seed}
+        return subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment
+        ).stdout
+
+    assert len({digest(PYDANTIC, seed) for seed in ("1", "2", "3")}) == 1
+    # In one process, since each takes half a second: the edited programs without their last lines.
+    body = PYDANTIC.partition("before =")[0]
+    edited_bodies = [body, *(body.replace(*edit) for edit in EDITS)]
+    last = "print(digest_of(train))\n"
+    script = "".join(f"exec({text + last!r}, {{'__name__': '__main__'}})\n" for text in edited_bodies)
+    digests = digest(script).split()
+    assert len(set(digests)) == len(digests) == len(EDITS) + 1
+
+
+def test_a_source_that_is_replaced_with_an_old_time_is_read_again(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    digests = []
+    for rate in (1, 2):
+        script.write_text(f"RATE = {rate}\n")
+        os.utime(script, ns=(0, 0))
+        digests.append(of(str(script)))
+    assert digests[0] != digests[1]
+
+
 class Node:
     def __init__(self, following: object) -> None:
         self.following = following

@@ -7,6 +7,7 @@ checksum is that of its plain pickle; if it cannot be pickled at all, that of it
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import hashlib
 import logging
@@ -219,9 +220,9 @@ class _ContentPickler(TrainingPickler):
     @staticmethod
     def _class(cls: type) -> Any:
         members = [
-            (name, _unwrapped(member))
+            (name, _of_pydantic(name, member) if name in _MADE_BY_PYDANTIC else _unwrapped(member))
             for name, member in sorted(vars(cls).items())
-            if name not in _NOT_OF_A_CLASS and not name.startswith("_abc_")
+            if name in _MADE_BY_PYDANTIC or (name not in _NOT_OF_A_CLASS and not name.startswith(_DERIVED))
         ]
         descriptors = (types.GetSetDescriptorType, types.MemberDescriptorType)
         told = [(name, member) for name, member in members if not isinstance(member, descriptors)]
@@ -250,10 +251,30 @@ _NOT_OF_A_CLASS = frozenset(
     {
         *("__dict__", "__weakref__", "__module__", "__doc__", "__annotations__"),
         *("__static_attributes__", "__firstlineno__", "__annotate_func__", "__annotations_cache__"),
+        # Made when an object is pickled for the first time.
+        "__slotnames__",
         # torch makes it of a subclass of `torch.autograd.Function`, with a number of this process.
         "_backward_cls",
     }
 )
+
+
+_DERIVED = ("_abc_", "__signature__", "__pydantic_")
+"""Beginnings of the names of members that are made of others, with addresses of this process in them."""
+
+_MADE_BY_PYDANTIC = ("__pydantic_fields__", "__pydantic_decorators__", "__private_attributes__")
+"""Members with the parts that pydantic has taken out of the body of a class."""
+
+
+def _of_pydantic(name: str, member: Any) -> Any:
+    """Returns the part of a member that is neither an address of this process nor made when the class is used."""
+    if name == "__private_attributes__":
+        return {key: (each.default, each.default_factory) for key, each in member.items()}
+    if name == "__pydantic_decorators__":
+        # The functions are members of the class, too.
+        kinds = {each.name: getattr(member, each.name) for each in dataclasses.fields(member)}
+        return {kind: {key: each.info for key, each in found.items()} for kind, found in kinds.items()}
+    return member
 
 
 def _unwrapped(member: Any) -> Any:

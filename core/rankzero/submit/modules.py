@@ -20,6 +20,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from rankzero import store
 from rankzero.submit.imports import imports_of_tree, names_of_import, parse
 
 _OUR_PACKAGES = frozenset({"rankzero", "airflow_rankzero", "dagster_rankzero"})
@@ -166,12 +167,12 @@ def _imports_of_module(name: str) -> set[str]:
         return set()
     with contextlib.suppress(OSError):
         is_package = os.path.basename(file) == "__init__.py"
-        return _top_level_imports(file, os.stat(file).st_mtime, name if is_package else name.rpartition(".")[0])
+        return _top_level_imports(file, store.fingerprint(file), name if is_package else name.rpartition(".")[0])
     return set()
 
 
 @functools.lru_cache(maxsize=4096)
-def _top_level_imports(file: str, _modified: float, package: str) -> set[str]:
+def _top_level_imports(file: str, _fingerprint: str, package: str) -> set[str]:
     found: set[str] = set()
     try:
         with open(file, "rb") as source:
@@ -215,18 +216,16 @@ def digests_of_modules(names: Iterable[str], first: str | None = None) -> dict[s
             seen.add(part)
             if path := source_of(part, first):
                 with contextlib.suppress(OSError):
-                    state = os.stat(path)
                     is_package = os.path.basename(path) == "__init__.py"
                     package = part if is_package else part.rpartition(".")[0]
-                    digests[part], imported = _read(path, state.st_size, state.st_mtime_ns, package)
+                    digests[part], imported = _read(path, store.fingerprint(path), package)
                     waiting |= imported - seen
     return digests
 
 
 def digest_of_script(path: str) -> tuple[str, frozenset[str]]:
     """Returns a checksum of a script by its syntax, and the absolute names that it imports. Raises OSError."""
-    state = os.stat(path)
-    return _read(path, state.st_size, state.st_mtime_ns, "")
+    return _read(path, store.fingerprint(path), "")
 
 
 def _below(package: str, first: str | None) -> Iterator[str]:
@@ -240,7 +239,7 @@ def _below(package: str, first: str | None) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(path: str, _size: int, _modified: int, package: str) -> tuple[str, frozenset[str]]:
+def _read(path: str, _fingerprint: str, package: str) -> tuple[str, frozenset[str]]:
     with open(path, "rb") as file:
         source = file.read()
     try:

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rankzero import store
 from rankzero.errors import InvalidJobError
 from rankzero.submit.imports import imports_of_tree, parse
 from rankzero.submit.modules import spec_of
@@ -61,7 +62,7 @@ class Shipped:
 
 
 @functools.lru_cache(maxsize=4096)
-def _imports_of_file(path: str, _size: int, _modified: int, package: str) -> set[str]:
+def _imports_of_file(path: str, _fingerprint: str, package: str) -> set[str]:
     """Returns the names that a source file imports. Raises OSError, which is not cached."""
     with open(path, "rb") as source:
         try:
@@ -106,28 +107,17 @@ def digests_of_data_files(modules: Iterable[str], first: str | None = None) -> d
     for root in sorted({name.partition(".")[0] for name in modules}):
         found = _files_of(root, spec) if (spec := spec_of(root, first)) else ()
         files = {name: path for name, path in found if not (name.endswith(".py") or is_private(os.path.basename(name)))}
-        facts = {name: facts for name, path in files.items() if (facts := _facts_of_file(path))}
-        _check_size({name: size for name, (size, _, _) in facts.items()})
-        if facts:
-            contents = [(name, _digest_of_file(files[name], *facts[name])) for name in sorted(facts)]
+        _check_size({name: os.path.getsize(path) for name, path in files.items()})
+        if files:
+            contents = [(name, _digest_of_file(files[name], store.fingerprint(files[name]))) for name in sorted(files)]
             digests[root] = hashlib.sha256(repr(contents).encode()).hexdigest()
     return digests
 
 
-def _facts_of_file(path: str) -> tuple[int, int, int] | None:
-    """Returns size, time of modification and inode of a file; None if it was removed."""
-    with contextlib.suppress(OSError):
-        state = os.stat(path)
-        return state.st_size, state.st_mtime_ns, state.st_ino
-    return None
-
-
 @functools.lru_cache(maxsize=4096)
-def _digest_of_file(path: str, _size: int, _modified: int, _inode: int) -> str:
-    """Returns the checksum of a file's bytes; of none if it was removed."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+def _digest_of_file(path: str, _fingerprint: str) -> str:
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-    return ""
 
 
 def _files_for(names: Iterable[str], first: str | None) -> tuple[dict[str, str], list[str]]:
@@ -161,9 +151,8 @@ def _imports_of(archive_name: str, path: str) -> set[str]:
     """Returns the names that a file imports; empty if it is no source, or was removed."""
     if path.endswith(".py"):
         with contextlib.suppress(OSError):
-            state = os.stat(path)
             package = os.path.dirname(archive_name).replace(os.sep, ".")
-            return _imports_of_file(path, state.st_size, state.st_mtime_ns, package)
+            return _imports_of_file(path, store.fingerprint(path), package)
     return set()
 
 

@@ -231,7 +231,7 @@ class TableWriter:
                 return
             if self._schema is None or not table.schema.equals(self._schema):
                 table = self._unified(table)
-            self._waiting.append(table)
+            self._waiting.append(_owned(table))
             self._size += table.nbytes
             if self._size >= GROUP_BYTES:
                 self._write()
@@ -320,6 +320,16 @@ class TableWriter:
         return self._failure
 
 
+def _owned(table: Any) -> Any:
+    """Returns a copy of the rows: arrays and tensors share their memory with Arrow, and their owner may reuse it."""
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return pa.ipc.open_stream(sink.getvalue()).read_all()
+
+
 def _stored(schema: Any) -> Any:
     """Returns the schema of a data file, which leaves out columns that have only nulls and so no type."""
     import pyarrow as pa
@@ -344,7 +354,7 @@ def _table(batch: Any) -> Any:
     if isinstance(batch, pa.RecordBatch):
         return pa.Table.from_batches([batch])
     if hasattr(batch, "iloc"):
-        return pa.Table.from_pandas(batch, preserve_index=False)
+        return pa.Table.from_pandas(_with_index(batch), preserve_index=False)
     if isinstance(batch, Mapping):
         try:
             return pa.table(_arrays(batch))
@@ -352,6 +362,14 @@ def _table(batch: Any) -> Any:
             lengths = {name: len(column) for name, column in batch.items()}
             raise TypeError(f"a batch has columns of different lengths or types: {lengths}: {error}") from error
     raise TypeError(f"a batch is a dict of columns, an Arrow table or a DataFrame, not a {type(batch).__name__}")
+
+
+def _with_index(frame: Any) -> Any:
+    """Returns a DataFrame with the named levels of its index as columns; an index without a name is left out."""
+    names = [name for name in frame.index.names if name is not None]
+    if taken := [name for name in names if name in frame.columns]:
+        raise TypeError(f"a DataFrame has both an index and a column named {taken[0]!r}: rename one of them")
+    return frame.reset_index(level=names) if names else frame
 
 
 def _arrays(columns: Mapping[Any, Any]) -> dict[str, Any]:
