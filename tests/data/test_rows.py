@@ -383,6 +383,71 @@ def test_an_error_of_the_model_stays_its_own_and_leaves_no_rows(monkeypatch: pyt
     assert len([name for name in os.listdir(table.uri) if name.startswith("part")]) == 1
 
 
+def test_a_buffer_that_a_generator_reuses_changes_no_row() -> None:
+    numbers, values = numpy.zeros(2, "int64"), torch.zeros(2)
+    frame = pa.RecordBatch.from_arrays([pa.array(numbers)], ["number"])
+
+    def batches() -> Any:
+        for number in range(3):
+            numbers[:], values[:] = number, number
+            yield {"number": numbers, "value": values}
+            yield frame
+
+    table = rt.write_rows(batches()).to_arrow().to_table()
+    assert table["number"].to_pylist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert table["value"].to_pylist()[:6:4] == [0.0, 1.0]
+
+
+def test_the_named_index_of_a_frame_is_a_column() -> None:
+    import pandas
+
+    frame = pandas.DataFrame({"x": [1.0, 2.0]}, index=pandas.Index([10, 20], name="id"))
+    assert rt.write_rows(frame).to_arrow().to_table().to_pylist() == [{"id": 10, "x": 1.0}, {"id": 20, "x": 2.0}]
+    assert rt.write_rows(frame.rename_axis(None), "unnamed").to_arrow().schema.names == ["x"]
+    with pytest.raises(TypeError, match="both an index and a column named 'x'"):
+        rt.write_rows(frame.rename_axis("x"))
+
+
+def _score_at_a_pace_of_its_own(cadence: list[int], part: int, through: str) -> Table:
+    """Each rank reports after batches of its own, and rank 0 dies in the first attempt."""
+    context = rt.get_context()
+    shard, checkpoint = rt.get_dataset_shard(), rt.get_checkpoint()
+    if through == "loader":
+        loader = torch.utils.data.DataLoader(shard.to_torch(2, pad=False), batch_size=None)
+        source: Any = rt.prepare_data_loader(loader)
+    else:
+        source = shard
+    if checkpoint:
+        source.load_state_dict(checkpoint.load(rank=part))
+
+    def scored() -> Any:
+        reported = 0
+        for number, batch in enumerate(source if through == "loader" else shard.iter_batches(2, pad=False), 1):
+            yield {"id": batch["id"]}
+            if number % cadence[context.rank] == 0:
+                rt.report({}, checkpoint=source.state_dict(), sharded=True)
+                reported += 1
+                if reported == 2 and context.attempt == 0:
+                    rt.await_checkpoint()
+                    if context.rank == 0:
+                        os.kill(os.getpid(), 9)
+                    time.sleep(60)
+
+    return rt.write_rows(scored())
+
+
+@pytest.mark.parametrize(
+    ("cadence", "part", "through"),
+    [([2, 1], 0, "shard"), ([2, 1], 1, "shard"), ([1, 3], 0, "shard"), ([1, 2], 0, "loader")],
+)
+def test_ranks_that_report_at_different_batches_lose_and_double_no_row(
+    ids: Launcher, cadence: list[int], part: int, through: str
+) -> None:
+    table = ids.run(_score_at_a_pace_of_its_own, cadence, part, through)
+    found = table.to_pandas()["id"].tolist()
+    assert sorted(found) == list(range(ROWS))
+
+
 def test_every_kind_of_batch_is_rows() -> None:
     # Each rank of this file's other trainings imports this module.
     import pandas

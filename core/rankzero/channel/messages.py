@@ -169,6 +169,7 @@ class Part(Message, kind="checkpoint"):
         sharded: True if the checkpoint has a part of every rank.
         time: Unix time of its report.
         tables: Number of files of each table whose rows belong to the checkpoint.
+        cursors: Positions of this rank in datasets whose states the checkpoint may hold: `RankTables.cursor`.
         pieces: Index of a sharded state.
         upload: Name under which the agent sends the part over the channel.
     """
@@ -185,6 +186,7 @@ class Part(Message, kind="checkpoint"):
     metrics: dict[str, Any]
     time: float
     tables: dict[str, int] = field(default_factory=dict)
+    cursors: dict[str, list[Any]] = field(default_factory=dict)
     pieces: str | None = None
     upload: str | None = None
 

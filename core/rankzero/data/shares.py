@@ -11,7 +11,8 @@ however often the world size changes.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 Spans = list[tuple[int, int]]
 """Ranges of positions: the first, and the last plus one."""
@@ -58,23 +59,30 @@ class Stretch:
         world_size: Number of ranks.
         batch_size: Rows of a batch.
         drop_last: Whether a smaller last batch was left out.
-        batches: Number of batches that every rank has consumed.
+        batches: Number of batches that every rank has consumed; if they differ, the number of each rank.
     """
 
     world_size: int
     batch_size: int
     drop_last: bool
-    batches: int
+    batches: int | tuple[int, ...]
 
-    def to_json(self) -> list[int]:
+    def to_json(self) -> list[Any]:
         """Returns the stretch as a list of plain JSON values."""
-        return [int(value) for value in astuple(self)]
+        batches = list(self.batches) if isinstance(self.batches, tuple) else int(self.batches)
+        return [int(self.world_size), int(self.batch_size), int(self.drop_last), batches]
 
     @staticmethod
-    def from_json(values: list[int]) -> Stretch:
+    def from_json(values: list[Any]) -> Stretch:
         """Returns the stretch from the values of `to_json`."""
         world_size, batch_size, drop_last, batches = values
-        return Stretch(world_size, batch_size, bool(drop_last), batches)
+        return Stretch(
+            world_size, batch_size, bool(drop_last), tuple(batches) if isinstance(batches, list) else batches
+        )
+
+    def of_rank(self, rank: int) -> int:
+        """Returns the number of batches that a rank has consumed."""
+        return self.batches[rank] if isinstance(self.batches, tuple) else self.batches
 
 
 def split(total: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -122,9 +130,29 @@ def remaining(rows: int, consumed: list[Stretch]) -> Spans:
         for rank in range(stretch.world_size):
             mine, total = share(spans, stretch.world_size, rank), length(spans)
             batches = Batches.of(total, stretch.world_size, rank, stretch.batch_size, drop_last=stretch.drop_last)
-            left += cut(mine, batches.done(stretch.batches), batches.own)
+            left += cut(mine, batches.done(stretch.of_rank(rank)), batches.own)
         spans = merged(left)
     return spans
+
+
+def united(of_ranks: list[list[list[Any]]]) -> list[Stretch]:
+    """Returns the consumed parts of an epoch from those of each rank, which differ in the last part at most.
+
+    Args:
+        of_ranks: For each rank the JSON of its stretches. A rank that has consumed nothing in the last one lacks it.
+
+    Example:
+        >>> united([[[2, 8, 0, 5]], [[2, 8, 0, 3]]])
+        [Stretch(world_size=2, batch_size=8, drop_last=False, batches=(5, 3))]
+    """
+    longest = max(of_ranks, key=len)
+    before = longest[:-1] if any(stretches != longest for stretches in of_ranks) else longest
+    last = [stretches[len(before) :] for stretches in of_ranks]
+    if not any(last):
+        return [Stretch.from_json(values) for values in before]
+    now = Stretch.from_json(longest[-1])
+    batches = tuple(Stretch.from_json(part[0]).of_rank(rank) if part else 0 for rank, part in enumerate(last))
+    return [*map(Stretch.from_json, before), replace(now, batches=batches)]
 
 
 def merged(spans: Spans) -> Spans:

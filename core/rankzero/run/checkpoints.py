@@ -84,6 +84,8 @@ class Manifest:
         sharded: True if every rank saved its own part; False if rank 0's part is the whole checkpoint.
         parts: ``file``, ``format``, ``size`` and ``sha256`` of each part, by rank as text, since keys in JSON are text.
         tables: Rows that ranks had written before the checkpoint: `rankzero.data.table.Written`.
+        cursors: Positions in datasets at which the ranks reported a sharded checkpoint, if they differ: for each
+            dataset the position of each rank, by rank as text.
     """
 
     id: str
@@ -95,6 +97,7 @@ class Manifest:
     sharded: bool
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     tables: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    cursors: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
 
     @classmethod
     def of_parts(
@@ -117,6 +120,10 @@ class Manifest:
         for rank, part in parts.items():
             for name, count in part.get("tables", {}).items():
                 tables.setdefault(name, {}).setdefault(str(attempt), {})[str(rank)] = count
+        cursors: dict[str, dict[str, list[Any]]] = {}
+        for rank, part in parts.items():
+            for name, position in part.get("cursors", {}).items():
+                cursors.setdefault(name, {})[str(rank)] = position
         return cls(
             id=lead["id"],
             attempt=attempt,
@@ -130,6 +137,7 @@ class Manifest:
                 for rank, part in sorted(parts.items())
             },
             tables=tables,
+            cursors={name: ranks for name, ranks in cursors.items() if _is_of_all_and_differs(ranks, world_size)},
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -151,6 +159,10 @@ class Manifest:
             "formats": formats,
             "tables": sorted(self.tables),
         }
+
+
+def _is_of_all_and_differs(ranks: Mapping[str, Any], world_size: int) -> bool:
+    return len(ranks) == world_size and len({repr(position) for position in ranks.values()}) > 1
 
 
 def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:

@@ -181,11 +181,10 @@ class BatchDataset(IterableDataset[Any]):
         found = [stretch.to_json() for stretch in (*consumed, *now)]
         return {"epoch": epoch, "consumed": found, "rows": self._manifest.rows}
 
-    def consumed_in(self, state: Mapping[str, Any]) -> list[Stretch]:
-        """Returns the parts of its epoch that a state says were consumed. Raises ValueError for another dataset's."""
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for the state of another dataset."""
         if (rows := state.get("rows")) != self._manifest.rows:
             raise ValueError(f"the state is that of a dataset of {rows} rows; this one has {self._manifest.rows}")
-        return [Stretch.from_json(values) for values in state["consumed"]]
 
     def __len__(self) -> int:
         """Returns the number of batches of this rank in an epoch."""

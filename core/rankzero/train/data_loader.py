@@ -105,7 +105,8 @@ class PreparedDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of this loader, for a checkpoint from which training resumes inside an epoch."""
         if isinstance(data := self.loader.dataset, BatchDataset):
-            return data.state(self.epoch, self._consumed, self._done) | current().tables.cursor()
+            state = data.state(self.epoch, self._consumed, self._done)
+            return state | current().tables.cursor(self, state)
         state = {"epoch": self.epoch, "batches": self._done, "world_size": get_context().world_size}
         if self._loaded is not None:
             state["loader"] = self._loaded
@@ -125,8 +126,8 @@ class PreparedDataLoader:
         batches. With the data of `DatasetShard.to_torch` every row is used exactly once.
         """
         if isinstance(data := self.loader.dataset, BatchDataset):
-            self._resume = data.consumed_in(state)
-            current().load_cursor_tables(state)
+            data.check(state)
+            self._resume = current().load_cursor(state)
         else:
             world_size = get_context().world_size
             self._start = self._skip = state["batches"] * state["world_size"] // world_size

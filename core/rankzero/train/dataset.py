@@ -205,13 +205,14 @@ class DatasetShard:
         self._current = list(self._consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of all ranks, the same on each, for a checkpoint that resumes inside an epoch."""
-        return {
-            "epoch": self.epoch,
-            "consumed": [stretch.to_json() for stretch in self._current],
-            "rows": self.num_rows,
-            **context.current().tables.cursor(),
-        }
+        """Returns the position in the epoch, for a checkpoint that resumes inside of it.
+
+        It has the batches of this rank. If ranks report at different batches, use ``sharded=True``: the checkpoint then
+        has the position of each rank, whichever part is loaded.
+        """
+        consumed = [stretch.to_json() for stretch in self._current]
+        state = {"epoch": self.epoch, "consumed": consumed, "rows": self.num_rows}
+        return state | context.current().tables.cursor(self, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes at the position of ``state``, with any number of ranks: the next iteration yields the rest.
@@ -220,17 +221,15 @@ class DatasetShard:
         rows from before that checkpoint. A table whose rows did not belong to it can no longer be written to.
 
         Raises:
-            ValueError: the state belongs to another dataset.
+            ValueError: the state belongs to another dataset, or the ranks were in different epochs.
         """
-        from rankzero.data.shares import Stretch
-
         if state["rows"] != self.num_rows:
             raise ValueError(
                 f"the state is that of a dataset of {state['rows']} rows; {self._name!r} has {self.num_rows}"
             )
-        context.current().load_cursor_tables(state)
+        consumed = context.current().load_cursor(state)
         self.set_epoch(state["epoch"])
-        self._consumed = [Stretch.from_json(values) for values in state["consumed"]]
+        self._consumed = consumed
         self._current = list(self._consumed)
 
     def _cut(

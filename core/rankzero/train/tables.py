@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class RankTables:
         schemas: Paths or URLs of the schema files of rows that stay in their tables.
         unremoved: Files of calls that raised, which the store did not remove, each with the function that removes it.
         serials: Numbers for the names of this rank's schema files.
+        cursors: Positions of this rank in datasets, of which a state was taken since the last checkpoint.
     """
 
     files: Counter[str] = field(default_factory=Counter)
@@ -35,6 +37,8 @@ class RankTables:
     schemas: set[str] = field(default_factory=set)
     unremoved: dict[str, Callable[[str], object]] = field(default_factory=dict)
     serials: itertools.count[int] = field(default_factory=itertools.count)
+    cursors: dict[str, list[Any]] = field(default_factory=dict)
+    _owners: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
 
     def seal(self) -> dict[str, int]:
         """Completes the files of rows that are being written, and returns how many files each table has.
@@ -85,9 +89,24 @@ class RankTables:
                     ) from error
                 del self.unremoved[path]
 
-    def cursor(self) -> dict[str, list[str]]:
-        """Returns the part of a cursor's state that names the tables with rows from before the cursor."""
+    def cursor(self, owner: object, state: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Records a position of this rank in a dataset, for the next checkpoint, which may hold it.
+
+        Args:
+            owner: The dataset or loader. Every rank takes the first states of its owners in the same order.
+            state: The position: ``epoch`` and ``consumed``.
+
+        Returns:
+            The part of the state that names the tables with rows from before the position.
+        """
+        name = self._owners.setdefault(owner, str(len(self._owners)))
+        self.cursors[name] = [state["epoch"], state["consumed"]]
         return {"tables": sorted(self.files)} if self.files else {}
+
+    def take_cursors(self) -> dict[str, list[Any]]:
+        """Returns the positions that were recorded since the last call."""
+        taken, self.cursors = self.cursors, {}
+        return taken
 
     def load_cursor(self, state: Mapping[str, Any], carried: set[str]) -> None:
         """Records which tables of a cursor were lost with their attempt.

@@ -88,6 +88,8 @@ class CheckpointWriter:
         self._busy = False
         self._changed = threading.Condition()
         self._last: Checkpoint | None = None
+        self.cursors: dict[str, dict[str, list[Any]]] = {}
+        """Positions of all ranks in datasets, from the checkpoint that this attempt started from, where they differ."""
         self.carried: set[str] = set()
         """Tables with rows that belong to the checkpoint that this attempt started from."""
 
@@ -167,6 +169,7 @@ class CheckpointWriter:
     def _add_rows(self, taken: _Taken, tables: RankTables) -> None:
         try:
             taken.facts["tables"] = tables.seal()
+            taken.facts["cursors"] = tables.take_cursors()
         except BaseException:
             if taken.path:
                 _delete(taken.path)
@@ -339,6 +342,7 @@ class CheckpointWriter:
         own = manifest["attempt"] == self._attempt
         if not own:
             self.carried = set(manifest["tables"])
+            self.cursors = manifest["cursors"]
         if not own or self._next > 0:
             self._last = Checkpoint(
                 manifest["id"],
