@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -448,6 +449,50 @@ def test_batches_arrive_on_the_gpu() -> None:
     batches = [values for [values] in loader]
     assert all(values.is_cuda for values in batches)
     assert torch.cat(batches).cpu().equal(torch.arange(10.0))
+
+
+class OwnRandomNumbers(torch.utils.data.Sampler[int]):
+    """Draws an order by numpy, or by a generator of its own, which a new process begins anew."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.own = numpy.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = numpy.random.permutation(12) if self.source == "numpy" else self.own.permutation(12)
+        return iter(drawn.tolist())
+
+
+@pytest.mark.parametrize(("source", "again"), [("numpy", False), ("own", True)])
+def test_a_resumed_epoch_has_the_order_with_which_it_began_or_begins_anew(
+    source: str, again: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made() -> Any:
+        data = TensorDataset(torch.arange(12))
+        return rt.prepare_data_loader(DataLoader(data, 2, sampler=OwnRandomNumbers(source)))
+
+    first, seen = made(), []
+    list(first)
+    numpy.random.seed(5)
+    before = numpy.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    for number, [values] in enumerate(first, 1):
+        seen += values.tolist()
+        if number == 3:
+            break
+    state = first.state_dict()
+    assert numpy.random.get_state()[1].tolist() == before, "the user's random numbers"  # type: ignore[index, union-attr]
+    resumed = made()
+    resumed.load_state_dict(state)
+    rest = [value for [values] in resumed for value in values.tolist()]
+    if again:
+        assert sorted(rest) == list(range(12)), "no row is skipped"
+        assert "the epoch begins at its first batch" in capsys.readouterr().out
+    else:
+        assert sorted(seen + rest) == list(range(12))
+    assert len([value for [values] in resumed for value in values.tolist()]) == 12
 
 
 def test_anything_else_is_refused() -> None:

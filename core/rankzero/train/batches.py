@@ -48,6 +48,19 @@ class Cut:
     pad: bool
 
 
+def check_order(state: Mapping[str, Any], seed: int | None) -> None:
+    """Raises ValueError if a position in an epoch is one of another order."""
+    before = state.get("seed", seed)
+    if state["consumed"] and before != seed:
+        was, now = (
+            "the order of the files" if each is None else f"shuffle=True, seed={each}" for each in (before, seed)
+        )
+        raise ValueError(
+            f"the position is one in another order of the rows ({was}) than that of this iteration ({now}): some rows "
+            "would come twice, and some never. Give the same shuffle and seed in every attempt"
+        )
+
+
 def batches_of(
     manifest: Manifest,
     world: TrainContext,
@@ -179,12 +192,13 @@ class BatchDataset(IterableDataset[Any]):
         asked = self._asked
         now = [Stretch(self._world.world_size, asked.batch_size, asked.drop_last, done)] if done else []
         found = [stretch.to_json() for stretch in (*consumed, *now)]
-        return {"epoch": epoch, "consumed": found, "rows": self._manifest.rows}
+        return {"epoch": epoch, "consumed": found, "rows": self._manifest.rows, "seed": asked.seed}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for the state of another dataset."""
+        """Raises ValueError for the state of another dataset, or of another order."""
         if (rows := state.get("rows")) != self._manifest.rows:
             raise ValueError(f"the state is that of a dataset of {rows} rows; this one has {self._manifest.rows}")
+        check_order(state, self._asked.seed)
 
     def __len__(self) -> int:
         """Returns the number of batches of this rank in an epoch."""

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from rankzero.data.shares import Stretch
 from rankzero.train.batches import BatchDataset, SampleDataset
 from rankzero.train.context import current, get_context
-from rankzero.train.share import ShardedIterable, Share, Skipping, samplers_of
+from rankzero.train.share import DrawnByRankZero, ShardedIterable, Share, Skipping, samplers_of
 
 Batch = Any
 
@@ -41,6 +41,7 @@ class PreparedDataLoader:
         self._start = 0
         self._done = 0
         self._loaded: Any = None
+        self._order = ""
         self._resume: list[Stretch] = []
         self._consumed: list[Stretch] = []
         self._sampled = getattr(loader.sampler, "epoch", None)
@@ -72,14 +73,17 @@ class PreparedDataLoader:
         self._next = epoch + 1
         self._done, self._start = self._start, 0
         self._skipped, self._skip = self._skip, 0
-        if self._loaded is not None:
-            # Not earlier, since `set_epoch` may still choose another epoch.
-            self.loader.load_state_dict(self._loaded)  # type: ignore[attr-defined]
-            self._loaded = None
         self._consumed, self._resume = self._resume, []
         for part in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), self.loader.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
+        if self._skipped and self._order and (drawn := self._drawn()) and drawn.order() != self._order:
+            self._begin_anew()
+        self._order = ""
+        if self._loaded is not None:
+            # Not earlier, since `set_epoch` may still choose another epoch.
+            self.loader.load_state_dict(self._loaded)  # type: ignore[attr-defined]
+            self._loaded = None
         data = self.loader.dataset
         if isinstance(data, BatchDataset) and data.consumed != self._consumed:
             # The loader's persistent processes would not see the change.
@@ -108,12 +112,28 @@ class PreparedDataLoader:
             state = data.state(self.epoch, self._consumed, self._done)
             return state | current().tables.cursor(self, state)
         state = {"epoch": self.epoch, "batches": self._done, "world_size": get_context().world_size}
+        if self._done and (drawn := self._drawn()):
+            state["order"] = drawn.order()
         if self._loaded is not None:
             state["loader"] = self._loaded
         elif self._is_stateful() and not self._skipped:
             # The loader's own state would not contain skipped batches.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
+
+    def _drawn(self) -> DrawnByRankZero | None:
+        """Returns the sampler whose order is drawn on rank 0, if there is one."""
+        samplers = (self.loader.sampler, getattr(self.loader.batch_sampler, "inner", None))
+        return next((sampler for sampler in samplers if isinstance(sampler, DrawnByRankZero)), None)
+
+    def _begin_anew(self) -> None:
+        """Begins the epoch at its first batch: in another order the first batches are not those that were used."""
+        self._done = self._skipped = 0
+        if get_context().rank == 0:
+            print(
+                "rankzero: the sampler draws another order than before the checkpoint, so the epoch begins at its "
+                "first batch. Draw by the functions of torch, random or numpy, which are seeded for each epoch"
+            )
 
     def _is_stateful(self) -> bool:
         """Returns True for a loader of torchdata, whose workers and data set have a state."""
@@ -132,6 +152,7 @@ class PreparedDataLoader:
             world_size = get_context().world_size
             self._start = self._skip = state["batches"] * state["world_size"] // world_size
             self._loaded = None
+            self._order = state.get("order", "")
             if "loader" in state and self._is_stateful() and state["world_size"] == world_size:
                 self._skip = 0
                 self._loaded = state["loader"]

@@ -96,6 +96,8 @@ class DatasetShard:
         self._next = 0
         self._consumed: list[Stretch] = []
         self._current: list[Stretch] = []
+        self._order: dict[str, Any] = {}
+        self._loaded: Mapping[str, Any] = {}
 
     @property
     def num_rows(self) -> int:
@@ -211,7 +213,7 @@ class DatasetShard:
         has the position of each rank, whichever part is loaded.
         """
         consumed = [stretch.to_json() for stretch in self._current]
-        state = {"epoch": self.epoch, "consumed": consumed, "rows": self.num_rows}
+        state = {"epoch": self.epoch, "consumed": consumed, "rows": self.num_rows, **self._order}
         return state | context.current().tables.cursor(self, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,7 +223,8 @@ class DatasetShard:
         rows from before that checkpoint. A table whose rows did not belong to it can no longer be written to.
 
         Raises:
-            ValueError: the state belongs to another dataset, or the ranks were in different epochs.
+            ValueError: the state belongs to another dataset, or the ranks were in different epochs. The next iteration
+                raises it if it has another order of the rows.
         """
         if state["rows"] != self.num_rows:
             raise ValueError(
@@ -230,6 +233,8 @@ class DatasetShard:
         consumed = context.current().load_cursor(state)
         self.set_epoch(state["epoch"])
         self._consumed = consumed
+        self._loaded = state
+        self._order = {name: state[name] for name in ("seed",) if name in state}
         self._current = list(self._consumed)
 
     def _cut(
@@ -261,13 +266,16 @@ class DatasetShard:
         import torch
 
         from rankzero.data.shares import Stretch
-        from rankzero.train.batches import batches_of
+        from rankzero.train.batches import batches_of, check_order
         from rankzero.train.data_loader import on_device
 
         place = self._world.device if device is None else torch.device(device)
         self.epoch = epoch = self._next
         self._next = epoch + 1
         before, self._consumed = self._consumed, []
+        if before:
+            check_order(self._loaded, cut.seed)
+        self._order = {"seed": cut.seed}
         batches = batches_of(self._manifest, self._world, self._scratch, cut, epoch, self._left(before))
         if place.type != "cpu":
             batches = on_device(batches, place, ahead=place.type == "cuda")

@@ -5,7 +5,10 @@ The module imports torch, so `rankzero.train` imports it late.
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -99,7 +102,7 @@ def _is_of_all(sampler: Any, data: Any) -> bool:
 
 def _drawn(sampler: Any, seed: int, share: Share, *, drop: bool) -> Any:
     if hasattr(sampler, "__len__"):
-        return _DrawnByRankZero(sampler, seed, share, drop=drop)
+        return DrawnByRankZero(sampler, seed, share, drop=drop)
     if share.world_size > 1:
         raise TypeError(
             f"a {type(sampler).__name__} without a length cannot be shared out: give it __len__, or prepare the "
@@ -108,8 +111,8 @@ def _drawn(sampler: Any, seed: int, share: Share, *, drop: bool) -> Any:
     return sampler
 
 
-class _DrawnByRankZero(Sampler[Any]):
-    """Yields this rank's part of the indices, or batches, that rank 0's sampler yields."""
+class DrawnByRankZero(Sampler[Any]):
+    """Yields this rank's part of the indices, or batches, that rank 0's sampler yields, drawn once for an epoch."""
 
     def __init__(self, sampler: Any, seed: int, share: Share, *, drop: bool) -> None:
         self._sampler = sampler
@@ -117,8 +120,13 @@ class _DrawnByRankZero(Sampler[Any]):
         self._share = share
         self._drop = drop
         self._epoch = 0
+        self._drawn: list[Any] | None = None
+        self._order = ""
 
     def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch, which has an order of its own."""
+        if epoch != self._epoch:
+            self._drawn = None
         self._epoch = epoch
         if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
             set_epoch(epoch)
@@ -127,25 +135,40 @@ class _DrawnByRankZero(Sampler[Any]):
         return self._share.count(len(self._sampler), drop=self._drop)
 
     def __iter__(self) -> Iterator[Any]:
-        drawn: list[Any] = []
-        if self._share.rank == 0:
-            drawn = self._draw()
-        if self._share.world_size > 1:
-            drawn = broadcast_object(drawn)
-        return iter(self._share.of(drawn, drop=self._drop))
+        return iter(self._share.of(self._of_epoch(), drop=self._drop))
+
+    def order(self) -> str:
+        """Returns a checksum of the epoch's order, equal on all ranks, which all call this."""
+        drawn = self._of_epoch()
+        self._order = self._order or hashlib.sha256(pickle.dumps(drawn)).hexdigest()[:16]
+        return self._order
+
+    def _of_epoch(self) -> list[Any]:
+        if self._drawn is None:
+            drawn = self._draw() if self._share.rank == 0 else []
+            self._drawn = broadcast_object(drawn) if self._share.world_size > 1 else drawn
+            self._order = ""
+        return self._drawn
 
     def _draw(self) -> list[Any]:
         """Returns the order of this epoch, which is the same when training resumes inside the epoch."""
         seed, state = self._seed + self._epoch, random.getstate()
+        # Only where the user has imported it.
+        numbers = getattr(sys.modules.get("numpy"), "random", None)
+        numpy_state = numbers.get_state() if numbers else None
         if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
             generator.manual_seed(seed)
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 random.seed(seed)
+                if numbers:
+                    numbers.seed(seed % 2**32)
                 return list(self._sampler)
         finally:
             random.setstate(state)
+            if numbers:
+                numbers.set_state(numpy_state)
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -185,18 +208,18 @@ class Skipping(Sampler[Any]):
     """A batch sampler whose next iteration skips the first ``skip`` batches."""
 
     def __init__(self, batches: Any) -> None:
-        self._batches = batches
+        self.inner = batches
         self.skip = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._batches, name)
+        return getattr(self.inner, name)
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
         # A loader with processes makes two iterators and reads one: a generator skips only when it is read.
         skip, self.skip = self.skip, 0
-        yield from islice(iter(self._batches), skip, None)
+        yield from islice(iter(self.inner), skip, None)
