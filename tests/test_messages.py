@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -25,7 +28,9 @@ from rankzero import (
     SparkEngine,
     WorkerFailedError,
 )
+from rankzero.report import facts
 from rankzero.testing import run_inline
+from rankzero.values import formats
 
 
 def fail() -> None:
@@ -151,3 +156,73 @@ def test_the_reason_of_a_jvm_that_does_not_start_is_in_the_error(tmp_path: Path)
 
 def test_a_local_launcher_is_valid() -> None:
     assert Launcher(engine=LocalEngine()).engine == LocalEngine()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    launcher = Launcher(np.int64(2), timeout=np.float64(5.5), max_restarts=np.int32(1))  # type: ignore[arg-type]
+    found = launcher.num_processes, launcher.timeout, launcher.max_restarts
+    assert (found, [type(each) for each in found]) == ((2, 5.5, 1), [int, float, int])
+    with pytest.raises(InvalidJobError, match="num_processes is True"):
+        Launcher(True)
+    with pytest.raises(InvalidJobError, match="max_restarts is 1.0"):
+        Launcher(max_restarts=1.0)  # type: ignore[arg-type]
+
+
+def test_links_that_cannot_be_followed_end_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "state"
+    (state / "inner").mkdir(parents=True)
+    (state / "model.pt").write_bytes(b"model")
+    (state / "good").symlink_to("model.pt")
+    (state / "dangling").symlink_to("gone")
+    (state / "self").symlink_to("self")
+    (state / "inner" / "up").symlink_to("..")
+    size, digest = formats.write_directory(str(state), str(tmp_path / "state.tar"))
+    assert size == (tmp_path / "state.tar").stat().st_size
+    formats.read_directory(str(tmp_path / "state.tar"), digest, str(tmp_path / "read"))
+    files = sorted(str(path.relative_to(tmp_path / "read")) for path in (tmp_path / "read").rglob("*"))
+    assert files == ["good", "inner", "model.pt"]
+    assert capsys.readouterr().out.count("that cannot be followed") == 3
+
+
+def test_a_path_may_be_a_file_url_and_a_pattern_is_no_path(tmp_path: Path) -> None:
+    launcher = Launcher(store=tmp_path)
+    for given, message in (
+        ("file:///nowhere/x.parquet", r"does not exist: /nowhere/x\.parquet$"),
+        ("/nowhere/*.parquet", "a pattern is not expanded: give the folder"),
+    ):
+        with pytest.raises(InvalidJobError) as raised:
+            launcher.options(dataset=given).run(fail)
+        assert re.search(message, str(raised.value)), raised.value
+
+
+def test_colors_of_terminals_are_in_no_report(tmp_path: Path) -> None:
+    def train() -> None:
+        print("\x1b[31mred\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\")
+
+    Launcher(store=tmp_path, run_id="one").run(train)
+    (logs,) = facts.collect(RunHandle.attach(tmp_path / "one"))["logs"]
+    assert logs["lines"] == ["red link"]
+
+
+def test_a_batch_size_of_numpy_is_a_number(tmp_path: Path) -> None:
+    parquet = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"x": [1.0, 2.0, 3.0]}), parquet)
+
+    def train() -> list[int]:
+        shard = rt.get_dataset_shard()
+        return [len(batch["x"]) for batch in shard.iter_batches(np.int64(2))]  # type: ignore[arg-type]
+
+    assert Launcher(store=tmp_path / "store", dataset=parquet).run(train) == [2, 1]
+
+
+def test_a_dataframe_among_the_arguments_is_a_dataset() -> None:
+    class DataFrame:
+        """As pyspark's, which refuses to be pickled."""
+
+        def __reduce__(self) -> str:
+            raise RuntimeError("It appears that you are attempting to ... see SPARK-5063.")
+
+    with pytest.raises(InvalidJobError) as raised:
+        Launcher().run(print, DataFrame())
+    assert "argument" in str(raised.value)
+    assert str(raised.value).endswith("give a DataFrame as Launcher(dataset=df)")

@@ -150,6 +150,9 @@ STORE_RETRY_INTERVAL = 1.0
 CHECKPOINT_COMMIT_TIMEOUT = 600.0
 """Seconds that a run waits at its end for checkpoints that are still being stored."""
 
+REFUSAL_PAUSE = 300.0
+"""Seconds for which a rank sends its checkpoints to the driver after the object store has refused one of them."""
+
 CHECKPOINT_RETRY_TIMEOUT = 30.0
 """Seconds for which the commit of the newest checkpoint is retried while the store refuses it."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -53,12 +54,20 @@ class Kind:
     read: Callable[[str, str], Any] = as_text
 
 
+def _own_number(value: Any) -> Any:
+    """Returns a number of another library, such as numpy's, as Python's; other values unchanged."""
+    if isinstance(value, float):
+        return float(value)
+    return operator.index(value) if hasattr(type(value), "__index__") and not isinstance(value, bool) else value
+
+
 def valued(
     is_valid: Callable[[Any], bool], wanted: str, form: str = "", plain: Any = None, read: Any = as_text
 ) -> Kind:
     """Returns a kind whose values are used as they are given."""
 
     def check(name: str, value: Any) -> Any:
+        value = _own_number(value) if plain in (int, float) else value
         if not is_valid(value):
             raise InvalidJobError(f"{name} is {value!r}; {wanted}")
         return value

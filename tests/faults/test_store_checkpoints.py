@@ -184,6 +184,32 @@ def test_a_rank_that_the_store_refuses_sends_its_parts_to_the_driver(
     assert sorted(through_driver) == ["checkpoint-0-0", "checkpoint-0-1", "value"]
 
 
+def test_a_rank_uses_the_store_again_after_a_refusal(
+    launcher: Launcher, bucket: str, through_driver: list[str]
+) -> None:
+    def refused_once() -> None:
+        import torch
+
+        import rankzero.train as rt
+        from rankzero import bounds
+        from rankzero.store import remote
+
+        begin = remote.Upload.__init__
+
+        def refuse(*_: object) -> None:
+            remote.Upload.__init__ = begin  # type: ignore[method-assign]
+            raise PermissionError("the token has expired")
+
+        bounds.REFUSAL_PAUSE = 0.0
+        remote.Upload.__init__ = refuse  # type: ignore[assignment,method-assign]
+        for step in range(3):
+            rt.report({"step": step}, checkpoint={"w": torch.arange(float(NUMBERS))})
+            rt.await_checkpoint()
+
+    launcher.options(num_processes=1, store=f"{bucket}/runs", run_id="run").run(refused_once)
+    assert len(through_driver) == 1
+
+
 @pytest.mark.parametrize("missing", [["fsspec"], ["fsspec", "pyarrow"]])
 def test_rank_0_writes_its_value_to_the_store(
     launcher: Launcher, bucket: str, without: Without, through_driver: list[str], missing: list[str]

@@ -59,6 +59,18 @@ def test_the_table_has_a_row_for_each_trial(sweep: Sweep) -> None:
     assert len({row["directory"] for row in rows if row["directory"].rsplit("/", 1)[1].startswith("lr-")}) == 4
 
 
+def test_a_sweep_says_how_its_trials_ended_and_that_none_has_its_metric(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "rankzero.sweep")
+    Launcher(1, store=tmp_path).map(train, [{"lr": 0.3, "steps": 1}], metric="los")
+    assert "trial 0 has not reported 'los', by which the sweep compares trials, but: loss, rank" in caplog.text
+    caplog.clear()
+    Launcher(1, store=tmp_path).map(train, [{"lr": 0.3, "steps": 1}], metric="loss")
+    assert "succeeded: loss=1.0, the best is 1.0" in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_a_metric_with_the_name_of_a_param_hides_nothing() -> None:
     trials = (
         Trial(0, {"lr": 0.1, "state": "warm"}, "succeeded", 1.0, {"lr": 0.001, "loss": 1.0}, "/runs/0"),

@@ -230,9 +230,9 @@ class Committer:
                 bounds.CHECKPOINT_RETRY_INTERVAL,
                 is_outdated,
             )
-        except Exception:
+        except Exception as error:
             # The previous checkpoint is complete, and a lost one must not end the training.
-            logger.exception("a checkpoint could not be committed")
+            logger.warning("a checkpoint could not be committed: %s: %s", type(error).__name__, error)
             raise
         self.tables = manifest.tables
         if self._kept is not None:

@@ -324,7 +324,7 @@ class StatusWriter:
             except Exception as error:
                 # Drivers of object stores raise exceptions of their own types.
                 if self.problem is None:
-                    logger.warning("the status could not be written; trying again", exc_info=True)
+                    logger.warning("the status could not be written: %s: %s; trying again", type(error).__name__, error)
                 self.problem = error
                 next_beat = time.monotonic() + (
                     bounds.OUTCOME_RETRY_INTERVAL if status.certain else self._beat_interval()

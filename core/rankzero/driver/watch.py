@@ -132,6 +132,7 @@ class Watch:
         self._orphan_timeout = job.orphan_timeout if leased else None
         self._lease = run.lease() if self._orphan_timeout else b""
         self._lease_seen = time.monotonic()
+        self._is_unreadable = False
         self._next_poll = self._next_lease = 0.0
         self._poller: threading.Thread | None = None
         self._is_requested = self._is_removed = False
@@ -181,11 +182,14 @@ class Watch:
                         self._orphan_timeout * LEASE_SHARE, bounds.LEASE_POLL_INTERVAL_MAX
                     )
                 self._check_lease(time.monotonic(), self._orphan_timeout)
-        except Exception:
+            self._is_unreadable = False
+        except Exception as error:
             # An unreadable store is neither a request to cancel nor an absent follower. Drivers of object stores
             # raise exceptions of their own types.
             self._lease_seen = time.monotonic()
-            logger.warning("cannot read whether a cancel was requested", exc_info=True)
+            if not self._is_unreadable:
+                logger.warning("requests to cancel cannot be read: %s: %s; trying again", type(error).__name__, error)
+            self._is_unreadable = True
 
     def _check_lease(self, now: float, orphan_timeout: float) -> None:
         lease = self._run.lease()

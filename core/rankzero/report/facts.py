@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,9 @@ LINE_CHARACTERS = 2_000
 
 LOGGED_RANKS = 256
 """Ranks whose lines a report holds, the lowest ones: a file has to be opened for each."""
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+"""Escape sequences of terminals, such as colors, which a page does not draw."""
 
 _HIDDEN = ("files", "log_starts", "engine", "owner", "labels", "prices", "identity", "created")
 _NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -131,7 +135,7 @@ def _logs(handle: RunHandle[Any], world_size: int) -> list[dict[str, Any]]:
     room = max(LINE_CHARACTERS, LOG_CHARACTERS // max(1, min(world_size, LOGGED_RANKS)))
     found = handle.tails(range(min(world_size, LOGGED_RANKS)), room)
     return [
-        {"rank": rank, "lines": [line[:LINE_CHARACTERS] for line in lines], "cut": is_cut}
+        {"rank": rank, "lines": [_ESCAPES.sub("", line)[:LINE_CHARACTERS] for line in lines], "cut": is_cut}
         for rank, (lines, is_cut) in found.items()
         if lines
     ]

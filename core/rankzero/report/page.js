@@ -342,6 +342,7 @@
     const choice = add(tools, "select", { "aria-label": "rank" });
     add(choice, "option", { value: "" }, "all ranks");
     for (const one of run.logs) add(choice, "option", { value: one.rank }, `rank ${one.rank}`);
+    if (run.error && run.logs.some((one) => one.rank === run.error.rank)) choice.value = run.error.rank;
     const search = add(tools, "input", { type: "search", placeholder: "search in the lines", "aria-label": "search" });
     const count = add(tools, "span");
     const box = add(add(made, "div", { class: "card" }), "pre", { class: "log" });

@@ -10,7 +10,6 @@ import collections
 import concurrent.futures
 import contextlib
 import hashlib
-import os
 import re
 from collections.abc import Collection
 from typing import Any
@@ -82,7 +81,7 @@ def manifest_of_path(location: str, name: str, only: Collection[str] | None = No
 
 
 def _absolute(location: str) -> str:
-    return location.rstrip("/") if store.is_url(location) else os.path.abspath(os.path.expanduser(location))
+    return location.rstrip("/") if store.is_url(location) else store.normalize(location)
 
 
 def _is_delta(location: str) -> bool:
@@ -103,7 +102,8 @@ def _directory(location: str, where: str, only: Collection[str] | None) -> Any:
     filesystem, path = filesystem_of(location)
     found = filesystem.get_file_info(path)
     if found.type == fs.FileType.NotFound:
-        raise InvalidJobError(f"{where} does not exist: {location}")
+        hint = "; a pattern is not expanded: give the folder of the files" if re.search(r"[*?\[]", location) else ""
+        raise InvalidJobError(f"{where} does not exist: {location}{hint}")
     if found.type == fs.FileType.File:
         names = [path]
     else:

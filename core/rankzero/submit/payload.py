@@ -131,7 +131,9 @@ def _pickle(
     try:
         pickler.dump(parts)
     except Exception as error:
-        raise InvalidJobError(f"{find_culprit()} cannot be pickled: {error}") from error
+        why = "Spark's objects stay in this process; give a DataFrame as Launcher(dataset=df)"
+        why = why if "SPARK-5063" in str(error) else str(error)
+        raise InvalidJobError(f"{find_culprit()} cannot be pickled: {why}") from error
     return pack(buffer.getvalue(), buffers), zip_modules(pickler.needed | needed)
 
 

@@ -272,6 +272,18 @@ class _Board:
         with self._lock:
             self.ended[trial.number] = trial
             self._handles.pop(trial.number, None)
+            done = [self._last[number] for number, each in self.ended.items() if each.result and number in self._last]
+        if trial.result:
+            best = min(done, key=lambda value: loss_of(value, self._sign), default=None)
+            shown = trial.number, trial.params, self.metric, trial.value, best
+            logger.info("trial %s (%s) succeeded: %s=%s, the best is %s", *shown)
+            if self.metric and best is None:
+                logger.warning(
+                    "trial %s has not reported %r, by which the sweep compares trials, but: %s",
+                    trial.number,
+                    self.metric,
+                    ", ".join(trial.metrics) or "nothing",
+                )
         if trial.state == STOPPED:
             self._search.pruned(trial.number, trial.value if is_number(trial.value) else None)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -251,8 +252,10 @@ class DatasetShard:
         from rankzero.train.batches import Cut
 
         for name, value, least in (("batch_size", batch_size, 1), ("prefetch", prefetch, 0)):
-            if type(value) is not int or value < least:
+            is_whole = hasattr(type(value), "__index__") and not isinstance(value, bool)
+            if not is_whole or value < least:
                 raise InvalidJobError(f"{name} is {value!r}; it must be a whole number, {least} or more")
+        batch_size, prefetch = operator.index(batch_size), operator.index(prefetch)
         known = self.columns
         for column in columns if columns is not None else ():
             if column not in known:

@@ -93,12 +93,13 @@ class Parts:
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
         self._has_connected = False
+        self._connect_at = 0.0
         self._readers = 0
 
     def client(self) -> remote.Client | None:
         """Returns this rank's client of the object store; None if it has none."""
         with self._lock:
-            if not self._has_connected:
+            if not self._has_connected and time.monotonic() >= self._connect_at:
                 self._has_connected = True
                 if not self.shared and store.is_url(self.run_directory):
                     self._client = remote.reach(self.run_directory, self._token)
@@ -170,7 +171,10 @@ class Parts:
                 if not remote.is_refusal(error):
                     raise NotTakenError(f"the store does not accept it: {error}") from error
                 print(f"rankzero: the store refuses checkpoints of this rank, which sends them to the driver: {error}")
-                self._client = None
+                with self._lock:
+                    # Credentials that have expired may be renewed.
+                    self._client, self._has_connected = None, False
+                    self._connect_at = time.monotonic() + bounds.REFUSAL_PAUSE
         path = self.local_path(checkpoint, file)
         return {**self._write_local(path, produce), "path": path, "shared": self.shared}
 

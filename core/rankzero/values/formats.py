@@ -13,10 +13,12 @@ This module runs inside workers: standard library, torch and cloudpickle only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from rankzero import store
@@ -98,6 +100,16 @@ def is_distributed(directory: str) -> bool:
     return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(directory))
 
 
+def _entry(read: Callable[..., Any], name: str, *more: Any) -> Any:
+    """Returns the tar entry of a file; None leaves out a link to a missing name, or to a folder around the link."""
+    if os.path.islink(name):
+        inside = os.path.join(os.path.realpath(os.path.dirname(name)), "")
+        if not os.path.exists(name) or inside.startswith(os.path.join(os.path.realpath(name), "")):
+            print(f"rankzero: the checkpoint leaves out {name}, a link to {os.readlink(name)} that cannot be followed")
+            return None
+    return read(name, *more)
+
+
 def write_directory(directory: str, path: str) -> tuple[int, str]:
     """Writes a directory tree as one uncompressed tar file; returns like `write`."""
     import tarfile
@@ -105,6 +117,7 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
     with open(path, "wb") as file, contextlib.closing(Sink(file)) as sink:
         # Links are followed: their targets may not exist where the checkpoint is opened.
         with tarfile.open(fileobj=sink, mode="w|", dereference=True, bufsize=_TAR_WRITES) as archive:
+            archive.gettarinfo = functools.partial(_entry, archive.gettarinfo)  # type: ignore[method-assign]
             archive.add(directory, arcname=".")
         file.flush()
         os.fsync(file.fileno())
