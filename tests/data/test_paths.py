@@ -561,7 +561,7 @@ def test_bad_paths_are_refused_before_a_start(parquet: Path, tmp_path: Path) -> 
     pq.write_table(pa.table({"m": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))}), tmp_path / "m.parquet")
     assert "column 'm'" in refusal(tmp_path / "m.parquet")
     assert "needs Spark" in refusal("db.table")
-    assert "is 7; give a Spark DataFrame" in refusal(7)
+    assert "is of type int; give a Spark DataFrame" in refusal(7)
     assert "cannot name a dataset" in refusal({"a b": parquet})
     (tmp_path / "bad.parquet").write_bytes(b"no parquet at all")
     assert "cannot be read from" in refusal(tmp_path / "bad.parquet")
