@@ -1,10 +1,12 @@
 """A script that is started by hand keeps its checkpoints where it is told to, and goes on from them."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,9 +32,51 @@ SCRIPT = """
 """
 
 
-def run(script: Path, **env: str) -> "subprocess.CompletedProcess[str]":
-    plain = {name: value for name, value in os.environ.items() if name != "RANKZERO_STORAGE"}
-    return subprocess.run([sys.executable, script], env={**plain, **env}, capture_output=True, text=True, timeout=120)
+FORKS = """
+import json, os, runpy, sys
+import torch
+
+for line in sys.stdin:
+    script, output, environment = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for descriptor in (1, 2):
+        os.dup2(os.open(f"{output}-{descriptor}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+    break
+"""
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a script in a fork of an interpreter that has imported torch, as the first thing that scripts do."""
+    output = tmp_path_factory.mktemp("output") / "of"
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as interpreter:
+        assert interpreter.stdin
+        assert interpreter.stdout
+        stdin, stdout = interpreter.stdin, interpreter.stdout
+
+        def run_in_fork(script: Path, **env: str) -> "subprocess.CompletedProcess[str]":
+            print(json.dumps([str(script), str(output), {**plain(), **env}]), file=stdin, flush=True)
+            status = int(stdout.readline())
+            written = [Path(f"{output}-{descriptor}").read_text() for descriptor in (1, 2)]
+            return subprocess.CompletedProcess([script], status, *written)
+
+        yield run_in_fork
+        stdin.close()
+
+
+def plain() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "RANKZERO_STORAGE"}
 
 
 @pytest.fixture
@@ -42,9 +86,10 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_goes_on_from_its_last_checkpoint(script: Path, tmp_path: Path) -> None:
+def test_it_goes_on_from_its_last_checkpoint(run: Run, script: Path, tmp_path: Path) -> None:
     place = str(tmp_path / "kept")
-    first = run(script, RANKZERO_STORAGE=place)
+    command = [sys.executable, script]
+    first = subprocess.run(command, env={**plain(), "RANKZERO_STORAGE": place}, capture_output=True, text=True)
     assert first.returncode == 3, first.stderr
     assert first.stdout.splitlines() == ["report 1: epoch=0", "report 2: epoch=1", "report 3: epoch=2"]
     second = run(script, RANKZERO_STORAGE=place)
@@ -53,7 +98,7 @@ def test_it_goes_on_from_its_last_checkpoint(script: Path, tmp_path: Path) -> No
     assert kept == ["0000-000002", "0001-000001", "0001-000002"], "the last two, and the one that it began with"
 
 
-def test_it_keeps_none_without_a_place_nor_with_peers_nor_at_a_url(script: Path, tmp_path: Path) -> None:
+def test_it_keeps_none_without_a_place_nor_with_peers_nor_at_a_url(run: Run, script: Path, tmp_path: Path) -> None:
     assert run(script).returncode == 3
     assert run(script).returncode == 3, "nothing was kept"
     place = str(tmp_path / "kept")
@@ -65,7 +110,7 @@ def test_it_keeps_none_without_a_place_nor_with_peers_nor_at_a_url(script: Path,
 
 
 def test_it_refuses_the_directory_of_a_run_and_goes_on_from_a_copy_of_its_checkpoints(
-    script: Path, tmp_path: Path
+    run: Run, script: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / "run"
     run_directory = RunDirectory(str(place))
@@ -79,7 +124,7 @@ def test_it_refuses_the_directory_of_a_run_and_goes_on_from_a_copy_of_its_checkp
     assert "from 3 to" in run(script, RANKZERO_STORAGE=str(tmp_path / "copy")).stdout
 
 
-def test_it_goes_on_from_the_checkpoint_before_a_damaged_one(script: Path, tmp_path: Path) -> None:
+def test_it_goes_on_from_the_checkpoint_before_a_damaged_one(run: Run, script: Path, tmp_path: Path) -> None:
     place = str(tmp_path / "kept")
     run(script, RANKZERO_STORAGE=place)
     [newest] = Path(place, "checkpoints", "0000-000002").glob("rank-0*")
@@ -92,7 +137,7 @@ def test_it_goes_on_from_the_checkpoint_before_a_damaged_one(script: Path, tmp_p
     assert again.stdout.splitlines()[-1] == f"from 2 to [6.0, 6.0, 6.0] {place}", again.stderr
 
 
-def test_a_forked_child_does_not_wait_for_its_parents_checkpoint(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_wait_for_its_parents_checkpoint(run: Run, tmp_path: Path) -> None:
     """It has no thread that writes one."""
     program = """
         import os, sys
