@@ -3,12 +3,34 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
 from tests.conftest import restore_signal_handlers, signal_handlers
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
+
+
+@pytest.fixture(autouse=True, scope="session")
+def migrations_read_once() -> Iterator[None]:
+    """Keeps Dagster's migrations: each storage of each instance imports all 89 files again to find the newest one.
+
+    These imports were two fifths of the processor time of tests that run a job in this process.
+    """
+    from alembic.script import ScriptDirectory
+
+    read, known = ScriptDirectory.from_config, {}
+
+    def from_config(config: Any) -> ScriptDirectory:
+        source = (config.config_file_name, config.get_main_option("script_location"))
+        if source not in known:
+            known[source] = read(config)
+        return known[source]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScriptDirectory, "from_config", from_config)
+        yield
 
 
 @pytest.fixture(autouse=True)
