@@ -228,7 +228,11 @@ def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:
         (lambda: TorchTrainer(lambda a, b: 0), "has several arguments"),
         (lambda: TorchTrainer(train_func, metadata={}), "metadata is not supported: use Launcher"),
         (lambda: TorchTrainer(train_func, scaling_config={"num_workers": 2}), "scaling_config is a dict"),
-        (lambda: TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=-2)).fit(), "num_processes is -2"),
+        (lambda: ScalingConfig(num_workers=-2), "num_workers is -2; it must be a whole number"),
+        (lambda: ScalingConfig(num_workers="2"), "num_workers is '2'"),
+        (lambda: ScalingConfig(num_workers=(3, 1)), "num_workers is \\(3, 1\\)"),
+        (lambda: RunConfig(failure_config={"max_failures": 3}), "failure_config is a dict; give a FailureConfig"),
+        (lambda: RunConfig(checkpoint_config=3), "checkpoint_config is a int; give a CheckpointConfig"),
         (lambda: ScalingConfig(trainer_resources={"CPU": 1}), "the process that calls fit"),
         (lambda: ScalingConfig(resources_per_worker={"GPU": 0.5}), "one GPU or none"),
         (lambda: ScalingConfig(resources_per_worker={"TPU": 1}), "resources_per_worker has TPU"),
@@ -242,8 +246,9 @@ def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:
     ],
 )
 def test_what_has_no_meaning_here_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(InvalidJobError, match=message):
+    with pytest.raises(InvalidJobError, match=message) as caught:
         make()
+    assert isinstance(caught.value, DeprecationWarning) == ("is not supported" in str(caught.value)), "Ray's type"
 
 
 def counting(config: dict[str, Any]) -> int:

@@ -220,11 +220,18 @@ def test_errors_are_rays(tmp_path: Path) -> None:
 
 def test_a_metric_that_nobody_reported_has_no_best_checkpoint(tmp_path: Path) -> None:
     result = fit(tmp_path, scores, {"scores": [1.0]}, workers=1)
-    with pytest.raises(RuntimeError, match="no checkpoint was reported with a metric 'loss'; the reports have: score"):
+    with pytest.raises(RuntimeError, match="Invalid metric name 'loss': the reports with checkpoints have score"):
         result.get_best_checkpoint("loss", "min")
     with pytest.raises(ValueError, match="mode is 'best'"):
         result.get_best_checkpoint("score", "best")
     assert result.filesystem.type_name == "local"
+    from pyarrow import fs
+
+    again = Result.from_path(f"{result.path}/", storage_filesystem=fs.LocalFileSystem())
+    assert again.metrics == result.metrics
+    with pytest.raises(TypeError, match="give path as an fsspec URL"):
+        Result.from_path("runs/run", storage_filesystem=fs.SubTreeFileSystem("/tmp", fs.LocalFileSystem()))
+    assert repr(Checkpoint("/bucket/one")) == "Checkpoint(filesystem=local, path=/bucket/one)"
 
 
 class Noting(UserCallback):

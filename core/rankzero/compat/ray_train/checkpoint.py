@@ -259,11 +259,17 @@ class Checkpoint:
         return {**vars(self), "_path": None if self._stored else self._path}
 
     def __repr__(self) -> str:
-        return f"Checkpoint(path={self._path if self._stored is None else self._stored.folder!r})"
+        kind = "local" if self._filesystem is None else self._filesystem.type_name
+        return f"Checkpoint(filesystem={kind}, path={self._stored.folder if self._stored else self._path})"
 
 
 resumed: list[Checkpoint] = []
 """The checkpoint from which the run of this worker starts, if its trainer has one."""
+
+
+def is_local(filesystem: Any) -> bool:
+    """Returns True for this machine's filesystem, of pyarrow or fsspec."""
+    return Checkpoint("", filesystem)._filesystem is None
 
 
 def _as_arrow(filesystem: Any) -> Any:

@@ -17,9 +17,13 @@ UNLIMITED = 1_000_000
 """Number of restarts for Ray's ``-1`` (no limit)."""
 
 
+class RemovedError(InvalidJobError, DeprecationWarning):
+    """Raised for an option that Ray has removed, with Ray's type, or that exists only on Ray's clusters."""
+
+
 def _removed(what: str, value: object, instead: str) -> None:
     if value is not None:
-        raise InvalidJobError(f"{what} is not supported: {instead}")
+        raise RemovedError(f"{what} is not supported: {instead}")
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class ScalingConfig:
         _removed("use_tpu=True", self.use_tpu or None, "there are no TPUs here")
         _removed("accelerator_type", self.accelerator_type, "choose the executors in Spark's configuration")
         kinds.FLAG.check("use_gpu", self.use_gpu)
+        sizes = self.num_workers if isinstance(self.num_workers, tuple) else (self.num_workers,) * 2
+        if len(sizes) != 2 or {type(size) for size in sizes} != {int} or not 0 <= sizes[0] <= sizes[1]:
+            raise InvalidJobError(f"num_workers is {self.num_workers!r}; it must be a whole number, or (min, max)")
         resources = dict(self.resources_per_worker or {})
         if self.gpus_per_worker not in (0, 1):
             raise InvalidJobError(f"resources_per_worker has GPU={resources['GPU']}; a worker has one GPU or none")
@@ -78,11 +85,6 @@ class ScalingConfig:
     def max_workers(self) -> int:
         """Returns the largest number of workers."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
-
-    @property
-    def min_workers(self) -> int:
-        """Returns the smallest number of workers."""
-        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property
     def total_resources(self) -> dict[str, float]:
@@ -231,6 +233,9 @@ class RunConfig:
         if self.name is not None:
             kinds.RUN_ID.check("run_id", self.name)
         _removed("storage_filesystem", self.storage_filesystem, "give storage_path as an fsspec URL")
+        for name, kind in (("failure_config", FailureConfig), ("checkpoint_config", CheckpointConfig)):
+            if not isinstance(value := getattr(self, name), (kind, type(None))):
+                raise InvalidJobError(f"{name} is a {type(value).__name__}; give a {kind.__name__}")
         for callback in self.callbacks or ():
             if not isinstance(callback, UserCallback):
                 raise InvalidJobError(f"callbacks has {callback!r}; give objects of subclasses of UserCallback")

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-_TRACE = "the run directory has each worker's metrics and logs: see `rankzero report`, or Launcher(trackers=[...])"
 _TUNE = "Launcher.map runs a training for each of several parameters"
 _VALIDATE = "validate in the training function, or in a step of the pipeline behind the training"
 _PREDICT = "load the checkpoint with torch.load, and score with rankzero.train.write_rows"

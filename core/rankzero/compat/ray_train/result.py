@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankzero.compat.ray_train.checkpoint import Checkpoint, Stored
+from rankzero.compat.ray_train.checkpoint import Checkpoint, Stored, is_local
 from rankzero.errors import RankZeroError, RunNotFoundError, WorkerFailedError
 from rankzero.run.checkpoints import MODES, score
 from rankzero.run.directory import RunDirectory
@@ -48,18 +48,18 @@ class Result:
         return Checkpoint(self.path).filesystem
 
     @classmethod
-    def from_path(cls, path: str | os.PathLike[str], storage_filesystem: None = None) -> Result:
+    def from_path(cls, path: str | os.PathLike[str], storage_filesystem: Any = None) -> Result:
         """Returns the result of a run from its directory, whichever process started it; of one that lives, so far.
 
         Args:
             path: Path or URL of the run directory.
-            storage_filesystem: Refused.
+            storage_filesystem: Refused, unless it is this machine's.
 
         Raises:
             RuntimeError: the directory has no run.
-            TypeError: a filesystem was given.
+            TypeError: another filesystem was given.
         """
-        if storage_filesystem is not None:
+        if storage_filesystem is not None and not is_local(storage_filesystem):
             raise TypeError("storage_filesystem is not supported: give path as an fsspec URL")
         try:
             handle = RunHandle[Any].attach(os.fspath(path), follows=False)
@@ -93,7 +93,7 @@ class Result:
         found = [(metrics, checkpoint) for checkpoint, metrics in self.best_checkpoints if metric in metrics]
         if self.best_checkpoints and not found:
             known = ", ".join(sorted({name for _, metrics in self.best_checkpoints for name in metrics}))
-            raise RuntimeError(f"no checkpoint was reported with a metric {metric!r}; the reports have: {known}")
+            raise RuntimeError(f"Invalid metric name {metric!r}: the reports with checkpoints have {known}")
         return max(found, key=lambda pair: score(pair[0], metric, mode))[1] if found else None
 
 

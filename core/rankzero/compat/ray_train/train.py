@@ -22,7 +22,8 @@ from rankzero.errors import EngineError as ControllerError
 from rankzero.errors import HangError as NCCLHangError
 from rankzero.errors import RankZeroError as TrainingFailedError
 from rankzero.errors import WorkerFailedError as WorkerGroupError
-from rankzero.run.checkpoints import list_committed
+from rankzero.run.checkpoints import CheckpointConfig as KeptCheckpoints
+from rankzero.run.checkpoints import list_committed, to_remove
 from rankzero.run.directory import RunDirectory
 from rankzero.train.context import await_checkpoint, current, follow_checkpoint
 
@@ -169,10 +170,9 @@ def report(
         by_rank = [files for files, _ in everyone]
         is_any = any(files is not None for files in by_rank)
         if is_any and _is_sharded(by_rank):
-            given = directory or stack.enter_context(
-                tempfile.TemporaryDirectory(dir=os.environ.get("RANKZERO_SCRATCH"))
-            )
-            rt.report(metrics, checkpoint=given, sharded=True)
+            # A worker that gives none has an empty part.
+            empty = tempfile.TemporaryDirectory(dir=os.environ.get("RANKZERO_SCRATCH"))
+            rt.report(metrics, checkpoint=directory or stack.enter_context(empty), sharded=True)
         elif is_any and rt.get_context().rank == 0:
             rt.report(metrics, checkpoint=directory)
         else:
@@ -206,11 +206,8 @@ def _files(directory: str | None) -> list[str] | None:
     """Returns the names of the files in a checkpoint's directory; None without one."""
     if directory is None:
         return None
-    return [
-        os.path.relpath(os.path.join(folder, name), directory)
-        for folder, _, names in os.walk(directory)
-        for name in names
-    ]
+    paths = [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
+    return [os.path.relpath(path, directory) for path in paths]
 
 
 def _is_sharded(by_rank: list[list[str] | None]) -> bool:
@@ -242,22 +239,21 @@ def get_all_reported_checkpoints(
 ) -> list[ReportedCheckpoint]:
     """Returns the checkpoints of the run that are kept, oldest first, once the last reported one is committed.
 
-    Args:
-        consistency_mode: Accepted for compatibility.
-        timeout_s: Accepted for compatibility; the call waits for ten minutes at most.
-
-    Raises:
-        RuntimeError: this host cannot read the run directory.
+    The arguments are accepted for compatibility. Raises RuntimeError if this host cannot read the run directory.
     """
     await_checkpoint()
     directory = _run_directory()
     if directory is None:
         return []
     try:
-        found = list_committed(RunDirectory(directory))
+        run = RunDirectory(directory)
+        found = list_committed(run, run.job().fresh_since)
+        # The checkpoint that an attempt started from is on the disk as long as it runs.
+        removed = to_remove(found, KeptCheckpoints(**run.job().checkpoints))
     except Exception as error:
         raise RuntimeError(f"this host cannot list the checkpoints in {directory}: {error}") from error
-    return [ReportedCheckpoint(Checkpoint.of_run(Stored(directory, each.id)), each.metrics) for each in found]
+    kept = [each for each in found if each not in removed]
+    return [ReportedCheckpoint(Checkpoint.of_run(Stored(directory, each.id)), each.metrics) for each in kept]
 
 
 def get_preemption_info() -> None:

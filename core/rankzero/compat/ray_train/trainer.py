@@ -19,6 +19,7 @@ from rankzero.compat.ray_train.config import (
     CheckpointConfig,
     DataConfig,
     FailureConfig,
+    RemovedError,
     RunConfig,
     ScalingConfig,
     TorchConfig,
@@ -90,7 +91,7 @@ class TorchTrainer:
         }
         for name, (value, instead) in refused.items():
             if value is not None:
-                raise InvalidJobError(f"{name} is not supported: {instead}")
+                raise RemovedError(f"{name} is not supported: {instead}")
         if not callable(train_loop_per_worker):
             raise InvalidJobError(f"train_loop_per_worker is {train_loop_per_worker!r}; it must be a function")
         self._wants_config = _wants_config(train_loop_per_worker)
@@ -149,12 +150,7 @@ class TorchTrainer:
 
     @classmethod
     def can_restore(cls, path: str | os.PathLike[str], storage_filesystem: None = None) -> bool:
-        """Returns True if the directory is that of a run, which `restore` continues.
-
-        Args:
-            path: Path or URL of the run directory: ``storage_path/name``.
-            storage_filesystem: Accepted for compatibility; give a URL.
-        """
+        """Returns True if ``storage_path/name``, a path or a URL, is the directory of a run."""
         try:
             return RunDirectory(os.fspath(path)).find_job() is not None
         except RunNotFoundError:
