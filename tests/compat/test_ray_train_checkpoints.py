@@ -151,6 +151,25 @@ def test_an_upload_function_and_a_local_directory_that_is_deleted(tmp_path: Path
     assert (tmp_path / "target" / "one" / "state").exists()
 
 
+def in_one_directory(config: dict[str, Any]) -> Any:
+    """All workers report one directory, to which the last one adds a file after the others have listed it."""
+    import time
+
+    for number in range(2):
+        if number == train.get_context().get_world_rank() == 1:
+            time.sleep(0.5)
+            Path(config["shared"], "of-another").touch()
+        train.report({}, checkpoint=save(str(number), config["shared"]))
+        train.collective.barrier()
+    return train.get_checkpoint()
+
+
+def test_workers_may_report_one_directory_whose_files_change(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    checkpoint = fit(tmp_path, in_one_directory, {"shared": str(tmp_path / "shared")}).return_value
+    assert Path(checkpoint.path, "state").read_text() == "1"
+
+
 def test_a_validation_of_a_checkpoint_is_refused_with_advice(tmp_path: Path) -> None:
     def loop() -> None:
         train.report({}, validation=True)

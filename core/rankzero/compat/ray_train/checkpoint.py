@@ -21,11 +21,8 @@ from rankzero.values import formats
 if TYPE_CHECKING:
     import rankzero.train as rt
 
-METADATA = ".metadata.json"
-"""File of a checkpoint's metadata, as in Ray."""
-
-UNPACKED = "files"
-"""Folder of a run's checkpoint with its unpacked files, once a user has read `Checkpoint.path`."""
+METADATA, UNPACKED = ".metadata.json", "files"
+"""The file with the metadata of a checkpoint, as in Ray; the folder of a run's checkpoint with its unpacked files."""
 
 _temporary: list[tempfile.TemporaryDirectory[str]] = []
 """Directories of checkpoints that cannot be unpacked in their runs; deleted when the process exits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -202,19 +203,22 @@ def _gather(value: Any) -> list[Any]:
     return [value]
 
 
-def _files(directory: str | None) -> list[str] | None:
-    """Returns the names of the files in a checkpoint's directory; None without one."""
+def _files(directory: str | None) -> tuple[object, list[str]] | None:
+    """Returns the identity of a checkpoint's directory, and the names of its files; None without one."""
     if directory is None:
         return None
     paths = [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
-    return [os.path.relpath(path, directory) for path in paths]
+    found = os.stat(directory)
+    return (socket.gethostname(), found.st_dev, found.st_ino), [os.path.relpath(path, directory) for path in paths]
 
 
-def _is_sharded(by_rank: list[list[str] | None]) -> bool:
+def _is_sharded(by_rank: list[tuple[object, list[str]] | None]) -> bool:
     """Returns True if the checkpoint of one worker lacks files of another, or an earlier one of this attempt did."""
     writer = current().writer
-    lead = set(by_rank[0] or ())
-    return bool(writer and writer.is_sharded) or any(set(files or ()) - lead for files in by_rank)
+    place, lead = by_rank[0] or (None, [])
+    # Workers of a host may report one directory, such as the temporary one, whose files change meanwhile.
+    others = [files for at, files in filter(None, by_rank) if at != place]
+    return bool(writer and writer.is_sharded) or any(set(files) - set(lead) for files in others)
 
 
 def get_checkpoint() -> Checkpoint | None:
