@@ -109,8 +109,8 @@ def transformers_loop(config: dict[str, Any]) -> Any:
     import torch
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-    import rankzero.compat.ray_train.huggingface.transformers as of_ray
-
+    # The page's `ray.train.huggingface.transformers`, by attributes.
+    of_ray: Any = train.huggingface.transformers  # type: ignore[attr-defined]
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     model = BertForSequenceClassification(BertConfig(vocab_size=20, num_labels=5, **sizes))
 

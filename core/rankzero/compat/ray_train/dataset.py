@@ -13,8 +13,7 @@ from rankzero.compat.ray_train.config import DataConfig
 if TYPE_CHECKING:
     import torch
 
-ALL = 1 << 40
-"""Rows of a batch that has all rows."""
+ALL = 1 << 40  # Rows of a batch that has all rows.
 
 _datasets: dict[str, Any] = {}
 _epochs: Counter[str] = Counter()

@@ -78,11 +78,10 @@ class RayLightningEnvironment(_environments.LightningEnvironment):  # type: igno
     def set_world_size(self, size: int) -> None:
         """Does nothing: the run decides."""
 
-    def set_global_rank(self, rank: int) -> None:
-        """Does nothing: the run decides."""
+    set_global_rank = set_world_size
 
     def teardown(self) -> None:
-        """Does nothing: the variables of the worker stay."""
+        """Does nothing: Lightning would delete WORLD_SIZE."""
 
 
 def prepare_trainer(trainer: Any) -> Any:
@@ -111,10 +110,7 @@ class RayTrainReportCallback(_pl.Callback):  # type: ignore[misc]
 
     Args:
         checkpoint_upload_mode: As for `report`; None for ``SYNC``.
-        validation: Refused.
-
-    Raises:
-        NotImplementedError: ``validation`` was given.
+        validation: Refused, with a NotImplementedError.
     """
 
     CHECKPOINT_NAME = "checkpoint.ckpt"

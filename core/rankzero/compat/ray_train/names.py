@@ -56,13 +56,14 @@ def lookup(module: str, *submodules: str, **defined_in: str) -> Callable[[str], 
 
     Args:
         module: Name of the module.
-        submodules: Names of the modules in ``rankzero.compat.ray_train`` that are attributes of the module.
+        submodules: The modules in ``rankzero.compat.ray_train`` that are attributes of the module.
         defined_in: Attributes of the module, each with the module in ``rankzero.compat.ray_train`` that defines it.
     """
+    modules = {path.rpartition(".")[2]: path for path in submodules}
 
     def find(name: str) -> Any:
-        if name in submodules:
-            return importlib.import_module(f"{__package__}.{name}")
+        if name in modules:
+            return importlib.import_module(f"{__package__}.{modules[name]}")
         if name in defined_in:
             return getattr(importlib.import_module(f"{__package__}.{defined_in[name]}"), name)
         if name in INSTEAD:

@@ -10,7 +10,6 @@ __all__ = [
     "get_node_rank", "get_run_id", "get_storage", "get_world_rank", "get_world_size", "report",
 ]  # fmt: skip
 
-
 _context = TrainContext()
 get_world_size = _context.get_world_size
 get_world_rank = _context.get_world_rank
