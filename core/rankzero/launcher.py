@@ -300,7 +300,6 @@ class Launcher(Options):
         kwargs: dict[str, Any],
         caller: PipelineTry,
         log: Any,
-        identity: Identity | None = None,
     ) -> AbstractContextManager[durable.Opened]:
         """Opens the run of a pipeline step's training: a new one, or that of an earlier try.
 
@@ -312,7 +311,6 @@ class Launcher(Options):
             kwargs: Keyword arguments of the function.
             caller: The step's facts about its orchestrator.
             log: The step's logger.
-            identity: The result of `identity`, if it was computed already.
 
         Raises:
             InvalidJobError: this launcher has no ``run_id``; on entering the block, for the reasons of `submit`.
@@ -322,15 +320,25 @@ class Launcher(Options):
         if self.run_id is None:
             raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
         request = self._for(train, named=False)._request()
-        return open_durable(replace(request, identity=identity), train, args, kwargs, caller, log)
+        return open_durable(request, train, args, kwargs, caller, log)
 
-    def identity(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Identity:
-        """Returns the identity of a training: its code, its arguments, the number of ranks.
+    def identity(
+        self,
+        train: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: RunHandle[Any] | None = None,
+        generation: str = "",
+    ) -> Identity:
+        """Returns the identity of a training: its code, its arguments, the number of ranks, its datasets.
 
         Args:
             train: As for `run`.
             args: Positional arguments of the function, or the script's command line.
             kwargs: Keyword arguments of the function.
+            before: A run of an earlier try. If the same chain of automatic tries submitted it, its datasets count as
+                they were then, since `durable` resumes it with their rows.
+            generation: Name of that chain: `PipelineTry.generation`.
 
         Returns:
             The identity, equal in every process: its ``digest`` identifies the training, its ``parts`` show the
@@ -339,7 +347,12 @@ class Launcher(Options):
         Raises:
             InvalidJobError: ``train`` names no script or function.
         """
-        return self._for(train)._request().identity_of(train, args, kwargs)
+        request = self._for(train)._request()
+        if before:
+            from rankzero.submit.durable import as_repeated
+
+            request = as_repeated(request, before, generation)
+        return request.identity_of(train, args, kwargs)
 
     def _for(self, train: Any, *, named: bool = True) -> Launcher:
         """Returns this launcher with the options of a compatibility layer's trainer.

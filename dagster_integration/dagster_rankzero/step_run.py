@@ -12,7 +12,7 @@ from dagster_rankzero import _compat
 from dagster_rankzero.metadata import next_interval
 from dagster_rankzero.step import Step, stem_of
 from rankzero import Launcher, RunHandle
-from rankzero.pipeline import Follower, Identity, LineWritten, MetricsReported, Opened, attempt
+from rankzero.pipeline import Follower, LineWritten, MetricsReported, Opened, attempt
 
 # Dagster runs that were interrupted in this process, in which Dagster continues with their other steps.
 _interrupted: set[str] = set()
@@ -49,10 +49,9 @@ def open_run(
     if step.dagster_run in _interrupted or (step.number and step.is_terminating()):
         # A retry policy treats an interrupt as a failure, also if a user has caused it.
         raise dg.Failure("the run is being ended, so no training begins", allow_retries=False)
-    identity = launcher.identity(train, args, kwargs)
-    launcher = _named(launcher, step, train, _compat.calls_of(context), identity)
+    launcher = _named(launcher, step, _compat.calls_of(context), train, args, kwargs)
     try:
-        with launcher.durable(train, args, kwargs, step, context.log, identity) as opened:
+        with launcher.durable(train, args, kwargs, step, context.log) as opened:
             yield opened
     except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as interrupt:
         if step.executor == _compat.IN_PROCESS and step.is_retried and not step.detaches(interrupt):
@@ -62,7 +61,9 @@ def open_run(
         raise
 
 
-def _named(launcher: Launcher, step: Step, train: Any, calls: _compat.Calls, identity: Identity) -> Launcher:
+def _named(
+    launcher: Launcher, step: Step, calls: _compat.Calls, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Launcher:
     """Returns the launcher with a run id by which every try of the step finds the run."""
     program = str(getattr(train, "__qualname__", train))
     labels = {"dagster_run": step.dagster_run, "generation": step.generation, "step": step.key, "train": program}
@@ -73,8 +74,10 @@ def _named(launcher: Launcher, step: Step, train: Any, calls: _compat.Calls, ide
         return launcher.options(run_id=step.run_id(_root_of(launcher, step, call), call))
 
     def is_same(call: int) -> bool | None:
-        before = of_call(call).find()
-        return before.compare(identity, step.generation).same if before else None
+        if (before := of_call(call).find()) is None:
+            return None
+        identity = launcher.identity(train, args, kwargs, before, step.generation)
+        return before.compare(identity, step.generation).same
 
     def is_replaced(call: int) -> bool:
         # A retry repeats the same calls, perhaps in another order, so the run may belong to a later call. A user who

@@ -66,9 +66,8 @@ def open_durable(
         template = replace(request.template, generation=caller.generation)
         request = replace(request, template=template, caller=caller)
         before = submission.find(run)
-        # A dataset that has changed since does not make an automatic try another training.
-        kept = datasets.of_earlier_try(run, request.sources, caller.generation) if before else {}
-        repeated = replace(request, sources={**request.sources, **kept})
+        repeated = as_repeated(request, before, caller.generation) if before else request
+        kept = {name: source for name, source in repeated.sources.items() if source is not request.sources[name]}
         identity = repeated.identity_of(train, args, kwargs)
         decision = _reconcile(before, repeated.asked(train, identity), caller, log) if before else Decision.FRESH
         if before and decision in (Decision.ATTACH, Decision.DELIVER):
@@ -93,6 +92,15 @@ def open_durable(
     with open_owned(request, train, args, kwargs) as owned:
         log.info("started the run in %s; it ends with this process", owned.directory)
         yield Opened(owned)
+
+
+def as_repeated(request: Request, before: RunHandle[Any], generation: str) -> Request:
+    """Returns the request with the datasets of an earlier try of the same chain.
+
+    A dataset that has changed since does not make an automatic try another training.
+    """
+    kept = datasets.of_earlier_try(RunDirectory(before.directory), request.sources, generation)
+    return replace(request, sources={**request.sources, **kept}, identity=None) if kept else request
 
 
 def _await_trackers(handle: RunHandle[Any]) -> None:
