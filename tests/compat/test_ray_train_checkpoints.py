@@ -3,12 +3,13 @@
 import os
 import pickle
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rankzero import InvalidJobError, Launcher, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, ResultError, WorkerFailedError
 from rankzero.compat.ray_train import (
     Checkpoint,
     CheckpointConfig,
@@ -22,6 +23,7 @@ from rankzero.compat.ray_train import (
     UserCallback,
     train,
 )
+from rankzero.run.retention import collect
 
 
 def save(text: str, folder: str, name: str = "state") -> Checkpoint:
@@ -77,6 +79,23 @@ def test_a_result_and_its_checkpoints_are_pickled(tmp_path: Path) -> None:
     assert os.listdir(checkpoint.path) == ["state"]
     assert str(tmp_path / "runs" / "run") in checkpoint.path, "in the run directory, and deleted with the checkpoint"
     assert Path(checkpoint.to_directory(tmp_path / "copy"), "state").read_text() == "1.0"
+
+
+def test_a_deleted_checkpoint_is_gone_with_its_unpacked_files(tmp_path: Path) -> None:
+    def run() -> Result:
+        return fit(tmp_path, scores, {"scores": [1.0]}, workers=1, checkpoint_config=CheckpointConfig(1))
+
+    checkpoint = run().checkpoint
+    assert checkpoint is not None
+    path = checkpoint.path
+    run()
+    assert not os.path.exists(path)
+    for opened in (lambda: checkpoint.path, checkpoint.to_directory):
+        with pytest.raises(ResultError, match="was deleted, since it is not kept"):
+            opened()
+    [removed] = collect(tmp_path / "runs", 1.0, now=time.time() + 1e6).removed
+    assert removed.directory == str(tmp_path / "runs" / "run")
+    assert not os.path.exists(removed.directory)
 
 
 def test_a_worker_returns_a_checkpoint_that_its_caller_opens(tmp_path: Path) -> None:
@@ -153,8 +172,6 @@ def test_an_upload_function_and_a_local_directory_that_is_deleted(tmp_path: Path
 
 def in_one_directory(config: dict[str, Any]) -> Any:
     """All workers report one directory, to which the last one adds a file after the others have listed it."""
-    import time
-
     for number in range(2):
         if number == train.get_context().get_world_rank() == 1:
             time.sleep(0.5)

@@ -96,7 +96,7 @@ class Stored:
         """Unpacks the files into a directory that exists as long as the checkpoint does, or this process."""
         if self.opened is None and not store.is_url(self.run_directory):
             target = os.path.join(self.folder, UNPACKED)
-            with contextlib.suppress(PermissionError):
+            with contextlib.suppress(PermissionError, FileNotFoundError):
                 if not os.path.isdir(target):
                     with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.folder) as writing:
                         files = os.path.join(writing, UNPACKED)
@@ -247,7 +247,8 @@ class Checkpoint:
 
     def _unpacked(self) -> str | None:
         """Returns the path of the files; None if they are packed."""
-        if self._path is None and self._stored is not None:
+        # The run may have deleted the checkpoint with its files.
+        if self._stored is not None and not (self._path and os.path.isdir(self._path)):
             self._path = self._stored.already_unpacked()
         return self._path
 
