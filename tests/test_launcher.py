@@ -756,3 +756,31 @@ def test_a_cleaner_of_empty_directories_costs_neither_lines_nor_value(launcher: 
     handle = launcher.options(num_processes=1).submit(train)
     assert handle.result(WAIT) == 42
     assert "[0] cleaned" in list(handle.logs())
+
+
+def leave_a_timer() -> None:
+    """Changes its best weights after it has set them as the result, and leaves a default device and a timer."""
+    import atexit
+    import signal
+
+    import torch
+
+    import rankzero.train as rt
+
+    torch.set_default_device("meta")
+    weights = {"weight": torch.ones(2, device="cpu")}
+    weights["tied"] = weights["weight"]
+    rt.set_result(weights)
+    rt.report({"loss": 0.5}, checkpoint=weights)
+    assert rt.all_gather_object(rt.get_context().rank) == [0, 1]
+    assert rt.broadcast_object(7) == 7
+    weights["weight"].fill_(-1)
+
+    signal.setitimer(signal.ITIMER_REAL, 600)
+    atexit.register(lambda: print("timer", signal.getitimer(signal.ITIMER_REAL)))
+
+
+def test_a_result_is_what_was_set_whatever_the_function_leaves_behind(launcher: Launcher) -> None:
+    handle: RunHandle[Any] = launcher.submit(leave_a_timer)
+    assert [values.tolist() for values in handle.result(60).values()] == [[1.0, 1.0], [1.0, 1.0]]
+    assert "[0] timer (0.0, 0.0)" in list(handle.logs())

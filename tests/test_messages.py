@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import re
 import subprocess
@@ -176,12 +177,15 @@ def test_links_that_cannot_be_followed_end_no_checkpoint(tmp_path: Path, capsys:
     (state / "dangling").symlink_to("gone")
     (state / "self").symlink_to("self")
     (state / "inner" / "up").symlink_to("..")
+    os.mkfifo(state / "pipe")
     size, digest = formats.write_directory(str(state), str(tmp_path / "state.tar"))
     assert size == (tmp_path / "state.tar").stat().st_size
     formats.read_directory(str(tmp_path / "state.tar"), digest, str(tmp_path / "read"))
     files = sorted(str(path.relative_to(tmp_path / "read")) for path in (tmp_path / "read").rglob("*"))
     assert files == ["good", "inner", "model.pt"]
-    assert capsys.readouterr().out.count("that cannot be followed") == 3
+    said = capsys.readouterr().out
+    assert said.count("that cannot be followed") == 3
+    assert said.count("pipe, which is neither a file nor a directory") == 1
 
 
 def test_a_path_may_be_a_file_url_and_a_pattern_is_no_path(tmp_path: Path) -> None:

@@ -692,6 +692,32 @@ EDITS = [
 ]
 
 
+def test_frames_and_arrays_count_by_their_values_however_they_lie_in_memory() -> None:
+    import pandas
+
+    def frame() -> Any:
+        made = pandas.DataFrame({"at": pandas.to_datetime(["2024-01-01", None]), "x": [1, 2]}, index=["a", "b"])
+        made["late"] = pandas.to_timedelta([1, 2], unit="s")
+        made["kind"] = pandas.Categorical(["u", "v"])
+        made["y"] = [0.5, float("nan")]
+        made["text"] = ["p", None]
+        return made
+
+    looked = frame()
+    looked.loc["a"], looked[looked["x"] > 1], looked.values
+    changed = frame()
+    changed.loc["a", "y"] = 0.25
+    renamed = frame().rename_axis("id")
+    assert digest_of(frame()) == digest_of(looked)
+    assert len({digest_of(each) for each in (frame(), changed, renamed, frame().iloc[:1], frame()[["x", "y"]])}) == 5
+    plain = numpy.arange(6.0).reshape(2, 3)
+    assert digest_of(plain) == digest_of(numpy.asfortranarray(plain)) == digest_of(plain.T.copy().T)
+    others = [plain.reshape(3, 2), plain.astype("float32"), plain + 1, numpy.arange(6.0), plain.astype(">f8")]
+    assert len({digest_of(each) for each in [plain, *others]}) == 6
+    assert digest_of(numpy.array([["a", 1]], dtype=object)) == digest_of(numpy.array([["a", 1]], dtype=object))
+    assert digest_of(numpy.zeros((0, 3))) != digest_of(numpy.zeros((3, 0)))
+
+
 def test_models_of_pydantic_count_by_what_their_class_says_in_every_process() -> None:
     def digest(program: str, seed: str = "1") -> str:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONHASHSEED": seed}

@@ -99,7 +99,7 @@ def _numbers(array: Any, name: str) -> torch.Tensor:
         array = array.fill_null(float("nan"))
     # An empty array may have no memory at all.
     if not len(array):
-        return torch.empty(0, dtype=getattr(torch, _TORCH_NAMES.get(str(array.type), str(array.type))))
+        return torch.empty(0, dtype=getattr(torch, _TORCH_NAMES.get(str(array.type), str(array.type))), device="cpu")
     return from_dlpack(array)
 
 
@@ -148,9 +148,9 @@ def _vectors(array: Any, name: str, size: int | None) -> torch.Tensor:
     flat = _numbers(values.flatten(), name)
     if bool(dense.all()) and len(flat) == size * len(array):
         return flat.reshape(len(array), size)
-    found = torch.zeros(len(array), size, dtype=flat.dtype)
-    rows = torch.arange(len(array)).repeat_interleave(counts)
-    places = torch.arange(len(flat)) - (counts.cumsum(0) - counts)[rows]
+    found = torch.zeros(len(array), size, dtype=flat.dtype, device="cpu")
+    rows = torch.arange(len(array), device="cpu").repeat_interleave(counts)
+    places = torch.arange(len(flat), device="cpu") - (counts.cumsum(0) - counts)[rows]
     places[~dense[rows]] = _numbers(indices.flatten(), name).long()
     found[rows, places] = flat
     return found

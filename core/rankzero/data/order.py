@@ -57,7 +57,7 @@ class Order:
     def rows(self, low: int, high: int) -> torch.Tensor:
         """Returns the numbers of the rows at the positions ``low`` to ``high - 1``."""
         if self._seed is None:
-            return torch.arange(low, high)
+            return torch.arange(low, high, device="cpu")
         found = []
         while low < high:
             window = low // self.window

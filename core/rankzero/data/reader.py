@@ -88,7 +88,7 @@ class Reader:
             # Copying all groups is faster than selecting half of the rows.
             return _in_one([self._opened(number)[0] for number in range(len(self._groups))]), rows
         ordered, order = rows.sort()
-        bounds = torch.searchsorted(ordered, torch.tensor(self._starts)).tolist()
+        bounds = torch.searchsorted(ordered, torch.tensor(self._starts, device="cpu")).tolist()
         found = []
         for number, (low, high) in enumerate(itertools.pairwise(bounds)):
             if low < high:
@@ -98,7 +98,7 @@ class Reader:
                     self._read_ahead(batch, wanted)
                 found.append(batch.take(_indices(wanted)))
         places = torch.empty_like(order)
-        places[order] = torch.arange(len(order))
+        places[order] = torch.arange(len(order), device="cpu")
         return _in_one(found), places
 
     def _read_ahead(self, batch: Any, wanted: torch.Tensor) -> None:

@@ -137,6 +137,10 @@ class _ContentPickler(TrainingPickler):
     def _object(self, value: Any) -> Any:
         if _is_tensor(value):
             return self._contents(value, _tensor)
+        if _is_a("numpy", "ndarray", value) and not value.dtype.hasobject:
+            return self._contents(value, _array)
+        if _is_a("pandas", "DataFrame", value):
+            return self._contents(value, _frame)
         # The class of a script travels by value, under a random name.
         return None if self._is_named(type(value)) else self._contents(value, self._instance)
 
@@ -310,6 +314,25 @@ def facts_of_code(code: types.CodeType) -> tuple[Any, ...]:
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     # The exception table has the ranges of "try" blocks.
     return code.co_code, constants, names, counts, code.co_exceptiontable
+
+
+def _is_a(package: str, name: str, value: Any) -> bool:
+    """Returns True for an object of exactly this class of a package that the user has imported."""
+    return type(value) is getattr(sys.modules.get(package), name, None)
+
+
+def _array(value: Any) -> Any:
+    """Returns type, shape and numbers of an array: its pickle also depends on strides."""
+    import numpy
+
+    data = numpy.ascontiguousarray(value)
+    return "array", value.dtype, value.shape, digest_of_bytes([data.reshape(-1).view(numpy.uint8).data])
+
+
+def _frame(value: Any) -> Any:
+    """Returns the columns of a DataFrame: its pickle also depends on what was read from it, which joins its blocks."""
+    columns = [value.iloc[:, number].array for number in range(value.shape[1])]
+    return "frame", value.columns, value.index, columns, value.attrs
 
 
 def _is_tensor(value: Any) -> bool:

@@ -174,7 +174,7 @@ class BatchDataset(IterableDataset[Any]):
         self._scratch = scratch
         self._asked = asked
         # In shared memory, since the processes of a loader may live for many epochs.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
         self.consumed: list[Stretch] = []
 
     def set_epoch(self, epoch: int) -> None:

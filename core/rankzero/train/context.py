@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rankzero.errors import ResultError
 from rankzero.texts import encodable
 from rankzero.train.tables import RankTables
 from rankzero.values.plain import MAX_BITS
@@ -372,13 +373,27 @@ def get_checkpoint() -> Checkpoint | None:
 def set_result(value: object) -> None:
     """Sets the value that this run returns, if this is rank 0. A script returns a value with it.
 
-    The last call wins. A training function can return its value instead; a returned value other than None takes
-    precedence.
+    The last call wins. The value is copied: training may change the weights of the best epoch so far. A training
+    function can return its value instead; a returned value other than None takes precedence.
 
     Raises:
         RuntimeError: this process is not the rank, but one that the rank has started.
     """
-    own("set_result").result = value
+    session = own("set_result")
+    session.result = _copied(value) if session.context.rank == 0 else None
+
+
+def _copied(value: object) -> object:
+    """Returns a copy of a value; the value itself if it is sharded, or cannot be pickled, which its commit reports."""
+    if "torch" not in sys.modules:
+        return value
+    from rankzero.train import snapshot
+
+    try:
+        copy, is_sharded = snapshot.take({"value": value})
+    except ResultError:
+        return value
+    return value if is_sharded else copy["value"]
 
 
 def at_return(function: Callable[[], object]) -> None:

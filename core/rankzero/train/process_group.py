@@ -95,8 +95,8 @@ def broadcast_object(value: R, source: int = 0) -> R:
     import torch.distributed as dist
 
     ensure_process_group()
-    device, is_source = _object_device(), get_context().rank == source
-    data = _pickled(value, device) if is_source else torch.empty(0, dtype=torch.uint8)
+    device, is_source = _object_device() or "cpu", get_context().rank == source
+    data = _pickled(value, device) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, source)
     if not is_source:
@@ -126,7 +126,7 @@ def all_gather_object(value: R) -> list[R]:
     import torch.distributed as dist
 
     ensure_process_group()
-    device = _object_device()
+    device = _object_device() or "cpu"
     data = _pickled(value, device)
     sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world_size)]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device))

@@ -159,7 +159,7 @@ def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
             f"a tensor of a checkpoint with the shape {tuple(tensor.shape)} ends at byte {end} of a storage of "
             f"{storage.nbytes()} bytes: its memory was freed or made smaller. Give a tensor that has its data"
         )
-    viewed = torch.empty(0, dtype=tensor.dtype)
+    viewed = torch.empty(0, dtype=tensor.dtype, device="cpu")
     viewed.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_conj():
         viewed = viewed.conj()

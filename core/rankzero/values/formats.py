@@ -17,6 +17,7 @@ import functools
 import io
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -101,12 +102,16 @@ def is_distributed(directory: str) -> bool:
 
 
 def _entry(read: Callable[..., Any], name: str, *more: Any) -> Any:
-    """Returns the tar entry of a file; None leaves out a link to a missing name, or to a folder around the link."""
+    """Returns the tar entry of a file or folder; None leaves out pipes, and links that cannot be followed."""
     if os.path.islink(name):
         inside = os.path.join(os.path.realpath(os.path.dirname(name)), "")
         if not os.path.exists(name) or inside.startswith(os.path.join(os.path.realpath(name), "")):
             print(f"rankzero: the checkpoint leaves out {name}, a link to {os.readlink(name)} that cannot be followed")
             return None
+    mode = os.stat(name).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        print(f"rankzero: the checkpoint leaves out {name}, which is neither a file nor a directory")
+        return None
     return read(name, *more)
 
 

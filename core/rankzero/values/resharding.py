@@ -121,7 +121,7 @@ class ShardedState:
     def _whole(self, stored: Stored) -> torch.Tensor:
         import torch
 
-        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self._copy(stored, [0] * len(stored.shape), whole)
         return whole
 

@@ -182,7 +182,7 @@ def _tensors_in(mapped: mmap.mmap, header: dict[str, Any], start: int, name: str
         if not start <= begin <= end <= len(mapped):
             raise ResultError(f"{name}: tensor {key!r} lies outside the file")
         if begin == end:
-            yield key, torch.empty(entry["shape"], dtype=dtype)
+            yield key, torch.empty(entry["shape"], dtype=dtype, device="cpu")
         elif begin % dtype.itemsize:
             raw = torch.frombuffer(mapped, dtype=torch.uint8, count=end - begin, offset=begin)
             yield key, raw.clone().view(dtype).reshape(entry["shape"])

@@ -148,6 +148,9 @@ def _work(
         function()
     # The training has finished: after a SIGTERM from here on, the rank uses the grace to finish its writes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+        # A timer that the function has left must not raise where its value is stored.
+        signal.setitimer(timer, 0)
     control.send(messages.Returned(time.time()))
     writer.finish()
     if value is None:
