@@ -46,7 +46,8 @@ def test_an_error_knows_its_run(tmp_path: Path) -> None:
         assert (error.run_id, error.directory) == ("one", str(tmp_path / "one"))
         shown = "".join(traceback.format_exception(error))
         assert shown.count(f"run directory: {tmp_path}/one") == 1
-        assert "docs/errors.md#workerfailederror" in shown
+        assert error.code == "RZ-3000"
+        assert "docs/errors.md#rz-3000" in shown
     with pytest.raises(RunNotFoundError) as missing:
         RunHandle.attach(tmp_path / "two")
     assert missing.value.directory == str(tmp_path / "two")

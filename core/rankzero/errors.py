@@ -17,13 +17,16 @@ class RankZeroError(Exception):
     """Base of all errors that rankzero raises on purpose.
 
     Attributes:
+        code: A stable name of the problem, which docs/errors.md explains.
         directory: The run directory of the run that the error is about; None if there is no run.
     """
 
     directory: str | None = None
+    code: str = "RZ-0000"
     _fields: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, message: str = "", **facts: Any) -> None:
+    def __init__(self, message: str = "", *, code: str = "", **facts: Any) -> None:
+        self.code = code or type(self).code
         # Messages contain texts of users and files, which an orchestrator's log must be able to store.
         self.message = encodable(str(message))
         super().__init__(self.message)
@@ -41,7 +44,7 @@ class RankZeroError(Exception):
         """Records the run directory, which tracebacks then show, too, and returns the error."""
         if self.directory is None:
             self.directory = directory
-            self.add_note(f"run directory: {directory}\nhelp: docs/errors.md#{type(self).__name__.lower()}")
+            self.add_note(f"run directory: {directory}\n{self.code}: docs/errors.md#{self.code.lower()}")
         return self
 
     def __str__(self) -> str:
@@ -54,7 +57,7 @@ class RankZeroError(Exception):
         """Returns the facts as plain JSON values, for `error_from_json`."""
         facts = {name: getattr(self, name) for name in self._fields}
         located = {"directory": self.directory} if self.directory else {}
-        return {"type": type(self).__name__, "message": self.message, **facts, **located}
+        return {"type": type(self).__name__, "code": self.code, "message": self.message, **facts, **located}
 
 
 @contextlib.contextmanager
@@ -81,6 +84,8 @@ class InvalidJobError(RankZeroError, ValueError):
     Its messages, their causes and what to do: docs/errors.md#invalidjoberror
     """
 
+    code = "RZ-1000"
+
 
 class EngineError(RankZeroError, RuntimeError):
     """Raised if the engine (local processes or Spark) cannot start or keep the agents.
@@ -92,6 +97,7 @@ class EngineError(RankZeroError, RuntimeError):
             cluster took the slot back), or None: the engine rejected the job, and would do so again.
     """
 
+    code = "RZ-2000"
     _fields: ClassVar[tuple[str, ...]] = ("cause",)
     cause: str | None
 
@@ -102,6 +108,7 @@ class InsufficientSlotsError(EngineError):
     Its messages, their causes and what to do: docs/errors.md#insufficientslotserror
     """
 
+    code = "RZ-2100"
     _fields = ("cause", "needed", "available")
     needed: int | None
     available: int | None
@@ -113,6 +120,7 @@ class StartTimeoutError(EngineError, TimeoutError):
     Its messages, their causes and what to do: docs/errors.md#starttimeouterror
     """
 
+    code = "RZ-2200"
     _fields = ("cause", "missing")
     missing: list[str] | None
 
@@ -135,6 +143,7 @@ class WorkerFailedError(RankZeroError, RuntimeError):
             ``"matched"`` (an exception that ``restart_on`` names), or None for other exceptions of the user's code.
     """
 
+    code = "RZ-3000"
     _fields = (
         "rank",
         "host",
@@ -165,6 +174,8 @@ class RetryableError(RankZeroError):
     Its messages, their causes and what to do: docs/errors.md#retryableerror
     """
 
+    code = "RZ-3100"
+
 
 class HangError(RankZeroError, TimeoutError):
     """Raised if no rank made progress for ``hang_timeout`` seconds.
@@ -176,6 +187,7 @@ class HangError(RankZeroError, TimeoutError):
         missing: Ranks that had not joined the collective in which others waited; empty if none waited.
     """
 
+    code = "RZ-4000"
     _fields = ("stacks", "missing")
     stacks: dict[str, str] | None
     missing: list[int] | None
@@ -187,6 +199,8 @@ class RunTimeoutError(RankZeroError, TimeoutError):
     Its messages, their causes and what to do: docs/errors.md#runtimeouterror
     """
 
+    code = "RZ-4100"
+
 
 class RunCancelledError(RankZeroError):
     """Raised if the run was cancelled.
@@ -197,6 +211,7 @@ class RunCancelledError(RankZeroError):
         requested: True after a cancel request; else the driver was ended, or no process followed the run.
     """
 
+    code = "RZ-5000"
     _fields = ("requested",)
     requested: bool | None
 
@@ -210,6 +225,7 @@ class ResultError(RankZeroError):
         is_damage: True if a file was found that is not the one that was recorded; else None.
     """
 
+    code = "RZ-6000"
     _fields = ("is_damage",)
     is_damage: bool | None
 
@@ -219,6 +235,8 @@ class RunNotFoundError(RankZeroError, LookupError):
 
     Its messages, their causes and what to do: docs/errors.md#runnotfounderror
     """
+
+    code = "RZ-7000"
 
 
 _BY_NAME: dict[str, type[RankZeroError]] = {
@@ -244,7 +262,7 @@ def error_from_json(facts: dict[str, Any]) -> RankZeroError:
     """Rebuilds an error from `RankZeroError.to_json`; an unknown type becomes the base class."""
     cls = _BY_NAME.get(facts.get("type", ""), RankZeroError)
     known = {name: facts[name] for name in cls._fields if name in facts}
-    error = cls(str(facts.get("message", "")), **known)
+    error = cls(str(facts.get("message", "")), code=str(facts.get("code", "")), **known)
     return error.locate(str(facts["directory"])) if facts.get("directory") else error
 
 

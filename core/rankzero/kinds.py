@@ -69,7 +69,7 @@ def valued(
     def check(name: str, value: Any) -> Any:
         value = _own_number(value) if plain in (int, float) else value
         if not is_valid(value):
-            raise InvalidJobError(f"{name} is {value!r}; {wanted}")
+            raise InvalidJobError(f"{name} is {value!r}; {wanted}", code="RZ-1001")
         return value
 
     return Kind(check, form, plain, read)
@@ -82,7 +82,7 @@ def _reader(wanted: str, *types: Callable[[str], Any]) -> Callable[[str, str], A
         for convert in types:
             with contextlib.suppress(ValueError):
                 return convert(text)
-        raise InvalidJobError(f"{name} is {text!r}; {wanted}")
+        raise InvalidJobError(f"{name} is {text!r}; {wanted}", code="RZ-1001")
 
     return read
 
@@ -112,7 +112,7 @@ def _check_world(name: str, value: Any) -> NumProcesses:
         return AUTO if isinstance(value, str) and value == AUTO else POSITIVE.check(name, value)
     if not _is_range(value):
         raise InvalidJobError(
-            f"{name} is {value!r}; an elastic world has a smallest and a largest size, such as (2, 8)"
+            f"{name} is {value!r}; an elastic world has a smallest and a largest size, such as (2, 8)", code="RZ-1001"
         )
     return value[0], value[1]
 
@@ -127,27 +127,28 @@ def _check_run_id(name: str, value: Any) -> str:
     if not (isinstance(value, str) and _RUN_ID.fullmatch(value)):
         raise InvalidJobError(
             f"{name} {value!r} cannot name a directory: use letters, digits and . _ = + -, "
-            "200 characters at most, starting with a letter or digit"
+            "200 characters at most, starting with a letter or digit",
+            code="RZ-1001",
         )
     return value
 
 
 def _check_paths(name: str, value: Any) -> Any:
     if isinstance(value, (str, bytes, os.PathLike)) or not isinstance(value, Sequence):
-        raise InvalidJobError(f"{name} is {value!r}; give a list")
+        raise InvalidJobError(f"{name} is {value!r}; give a list", code="RZ-1001")
     for item in value:
         if not isinstance(item, (str, os.PathLike)) or not str(item):
-            raise InvalidJobError(f"{name} has {item!r}; give texts")
+            raise InvalidJobError(f"{name} has {item!r}; give texts", code="RZ-1001")
     return value
 
 
 def _check_strings(name: str, value: Any) -> dict[str, str]:
     pairs = {} if value is None else dict(value) if hasattr(value, "keys") else value
     if not isinstance(pairs, dict):
-        raise InvalidJobError(f"{name} is {value!r}; it must map strings to strings")
+        raise InvalidJobError(f"{name} is {value!r}; it must map strings to strings", code="RZ-1001")
     for key, item in pairs.items():
         if not isinstance(key, str) or not isinstance(item, str):
-            raise InvalidJobError(f"{name}[{key!r}] is {item!r}; names and values must be strings")
+            raise InvalidJobError(f"{name}[{key!r}] is {item!r}; names and values must be strings", code="RZ-1001")
     return pairs
 
 
@@ -160,7 +161,8 @@ def _check_restart_on(name: str, value: Any) -> Any:
         if not (is_class or (isinstance(item, str) and item)):
             raise InvalidJobError(
                 f"{name} has {item!r}; give texts of errors and classes of exceptions, or one function of the "
-                "exception that returns True for another attempt"
+                "exception that returns True for another attempt",
+                code="RZ-1001",
             )
     return items
 

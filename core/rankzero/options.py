@@ -170,7 +170,7 @@ class Options:
         for each in TABLE.values():
             object.__setattr__(self, each.name, each.check(getattr(self, each.name)))
         if self.backend == "nccl" and not self.use_gpu:
-            raise InvalidJobError('backend="nccl" needs use_gpu=True; on CPUs use "gloo" or "auto"')
+            raise InvalidJobError('backend="nccl" needs use_gpu=True; on CPUs use "gloo" or "auto"', code="RZ-1002")
         for count in () if self.num_processes == kinds.AUTO else world_bounds(self.num_processes):
             if count % self.processes_per_task:
                 raise InvalidJobError(

@@ -21,16 +21,18 @@ ERRORS = [cls for cls in OURS if issubclass(cls, RankZeroError) and cls is not R
 ERRORS += [value for value in vars(horovod).values() if isinstance(value, type)]
 
 
-def entries() -> dict[str, tuple[str, str]]:
-    """The error's name and the message of each entry, by its anchor."""
+def entries() -> dict[str, tuple[str, str, str]]:
+    """The error's name, its code and the message of each entry, by its anchor."""
     found = {}
     for section in re.split(r"^## ", (ROOT / PAGE).read_text(), flags=re.M)[1:]:
         name = section.splitlines()[0]
+        of_section = re.match(r".*\n\n<a id=.*?></a>`(RZ-\d{4})`\n", section)
         for entry in re.split(r"^### ", section, flags=re.M)[1:]:
             message = re.search(r"^```text\n(.*?)\n```$", entry, re.M | re.S)
             assert message, entry
             assert entry[message.end() :].strip(), f"no cause in {entry}"
-            found[entry.splitlines()[0].lower().replace(" ", "-")] = (name, message[1])
+            code = re.match(r".*\n\n(?:<a id=.*?></a>)?`(RZ-\d{4})`\n", entry) or of_section
+            found[entry.splitlines()[0].lower().replace(" ", "-")] = (name, code[1] if code else "", message[1])
     return found
 
 
@@ -57,9 +59,18 @@ def test_the_message_is_the_one_on_the_page(
     anchor: str, launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    name, message = entries()[anchor]
+    name, code, message = entries()[anchor]
     with pytest.raises(Exception) as raised:
         PROVOCATIONS[anchor](launcher, tmp_path)
     assert re.fullmatch(pattern(message), str(raised.value), re.S), raised.value
     shown = "WorkerFailedError" if name == "RetryableError" else name
     assert type(raised.value).__name__ == shown
+    if isinstance(raised.value, RankZeroError) and name != "RetryableError":
+        assert raised.value.code == code
+
+
+def test_each_code_of_an_error_is_an_anchor_of_the_page() -> None:
+    used = {code for path in (ROOT / "core").rglob("*.py") for code in re.findall(r'"(RZ-\d{4})"', path.read_text())}
+    assert {code.lower() for code in used - {RankZeroError.code}} == {
+        anchor for anchor in anchors(PAGE) if anchor.startswith("rz-")
+    }

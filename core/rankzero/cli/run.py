@@ -164,7 +164,7 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
         handle.result_ref()
         launcher._acknowledge(handle)
     except RankZeroError as error:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
+        click.echo(f"{type(error).__name__}: {error}\n{error.code}: docs/errors.md#{error.code.lower()}", err=True)
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
     except KeyboardInterrupt:
         click.echo(f"cancelled: {handle.directory if handle else script}", err=True)

@@ -150,4 +150,4 @@ class LocalGroup(AgentGroup):
         """Returns the agent's error; its cause is a loss if the agent was killed or lost its driver."""
         text = str(error)
         is_lost = "ended by signal" in text or any(words in text for words in CUT_OFF)
-        return EngineError(text, cause=LOST if is_lost else None)
+        return EngineError(text, cause=LOST if is_lost else None, code="RZ-2003")

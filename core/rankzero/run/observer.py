@@ -90,7 +90,7 @@ class Observer:
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
         text = f"the driver of run {self._run.directory.rsplit('/', 1)[-1]} ({who}) died without ending the run, "
         text += f"which was {status.shown}"
-        error = EngineError("\n".join([text, *self._driver_log_tail()]))
+        error = EngineError("\n".join([text, *self._driver_log_tail()]), code="RZ-2004")
         return replace(status, state="failed", error=error.to_json(), ended=status.heartbeat)
 
     def _driver_log_tail(self) -> list[str]:

@@ -100,7 +100,8 @@ def _check_scheme(url: str) -> None:
         why = _REFUSED.get(scheme, "rankzero does not know that it replaces files as a whole and creates exclusively")
         raise InvalidJobError(
             f"{url!r} cannot hold runs or values: {why}. Give a path that all machines see, or a URL that begins with "
-            f"{', '.join(sorted(f'{name}://' for name in DRIVERS if name != 'memory'))} (what speaks S3 goes by s3://)"
+            f"{', '.join(sorted(f'{name}://' for name in DRIVERS if name != 'memory'))} (what speaks S3 goes by s3://)",
+            code="RZ-1007",
         )
 
 

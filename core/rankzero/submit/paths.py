@@ -103,7 +103,7 @@ def _directory(location: str, where: str, only: Collection[str] | None) -> Any:
     found = filesystem.get_file_info(path)
     if found.type == fs.FileType.NotFound:
         hint = "; a pattern is not expanded: give the folder of the files" if re.search(r"[*?\[]", location) else ""
-        raise InvalidJobError(f"{where} does not exist: {location}{hint}")
+        raise InvalidJobError(f"{where} does not exist: {location}{hint}", code="RZ-1012")
     if found.type == fs.FileType.File:
         names = [path]
     else:

@@ -62,7 +62,7 @@ class Existing:
 def _check_owner(run: RunDirectory) -> None:
     """Raises InvalidJobError for a directory of another user, since its content is executed as this user."""
     if why := store.why_untrusted(run.directory):
-        raise InvalidJobError(f"the run directory {run.directory} {why}")
+        raise InvalidJobError(f"the run directory {run.directory} {why}", code="RZ-1010")
 
 
 def make(run: RunDirectory) -> None:
@@ -97,7 +97,7 @@ def _storing(run: RunDirectory) -> Iterator[None]:
     except InvalidJobError:
         raise
     except (OSError, ImportError, ValueError) as error:
-        raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}") from error
+        raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}", code="RZ-1008") from error
 
 
 def find(run: RunDirectory) -> RunHandle[Any] | None:
@@ -268,7 +268,8 @@ def submit(
                 raise InvalidJobError(
                     f"run_id {existing.job.run_id!r} is running another training (different: "
                     f"{describe(existing.comparison.differing)}): cancel it with "
-                    f"RunHandle.attach({run.directory!r}).cancel(), or choose another run_id"
+                    f"RunHandle.attach({run.directory!r}).cancel(), or choose another run_id",
+                    code="RZ-1009",
                 )
             if existing:
                 number = max(number, existing.job.submission + 1)

@@ -156,7 +156,7 @@ def resolve(train: object) -> Any:
         if os.path.isdir(absolute):
             raise InvalidJobError(f"train={path!r} is a directory; give the script in it")
         if not os.path.isfile(absolute):
-            raise InvalidJobError(f"train={path!r}: there is no such script (looked at {absolute})")
+            raise InvalidJobError(f"train={path!r}: there is no such script (looked at {absolute})", code="RZ-1005")
         return Script(absolute)
     found: Any = _function(train) if isinstance(train, str) else train
     # The plain function of `rankzero.distributed`: the launcher that was asked runs it.
@@ -211,7 +211,9 @@ def _function(reference: str) -> object:
     try:
         found: object = importlib.import_module(module_name)
     except Exception as error:
-        raise InvalidJobError(f"train={reference!r}: module {module_name!r} cannot be imported: {error}") from error
+        raise InvalidJobError(
+            f"train={reference!r}: module {module_name!r} cannot be imported: {error}", code="RZ-1006"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise InvalidJobError(f"train={reference!r}: module {module_name!r} has no function {attribute!r}")
@@ -235,7 +237,9 @@ def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, An
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise InvalidJobError(f"the arguments do not fit {name_of(function)}{signature}: {error}") from None
+        raise InvalidJobError(
+            f"the arguments do not fit {name_of(function)}{signature}: {error}", code="RZ-1003"
+        ) from None
 
 
 def _kind_of_call(function: Any) -> str | None:

@@ -78,6 +78,7 @@ def require_server(url: ServerUrl, timeout: float = 0.0) -> None:
                 f"no Spark Connect server answers at {url}: start it (start-connect-server.sh), or correct the host "
                 "and port",
                 cause=LOST,
+                code="RZ-2002",
             )
         time.sleep(bounds.CONNECT_SERVER_POLL_INTERVAL)
 

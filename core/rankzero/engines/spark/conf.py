@@ -141,7 +141,8 @@ def dynamic_allocation_error() -> InvalidJobError:
     """Returns the error for dynamic allocation, which Spark itself reports late and less clearly."""
     return InvalidJobError(
         f"{DYNAMIC_ALLOCATION} is true; Spark runs no barrier stage with dynamic allocation (SPARK-24942): "
-        "set it to false and fix the number of executors"
+        "set it to false and fix the number of executors",
+        code="RZ-1011",
     )
 
 

@@ -298,7 +298,7 @@ class SparkEngineSession(EngineSession):
                 raise EngineError("the SparkContext of this session was stopped: pass a session that is running")
             # Spark gives up after a minute, and stops the context that it has just made.
             what = f"no Spark master answers at {self._master!r}, or it refused the application"
-            raise EngineError(f"{what}: start it, or correct the host and port")
+            raise EngineError(f"{what}: start it, or correct the host and port", code="RZ-2001")
         refuse_dynamic_allocation(self._known.setting(DYNAMIC_ALLOCATION))
         if self._job.use_gpu and LOCAL.fullmatch(self._master):
             require_local_gpus(self._job.least_processes)

@@ -30,7 +30,7 @@ def explain(text: str) -> RankZeroError:
         return EngineError(f"the executors have no Python at {found[1]!r}: set spark.pyspark.python to one they have")
     if found := re.search(r"rankzero agent of task \d+ ended by (signal)?.*", text):
         is_lost = found[1] or any(words in found[0] for words in CUT_OFF)
-        return EngineError(first_lines(text[found.start() :]), cause=LOST if is_lost else None)
+        return EngineError(first_lines(text[found.start() :]), cause=LOST if is_lost else None, code="RZ-2003")
     if found := re.search(r"rankzero: .+", text):
         return EngineError(found[0].removeprefix("rankzero: "))
     if re.search(_PREEMPTED, text, re.IGNORECASE):

@@ -90,7 +90,8 @@ def require_java() -> None:
     if not java:
         raise InvalidJobError(
             "Spark needs Java 17 or newer and none was found (JAVA_HOME, PATH): install a JRE, for "
-            "example `apt-get install openjdk-17-jre-headless`"
+            "example `apt-get install openjdk-17-jre-headless`",
+            code="RZ-1013",
         )
     if home and java != home:
         raise InvalidJobError(f"JAVA_HOME is {home!r}, which has no bin/java: correct it, or unset it to use {java}")
