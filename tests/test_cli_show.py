@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from rankzero import InvalidJobError, Launcher, RunHandle
+from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
 from rankzero.cli import main
 from rankzero.options import TABLE
 
@@ -163,3 +166,42 @@ def test_a_url_without_its_colon_is_no_folder_of_the_working_directory(store: st
     launcher = Launcher(store=store, run_id="one")
     with pytest.raises(InvalidJobError, match=r"is neither a path nor a URL: a URL begins with"):
         launcher.find()
+
+
+def test_a_run_is_explained(tmp_path: Path) -> None:
+    def train(lr: float, fails: bool) -> float:
+        import rankzero.train as rt
+
+        if rt.get_checkpoint() is None:
+            rt.report({"loss": lr}, checkpoint={"lr": lr})
+            rt.await_checkpoint()
+        if fails and rt.get_context().attempt == 0:
+            raise ValueError("no luck")
+        return lr
+
+    def submit(lr: float, **options: Any) -> None:
+        with contextlib.suppress(WorkerFailedError):
+            Launcher(store=tmp_path, run_id="one", **options).run(train, lr, True)
+
+    submit(0.5)
+    submit(0.5, max_restarts=2)
+    submit(0.25)
+    submit(0.25)
+    done = rankzero("explain", str(tmp_path / "one"))
+    assert done.exit_code == 0, done.output
+    shown = [line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("submission ")]
+    assert shown == [
+        "began from scratch: it is the first submission under this id",
+        "resumed the training before it, from checkpoint 0000-000000",
+        "began from scratch: other than before: argument lr",
+        "began from scratch: the result of the training before it was delivered",
+    ]
+    assert "  options: engine='local', max_restarts=2" in done.stdout
+    assert "  options that differ from the submission before: max_restarts" in done.stdout
+    assert re.search(r"^  shipped: payload\.pkl, \d+ bytes$", done.stdout, re.MULTILINE)
+    assert [one["submission"] for one in strict(rankzero("explain", str(tmp_path / "one"), "--json").stdout)] == [
+        0,
+        1,
+        2,
+        3,
+    ]

@@ -14,7 +14,7 @@ from rankzero import __version__
 from rankzero.cli.doctor import doctor
 from rankzero.cli.end import cancel, gc
 from rankzero.cli.run import run
-from rankzero.cli.show import logs, report, runs, serve, status
+from rankzero.cli.show import explain, logs, report, runs, serve, status
 
 
 class Commands(click.Group):
@@ -45,5 +45,5 @@ def main(debug: bool) -> None:
     """
 
 
-for _command in (run, runs, status, logs, cancel, report, serve, doctor, gc):
+for _command in (run, runs, status, logs, explain, cancel, report, serve, doctor, gc):
     main.add_command(_command)

@@ -1,0 +1,76 @@
+"""Explains a run by what its directory records: why each submission began where it did, and what it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rankzero import store
+from rankzero.errors import RankZeroError
+from rankzero.job import Job
+from rankzero.options import TABLE
+from rankzero.run import delivery
+from rankzero.run.checkpoints import list_committed
+from rankzero.run.directory import RunDirectory, compare_job
+from rankzero.run.identity import Asked, Identity, describe
+
+_LISTINGS = {"modules.zip": "modules.txt", "code.tar.gz": "code.txt"}
+"""Files that are shipped with a job, and the lists of what is in them."""
+
+MOST_FILES = 20
+"""Most files of one archive that are listed."""
+
+
+def explain(run: RunDirectory) -> Iterator[tuple[Job, list[str]]]:
+    """Yields the job of each submission of a run, the first one first, with sentences about it.
+
+    Submissions that attached to a living run, or got an earlier result, are not recorded, since they wrote nothing.
+
+    Raises:
+        RunNotFoundError: there is no run.
+    """
+    last, before = run.job(), None
+    for number in range(last.submission + 1):
+        if job := last if number == last.submission else run.job_of(number):
+            yield job, [_beginning(run, before, job), *_changes(before, job), *_shipped(run, job)]
+            before = job
+
+
+def _beginning(run: RunDirectory, before: Job | None, job: Job) -> str:
+    if before is None:
+        return "began from scratch: it is the first submission under this id"
+    if job.fresh_since < job.first_attempt:
+        found = [one.id for one in list_committed(run, job.fresh_since) if one.attempt < job.first_attempt]
+        return f"resumed the training before it, from {f'checkpoint {found[-1]}' if found else 'its beginning'}"
+    differing = compare_job(before, Asked(Identity.of(job.identity_parts), job.generation)).differing
+    if differing:
+        return f"began from scratch: other than before: {describe(differing)}"
+    if delivery.read(run.directory, before.submission).acknowledged:
+        return "began from scratch: the result of the training before it was delivered"
+    return "began from scratch: no checkpoint of the training before it counts"
+
+
+def _changes(before: Job | None, job: Job) -> Iterator[str]:
+    """Yields the options that were given, and those that the submission before had otherwise."""
+    names = [name for name in TABLE if name in vars(job) and name not in ("run_id", "engine", "checkpoints")]
+    given = {name: getattr(job, name) for name in names if getattr(job, name) not in (TABLE[name].default, {}, [])}
+    master = job.engine.get("master") or job.engine.get("server") or job.engine.get("kind")
+    yield f"options: {', '.join(f'{name}={value!r}' for name, value in {'engine': master, **given}.items())}"
+    if before and (other := [name for name in ("engine", *names) if getattr(before, name) != getattr(job, name)]):
+        yield f"options that differ from the submission before: {', '.join(other)}"
+    parts = [name for name in job.identity_parts if name not in TABLE]
+    if parts:
+        yield f"another training if one of these changes: {', '.join(parts)}"
+
+
+def _shipped(run: RunDirectory, job: Job) -> Iterator[str]:
+    for name, facts in job.files.items():
+        yield f"shipped: {name}, {facts.get('size')} bytes"
+        if listing := _LISTINGS.get(name):
+            try:
+                lines = store.read_bytes(run.submission_path(job.submission, listing)).decode("utf-8", "replace")
+            except (OSError, RankZeroError):
+                continue
+            files = lines.splitlines()
+            yield from (f"  {line}" for line in files[:MOST_FILES])
+            if more := len(files) - MOST_FILES:
+                yield from [f"  and {more} more"] if more > 0 else []
