@@ -13,8 +13,9 @@ import click
 from rankzero import __version__
 from rankzero.cli.doctor import doctor
 from rankzero.cli.end import cancel, gc
+from rankzero.cli.explain import explain
 from rankzero.cli.run import run
-from rankzero.cli.show import explain, logs, report, runs, serve, status
+from rankzero.cli.show import logs, report, runs, serve, status
 
 
 class Commands(click.Group):

@@ -139,22 +139,6 @@ def status(run: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("run", shell_complete=words.runs)
-@click.option("--json", "as_json", is_flag=True, help="A JSON object for each submission.")
-def explain(run: str, as_json: bool) -> None:
-    """Explain why each submission of a run resumed or began from scratch, with which options, and what was shipped."""
-    from rankzero.report import explained
-
-    for job, sentences in explained.explain(RunDirectory(find_run(run))):
-        if as_json:
-            words.print_json({"submission": job.submission, "created": job.created, "explanation": sentences})
-        else:
-            click.echo(f"submission {job.submission}, {words.moment(job.created)}: {sentences[0]}")
-            for sentence in sentences[1:]:
-                click.echo(f"  {sentence}")
-
-
-@click.command()
-@click.argument("run", shell_complete=words.runs)
 @click.option("--rank", multiple=True, type=click.IntRange(min=0), help="Only this rank; may be given several times.")
 @click.option("--tail", "-n", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
 @click.option("--grep", callback=words.pattern, metavar="PATTERN", help="Only lines that match a regular expression.")

@@ -1,10 +1,13 @@
-"""Explains a run by what its directory records: why each submission began where it did, and what it was made of."""
+"""``rankzero explain``: why each submission of a run began where it did, and what it was made of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import click
+
 from rankzero import store
+from rankzero.cli import words
 from rankzero.errors import RankZeroError
 from rankzero.job import Job
 from rankzero.options import TABLE
@@ -12,6 +15,7 @@ from rankzero.run import delivery
 from rankzero.run.checkpoints import list_committed
 from rankzero.run.directory import RunDirectory, compare_job
 from rankzero.run.identity import Asked, Identity, describe
+from rankzero.run.listing import find_run
 
 _LISTINGS = {"modules.zip": "modules.txt", "code.tar.gz": "code.txt"}
 """Files that are shipped with a job, and the lists of what is in them."""
@@ -20,7 +24,21 @@ MOST_FILES = 20
 """Most files of one archive that are listed."""
 
 
-def explain(run: RunDirectory) -> Iterator[tuple[Job, list[str]]]:
+@click.command()
+@click.argument("run", shell_complete=words.runs)
+@click.option("--json", "as_json", is_flag=True, help="A JSON object for each submission.")
+def explain(run: str, as_json: bool) -> None:
+    """Explain why each submission of a run resumed or began from scratch, with which options, and what was shipped."""
+    for job, sentences in explanations(RunDirectory(find_run(run))):
+        if as_json:
+            words.print_json({"submission": job.submission, "created": job.created, "explanation": sentences})
+        else:
+            click.echo(f"submission {job.submission}, {words.moment(job.created)}: {sentences[0]}")
+            for sentence in sentences[1:]:
+                click.echo(f"  {sentence}")
+
+
+def explanations(run: RunDirectory) -> Iterator[tuple[Job, list[str]]]:
     """Yields the job of each submission of a run, the first one first, with sentences about it.
 
     Submissions that attached to a living run, or got an earlier result, are not recorded, since they wrote nothing.
