@@ -171,7 +171,7 @@ class _Session:
                 if len({epoch for epoch, _ in ranks.values()}) > 1:
                     raise ValueError(
                         "the ranks reported the checkpoint in different epochs of a dataset, so it has no common "
-                        "position: report it at the same batch on every rank, or begin the epoch anew"
+                        "position: report it at the same batch on every rank, or begin at its first batch"
                     )
                 return united([ranks[str(rank)][1] for rank in range(len(ranks))])
         return [Stretch.from_json(values) for values in state["consumed"]]

@@ -342,7 +342,7 @@ class CheckpointWriter:
         own = manifest["attempt"] == self._attempt
         if not own:
             self.carried = set(manifest["tables"])
-            self.cursors = manifest["cursors"]
+            self.cursors = manifest.get("cursors", {})
         if not own or self._next > 0:
             self._last = Checkpoint(
                 manifest["id"],
