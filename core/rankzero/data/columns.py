@@ -213,3 +213,11 @@ def rows_of(columns: Columns) -> int:
     if isinstance(column, Ragged):
         return len(column.offsets) - 1
     return rows_of(column) if isinstance(column, dict) else len(column)
+
+
+def native(array: Any) -> Any:
+    """Returns a numpy array of the class ``ndarray`` (a masked array stays one) in this machine's order of bytes."""
+    import numpy
+
+    array = numpy.asanyarray(array) if isinstance(array, numpy.ma.MaskedArray) else numpy.asarray(array)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

@@ -307,18 +307,19 @@ class StatusWriter:
         return written
 
     def _work(self) -> None:
-        next_beat, next_check = time.monotonic() + self._beat_interval(), time.time() + DRIVER_DEAD_AFTER
+        next_beat, checked_at = time.monotonic() + self._beat_interval(), time.time()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_changed, max(0.0, next_beat - time.monotonic()))
                 self._has_changed, due = False, list(self._unwritten)
                 status = self.status = replace(self.status, heartbeat=time.time())
             try:
-                # Wall-clock time, since it also advances while a machine sleeps.
-                if status.certain or not self._run.is_remote or time.time() >= next_check:
+                # Wall-clock time, since it also advances while a machine sleeps. It may also be set back.
+                is_due = not 0 <= time.time() - checked_at < DRIVER_DEAD_AFTER
+                if status.certain or not self._run.is_remote or is_due:
                     self.check_superseded()
                     # Each check is a request to an object store, and no driver is replaced sooner while it writes.
-                    next_check = time.time() + DRIVER_DEAD_AFTER
+                    checked_at = time.time()
                 if not self.superseded:
                     self._run.write_status(status)
             except Exception as error:

@@ -397,6 +397,9 @@ def _array(column: Any) -> Any:
     if isinstance(column, torch.Tensor):
         column = column.detach().cpu()
         column = (column.float() if column.dtype == torch.bfloat16 else column).numpy()
+    if hasattr(column, "dtype") and hasattr(column, "flags"):
+        # A matrix stays one of two dimensions however it is reshaped; Arrow knows this machine's order of bytes only.
+        column = columns.native(column)
     if isinstance(column, Mapping):
         arrays = _arrays(column)
         return pa.StructArray.from_arrays(list(arrays.values()), list(arrays))
