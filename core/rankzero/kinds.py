@@ -110,6 +110,7 @@ def _read_world(name: str, text: str) -> Any:
 def _check_world(name: str, value: Any) -> NumProcesses:
     if not isinstance(value, (tuple, list)):
         return AUTO if isinstance(value, str) and value == AUTO else POSITIVE.check(name, value)
+    value = tuple(map(_own_number, value))
     if not _is_range(value):
         raise InvalidJobError(
             f"{name} is {value!r}; an elastic world has a smallest and a largest size, such as (2, 8)", code="RZ-1001"

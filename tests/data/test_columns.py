@@ -39,6 +39,7 @@ def column_of(array: Any, length: int | None = None) -> Any:
         (pa.array([1.5, None], pa.float32()).fill_null(2.5), torch.float32, [1.5, 2.5]),
         (pa.array([True, False, True]), torch.bool, [True, False, True]),
         (pa.array([decimal.Decimal("1.25")]), torch.float64, [1.25]),
+        (pa.array([decimal.Decimal("0.35"), decimal.Decimal("-0.57")]), torch.float64, [0.35, -0.57]),
         (pa.array([datetime.date(1970, 1, 3)]), torch.int32, [2]),
         (pa.array([datetime.datetime(1970, 1, 1, 0, 0, 1, tzinfo=UTC)]), torch.int64, [1_000_000]),
         (pa.array([5], pa.timestamp("ms")), torch.int64, [5000]),

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
@@ -539,10 +541,22 @@ def test_bad_arguments_are_named(parquet: Path, tmp_path: Path) -> None:
         shard.iter_batches(10, columns=["y"])
     with pytest.raises(InvalidJobError, match="batch_size is 0"):
         shard.iter_batches(0)
+    with pytest.raises(InvalidJobError, match="batch_size is True"):
+        shard.iter_batches(True)
     with pytest.raises(ValueError, match="of a dataset of 5 rows; 'train' has 1003"):
         shard.load_state_dict({"epoch": 0, "consumed": [], "rows": 5})
     with pytest.raises(InvalidJobError, match=r"was given no dataset 'train'"):
         rt.get_dataset_shard()
+
+
+def test_a_batch_size_may_be_a_number_of_numpy(parquet: Path, tmp_path: Path) -> None:
+    shard = shard_of(manifest_of_path(str(parquet), "train"), tmp_path)
+    assert len(list(shard.iter_batches(np.int64(500)))) == 3
+    assert shard.state_dict() == {"epoch": 1, "consumed": [], "rows": 1003}
+
+
+def test_a_file_url_is_a_path(parquet: Path) -> None:
+    assert manifest_of_path(f"file://{parquet}", "train") == manifest_of_path(str(parquet), "train")
 
 
 def test_bad_paths_are_refused_before_a_start(parquet: Path, tmp_path: Path) -> None:
@@ -565,6 +579,14 @@ def test_bad_paths_are_refused_before_a_start(parquet: Path, tmp_path: Path) -> 
     assert "cannot name a dataset" in refusal({"a b": parquet})
     (tmp_path / "bad.parquet").write_bytes(b"no parquet at all")
     assert "cannot be read from" in refusal(tmp_path / "bad.parquet")
+    assert "have Spark read" in refusal(tmp_path / "bad.parquet")
+    assert "a pattern is not expanded" in refusal(tmp_path / "*.parquet")
+    elsewhere = refusal("hdfs://namenode:8020/table")
+    assert "have Spark read" in elsewhere
+    assert "\n" not in elsewhere
+    in_memory = refusal(pd.DataFrame({"number": [4711]}))
+    assert "write other frames as Parquet" in in_memory
+    assert "4711" not in in_memory
     assert not (tmp_path / "runs").exists() or not os.listdir(tmp_path / "runs")
 
 

@@ -81,7 +81,8 @@ def _numbers(array: Any, name: str) -> torch.Tensor:
     if types.is_boolean(kind):
         return from_dlpack(array.cast(pa.uint8())).view(torch.bool)
     if types.is_decimal(kind):
-        array = array.cast(pa.float64())
+        # Arrow's own cast is often not the nearest float.
+        array = array.cast(pa.string()).cast(pa.float64())
     elif types.is_date(kind):
         array = array.cast(pa.date32()).view(pa.int32())
     elif types.is_timestamp(kind):

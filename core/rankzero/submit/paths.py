@@ -76,8 +76,12 @@ def manifest_of_path(location: str, name: str, only: Collection[str] | None = No
     except InvalidJobError:
         raise
     except Exception as error:
-        # Drivers of object stores raise their own exceptions.
-        raise InvalidJobError(f"{where} cannot be read from {location}: {type(error).__name__}: {error}") from error
+        # Drivers of object stores raise their own exceptions, and Arrow's of hdfs lists each library it has tried.
+        reason = str(error).partition("\n")[0]
+        raise InvalidJobError(
+            f"{where} cannot be read from {location}: {type(error).__name__}: {reason}. Ranks read Parquet, Delta and "
+            "Arrow files; have Spark read others, or from where this host cannot: dataset=a DataFrame or a query"
+        ) from error
 
 
 def _absolute(location: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankzero.data.manifest import Manifest, from_bytes
 from rankzero.errors import InvalidJobError
+from rankzero.kinds import COUNT, COUNT_FROM_ONE
 from rankzero.train import context
 
 if TYPE_CHECKING:
@@ -251,11 +251,8 @@ class DatasetShard:
     ) -> Cut:
         from rankzero.train.batches import Cut
 
-        for name, value, least in (("batch_size", batch_size, 1), ("prefetch", prefetch, 0)):
-            is_whole = hasattr(type(value), "__index__") and not isinstance(value, bool)
-            if not is_whole or value < least:
-                raise InvalidJobError(f"{name} is {value!r}; it must be a whole number, {least} or more")
-        batch_size, prefetch = operator.index(batch_size), operator.index(prefetch)
+        batch_size = COUNT_FROM_ONE.check("batch_size", batch_size)
+        prefetch = COUNT.check("prefetch", prefetch)
         known = self.columns
         for column in columns if columns is not None else ():
             if column not in known:
