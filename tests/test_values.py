@@ -201,20 +201,19 @@ def test_a_class_that_was_renamed_is_named(tmp_path: Path, monkeypatch: pytest.M
         ref.load()
 
 
-def test_a_parallel_model_says_what_to_return(launcher: Launcher) -> None:
+def test_a_parallel_model_arrives_as_the_model_inside(launcher: Launcher) -> None:
     def train() -> Any:
         import torch
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
 
         dist.init_process_group("gloo")
-        return DistributedDataParallel(torch.nn.Linear(2, 2))
+        model = torch.nn.Linear(2, 2)
+        return DistributedDataParallel(model), model
 
-    handle = launcher.submit(train)
-    ref = handle.result_ref(timeout=60)
-    assert ref.format == "cloudpickle"
-    with pytest.raises(ResultError, match=r"DistributedDataParallel.*\.module"):
-        handle.result()
+    parallel, model = launcher.run(train)
+    assert type(model) is torch.nn.Linear
+    assert parallel is model
 
 
 @pytest.mark.parametrize("file_format", ["json", "safetensors", "cloudpickle", "made up"])

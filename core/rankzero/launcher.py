@@ -235,7 +235,7 @@ class Launcher(Options):
         def start(given: dict[str, Any]) -> AbstractContextManager[RunHandle[Any]]:
             return trials.options(run_id=names.of(given)).owned(train, (), given)
 
-        sweep = run_trials(start, search, metric, mode, max_parallel, stop)
+        sweep = run_trials(start, search, metric, mode, max_parallel, stop, print_line)
         is_complete = all(trial.result or trial.state == STOPPED for trial in sweep.trials)
         if rows and (self.run_id is None or is_complete):
             # No trial can be resumed any more.

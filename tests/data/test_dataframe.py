@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from tests.conftest import until
 from tests.test_secrets import SECRET, files_with_the_secret
@@ -18,6 +19,7 @@ from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, SparkEng
 from rankzero.data import Manifest
 from rankzero.engines import content_of, materialize, row_hash
 from rankzero.engines.spark import action
+from rankzero.engines.spark.part import Part
 from rankzero.run import RunDirectory
 from rankzero.train import DatasetShard, TrainContext
 
@@ -71,6 +73,21 @@ def test_every_kind_of_column_arrives_in_the_order_of_the_frame(frame: Any, tmp_
     assert batch["time"][1] == 1_000_000
     # Mapped as they lie there: nothing was decoded.
     assert [name for name in os.listdir(tmp_path) if name != "rows"] == []
+
+
+def test_the_facts_about_a_file_do_not_grow_with_its_columns() -> None:
+    names = [f"c{number}" for number in range(1000)]
+    part = Part("part-0.arrow", names)
+    part.note(pa.RecordBatch.from_arrays([pa.array([1])] * 1001, [*names, "hash"]))
+    assert part.row().nbytes < 1000
+
+
+@pytest.mark.parametrize("as_argument", [True, False])
+def test_a_frame_that_a_function_is_given_or_uses_is_sent_to_dataset(
+    frame: Any, launcher: Launcher, as_argument: bool
+) -> None:
+    with pytest.raises(InvalidJobError, match=r"cannot be pickled: ranks have no Spark.*dataset=df"):
+        launcher.run(lambda rows: rows, frame) if as_argument else launcher.run(lambda: frame.count())
 
 
 def test_the_content_decides_and_not_the_partitions(frame: Any, session: Any, tmp_path: Path) -> None:

@@ -436,6 +436,17 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
         rt.prepare_data_loader(DataLoader(loader.dataset))
 
 
+def test_what_would_stack_batches_or_rows_says_what_to_call(parquet: Path, tmp_path: Path) -> None:
+    shard = shard_of(manifest_of_path(str(parquet), "train"), tmp_path)
+    with pytest.raises(TypeError, match="batch_size=None"):
+        next(iter(DataLoader(shard.to_torch(10), batch_size=10)))
+    assert len(next(iter(DataLoader(shard.to_torch(10), batch_size=None)))["id"]) == 10
+    with pytest.raises(TypeError, match=r"iter_batches\(batch_size\)"):
+        next(iter(DataLoader(shard)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"iter_batches\(batch_size\)"):
+        list(shard)  # type: ignore[call-overload]
+
+
 def test_a_process_ends_in_the_middle_of_an_epoch(parquet: Path, tmp_path: Path) -> None:
     program = f"""
 from rankzero.submit.paths import manifest_of_path

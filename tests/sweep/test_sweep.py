@@ -1,5 +1,7 @@
 """`Launcher.map`: trials side by side, on real runs."""
 
+import contextlib
+import io
 import math
 import os
 import signal
@@ -33,10 +35,30 @@ def train(lr: float, steps: int = 3, pause: float = 0.0, fails: bool = False) ->
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+def printed() -> list[str]:
+    """The lines that the sweep has printed."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory, printed: list[str]) -> Sweep:
     params: list[dict[str, Any]] = [{"lr": 0.1}, {"lr": 0.9, "fails": True}, {"lr": 0.3}, {"lr": 0.5}]
     launcher = Launcher(2, store=tmp_path_factory.mktemp("sweep"), run_id="lr")
-    return launcher.map(train, params, metric="loss", max_parallel=2)
+    stream = io.StringIO()
+    with contextlib.redirect_stdout(stream):
+        found = launcher.map(train, params, metric="loss", max_parallel=2)
+    printed += stream.getvalue().splitlines()
+    return found
+
+
+def test_the_lines_of_a_sweep_say_what_begins_and_what_has_ended(sweep: Sweep, printed: list[str]) -> None:
+    assert [f"trial 0 ({{'lr': 0.1}}) runs in {sweep[0].directory}"] == [
+        line for line in printed if "0.1}) runs" in line
+    ]
+    assert len([line for line in printed if " runs in " in line]) == 4
+    assert any(line.startswith("trial 1 ({'lr': 0.9, 'fails': True}) failed: ") for line in printed)
+    assert f"trial 2 ({{'lr': 0.3}}) succeeded: loss {1 / 3}, the best so far" in printed
+    assert f"trial 3 ({{'lr': 0.5}}) succeeded: loss {sweep[3].value}" in printed
 
 
 def test_the_best_trial_is_that_of_the_least_loss(sweep: Sweep) -> None:
@@ -60,14 +82,13 @@ def test_the_table_has_a_row_for_each_trial(sweep: Sweep) -> None:
 
 
 def test_a_sweep_says_how_its_trials_ended_and_that_none_has_its_metric(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    caplog.set_level("INFO", "rankzero.sweep")
     Launcher(1, store=tmp_path).map(train, [{"lr": 0.3, "steps": 1}], metric="los")
     assert "trial 0 has not reported 'los', by which the sweep compares trials, but: loss, rank" in caplog.text
     caplog.clear()
     Launcher(1, store=tmp_path).map(train, [{"lr": 0.3, "steps": 1}], metric="loss")
-    assert "succeeded: loss=1.0, the best is 1.0" in caplog.text
+    assert "succeeded: loss 1.0, the best so far" in capsys.readouterr().out
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 

@@ -150,6 +150,7 @@ def _find_culprit(
 
 
 _WORLD_OF_ACCELERATE = "accelerate.state"
+_OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
 
 
 class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -214,6 +215,11 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise pickle.PicklingError(
                 f"it holds accelerate's {type(obj).__name__}, the world of this process, and every rank would train "
                 "alone in it: make TrainingArguments or Accelerator inside of the training function"
+            )
+        if type(obj).__module__.startswith("pyspark.") and type(obj).__name__ in _OF_THE_DRIVER:
+            raise pickle.PicklingError(
+                f"ranks have no Spark, and so no {type(obj).__name__}: give a DataFrame as Launcher(dataset=df), and read "
+                "it in the function with rankzero.train.get_dataset_shard()"
             )
         module = getattr(obj, "__module__", None)
         if _is_distributed(obj) and not (self.travels(str(module)) and _is_global(obj, str(module))):

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -162,7 +162,13 @@ class Sweep(Sequence[Trial]):
 
 
 def run_trials(
-    start: Start, search: Search, metric: str | None, mode: Mode, max_parallel: int, stop: StopRule | None
+    start: Start,
+    search: Search,
+    metric: str | None,
+    mode: Mode,
+    max_parallel: int,
+    stop: StopRule | None,
+    say: Callable[[str], object],
 ) -> Sweep:
     """Runs trials until the search has no more. A trial that fails does not end the sweep; an interrupt does.
 
@@ -173,8 +179,9 @@ def run_trials(
         mode: ``"min"`` or ``"max"``.
         max_parallel: Most trials at the same time.
         stop: Rule that stops trials early, or None.
+        say: Receives a line when a trial begins, and one when it has ended.
     """
-    board = _Board(search, metric, mode, stop)
+    board = _Board(search, metric, mode, stop, say)
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def work() -> None:
@@ -211,9 +218,11 @@ def run_trials(
 class _Board:
     """State that the threads of a sweep share: the curves so far, and the trials that a rule has stopped."""
 
-    def __init__(self, search: Search, metric: str | None, mode: Mode, stop: StopRule | None) -> None:
-        self._search, self._stop = search, stop
-        self.metric, self._sign = metric, 1.0 if mode == "min" else -1.0
+    def __init__(
+        self, search: Search, metric: str | None, mode: Mode, stop: StopRule | None, say: Callable[[str], object]
+    ) -> None:
+        self._search, self._stop, self._say = search, stop, say
+        self.metric, self._mode, self._sign = metric, mode, 1.0 if mode == "min" else -1.0
         self._lock = threading.Lock()
         self._curves: dict[int, list[float]] = {}
         self._last: dict[int, float] = {}
@@ -233,9 +242,10 @@ class _Board:
                 number, self._started = self._started, self._started + 1
             yield number, params
 
-    def begin(self, number: int, handle: RunHandle[Any]) -> None:
+    def begin(self, number: int, params: Params, handle: RunHandle[Any]) -> None:
         """Records that a trial runs, and cancels its run if the sweep is cancelled."""
         with self._lock:
+            self._say(f"trial {number} ({params}) runs in {handle.directory}")
             self._handles[number] = handle
             self._curves[number] = []
             is_late = self._is_cancelled
@@ -272,23 +282,28 @@ class _Board:
         with self._lock:
             self.ended[trial.number] = trial
             self._handles.pop(trial.number, None)
-            done = [self._last[number] for number, each in self.ended.items() if each.result and number in self._last]
-        if trial.result:
-            best = min(done, key=lambda value: loss_of(value, self._sign), default=None)
-            shown = trial.number, trial.params, self.metric, trial.value, best
-            logger.info("trial %s (%s) succeeded: %s=%s, the best is %s", *shown)
-            if self.metric and best is None:
-                logger.warning(
-                    "trial %s has not reported %r, by which the sweep compares trials, but: %s",
-                    trial.number,
-                    self.metric,
-                    ", ".join(trial.metrics) or "nothing",
-                )
+            self._say(self._describe(trial))
+        if trial.result and self.metric and trial.value is None:
+            logger.warning(
+                "trial %s has not reported %r, by which the sweep compares trials, but: %s",
+                trial.number,
+                self.metric,
+                ", ".join(trial.metrics) or "nothing",
+            )
         if trial.state == STOPPED:
             self._search.pruned(trial.number, trial.value if is_number(trial.value) else None)
         else:
             is_result = trial.state == "succeeded" and is_number(trial.value)
             self._search.tell(trial.number, trial.value if is_result else None)
+
+    def _describe(self, trial: Trial) -> str:
+        text = f"trial {trial.number} ({trial.params}) {trial.state}"
+        if trial.error:
+            return f"{text}: {str(trial.error).partition(chr(10))[0]}"
+        if self.metric is None or trial.value is None:
+            return text
+        is_best = Sweep(tuple(self.ended.values()), self.metric, self._mode).best is trial
+        return f"{text}: {self.metric} {trial.value}{', the best so far' if is_best else ''}"
 
     def cancel(self) -> None:
         """Cancels all running trials, and starts no more."""
@@ -308,7 +323,7 @@ def _run(start: Start, number: int, params: Params, board: _Board) -> Trial:
     try:
         with start(params) as handle:
             directory = handle.directory
-            board.begin(number, handle)
+            board.begin(number, params, handle)
             _follow(handle, number, board)
         status = handle.status()
         ref = handle.result_ref()
@@ -319,7 +334,6 @@ def _run(start: Start, number: int, params: Params, board: _Board) -> Trial:
         state = (
             STOPPED if number in board.stopped else "cancelled" if isinstance(error, RunCancelledError) else "failed"
         )
-        logger.warning("trial %s (%s) %s: %s", number, params, state, str(error).partition("\n")[0])
         return Trial(number, params, state, board.last(number), _last_metrics(directory), directory, error)
     return Trial(number, params, status.state, board.last(number), status.metrics, directory, None, ref)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 PIECE = 32 << 20
 """Approximate number of bytes of shuffled rows that are gathered at a time."""
+
+
+ARE_BATCHES = "the data of to_torch are batches already: give its DataLoader batch_size=None"
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,12 @@ class BatchDataset(IterableDataset[Any]):
         return Batches.of(total, world.world_size, world.rank, asked.batch_size, drop_last=asked.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
+        if getattr(sys._getframe(1).f_locals.get("self"), "auto_collation", False):
+            # The caller is the fetcher of a loader with a batch size of its own, which would stack batches.
+            raise TypeError(ARE_BATCHES)
+        return self._own()
+
+    def _own(self) -> Iterator[Any]:
         worker = get_worker_info()
         # Not up to the length: in the rest of an epoch, a rank may have a row more than in the whole one.
         yield from self.all(None if worker is None else range(worker.id, self._plan().count, worker.num_workers))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from rankzero.data.shares import Stretch
-from rankzero.train.batches import BatchDataset, SampleDataset
+from rankzero.train.batches import ARE_BATCHES, BatchDataset, SampleDataset
 from rankzero.train.context import current, get_context
 from rankzero.train.share import DrawnByRankZero, ShardedIterable, Share, Skipping, samplers_of
 
@@ -224,7 +224,7 @@ def prepared(loader: DataLoader[Any], share: Share, *, move: bool, seed: int | N
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader, not a {type(loader).__name__}")
     is_share = isinstance(loader.dataset, (BatchDataset, SampleDataset))
     if is_share and loader.batch_size is not None:
-        raise TypeError("the data of to_torch are batches already: give its DataLoader batch_size=None")
+        raise TypeError(ARE_BATCHES)
     if hasattr(loader.sampler, "processed_indices"):
         raise TypeError(
             f"the sampler {type(loader.sampler).__name__} shares out the indices and keeps the position itself, which "

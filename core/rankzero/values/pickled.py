@@ -6,6 +6,7 @@ Runs inside workers too: standard library, torch and cloudpickle only.
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def pickled(value: object) -> Sequence[Part]:
                     f"a value of type {_type(value)} holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
-            return tensors.reduce(obj) or _saved(obj) or super().reducer_override(obj)
+            return tensors.reduce(obj) or saved(obj) or super().reducer_override(obj)
 
     stream = io.BytesIO()
     buffers: list[memoryview] = []
@@ -48,14 +49,17 @@ def pickled(value: object) -> Sequence[Part]:
     return pack(stream.getbuffer(), buffers)
 
 
-def _saved(obj: Any) -> tuple[Any, tuple[io.BytesIO]] | None:
-    """Returns how a TorchScript module or an exported program is loaded; None for any other object.
+def saved(obj: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """Returns how an object of torch is loaded that pickle cannot save or load; None for any other object.
 
-    Neither can be pickled, but torch saves both by itself.
+    torch saves TorchScript modules and exported programs by itself. Of a DistributedDataParallel model, which needs a
+    process group, the model inside is saved.
     """
     torch = sys.modules.get("torch")
     if torch is None:
         return None
+    if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+        return operator.getitem, ((obj.module,), 0)
     if isinstance(obj, torch.jit.ScriptModule):
         save, load = torch.jit.save, torch.jit.load
     elif (export := sys.modules.get("torch.export")) and isinstance(obj, export.ExportedProgram):
@@ -76,8 +80,6 @@ def prove(file: IO[bytes], value: object) -> None:
     """
     try:
         open_packed(file.fileno(), Prover)
-    except NotHere:
-        return
     except Exception as error:
         raise ResultError(
             f"a value of type {_type(value)} was pickled, but cannot be read back: {_why(error)}. "
@@ -94,11 +96,6 @@ def advice(error: Exception) -> str:
         )
     if isinstance(error, AttributeError) and "Can't get attribute" in str(error):
         return "The class or function was renamed, moved or removed since: load it with the code that wrote it"
-    if "process group" in str(error):
-        return (
-            "It holds a DistributedDataParallel model, which exists only where a process group does: return its "
-            ".module (model.module)"
-        )
     return ""
 
 
@@ -112,22 +109,15 @@ def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class NotHere(Exception):
-    """Raised for a value that can only be loaded in its reader's process, and not as a test here."""
-
-
 class Prover(pickle.Unpickler):
     """An unpickler that keeps this process's classes, instead of copies of those that are pickled by value."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Finds a class like `pickle.Unpickler`. Raises NotHere for one that only the reader can create."""
+        """Finds a class like `pickle.Unpickler`, or the class of this process that was pickled by value."""
         if name in _SKELETONS and module.endswith("cloudpickle.cloudpickle"):
             return _known(super().find_class(module, name), _SKELETONS[name])
         if name == "_class_setstate" and module.endswith("cloudpickle.cloudpickle"):
             return lambda cls, state: cls
-        if name == "DistributedDataParallel":
-            # To create it would use a process group.
-            raise NotHere
         return super().find_class(module, name)
 
 

@@ -187,8 +187,6 @@ def _pickle(plain: Any) -> memoryview:
         _Prover(file).load()
     except (OSError, ResultError, MemoryError):
         raise
-    except pickled.NotHere:
-        pass
     except Exception as error:
         raise ResultError(
             f"a sharded checkpoint holds what cannot be pickled, or not be read back: {type(error).__name__}: {error}. "
@@ -212,6 +210,6 @@ def _Pickler(file: IO[bytes], memory: Tensors) -> Any:
             return obj.name if isinstance(obj, Stored) else None
 
         def reducer_override(self, obj: Any) -> Any:
-            return memory.reduce(obj) or super().reducer_override(obj)
+            return memory.reduce(obj) or pickled.saved(obj) or super().reducer_override(obj)
 
     return Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)

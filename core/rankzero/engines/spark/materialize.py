@@ -21,7 +21,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.data import kinds
-from rankzero.data.files import filesystem_of
+from rankzero.data.files import filesystem_of, open_file
 from rankzero.data.kinds import VECTOR
 from rankzero.data.manifest import ARROW, File, Manifest, encode_schema
 from rankzero.engines.spark import part as part_module
@@ -172,13 +172,14 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
     if not rows:
         raise InvalidJobError(f"{where} has no rows")
     rows = sorted(rows, key=lambda row: row["file"])
-    schema = pa.ipc.read_schema(pa.py_buffer(bytes(rows[0]["schema"])))
-    kinds.check_nulls(schema, (row["nulls"] for row in rows), where)
-    lengths = _lengths(rows, schema, where)
     sizes = store.sizes(folder)
     missing = [row["file"] for row in rows if row["file"] not in sizes]
     if missing:
         raise _not_shared(folder, where, f"{len(missing)} of {len(rows)} files have not arrived")
+    with open_file(store.join(folder, rows[0]["file"])) as file:
+        schema = pa.ipc.open_file(file).schema
+    kinds.check_nulls(schema, (row["nulls"] for row in rows), where)
+    lengths = _lengths(rows, schema, where)
     files = tuple(File(store.join(folder, row["file"]), tuple(row["rows"])) for row in rows)
     total = sum(sum(file.rows) for file in files)
     for name in set(sizes) - {row["file"] for row in rows}:

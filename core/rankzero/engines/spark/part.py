@@ -26,7 +26,7 @@ _DENSE = 1
 
 FACTS = (
     "file string, rows array<long>, size long, digest decimal(38,0), "
-    "lengths map<string,array<long>>, nulls map<string,long>, schema binary"
+    "lengths map<string,array<long>>, nulls map<string,long>"
 )
 """Spark's schema of the row that a task returns about its file."""
 
@@ -41,7 +41,7 @@ class Part:
         size: Bytes of all rows.
         digest: Sum of the checksums of all rows.
         lengths: For each column of arrays or vectors, the smallest and the largest length.
-        nulls: Number of nulls by the path of each column.
+        nulls: Number of nulls by the path of each column that has some.
         schema: Schema of the rows.
         names: The columns' original names; in Spark, names must not differ in case only.
     """
@@ -66,7 +66,8 @@ class Part:
         self.digest += (high << 32) + pc.sum(pc.bit_wise_and(hashed, 0xFFFFFFFF)).as_py()
         for name, column in zip(self.names, columns, strict=True):
             for path, count in count_nulls(name, column):
-                self.nulls[path] = self.nulls.get(path, 0) + count
+                if count:
+                    self.nulls[path] = self.nulls.get(path, 0) + count
             counts = _lengths(column)
             if counts is not None and len(counts) > counts.null_count:
                 found = pc.min_max(counts)
@@ -80,9 +81,7 @@ class Part:
         """Returns the facts as a record batch of one row."""
         import pyarrow as pa
 
-        facts = {**vars(self), "schema": self.schema.serialize().to_pybytes()}
-        del facts["names"]
-        facts |= {"lengths": list(self.lengths.items()), "nulls": list(self.nulls.items())}
+        facts = {**vars(self), "lengths": list(self.lengths.items()), "nulls": list(self.nulls.items())}
         counts = pa.list_(pa.int64())
         types = {
             "file": pa.string(),
@@ -91,7 +90,6 @@ class Part:
             "digest": pa.decimal128(38, 0),
             "lengths": pa.map_(pa.string(), counts),
             "nulls": pa.map_(pa.string(), pa.int64()),
-            "schema": pa.binary(),
         }
         return pa.RecordBatch.from_pylist([facts], pa.schema(list(types.items())))
 
