@@ -218,8 +218,8 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             )
         if type(obj).__module__.startswith("pyspark.") and type(obj).__name__ in _OF_THE_DRIVER:
             raise pickle.PicklingError(
-                f"ranks have no Spark, and so no {type(obj).__name__}: give a DataFrame as Launcher(dataset=df), and read "
-                "it in the function with rankzero.train.get_dataset_shard()"
+                f"ranks have no Spark, and so no {type(obj).__name__}: give a DataFrame as Launcher(dataset=df), and "
+                "read it in the function with rankzero.train.get_dataset_shard()"
             )
         module = getattr(obj, "__module__", None)
         if _is_distributed(obj) and not (self.travels(str(module)) and _is_global(obj, str(module))):

@@ -120,8 +120,8 @@ class DatasetShard:
     def __getitem__(self, index: object) -> Any:
         """Raises TypeError: a share is no sequence of rows, for a loop or a ``DataLoader``."""
         raise TypeError(
-            f"the share of {self._name!r} is no sequence of rows: call iter_batches(batch_size), or to_torch(batch_size) "
-            "for a DataLoader with batch_size=None"
+            f"the share of {self._name!r} is no sequence of rows: call iter_batches(batch_size), or "
+            "to_torch(batch_size) for a DataLoader with batch_size=None"
         )
 
     def iter_batches(

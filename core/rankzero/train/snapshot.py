@@ -47,8 +47,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
 
         def reducer_override(self, obj: Any) -> Any:
             # Handles storages outside of tensors, and tensors without data.
-            reduced = memory.reduce(obj)
-            return super().reducer_override(obj) if reduced is None else reduced
+            return memory.reduce(obj) or pickled.saved(obj) or super().reducer_override(obj)
 
     class Unpickler(pickled.Prover):
         def persistent_load(self, number: Any) -> Any:
@@ -63,10 +62,6 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
         return Unpickler(rest, buffers=buffers).load(), any(isinstance(copy, shards.Pieces) for copy in copies)
     except (OSError, ResultError, MemoryError):
         raise
-    except pickled.NotHere:
-        raise ResultError(
-            "a checkpoint holds a DistributedDataParallel model: give model.module.state_dict()"
-        ) from None
     except Exception as error:
         raise ResultError(
             f"a checkpoint cannot be pickled: {type(error).__name__}: {error}. Give plain values and state dicts"
