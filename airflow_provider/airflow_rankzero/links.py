@@ -26,20 +26,16 @@ logger = logging.getLogger(__name__)
 DIRECTORY_KEY = "run_directory"
 """XCom key of the run directory itself, for `rankzero.RunHandle.attach`."""
 
-# Attribute of the operator that holds the addresses, by XCom key.
-_PUSHED = "rankzero_links"
-
 # Where another endpoint is set, a bucket is not one of AWS.
 _OTHER_S3 = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL")
 
 
 class _XComLink(BaseOperatorLink):
-    """A link whose address the task pushed while it ran."""
+    """A link whose address the task pushes while it runs."""
 
     def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
-        """Returns the address, or ``""`` if the task pushed none. Airflow calls this in the task, when it has ended."""
-        # Not from XCom: Airflow logs an error for a missing one.
-        return str(vars(operator).get(_PUSHED, {}).get(self.xcom_key, ""))
+        """Returns ``""``. Airflow calls this at the end of a task that did not get as far as `push_links`."""
+        return ""
 
 
 class SparkUILink(_XComLink):
@@ -71,6 +67,8 @@ def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = 
         spark_ui: Address of the Spark UI; None where there is none.
         directory: The run directory. It is pushed as the XCom ``run_directory`` as well.
     """
+    # Airflow would push every link of the task again when it ends, one without an address as an empty text.
+    ti.task.operator_extra_links = [link for link in ti.task.operator_extra_links if not isinstance(link, _XComLink)]
     addresses: dict[str, Callable[[], str | None]] = {
         DIRECTORY_KEY: lambda: directory,
         SparkUILink.xcom_key: lambda: spark_ui,
@@ -80,7 +78,6 @@ def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = 
     for key, address_of in addresses.items():
         try:
             if address := address_of():
-                vars(ti.task).setdefault(_PUSHED, {})[key] = address
                 ti.xcom_push(key=key, value=address)
         except Exception:
             # A button is not worth a training.

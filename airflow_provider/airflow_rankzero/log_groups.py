@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,24 @@ def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
         if value not in (None, "", {}, []):
             log.info("%s: %s", name, value)
     log.info("::endgroup::")
+
+
+_GROUP = re.compile(r"::(?=(?:end)?group::)")
+_LEVEL = re.compile(r"\[\d+\] (?:[\d:.,TZ/+-]+\s+){0,2}\W?(WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b")
+"""A level at the beginning of a rank's line, also after a date and a time."""
+
+
+def show_line(log: Any, text: str) -> None:
+    """Writes a line of a rank, with the level at its beginning; a group that it would open or end is only a text.
+
+    Args:
+        log: The operator's or trigger's logger.
+        text: The line, with its ``[rank]`` prefix.
+    """
+    found = _LEVEL.match(text)
+    level = logging.getLevelName(found[1]) if found else logging.INFO
+    # An invisible character within, since Airflow's page searches whole lines.
+    log.log(level, "%s", _GROUP.sub(":\u200b:", text))
 
 
 def show_reports(log: Any, rows: Sequence[dict[str, Any]]) -> None:

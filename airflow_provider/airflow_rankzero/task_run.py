@@ -10,9 +10,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from airflow_rankzero._compat import AirflowException, AirflowRescheduleException
+from airflow_rankzero._compat import AirflowException, AirflowFailException, AirflowRescheduleException
+from airflow_rankzero import log_groups
 from airflow_rankzero.links import push_links
-from airflow_rankzero.tries import TaskTry
+from airflow_rankzero.tries import STATES_OF_USERS, TaskTry
 from rankzero import RunHandle
 from rankzero.errors import RunCancelledError
 from rankzero.pipeline import EngineOpened, Follower, LineWritten, end
@@ -68,7 +69,8 @@ class TaskLog:
 
         Raises:
             AirflowRescheduleException: this worker is shut down; the training continues.
-            rankzero.RunCancelledError: a user ended the task, and so the training.
+            AirflowFailException: a user marked the task as failed, which ended the training.
+            rankzero.RunCancelledError: a user marked the task otherwise or cleared it, which ended the training.
         """
         shown = time.monotonic()
         while True:
@@ -76,7 +78,7 @@ class TaskLog:
                 if isinstance(event, EngineOpened):
                     push_links(self._try.ti, spark_ui=event.url)
                 elif isinstance(event, LineWritten):
-                    self._log.info("%s", event.text)
+                    log_groups.show_line(self._log, event.text)
                     shown = time.monotonic()
                 if self._is_killed():
                     break
@@ -103,11 +105,17 @@ class TaskLog:
         """Detaches from the run or ends it if this process was asked to exit; else a no-op. Raises like `follow`."""
         if not self._is_killed():
             return
-        if self._try.was_ended_by_user():
+        if (state := self._try.state()) in STATES_OF_USERS:
             end(self._handle, self._stop_grace, self._try.receiver)
-            raise RunCancelledError(
-                f"a user ended the task, and with it the run in {self._handle.directory}", requested=True
-            )
+            why = f"a user ended the task, and with it the run in {self._handle.directory}"
+            if state == "failed":
+                # With tries left, Airflow would else notify of a retry, which never comes.
+                raise AirflowFailException(why) from RunCancelledError(why, requested=True)
+            # After any other mark and after a clear the task has neither failed, nor is this try retried.
+            task = self._try.ti.task
+            task.on_retry_callback = task.on_failure_callback = ()
+            task.email = None
+            raise RunCancelledError(why, requested=True)
         if self._try.is_in_process:
             self._log.warning("this process was asked to exit, and the run in %s ends with it", self._handle.directory)
             end(self._handle, self._stop_grace)

@@ -33,7 +33,8 @@ STEM_LIMIT = 180
 
 _HEARTBEAT_TIMEOUT = 300
 
-_STATES_OF_USERS = ("failed", "success", "skipped", "upstream_failed", "removed", "restarting", None)
+STATES_OF_USERS = ("failed", "success", "skipped", "upstream_failed", "removed", "restarting", None)
+"""States of a task instance that a user has marked or cleared while its process was running."""
 
 
 @dataclass(frozen=True)
@@ -111,19 +112,19 @@ class TaskTry:
         """Returns True if Airflow will retry this task instance when this try fails."""
         return bool(self.ti.try_number <= self.ti.max_tries)
 
-    def was_ended_by_user(self) -> bool:
-        """Returns True if a user has marked or cleared the task instance.
+    def state(self) -> str | None:
+        """Returns the state that Airflow has of the task instance; ``"running"`` if it cannot be queried.
 
-        Else a process was asked to exit because its worker shuts down, or because Airflow missed its heartbeats, counts
+        If it is none of `STATES_OF_USERS`, a process was asked to exit because its worker shuts down, or because Airflow missed its heartbeats, counts
         it as dead, and schedules a retry. Must not be called in a signal handler: it sends a request to the supervisor,
         and the handler may have interrupted another request.
         """
         try:
-            return state_of(self.ti, self.ti.get_task_states) in _STATES_OF_USERS
+            return state_of(self.ti, self.ti.get_task_states)
         except Exception:
             # The whole deployment may be stopping: the run's lease ends it if no process follows it again.
             logger.warning("cannot ask Airflow whether this task was ended by a user", exc_info=True)
-            return False
+            return "running"
 
 
 def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:

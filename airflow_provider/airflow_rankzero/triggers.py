@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from airflow_rankzero import tries
+from airflow_rankzero import log_groups, tries
 from airflow_rankzero.connection.target import Target
 from rankzero import RunHandle
 from rankzero.errors import RankZeroError, RunNotFoundError
@@ -165,7 +165,7 @@ class RunTrigger(BaseTrigger):
         """Logs the lines since the last call, and returns True if the run has ended."""
         for event in follower.poll():
             if isinstance(event, LineWritten):
-                self.log.info("%s", event.text)
+                log_groups.show_line(self.log, event.text)
         return follower.ended
 
 

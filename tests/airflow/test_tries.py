@@ -1,11 +1,16 @@
 """How long a run waits for the next try, and when there is none."""
 
+import logging
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.airflow import versions
+
+from rankzero import Launcher, RunCancelledError
+from rankzero.pipeline import Follower
 
 
 def make(try_number: int, max_tries: int, **task: Any) -> tuple[Any, Any]:
@@ -81,6 +86,7 @@ def test_a_clear_begins_another_chain_of_automatic_tries(
 )
 def test_what_a_user_did_is_told_from_everything_else(answer: Any, ended: bool) -> None:
     from airflow_rankzero import TaskTry
+    from airflow_rankzero.tries import STATES_OF_USERS
 
     asked: list[dict[str, Any]] = []
 
@@ -91,7 +97,7 @@ def test_what_a_user_did_is_told_from_everything_else(answer: Any, ended: bool) 
         return answer
 
     ti = SimpleNamespace(dag_id="d", task_id="train", run_id="r", map_index=3, get_task_states=get_task_states)
-    assert TaskTry(ti).was_ended_by_user() is ended
+    assert (TaskTry(ti).state() in STATES_OF_USERS) is ended
     assert asked == [{"dag_id": "d", "task_ids": ["train"], "run_ids": ["r"], "map_index": 3}]
 
 
@@ -127,3 +133,34 @@ def test_what_interrupts_a_try_and_leaves_its_training() -> None:
     ]:
         assert TaskTry(retried).detaches(error) is after_retried, error
         assert TaskTry(last).detaches(error) is after_last, error
+
+
+def wait_long() -> None:
+    import time
+
+    time.sleep(120)
+
+
+@pytest.mark.parametrize(("state", "notified"), [("failed", True), ("success", False), (None, False)])
+def test_a_user_s_mark_notifies_of_a_failure_only_if_it_is_one(
+    tmp_path: Path, state: str | None, notified: bool
+) -> None:
+    from airflow.sdk import BaseOperator
+    from airflow.sdk.exceptions import AirflowFailException
+
+    from airflow_rankzero import TaskTry
+    from airflow_rankzero.task_run import TaskLog
+
+    task = BaseOperator(task_id="train", email="me", on_retry_callback=print, on_failure_callback=print)
+    ti = SimpleNamespace(
+        dag_id="d", task_id="train", run_id="r", map_index=-1, id="1", try_number=1, max_tries=3, task=task
+    )
+    ti.get_task_states = lambda **_: {"r": {"train": state}}
+    handle = Launcher(1, store=tmp_path).submit(wait_long)
+    log = TaskLog(handle, Follower(handle), TaskTry(ti), 0.1, lambda: True, logging.getLogger("task"))
+    with pytest.raises(AirflowFailException if notified else RunCancelledError, match="a user ended the task"):
+        log.follow()
+    assert handle.status().state == "cancelled"
+    assert bool(task.on_failure_callback) is bool(task.email) is notified
+    # With tries left, Airflow calls this for every other exception than AirflowFailException.
+    assert notified or not task.on_retry_callback
