@@ -251,7 +251,7 @@ class TorchDistributorResource(LauncherFields):
                     # Rank 0's messages are among its lines, so these are always followed.
                     ranks = [0, *self.log_ranks] if call and self.log_ranks is not None else self.log_ranks
                     for metrics in step_run.follow(
-                        opened, on_line, self.observation_interval, ranks, whole=call is not None
+                        opened, step, context.log, on_line, self.observation_interval, ranks, whole=call is not None
                     ):
                         yield from observe(context, metrics)
                 value = value_of(context, handle, output, self.by_reference)

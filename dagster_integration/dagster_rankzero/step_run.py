@@ -12,7 +12,10 @@ from dagster_rankzero import _compat
 from dagster_rankzero.metadata import next_interval
 from dagster_rankzero.step import Step, stem_of
 from rankzero import Launcher, RunHandle
-from rankzero.pipeline import Follower, LineWritten, MetricsReported, Opened, attempt
+from rankzero.pipeline import EngineOpened, Follower, LineWritten, MetricsReported, Opened, attempt
+
+QUERY_INTERVAL = 60.0
+"""Seconds between two queries of the state of the Dagster run."""
 
 # Dagster runs that were interrupted in this process, in which Dagster continues with their other steps.
 _interrupted: set[str] = set()
@@ -100,16 +103,20 @@ def _root_of(launcher: Launcher, step: Step, call: int) -> str:
 
 def follow(
     opened: Opened,
+    step: Step | None,
+    log: Any,
     on_line: Callable[[str], None],
     interval: float | None,
     log_ranks: Collection[int] | None = None,
     *,
     whole: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Shows the output of the ranks until the run has ended.
+    """Shows the output of the ranks until the run has ended; ends it if the Dagster run has ended or was deleted.
 
     Args:
         opened: The run.
+        step: The try of the step; None outside of a step.
+        log: The logger of the step, which gets the address of the Spark UI.
         on_line: Receives every line, with its ``[rank]`` prefix.
         interval: Least seconds between two yields of metrics, which grow with the run's age. None yields no metrics.
         log_ranks: Ranks whose lines are shown; None for all. A rank whose failure ends the run is shown as well.
@@ -122,15 +129,24 @@ def follow(
     latest: dict[str, Any] = {}
     shown: dict[str, Any] = {}
     started = next_at = time.monotonic()
+    next_query = started + QUERY_INTERVAL
     while True:
         for event in follower.poll():
             if isinstance(event, LineWritten):
                 on_line(event.text)
+            elif isinstance(event, EngineOpened):
+                log.info("the Spark UI of the training, while it runs: %s", event.url)
             elif isinstance(event, MetricsReported):
                 latest = event.values
         if follower.ended:
             return
         now = time.monotonic()
+        if step is not None and now >= next_query:
+            next_query = now + QUERY_INTERVAL
+            if step.is_terminating():
+                # Dagster interrupts neither the steps of a run that was deleted, nor those whose process it cannot reach.
+                log.warning("the Dagster run has ended or was deleted, so its training ends")
+                opened.handle.cancel()
         if interval is not None and latest != shown and now >= next_at:
             shown, next_at = latest, now + next_interval(interval, now - started)
             yield latest

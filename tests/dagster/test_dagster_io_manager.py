@@ -327,6 +327,22 @@ def test_superseded_versions_go_after_one_more(
     assert len(list((assets_path / "stored").glob("data-*"))) == 2
 
 
+def test_files_that_no_version_names_go_after_an_hour(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store({"version": 1}, manager, instance)
+    (assets_path / "stored" / "data-0123456789abcdef-01234567.json").write_text("1")
+    (assets_path / "stored" / "notes").write_text("mine")
+    store({"version": 2}, manager, instance)
+    assert len(list((assets_path / "stored").glob("data-*"))) == 3
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 2 * UNFINISHED_AFTER)
+    store({"version": 3}, manager, instance)
+    assert load(manager, instance) == {"version": 3}
+    assert len(list((assets_path / "stored").glob("data-*"))) == 2
+    assert (assets_path / "stored" / "notes").exists()
+
+
 def test_two_materializations_at_once_leave_a_complete_version(
     manager: RankZeroIOManager, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:

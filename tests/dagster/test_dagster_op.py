@@ -1,5 +1,6 @@
 """`torch_distributor_op`: an op from a function or a script."""
 
+import runpy
 from pathlib import Path
 
 import dagster as dg
@@ -43,6 +44,25 @@ def test_an_op_takes_inputs_and_configuration_and_gives_rank_zeros_value(resourc
     assert event.step_output_data.metadata["world_size"].value == 3
     assert train.tags["team"] == "vision"
     assert train.description == "Trains."
+
+
+def test_a_relative_script_begins_at_the_file_that_makes_the_op(
+    resources: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fit.py").write_text("import rankzero.train as rt\nrt.set_result('beside')\n")
+    (tmp_path / "defs.py").write_text(
+        "from dagster_rankzero import torch_distributor_op\nfit = torch_distributor_op('fit.py')\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    fit = runpy.run_path(str(tmp_path / "defs.py"))["fit"]
+
+    @dg.job(resource_defs=resources)
+    def pipeline() -> None:
+        fit()
+
+    assert value_of(pipeline.execute_in_process(), "fit") == "beside"
+    assert fit.description == "Runs fit.py on every rank."
 
 
 def test_a_script_is_an_op_that_can_wait_for_others(resources: dict[str, object], tmp_path: Path) -> None:

@@ -140,17 +140,26 @@ def test_configuration_reaches_the_ranks_without_dagster(
         layers: list[int] = [1, 2]
         tags: dict[str, str] = {"a": "b"}
 
+        @property
+        def steps(self) -> int:
+            return 10 * len(self.layers)
+
+        @property
+        def broken(self) -> int:
+            raise ValueError("no such value")
+
     def read(config: Config, nested: dict[str, list[Config]]) -> list[object]:
         return [
             config.optimizer.lr,
             config.layers,
+            config.steps,
             config.tags,
             nested["configs"][0].layers,
             sorted(name for name in sys.modules if name.partition(".")[0].startswith("dagster")),
         ]
 
     returned = torch_distributor.run(asset_context, read, Config(), nested={"configs": [Config(layers=[])]})
-    assert returned.value == [0.5, [1, 2], {"a": "b"}, [], []]
+    assert returned.value == [0.5, [1, 2], 20, {"a": "b"}, [], []]
 
 
 def test_a_large_value_can_be_handed_on_by_reference(

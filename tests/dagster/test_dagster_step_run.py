@@ -14,8 +14,9 @@ import pytest
 from pyarrow import parquet
 from tests.conftest import until
 
-from dagster_rankzero import DELEGATED, MULTIPROCESS, Step, open_run
+from dagster_rankzero import DELEGATED, MULTIPROCESS, Step, open_run, step_run
 from rankzero import Launcher, RunHandle
+from rankzero.pipeline import EngineOpened, LineWritten, Opened
 from rankzero.run import lease as leases
 
 LOG = logging.getLogger(__name__)
@@ -206,3 +207,33 @@ def test_who_interrupts_decides_whether_the_training_goes_on(
         raise raised
     assert caught.value is raised
     assert handle.handle.status().final is not lives
+
+
+def test_the_step_s_log_has_the_address_of_the_spark_ui_while_ranks_train(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Following:
+        ended = True
+
+        def poll(self) -> Iterator[Any]:
+            yield EngineOpened("http://driver:4040")
+            yield LineWritten("[0] trains")
+
+    monkeypatch.setattr(step_run, "Follower", lambda *_, **__: Following())
+    caplog.set_level(logging.INFO)
+    lines: list[str] = []
+    assert list(step_run.follow(Opened(None), None, LOG, lines.append, None)) == []  # type: ignore[arg-type]
+    assert lines == ["[0] trains"]
+    assert "http://driver:4040" in caplog.text
+
+
+def test_a_training_ends_whose_dagster_run_was_deleted(
+    step: Step, open_step: Open, unfinished: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_run, "QUERY_INTERVAL", 0.1)
+    unfinished.add("one")
+    with open_step(step) as opened:
+        until(lambda: opened.handle.status().state == "running", 60, "the training")
+        unfinished.discard("one")
+        assert list(step_run.follow(opened, step, LOG, print, None)) == []
+    assert opened.handle.status().state == "cancelled"

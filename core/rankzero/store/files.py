@@ -7,11 +7,11 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import IO, Any
 
 from rankzero.bounds import UNFINISHED_AFTER
-from rankzero.store.location import is_url
+from rankzero.store.location import is_url, join
 
 PRIVATE_DIRECTORY = 0o700
 
@@ -336,6 +336,24 @@ def remove_unfinished(directory: str, *, deep: bool = True, folders: bool = Fals
                     action(path)
         if not deep:
             below.clear()
+
+
+def remove_strays(directory: str, prefix: str, kept: Collection[str | None]) -> None:
+    """Removes the files in a directory with a prefix that were stored more than `UNFINISHED_AFTER` ago.
+
+    Args:
+        directory: A path or a URL.
+        prefix: Prefix of the files' names.
+        kept: Names of files that stay.
+    """
+    for name in list_names(directory):
+        if name.startswith(prefix) and name not in kept:
+            path = join(directory, name)
+            # Another process may have removed it. The time of its content says nothing about a file that was linked.
+            with contextlib.suppress(OSError):
+                stored = modified(path) if is_url(path) else os.lstat(path).st_ctime
+                if time.time() - stored > UNFINISHED_AFTER:
+                    remove(path)
 
 
 def _last_change(path: str) -> float:

@@ -1,5 +1,7 @@
 """Inputs of a training function: values without objects of Dagster, or the `ResultRef` that the ranks open."""
 
+import contextlib
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -67,8 +69,8 @@ def without_dagster(value: Any) -> Any:
         value: An argument of a training function.
 
     Returns:
-        The value; a `dagster.Config` becomes a `types.SimpleNamespace` with the same attributes
-        and a `dagster.MultiPartitionKey` the string ``"a|b"``.
+        The value; a `dagster.Config` becomes a `types.SimpleNamespace` with the same fields and properties,
+        without its methods, and a `dagster.MultiPartitionKey` the string ``"a|b"``.
 
     Example:
         >>> class Optimizer(dg.Config):
@@ -77,7 +79,8 @@ def without_dagster(value: Any) -> Any:
         namespace(lr=0.1)
     """
     if isinstance(value, dg.Config):
-        return types.SimpleNamespace(**{name: without_dagster(item) for name, item in value})
+        found = {name: without_dagster(item) for name, item in value} | _properties(value)
+        return types.SimpleNamespace(**found)
     if isinstance(value, dg.MultiPartitionKey):
         return str(value)
     if type(value) is list:
@@ -88,6 +91,17 @@ def without_dagster(value: Any) -> Any:
     if type(value) is dict or (isinstance(value, Mapping) and type(value).__module__.startswith("dagster")):
         return {without_dagster(key): without_dagster(item) for key, item in value.items()}
     return value
+
+
+def _properties(config: dg.Config) -> dict[str, Any]:
+    """Returns the values of the properties that a config's own classes define, except of those that raise an error."""
+    found = {}
+    for cls in type(config).__mro__[: type(config).__mro__.index(dg.Config)]:
+        for name, member in vars(cls).items():
+            if isinstance(member, (property, functools.cached_property)) and not name.startswith("_"):
+                with contextlib.suppress(Exception):
+                    found[name] = without_dagster(getattr(config, name))
+    return found
 
 
 def without_annotations(train: Any) -> Any:

@@ -168,14 +168,26 @@ def _is_resource(annotation: Any) -> bool:
 
 
 def build_script_compute(
-    script: str | os.PathLike[str] | Sequence[str], args: tuple[Any, ...], resource_key: str, options: Mapping[str, Any]
+    script: str | os.PathLike[str] | Sequence[str],
+    args: tuple[Any, ...],
+    resource_key: str,
+    options: Mapping[str, Any],
+    folder: str,
 ) -> Callable[..., Any]:
-    """Builds the function of an op that runs a script, a command, or ``"package.module:function"``."""
+    """Builds the function of an op that runs a script, a command, or ``"package.module:function"``.
+
+    A relative path of a script that exists in ``folder`` begins there, as a script of an Airflow task does at its file.
+    """
+    program = script
+    if isinstance(script, (str, os.PathLike)) and os.path.isfile(
+        beside := os.path.abspath(os.path.join(folder, script))
+    ):
+        program = beside
 
     # The function has no return annotation, under which Dagster would not accept an Output object.
     def compute(context: dg.OpExecutionContext):  # type: ignore[no-untyped-def]
         resource: TorchDistributorResource = getattr(context.resources, resource_key)
-        return resource.options(**options).run(context, script, *args)
+        return resource.options(**options).run(context, program, *args)
 
     words = [os.fspath(script)] if isinstance(script, (str, os.PathLike)) else list(script)
     name = os.path.basename(words[0]).removeprefix("-m ").removesuffix(".py").rpartition(":")[2]

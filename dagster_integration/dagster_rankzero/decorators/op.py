@@ -1,6 +1,7 @@
 """`torch_distributor_op`: an op whose function or script runs on every rank."""
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -49,7 +50,7 @@ def torch_distributor_op(
     `torch_asset`. A script has no inputs; order it with ``ins={"start": In(Nothing)}``.
 
     Args:
-        train: A function, ``"path/to/script.py"``, ``"package.module:function"``, ``"-m package.module"``, or a command
+        train: A function, ``"path/to/script.py"`` (relative to the calling file, else to the working directory), ``"package.module:function"``, ``"-m package.module"``, or a command
             as a list of words.
         args: The rest of the command line, or the arguments of ``"package.module:function"``.
         num_processes: World size, the smallest and the largest, or ``"auto"``; None: the resource's.
@@ -89,6 +90,7 @@ def torch_distributor_op(
     if train is None:
         return decorate
     if isinstance(train, (str, os.PathLike, list, tuple)):
-        return make(build_script_compute(train, tuple(args), resource_key, changes))
+        caller = sys._getframe(1).f_globals.get("__file__", "")
+        return make(build_script_compute(train, tuple(args), resource_key, changes, os.path.dirname(caller)))
     assert callable(train)
     return decorate(train)

@@ -3,8 +3,8 @@
     <asset>[/<partition>]/data-<sha16>-<nonce>.<format>
     <asset>[/<partition>]/manifest.json      written last, atomically
 
-Until the new manifest is written, readers see the complete previous version; a crash leaves at most an
-unreferenced data file, and temporary files that a commit removes after an hour. A committed version survives a power
+Until the new manifest is written, readers see the complete previous version; a crash, or commits at the same time,
+leave at most data files that no manifest names and temporary files, which a commit removes after an hour. A committed version survives a power
 failure. The previous version stays until the next one is committed, since handles of it may still be in use. Each name
 is written once, so no commit removes the file that another one is about to commit.
 """
@@ -22,6 +22,7 @@ from rankzero.pipeline import fingerprint_of, formats, split, store, verify
 
 MANIFEST = "manifest.json"
 
+_PREFIX = "data-"
 _NAME_DIGITS = 16
 _CHUNK = 8 << 20
 
@@ -85,7 +86,7 @@ def read_manifest(directory: str) -> Manifest:
         )
     for name in (facts["data"], facts.get("superseded")):
         # It is opened and deleted, so it must not lead out of the directory.
-        if name is not None and not re.fullmatch(r"data-[A-Za-z0-9.-]+", str(name)):
+        if name is not None and not re.fullmatch(rf"{_PREFIX}[A-Za-z0-9.-]+", str(name)):
             raise _damaged(path, ValueError(f"{name!r} is not the name of a data file"))
     try:
         return Manifest(**facts)
@@ -149,7 +150,7 @@ def commit(
         else:
             size, digest = formats.write(value, file_format, path)
             summary = formats.summarize(value)
-        name = f"data-{split(digest)[1][:_NAME_DIGITS]}-{secrets.token_hex(4)}.{file_format}"
+        name = f"{_PREFIX}{split(digest)[1][:_NAME_DIGITS]}-{secrets.token_hex(4)}.{file_format}"
         target = store.join(directory, name)
         if not ref:
             store.upload(path, target)
@@ -162,6 +163,7 @@ def commit(
     store.sync_directory(os.path.dirname(directory))
     if obsolete is not None:
         store.remove(store.join(directory, obsolete))
+    store.remove_strays(directory, _PREFIX, (name, superseded))
     return manifest.reference(directory)
 
 
