@@ -333,5 +333,7 @@ class TorchDistributorOperator(BaseOperator):
         options = {name: getattr(self, name) for name in templates.OPTIONS}
         options |= {"env": as_text("env", self.env), "store": store}
         options |= {name: value for name, value in decided_here.items() if options[name] is None}
-        run_id = run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index)
+        # A task that executes operators itself has a run for each.
+        task_id = ti.task_id if ti.task_id == self.task_id else f"{ti.task_id}.{self.task_id}"
+        run_id = run_id_of(ti.dag_id, ti.run_id, task_id, map_index)
         return Launcher(**options, engine=engine, run_id=run_id, labels=names)

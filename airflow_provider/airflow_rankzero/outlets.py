@@ -36,7 +36,7 @@ def record(task: Any, context: Context, handle: RunHandle[Any]) -> str | None:
         attempt(log, "the extra of the asset events", lambda: fill_outlets(context, facts), None)
     attempt(log, "the table of reports", lambda: log_groups.show_reports(log, rows), None)
     attempt(log, "the description of the result", lambda: log_groups.show(log, "Result", facts), None)
-    attempt(log, "the note of the delivery", lambda: offer(handle, task, TaskTry(context["ti"])), None)
+    attempt(log, "the note of the delivery", lambda: offer(handle, TaskTry(context["ti"])), None)
     return facts.get("uri")
 
 

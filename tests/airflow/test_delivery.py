@@ -36,6 +36,30 @@ def test_the_listener_acknowledges_what_airflow_has_stored(
     assert delivery.receiver["try"] == 1
 
 
+def test_each_operator_that_a_task_executes_has_a_run_which_is_acknowledged(
+    dag: Any, run_dag: RunDag, tmp_path: Path
+) -> None:
+    from airflow.sdk import task
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    @task
+    def both(**context: Any) -> list[int]:
+        return [
+            TorchDistributorOperator(
+                task_id=name, train=train, num_processes=1, conn_id="here", store=str(tmp_path)
+            ).execute(context)
+            for name in ("first", "second")
+        ]
+
+    both()
+    outcome = run_dag(dag)
+    assert outcome.xcom("both") == [7, 7], outcome.errors
+    handles = [RunHandle.attach(job.parent) for job in sorted(tmp_path.glob("*/job.json"))]
+    assert [handle.id.split("__")[-1].rpartition("-")[0] for handle in handles] == ["both.first", "both.second"]
+    assert all(handle.delivery().acknowledged for handle in handles)
+
+
 def test_a_result_that_airflow_could_not_store_waits(
     dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_of: Callable[[], RunHandle[Any]]
 ) -> None:
