@@ -10,8 +10,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from airflow_rankzero._compat import AirflowException, AirflowFailException, AirflowRescheduleException
 from airflow_rankzero import log_groups
+from airflow_rankzero._compat import AirflowException, AirflowFailException, AirflowRescheduleException
 from airflow_rankzero.links import push_links
 from airflow_rankzero.tries import STATES_OF_USERS, TaskTry
 from rankzero import RunHandle

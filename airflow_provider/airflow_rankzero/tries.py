@@ -115,9 +115,9 @@ class TaskTry:
     def state(self) -> str | None:
         """Returns the state that Airflow has of the task instance; ``"running"`` if it cannot be queried.
 
-        If it is none of `STATES_OF_USERS`, a process was asked to exit because its worker shuts down, or because Airflow missed its heartbeats, counts
-        it as dead, and schedules a retry. Must not be called in a signal handler: it sends a request to the supervisor,
-        and the handler may have interrupted another request.
+        If it is none of `STATES_OF_USERS`, a process was asked to exit because its worker shuts down, or because
+        Airflow missed its heartbeats, counts it as dead, and schedules a retry. Must not be called in a signal handler:
+        it sends a request to the supervisor, and the handler may have interrupted another request.
         """
         try:
             return state_of(self.ti, self.ti.get_task_states)

@@ -144,7 +144,7 @@ def follow(
         if step is not None and now >= next_query:
             next_query = now + QUERY_INTERVAL
             if step.is_terminating():
-                # Dagster interrupts neither the steps of a run that was deleted, nor those whose process it cannot reach.
+                # Dagster does not interrupt the steps of a run that was deleted, or whose process it cannot reach.
                 log.warning("the Dagster run has ended or was deleted, so its training ends")
                 opened.handle.cancel()
         if interval is not None and latest != shown and now >= next_at:

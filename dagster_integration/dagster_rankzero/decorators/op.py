@@ -50,8 +50,8 @@ def torch_distributor_op(
     `torch_asset`. A script has no inputs; order it with ``ins={"start": In(Nothing)}``.
 
     Args:
-        train: A function, ``"path/to/script.py"`` (relative to the calling file, else to the working directory), ``"package.module:function"``, ``"-m package.module"``, or a command
-            as a list of words.
+        train: A function, ``"path/to/script.py"`` (relative to the calling file, else to the working directory),
+            ``"package.module:function"``, ``"-m package.module"``, or a command as a list of words.
         args: The rest of the command line, or the arguments of ``"package.module:function"``.
         num_processes: World size, the smallest and the largest, or ``"auto"``; None: the resource's.
         use_gpu: Whether every rank gets a GPU; None: the resource's value.

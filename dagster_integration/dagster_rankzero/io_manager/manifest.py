@@ -4,9 +4,9 @@
     <asset>[/<partition>]/manifest.json      written last, atomically
 
 Until the new manifest is written, readers see the complete previous version; a crash, or commits at the same time,
-leave at most data files that no manifest names and temporary files, which a commit removes after an hour. A committed version survives a power
-failure. The previous version stays until the next one is committed, since handles of it may still be in use. Each name
-is written once, so no commit removes the file that another one is about to commit.
+leave at most data files that no manifest names and temporary files, which a commit removes after an hour. A committed
+version survives a power failure. The previous version stays until the next one is committed, since handles of it may
+still be in use. Each name is written once, so no commit removes the file that another one is about to commit.
 """
 
 import json
