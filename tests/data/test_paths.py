@@ -71,6 +71,33 @@ def test_a_parquet_table_is_read_in_its_order(parquet: Path, tmp_path: Path) -> 
     assert batches[1]["x"][0] == 32.0
 
 
+def write_arrow(rows: Any, path: Path) -> None:
+    with pa.ipc.new_file(path, rows.schema) as writer:
+        writer.write_table(rows)
+
+
+@pytest.mark.parametrize("write", [pq.write_table, write_arrow])
+def test_views_and_extension_types_are_read_as_what_they_store(tmp_path: Path, write: Any) -> None:
+    pixels = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(8, dtype=np.float32).reshape(2, 2, 2))
+    columns = {
+        "id": pa.array([1, 2]),
+        "text": pa.array(["a", "a text longer than twelve"], pa.string_view()),
+        "data": pa.array([b"x", None], pa.binary_view()),
+        "key": pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0" * 16, b"1" * 16], pa.binary(16))),
+        "pixels": pixels,
+    }
+    path = tmp_path / ("t.arrow" if write is write_arrow else "t.parquet")
+    write(pa.table(columns), path)
+    shard = shard_of(manifest_of_path(str(path), "train"), tmp_path)
+    for shuffle in (False, True):
+        [batch] = shard.iter_batches(2, shuffle=shuffle)
+        order = [number - 1 for number in batch["id"].tolist()]
+        assert [batch["text"][order.index(number)] for number in (0, 1)] == ["a", "a text longer than twelve"]
+        assert sorted(batch["data"], key=str) == [None, b"x"]
+        assert sorted(batch["key"]) == [b"0" * 16, b"1" * 16]
+        assert batch["pixels"][order].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 @pytest.mark.parametrize("compression", ["uncompressed", "zstd"])
 def test_an_arrow_file_is_read(tmp_path: Path, compression: str) -> None:
     pyarrow.feather.write_feather(table(1000), tmp_path / "t.arrow", compression=compression, chunksize=300)

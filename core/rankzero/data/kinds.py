@@ -12,6 +12,7 @@
 | array of other lengths | `rankzero.data.columns.Ragged`: values and offsets |
 | struct | a dict of its fields |
 | vector of Spark ML, dense or sparse | ``torch.float64``, ``n`` x ``k`` |
+| extension type, such as a UUID or a tensor of fixed shape | as the type that it is stored in |
 | null | nan in floats and decimals; elsewhere an error |
 | map, union, interval of months, variant, array of strings or of ragged arrays | an error |
 
@@ -62,6 +63,15 @@ def _why_not(kind: Any) -> str | None:
     if _is_number(kind) or is_text(kind):
         return None
     return "this type cannot become a tensor; leave the column out, or convert it to numbers"
+
+
+def stored(kind: Any) -> Any:
+    """Returns the type in which ranks read a column: the storage of an extension type, and no views."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return stored(kind.storage_type)
+    return {"string_view": pa.string(), "binary_view": pa.binary()}.get(str(kind), kind)
 
 
 def is_list(kind: Any) -> bool:

@@ -137,7 +137,7 @@ class Reader:
     def _group(self, file: File, group: int, writable: bool) -> tuple[Any, bool]:
         if self._manifest.format == ARROW and not store.is_url(file.location):
             batch, is_mapped = self._mapped(file.location, group, writable)
-            if is_mapped:
+            if is_mapped and all(batch.column(name).type == kind for name, kind in self._stored(file)):
                 _check(batch, file, group)
                 return self._selected(batch, file), True
         path = os.path.join(self._scratch, f"{self._key}-{_digits(file.location)}-{group}.arrow")
@@ -176,23 +176,27 @@ class Reader:
                 arrays.append(batch.column(name))
         return pa.RecordBatch.from_arrays(arrays, self.columns)
 
+    def _stored(self, file: File) -> list[tuple[str, Any]]:
+        """Returns name and type of the columns to read that are in a file, and not in its name."""
+        return [(name, self._schema.field(name).type) for name in self.columns if name not in file.partition]
+
     def _decoded(self, file: File, group: int) -> Any:
         """Decodes a group into memory of this process."""
         import pyarrow as pa
 
-        stored = [name for name in self.columns if name not in file.partition]
+        kinds = pa.schema(self._stored(file))
         # A mapping avoids a copy of a local file.
         opened = open_file(file.location) if store.is_url(file.location) else pa.memory_map(file.location)
         with opened as source:
             if self._manifest.format == ARROW:
-                return pa.ipc.open_file(source).get_batch(group)
-            import pyarrow.parquet as pq
+                table = pa.Table.from_batches([pa.ipc.open_file(source).get_batch(group)])
+            else:
+                import pyarrow.parquet as pq
 
-            # A column has one type in the dataset, which can differ from its type in this file.
-            table = pq.ParquetFile(source, **PARQUET_OPTIONS).read_row_group(group, columns=stored)
-        if not stored:
+                table = pq.ParquetFile(source, **PARQUET_OPTIONS).read_row_group(group, columns=kinds.names)
+        if not kinds.names:
             return pa.RecordBatch.from_arrays([pa.nulls(file.rows[group])], [""])
-        kinds = pa.schema([self._schema.field(name) for name in stored])
+        # A column has one type in the dataset, which can differ from its type in this file.
         batches = fit(table, kinds).to_batches()
         return _in_one(batches) if batches else pa.RecordBatch.from_pylist([], kinds)
 

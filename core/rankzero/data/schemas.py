@@ -262,7 +262,7 @@ def _with_nulls(file: File, inside: Any, schema: Any, kind: str, where: str) -> 
         found = inside.field(field.name).type
         try:
             # Ranks decode Parquet into the table's type, but map Arrow files without conversion.
-            if found != field.type and kind == ARROW:
+            if kinds.stored(found) != field.type and kind == ARROW:
                 raise pa.ArrowInvalid(f"it is {found}")
             pa.nulls(0, found).cast(field.type)
         except pa.ArrowException as error:

@@ -151,6 +151,7 @@ def _delta(location: str, version: int | None) -> tuple[Any, str]:
 
 
 def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manifest:
+    import pyarrow as pa
     from pyarrow import dataset
 
     fragments = list(data.get_fragments())
@@ -177,7 +178,7 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
         # The larger of encoded and decoded size: a dictionary encodes a long text in a byte, a repeated value in none.
         size = max(size, int(sum(sum(file.rows) for file in files) * _decoded_row(fragments)))
     schema = data.schema if digest else schema_of_files(data.schema, schemas, where)
-    schema = schema.remove_metadata()
+    schema = pa.schema([field.with_type(kinds.stored(field.type)) for field in schema])
     kinds.check(schema, where)
     check_nulls(schema, (counts for *_, counts in described), where)
     content = digest or " ".join([*(facts for _, _, facts, _ in described), str(schema)])
