@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -171,3 +172,18 @@ def test_a_group_behind_a_link_in_the_place_of_a_directory_is_not_taken(tmp_path
     (tmp_path / "rankzero-agent-link").symlink_to(elsewhere)
     assert decoded.place(str(tasks[0] / "group.arrow"), lambda: batch_of(2)) is None
     assert number_at(tasks[0] / "group.arrow") == 2
+
+
+def test_decoded_rows_take_at_most_half_of_a_tmpfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=20 << 30, free=9 << 30))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        assert decoded.place(os.path.join(memory, "group.arrow"), lambda: batch_of(1)) == batch_of(1)
+        assert not os.path.exists(os.path.join(memory, "group.arrow"))
+    if not is_memory(str(tmp_path)):
+        assert decoded.place(str(tmp_path / "group.arrow"), lambda: batch_of(1)) is None
+
+
+def is_memory(path: str) -> bool:
+    done = subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True)
+    return done.stdout.strip() == "tmpfs"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import glob
 import os
 import shutil
@@ -19,7 +20,7 @@ from typing import Any
 from rankzero import bounds
 
 SPARE = 2 << 30
-"""Bytes that decoded rows leave free on the disk of the scratch directory."""
+"""Bytes that decoded rows leave free on the disk of the scratch directory; of a tmpfs at least half."""
 
 
 def place(path: str, decode: Callable[[], Any]) -> Any:
@@ -45,7 +46,10 @@ def _write(path: str, batch: Any) -> bool:
     """Writes a group atomically; returns False if the disk has no room."""
     import pyarrow as pa
 
-    if shutil.disk_usage(os.path.dirname(path)).free < batch.nbytes + SPARE:
+    directory = os.path.dirname(path)
+    room = shutil.disk_usage(directory)
+    spare = max(SPARE, room.total // 2) if _is_memory(directory) else SPARE
+    if room.free < batch.nbytes + spare:
         return False
     writing = f"{path}.{threading.get_native_id()}.writing"
     try:
@@ -57,6 +61,16 @@ def _write(path: str, batch: Any) -> bool:
             os.unlink(writing)
         return False
     return True
+
+
+@functools.cache
+def _is_memory(directory: str) -> bool:
+    """Returns True for a directory of a tmpfs, whose files are memory of this host or container."""
+    device = os.stat(directory).st_dev
+    mount = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+        return any(line.split()[2] == mount and " - tmpfs " in line for line in mounts)
+    return False
 
 
 @contextlib.contextmanager
