@@ -117,5 +117,6 @@ class TrainingArguments(OperatorArguments, total=False):
     master: str | None
     spark_conf: Mapping[str, str] | None
     retry_user_errors: bool
+    skip_on_exit_code: int | Collection[int] | None
     log_ranks: Sequence[int] | None
     deferrable: bool

@@ -14,6 +14,7 @@ from airflow_rankzero import config, log_groups, paths, templates, tries
 from airflow_rankzero._compat import (
     AirflowFailException,
     AirflowNotFoundException,
+    AirflowSkipException,
     TaskDeferralError,
     TaskDeferralTimeout,
     conf,
@@ -28,7 +29,7 @@ from airflow_rankzero.task_run import TaskLog
 from airflow_rankzero.tries import TaskTry, run_id_of
 from airflow_rankzero.xcom import value_of
 from rankzero import CheckpointConfig, Launcher, RunHandle
-from rankzero.errors import InvalidJobError, RankZeroError
+from rankzero.errors import InvalidJobError, RankZeroError, WorkerFailedError
 from rankzero.pipeline import Follower, attempt, described, detaching, end, may_retry
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class TorchDistributorOperator(BaseOperator):
             (templated). None: an embedded ``local[N]`` Spark.
         spark_conf: Spark configuration (templated); overrides the connection's.
         retry_user_errors: True applies ``retries`` to exceptions of the training function, too.
+        skip_on_exit_code: Exit codes with which the training function skips the task, as by ``sys.exit(99)``: one, or
+            several; None for none.
         log_ranks: Ranks whose lines the task's log shows, such as ``[0]``; None for all. A rank whose failure ends the
             run is shown as well, and every line is in the run directory.
         deferrable: True frees the worker slot while the ranks train; the triggerer follows them. The driver of the
@@ -76,6 +79,7 @@ class TorchDistributorOperator(BaseOperator):
 
     Raises:
         AirflowFailException: the job cannot be run as described, so no retry can help.
+        AirflowSkipException: the first rank to end did so with one of ``skip_on_exit_code``.
         rankzero.WorkerFailedError: a rank failed; holds the first cause.
         rankzero.RankZeroError: other subclasses for slots, time, cancellation, the result.
         AirflowRescheduleException: this worker is shut down; the training continues, and the task attaches to it again.
@@ -121,6 +125,7 @@ class TorchDistributorOperator(BaseOperator):
         master: str | None = None,
         spark_conf: Mapping[str, str] | None = None,
         retry_user_errors: bool = True,
+        skip_on_exit_code: int | Collection[int] | None = None,
         log_ranks: Sequence[int] | None = None,
         deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
         **kwargs: Unpack[OperatorArguments],
@@ -137,6 +142,7 @@ class TorchDistributorOperator(BaseOperator):
         self.master = master
         self.spark_conf = spark_conf
         self.retry_user_errors = retry_user_errors
+        self.skip_on_exit_code = [skip_on_exit_code] if isinstance(skip_on_exit_code, int) else skip_on_exit_code or ()
         self.log_ranks = None if log_ranks is None else list(log_ranks)
         self.deferrable = deferrable
         self._killed = False
@@ -306,6 +312,8 @@ class TorchDistributorOperator(BaseOperator):
         try:
             value = value_of(handle, self, context["ti"])
         except RankZeroError as error:
+            if isinstance(error, WorkerFailedError) and error.exit_code in self.skip_on_exit_code:
+                raise AirflowSkipException(f"rank {error.rank} exited with code {error.exit_code}") from error
             self._facts = replace(self._facts, error=error)
             final = self._final(error, has_checkpoint=handle.status().checkpoint is not None)
             if final is error:

@@ -25,6 +25,7 @@ OF_THE_OPERATOR_ALONE = {
     "spark_conf": "the engine",
     "deferrable": "Airflow's own",
     "retry_user_errors": "of a pipeline, as Dagster's resource has it",
+    "skip_on_exit_code": "the state of the task, as Airflow's own operators have it",
     "log_ranks": "of whoever follows, as Dagster's resource has it",
 }
 OTHER_DEFAULTS = {

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -152,6 +153,26 @@ def test_failing_rank_fails_the_task_with_its_cause(dag: Any, run_dag: RunDag, t
     assert isinstance(error, WorkerFailedError)
     assert error.rank == 1
     assert "ZeroDivisionError: rank one gave up" in str(error)
+
+
+@pytest.mark.parametrize("codes", [99, (98, 99)])
+def test_a_training_skips_its_task_by_an_exit_code(dag: Any, run_dag: RunDag, tmp_path: Path, codes: Any) -> None:
+    from airflow.sdk import task
+
+    from airflow_rankzero import torch_distributor
+
+    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path), skip_on_exit_code=codes)
+    def train(code: int) -> int:
+        sys.exit(code)
+
+    @task
+    def deploy(model: Any) -> None:
+        pass
+
+    deploy(train.override(task_id="nothing")(99))
+    train.override(task_id="broken")(97)
+    outcome = run_dag(dag)
+    assert [outcome.task_state(name) for name in ("nothing", "deploy", "broken")] == ["skipped", "skipped", "failed"]
 
 
 def test_mapped_decorated_function_runs_on_the_connection(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
