@@ -218,16 +218,3 @@ def test_a_batch_size_of_numpy_is_a_number(tmp_path: Path) -> None:
         return [len(batch["x"]) for batch in shard.iter_batches(np.int64(2))]  # type: ignore[arg-type]
 
     assert Launcher(store=tmp_path / "store", dataset=parquet).run(train) == [2, 1]
-
-
-def test_a_dataframe_among_the_arguments_is_a_dataset() -> None:
-    class DataFrame:
-        """As pyspark's, which refuses to be pickled."""
-
-        def __reduce__(self) -> str:
-            raise RuntimeError("It appears that you are attempting to ... see SPARK-5063.")
-
-    with pytest.raises(InvalidJobError) as raised:
-        Launcher().run(print, DataFrame())
-    assert "argument" in str(raised.value)
-    assert str(raised.value).endswith("give a DataFrame as Launcher(dataset=df)")

@@ -131,9 +131,7 @@ def _pickle(
     try:
         pickler.dump(parts)
     except Exception as error:
-        why = "Spark's objects stay in this process; give a DataFrame as Launcher(dataset=df)"
-        why = why if "SPARK-5063" in str(error) else str(error)
-        raise InvalidJobError(f"{find_culprit()} cannot be pickled: {why}", code="RZ-1004") from error
+        raise InvalidJobError(f"{find_culprit()} cannot be pickled: {error}", code="RZ-1004") from error
     return pack(buffer.getvalue(), buffers), zip_modules(pickler.needed | needed)
 
 
