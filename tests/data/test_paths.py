@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import json
 import os
 import random
 import re
@@ -589,8 +590,10 @@ def test_bad_arguments_are_named(parquet: Path, tmp_path: Path) -> None:
 
 def test_a_batch_size_may_be_a_number_of_numpy(parquet: Path, tmp_path: Path) -> None:
     shard = shard_of(manifest_of_path(str(parquet), "train"), tmp_path)
-    assert len(list(shard.iter_batches(np.int64(500)))) == 3
-    assert shard.state_dict() == {"epoch": 1, "consumed": [], "rows": 1003}
+    batches = shard.iter_batches(np.int64(500))
+    assert len(next(batches)["id"]) == 500
+    assert json.loads(json.dumps(shard.state_dict())) == shard.state_dict()
+    assert len(list(batches)) == 2
 
 
 def test_a_file_url_is_a_path(parquet: Path) -> None:
