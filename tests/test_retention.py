@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -184,6 +186,24 @@ def test_one_unreadable_directory_stops_no_other(root: str) -> None:
     assert sorted(done.problems) == [torn.directory, strange.directory]
     assert "another version of rankzero" in done.problems[strange.directory]
     assert names(root) == ["b", "c"]
+
+
+@pytest.mark.parametrize("moment", ["claim_removal", "newest_claim", "job"])
+def test_a_run_that_another_collector_removes_meanwhile_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    root = str(tmp_path)
+    make_run(root, "a", ended(OLD))
+    method = getattr(RunDirectory, moment)
+
+    def late(run: RunDirectory, *arguments: Any) -> Any:
+        shutil.rmtree(run.directory, ignore_errors=True)
+        return method(run, *arguments)
+
+    monkeypatch.setattr(RunDirectory, moment, late)
+    done = collect(root, MONTH)
+    assert (done.removed, done.problems) == ([], {})
+    assert names(root) == []
 
 
 def test_a_store_that_is_not_there_is_empty(root: str) -> None:

@@ -10,6 +10,7 @@ deleted first, and without it there is no run. The next `collect` finds the clai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -185,6 +186,8 @@ def collect(
             elif age.state not in (ABANDONED, HALF_REMOVED):
                 checkpoints += _remove_earlier(RunDirectory(directory), now - older_than, dry_run)
         except Exception as error:
+            if isinstance(error, (FileNotFoundError, RunNotFoundError)) and _has_gone(directory):
+                continue
             # Drivers of object stores raise their own types of exceptions.
             logger.debug("%s stays", directory, exc_info=True)
             problems[directory] = f"{type(error).__name__}: {error}"
@@ -214,6 +217,17 @@ def _inspect(directory: str) -> tuple[int, Age] | None:
     newest = run.newest_claim()
     age = _age(run, newest)
     return None if age is None else (newest, age)
+
+
+def _has_gone(directory: str) -> bool:
+    """Returns True if another collector has removed a run; removes empty directories that a claim has made since."""
+    with contextlib.suppress(Exception):
+        run = RunDirectory(directory)
+        if not store.exists(run.path("job.json")):
+            for folder, _, _ in () if run.is_remote or run.is_own() else os.walk(directory, topdown=False):
+                os.rmdir(folder)
+            return True
+    return False
 
 
 def _is_hidden(directory: str) -> bool:
@@ -266,7 +280,10 @@ def _age_of_rows(run: RunDirectory) -> Age | None:
     others = [path for path in map(run.path, (MANIFESTS, "token")) if store.exists(path)]
     root, name = run.directory.rstrip("/").rsplit("/", 1)
     readers = [age for other in store.list_names(root) if (age := _age_of_reader(store.join(root, other), name))]
-    since = max([*map(store.modified, [*files, *others]), *(age.since for age in readers)])
+    times = [*map(store.modified, [*files, *others]), *(age.since for age in readers)]
+    if not times:
+        return None
+    since = max(times)
     return Age(ABANDONED, all(age.final for age in readers), since, since)
 
 
@@ -304,6 +321,7 @@ def _remove(run: RunDirectory, newest: int, age: Age) -> bool:
     if run.newest_claim() != own or _age(run, newest) != age:
         # A submitter that waits for the end of this claim continues.
         run.release(own)
+        _has_gone(run.directory)
         return False
     if run.is_remote:
         _remove_objects(run, own)
@@ -326,7 +344,9 @@ def _remove(run: RunDirectory, newest: int, age: Age) -> bool:
 
 
 def _remove_hidden(directory: str) -> None:
-    store.remove(directory)
+    # Another collector, which has not seen the new name, may add a claim to it.
+    for _ in range(2):
+        store.remove(directory)
     if os.path.exists(directory):
         raise OSError(f"{directory} cannot be removed entirely: check the owner of its files")
 
