@@ -384,6 +384,7 @@ def _arrays(columns: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _array(column: Any) -> Any:
     """Returns a column of a batch as an Arrow array."""
+    import numpy
     import pyarrow as pa
     import torch
 
@@ -397,7 +398,7 @@ def _array(column: Any) -> Any:
     if isinstance(column, torch.Tensor):
         column = column.detach().cpu()
         column = (column.float() if column.dtype == torch.bfloat16 else column).numpy()
-    if hasattr(column, "dtype") and hasattr(column, "flags"):
+    if isinstance(column, numpy.ndarray):
         # A matrix stays one of two dimensions however it is reshaped; Arrow knows this machine's order of bytes only.
         column = columns.native(column)
     if isinstance(column, Mapping):
