@@ -64,7 +64,7 @@ def test_options_makes_a_checked_copy() -> None:
     assert launcher.num_processes == 2
     with pytest.raises(InvalidJobError, match="num_processes is 0"):
         launcher.options(num_processes=0)
-    with pytest.raises(InvalidJobError, match="no option num_process"):
+    with pytest.raises(InvalidJobError, match="no option 'num_process' .did you mean 'num_processes'"):
         launcher.options(num_process=4)
 
 
