@@ -115,4 +115,5 @@ def test_a_new_option_is_one_entry(tmp_path: Path) -> None:
     assert page.count(entry.format("None")) == 2, "for the launcher and the operator"
     assert entry.format("null") in page
     shown = re.findall(r"^    cool_down: (.*),$", page, re.MULTILINE)
-    assert shown == ["float | None = None", "float | str | None = None", "float | None = None"]
+    # `distributed`, `Launcher`, the operator, the resource.
+    assert shown == ["float | None = None"] * 2 + ["float | str | None = None", "float | None = None"]

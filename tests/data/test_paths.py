@@ -403,7 +403,7 @@ def test_a_loaded_position_is_that_of_its_epoch_only(
                 assert each.state_dict() == {**resume, "epoch": epoch, "consumed": resume["consumed"][: epoch == 2]}
         return [ids_of(shard.iter_batches(100, shuffle=True)), ids_of(loader)]
 
-    state = {"epoch": 2, "consumed": [[1, 100, 0, 3]], "rows": 1003}
+    state = {"epoch": 2, "consumed": [[1, 100, 0, 3]], "rows": 1003, "seed": 0}
     for epoch, begin in ((2, 300), (0, 0), (3, 0)):
         assert orders(state, epoch) == [order[begin:] for order in orders(None, epoch)]
 
@@ -446,7 +446,7 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
         data = shard_of(manifest, tmp_path, rank, world_size).to_torch(50, shuffle=True)
         return rt.prepare_data_loader(DataLoader(data, batch_size=None, num_workers=workers))
 
-    seen, state = [], {"epoch": 0, "consumed": [], "rows": 1003}
+    seen, state = [], {"epoch": 0, "consumed": [], "rows": 1003, "seed": 0}
     for world_size, count in ((2, 4), (3, 1), (2, 1), (1, 100)):
         for rank in range(world_size):
             loader = loader_of(rank, world_size)
@@ -457,7 +457,7 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
             after = loader.state_dict()
         state = after
     assert sorted(seen) == list(range(1003))
-    assert state == {"epoch": 1, "consumed": [], "rows": 1003}
+    assert state == {"epoch": 1, "consumed": [], "rows": 1003, "seed": 0}
     with pytest.raises(ValueError, match="dataset of 7 rows; this one has 1003"):
         loader.load_state_dict({**state, "rows": 7})
     with pytest.raises(TypeError, match="batch_size=None"):
