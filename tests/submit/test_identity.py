@@ -767,6 +767,30 @@ def test_objects_that_are_nested_deeply_count_with_what_surrounds_them(
     assert not caplog.records
 
 
+def test_a_submodule_counts_that_a_function_reaches_through_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"acme_{secrets.token_hex(4)}"
+    models = tmp_path / name / "models"
+    models.mkdir(parents=True)
+    (tmp_path / name / "__init__.py").touch()
+    (models / "__init__.py").touch()
+    net = models / "net.py"
+    net.write_text("def layers():\n    return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made: dict[str, Any] = {"__name__": "__main__"}
+    exec(f"import {name}.models.net\nimport {name}.models as m\n", made)
+    for body in (f"return {name}.models.net.layers()", "return [m.net.layers() for _ in range(2)]"):
+        exec(
+            f"def train():\n    {body}\nclass Net:\n    def f(self):\n        {body}\ndef use():\n    return Net", made
+        )
+        for function in (made["train"], made["use"]):
+            net.write_text("def layers():\n    return 1\n")
+            before = identity_of(function, (), {}, 1)
+            net.write_text("def layers():\n    return 2\n")
+            assert compare(before, identity_of(function, (), {}, 1)).differing == (f"module {name}.models.net",)
+
+
 # -- what is shipped beside the modules --------------------------------------------------------
 
 

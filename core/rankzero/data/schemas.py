@@ -106,7 +106,10 @@ def fit(table: Any, schema: Any) -> Any:
 
 
 def portable(table: Any) -> Any:
-    """Returns a table in types that Spark reads from Parquet: times in microseconds, half precision as float32."""
+    """Returns a table in types that Spark reads from Parquet: times in microseconds, half precision as float32.
+
+    Categories become their values: each batch has categories of its own, and their numbers may not fit together.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -121,6 +124,8 @@ def _portable(kind: Any) -> Any:
     import pyarrow as pa
 
     types = pa.types
+    if types.is_dictionary(kind):
+        return _portable(kind.value_type)
     if types.is_timestamp(kind):
         return pa.timestamp("us", kind.tz)
     if types.is_time(kind):

@@ -135,24 +135,46 @@ def remaining(rows: int, consumed: list[Stretch]) -> Spans:
     return spans
 
 
-def united(of_ranks: list[list[list[Any]]]) -> list[Stretch]:
-    """Returns the consumed parts of an epoch from those of each rank, which differ in the last part at most.
+ALL = 1 << 40
+"""Number of batches of a rank that has consumed its whole part, more than any part has."""
+
+
+def united(of_ranks: list[tuple[int, list[list[Any]]]]) -> tuple[int, list[Stretch]]:
+    """Returns the epoch and its consumed parts from the positions of all ranks.
 
     Args:
-        of_ranks: For each rank the JSON of its stretches. A rank that has consumed nothing in the last one lacks it.
+        of_ranks: For each rank its epoch, and the JSON of its stretches. They differ in the last stretch at most: a
+            rank that has consumed nothing of it lacks it, and one that has consumed all of it is in the next epoch.
+
+    Raises:
+        ValueError: the ranks are in epochs that are not one after the other, so there is no common position.
 
     Example:
-        >>> united([[[2, 8, 0, 5]], [[2, 8, 0, 3]]])
-        [Stretch(world_size=2, batch_size=8, drop_last=False, batches=(5, 3))]
+        >>> united([(0, [[2, 8, 0, 5]]), (0, [[2, 8, 0, 3]])])
+        (0, [Stretch(world_size=2, batch_size=8, drop_last=False, batches=(5, 3))])
     """
-    longest = max(of_ranks, key=len)
-    before = longest[:-1] if any(stretches != longest for stretches in of_ranks) else longest
-    last = [stretches[len(before) :] for stretches in of_ranks]
-    if not any(last):
-        return [Stretch.from_json(values) for values in before]
-    now = Stretch.from_json(longest[-1])
-    batches = tuple(Stretch.from_json(part[0]).of_rank(rank) if part else 0 for rank, part in enumerate(last))
-    return [*map(Stretch.from_json, before), replace(now, batches=batches)]
+    epoch = min(epoch for epoch, _ in of_ranks)
+    is_over = [of_rank == (epoch + 1, []) for of_rank in of_ranks]
+    if any(own != epoch and not over for (own, _), over in zip(of_ranks, is_over, strict=True)):
+        raise ValueError(
+            "the ranks reported the checkpoint in different epochs of a dataset, so it has no common position: report "
+            "it at the same batch on every rank, or begin the epoch at its first batch"
+        )
+    if any(is_over) and not any(stretches for _, stretches in of_ranks):
+        raise ValueError(
+            "a rank has consumed its part of a dataset before another one has begun: begin the epoch again"
+        )
+    running = [stretches for (_, stretches), over in zip(of_ranks, is_over, strict=True) if not over]
+    longest = max(running, key=len)
+    before = longest[:-1] if any(is_over) or any(stretches != longest for stretches in running) else longest
+    if len(before) == len(longest):
+        return epoch, [Stretch.from_json(values) for values in longest]
+    batches = []
+    for rank, ((_, stretches), over) in enumerate(zip(of_ranks, is_over, strict=True)):
+        last = stretches[len(before) :]
+        batches.append(ALL if over else Stretch.from_json(last[0]).of_rank(rank) if last else 0)
+    now = replace(Stretch.from_json(longest[-1]), batches=tuple(batches))
+    return epoch, [*map(Stretch.from_json, before), now]
 
 
 def merged(spans: Spans) -> Spans:

@@ -159,7 +159,7 @@ class Attempt:
         """Returns the checkpoint to start from and the token; removes what earlier attempts left. May be repeated."""
         resume = self.committer.newest()
         carry_rows(self._run, self._number, self.committer.tables)
-        remove_leftovers(self._run, range(self.job.first_attempt, self._number))
+        remove_leftovers(self._run, range(self.job.first_attempt, self._number), self.job.fresh_since)
         return resume, self._run.token()
 
     def _gives_up(self, error: Exception) -> bool:

@@ -69,7 +69,7 @@ class Committer:
         self._attempt = attempt
         self._world_size = world_size
         self._config = config
-        self._fresh_since = fresh_since
+        self.fresh_since = fresh_since
         self._owner = owner
         self._wake = wake
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
@@ -95,7 +95,7 @@ class Committer:
         Raises:
             OSError: the store cannot be read.
         """
-        committed = [manifest for manifest in self._sweep("") if manifest.attempt >= self._fresh_since]
+        committed = [manifest for manifest in self._sweep("") if manifest.attempt >= self.fresh_since]
         # Damaged checkpoints are not pruned: `rankzero gc` removes them with their run.
         self._kept = kept = up_to_whole(self._run, committed)
         if not kept:
@@ -273,7 +273,7 @@ class Committer:
             self.check_owner()
             # Checkpoints of an earlier training stay until the user runs `rankzero gc`.
             if self._kept is None:
-                self._kept = list_committed(self._run, self._fresh_since)
+                self._kept = list_committed(self._run, self.fresh_since)
             for manifest in to_remove(self._kept, self._config, self._in_use):
                 remove(self._run, manifest)
                 self._kept.remove(manifest)

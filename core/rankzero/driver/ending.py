@@ -225,7 +225,7 @@ def _failed(failures: Sequence[Failure], tail: Callable[[int], list[str]], direc
     report = cause.report
     if report.cause == "no-torch":
         return EngineError(report.message)
-    if report.exception_type == "rankzero.errors.ResultError":
+    if report.exception_type == "rankzero.errors.ResultError" and cause.restart_cause is None:
         return ResultError(report.message)
     others = group_others(failures, cause)
     same = same_as(cause, failures)

@@ -38,7 +38,7 @@ def carry_rows(run: RunDirectory, attempt: int, written: Written) -> None:
             _carry(run.path(FOLDER, folder_of(number), table, file), store.join(folder, file), keep=keep)
 
 
-def remove_rows(run: RunDirectory, attempts: range, written: Written) -> None:
+def remove_rows(run: RunDirectory, attempts: range, written: Written, fresh_since: int = 0) -> None:
     """Deletes rows of these failed attempts, and of earlier ones whose value was never stored.
 
     Rows of later attempts stay: a delayed driver may have been replaced by now.
@@ -47,10 +47,11 @@ def remove_rows(run: RunDirectory, attempts: range, written: Written) -> None:
         run: The run.
         attempts: The failed attempts.
         written: Rows to keep, because they belong to the checkpoint that the next attempt starts from.
+        fresh_since: First attempt of this training. The rows of an earlier training belong to its checkpoints.
     """
     values = store.list_names(run.path("result"))
     for number in _attempts_before(run, attempts.stop):
-        if number in attempts or not _has_result(number, values):
+        if number >= fresh_since and (number in attempts or not _has_result(number, values)):
             _remove_all_but(run, number, written)
 
 

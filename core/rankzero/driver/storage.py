@@ -180,7 +180,7 @@ class Storage:
             self._committer.do(functools.partial(remove_values, self._run, attempts), as_owner=True)
 
     def _remove_rows(self, attempts: range) -> None:
-        remove_rows(self._run, attempts, self._committer.tables)
+        remove_rows(self._run, attempts, self._committer.tables, self._committer.fresh_since)
 
     def abort_uploads(self) -> None:
         """Schedules the abort of uploads that ranks of this attempt began and repeated after an outage of the store."""
@@ -198,9 +198,9 @@ def files_of(run: RunDirectory, checkpoint: Manifest | None) -> dict[str, str]:
     return {f"checkpoint-{name}": run.path(FOLDER, checkpoint.id, file) for name, file in files.items()}
 
 
-def remove_leftovers(run: RunDirectory, attempts: range) -> None:
+def remove_leftovers(run: RunDirectory, attempts: range, fresh_since: int = 0) -> None:
     """Removes files that ranks of earlier attempts had begun to write when the ranks or their driver died."""
-    remove_rows(run, attempts, {})
+    remove_rows(run, attempts, {}, fresh_since)
     if run.is_remote:
         remove_values(run, attempts)
         return

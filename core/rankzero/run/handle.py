@@ -512,7 +512,7 @@ class RunHandle(Generic[R]):
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the reports of the ranks of this training: rows with ``rank``, ``time`` and the metrics' names."""
         return [
-            {"rank": event["rank"], "time": event["time"], **event["metrics"]}
+            {**event["metrics"], "rank": event["rank"], "time": event["time"]}
             for event in self.events()
             if event["type"] == "metric"
         ]

@@ -18,6 +18,9 @@ DRIVER_LOG = "driver.log"
 DATASETS = "datasets"
 """The folder of rows that Spark has computed for the ranks, with a folder for each dataset."""
 
+TABLES = "tables"
+"""The folder of rows that ranks have written, with a folder for each attempt."""
+
 TOKEN = re.compile(rb"rankzero-[0-9a-f]{32}")
 """The text of the file ``token``."""
 
@@ -34,7 +37,7 @@ _LEFT = r"""status\.json | lease | driver\.log | report\.html | datasets\.json
     """
 """Paths of files that a driver or a rank may write after a user has removed the directory of their run."""
 
-FOLDERS = {"submissions", "logs", "checkpoints", "flight", DATASETS, "result", "tables"}
+FOLDERS = {"submissions", "logs", "checkpoints", "flight", DATASETS, "result", TABLES}
 """Folders in which those files are."""
 
 

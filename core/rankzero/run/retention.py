@@ -25,7 +25,7 @@ from rankzero.kinds import SECONDS
 from rankzero.run.checkpoints import FOLDER, list_committed, remove
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
-from rankzero.run.names import DATASETS
+from rankzero.run.names import DATASETS, TABLES, is_run_file
 
 logger = logging.getLogger(__name__)
 
@@ -195,8 +195,9 @@ def collect(
 
 
 def _remove_earlier(run: RunDirectory, before: float, dry_run: bool) -> list[Removed]:
-    """Removes checkpoints of earlier trainings with the same run id that are older than a Unix time."""
-    fresh_since = run.job().fresh_since
+    """Removes checkpoints and rows of earlier trainings with the same run id that are older than a Unix time."""
+    job = run.job()
+    fresh_since = job.fresh_since
     removed = []
     for manifest in list_committed(run) if fresh_since else []:
         if manifest.attempt < fresh_since and manifest.time < before:
@@ -204,6 +205,24 @@ def _remove_earlier(run: RunDirectory, before: float, dry_run: bool) -> list[Rem
             removed.append(Removed(folder, EARLIER, store.tree_size(folder), manifest.time))
             if not dry_run:
                 remove(run, manifest)
+    return removed + _remove_earlier_rows(run, fresh_since, dry_run) if job.created < before else removed
+
+
+def _remove_earlier_rows(run: RunDirectory, fresh_since: int, dry_run: bool) -> list[Removed]:
+    """Removes the rows of attempts of earlier trainings that have no result."""
+    removed = []
+    values = store.list_names(run.path("result"))
+    for name in store.list_names(run.path(TABLES)) if fresh_since else []:
+        if (
+            name.isdecimal()
+            and int(name) < fresh_since
+            and not any(v.startswith(f"value-{int(name)}.") for v in values)
+        ):
+            folder = run.path(TABLES, name)
+            files = [file for file in store.list_files(folder) if is_run_file(f"{TABLES}/{name}/{file}")]
+            removed += [Removed(folder, EARLIER, store.tree_size(folder), run.job().created)] if files else []
+            for file in files if not dry_run else []:
+                store.remove(store.join(folder, file))
     return removed
 
 

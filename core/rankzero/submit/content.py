@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 
 from rankzero.run.identity import DIGITS
-from rankzero.submit.imports import globals_of_classes, imports_of_code
+from rankzero.submit.imports import globals_of_classes, imports_of_code, submodules_of_code
 from rankzero.submit.modules import digest_of_script, is_user_module_name
 from rankzero.submit.payload import TrainingPickler
 from rankzero.values.digest import digest_of as digest_of_bytes
@@ -211,14 +211,18 @@ class _ContentPickler(TrainingPickler):
         code = function.__code__
         self.needed |= imports_of_code(code, function.__globals__.get("__package__"))
         names = {*cloudpickle.cloudpickle._extract_code_globals(code), *globals_of_classes(code)}
+        cells = [_content(cell) for cell in function.__closure__ or ()]
+        used = [(name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__]
+        reached = [value for _, value in used] + [value for content in cells for value in content]
+        self.needed |= submodules_of_code(code, reached)
         return (
             function.__qualname__,
             facts_of_code(code),
             function.__defaults__,
             function.__kwdefaults__,
             vars(function),
-            [_content(cell) for cell in function.__closure__ or ()],
-            [(name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__],
+            cells,
+            used,
         )
 
     @staticmethod

@@ -7,6 +7,7 @@ import dis
 import functools
 import gc
 import re
+import sys
 import threading
 import types
 from collections.abc import Iterable
@@ -52,6 +53,29 @@ def imports_of_code(code: types.CodeType, package: str | None) -> frozenset[str]
         if isinstance(constant, types.CodeType):
             found |= imports_of_code(constant, package)
     return frozenset(found)
+
+
+def submodules_of_code(code: types.CodeType, values: Iterable[Any]) -> set[str]:
+    """Returns the loaded modules that code may reach by attributes of modules: ``acme.models.net.f()`` after an import.
+
+    Args:
+        code: The code of a function, with its nested functions.
+        values: Globals and variables that the code refers to.
+    """
+    names = _names_of(code)
+    found = set()
+    for module in values:
+        if isinstance(module, types.ModuleType):
+            prefix = f"{module.__name__}."
+            below = (name for name in list(sys.modules) if name.startswith(prefix))
+            found |= {name for name in below if names.issuperset(name.removeprefix(prefix).split("."))}
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of(code: types.CodeType) -> frozenset[str]:
+    nested = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names_of, nested))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -154,13 +154,16 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
     import pyarrow as pa
     from pyarrow import dataset
 
-    fragments = list(data.get_fragments())
+    # Positions of earlier attempts count in this order.
+    fragments = sorted(data.get_fragments(), key=lambda fragment: fragment.path)
     kind = PARQUET if isinstance(data.format, dataset.ParquetFileFormat) else ARROW
     base = filesystem_of(location)[1]
     tags = {} if digest else tags_of(location)
 
     def describe(fragment: Any) -> tuple[File, int, str, Counts]:
         keys = dataset.get_partition_keys(fragment.partition_expression)
+        if binary := [key for key, value in keys.items() if isinstance(value, bytes)]:
+            raise InvalidJobError(f"{location} is partitioned by {binary[0]!r}, which is binary: have Spark read it")
         partition = {key: None if value is None else str(value) for key, value in keys.items()}
         place, short = _place(fragment.path, location, base)
         rows, size, counts = _parquet_facts(fragment) if kind == PARQUET else _arrow_facts(place)

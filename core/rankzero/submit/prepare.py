@@ -93,7 +93,13 @@ class Request:
         if self.identity is not None:
             return self.identity
         read = found.digests if found else datasets.digests_of(self.sources, self.engine)
+        if generation := self.template.generation:
+            # The driver computes the rows of a query, so only its text is known here. A user's clear reads them again.
+            read = [(name, f"{text} {generation}" if self._is_query(name, text) else text) for name, text in read]
         return identity_of(train, args, kwargs, self.num_processes, self.template.code_version, self.code, read)
+
+    def _is_query(self, name: str, digest: str) -> bool:
+        return isinstance(self.sources[name], str) and self.sources[name] == digest
 
     def asked(self, train: Any, identity: Identity) -> Asked:
         """Returns the facts about this request that decide about an existing run with the same id.

@@ -151,12 +151,12 @@ class _Session:
         """Returns the tables whose rows belong to the checkpoint that this attempt started from."""
         return self.writer.carried if self.writer else set()
 
-    def load_cursor(self, state: Mapping[str, Any]) -> list[Stretch]:
+    def load_cursor(self, state: Mapping[str, Any]) -> tuple[int, list[Stretch]]:
         """Records that this rank continues from a cursor, and which of its tables lack the rows from before it.
 
         Returns:
-            The parts of the epoch that all ranks have consumed. The state of one rank has its own part; the checkpoint
-            that this attempt started from has those of the others.
+            The epoch, and the parts of it that all ranks have consumed. The state of one rank has its own part; the
+            checkpoint that this attempt started from has those of the others.
 
         Raises:
             ValueError: the ranks were in different epochs, so there is no common position.
@@ -165,16 +165,10 @@ class _Session:
 
         self.resumed = True
         self.tables.load_cursor(state, self.carried_tables)
-        own = [state["epoch"], state["consumed"]]
-        for ranks in (self.writer.cursors if self.writer else {}).values():
-            if own in ranks.values():
-                if len({epoch for epoch, _ in ranks.values()}) > 1:
-                    raise ValueError(
-                        "the ranks reported the checkpoint in different epochs of a dataset, so it has no common "
-                        "position: report it at the same batch on every rank, or begin at its first batch"
-                    )
-                return united([ranks[str(rank)][1] for rank in range(len(ranks))])
-        return [Stretch.from_json(values) for values in state["consumed"]]
+        ranks = self.writer.cursors.get(state.get("cursor", ""), {}) if self.writer else {}
+        if [state["epoch"], state["consumed"]] in ranks.values():
+            return united([tuple(ranks[str(rank)]) for rank in range(len(ranks))])
+        return state["epoch"], [Stretch.from_json(values) for values in state["consumed"]]
 
 
 _session: _Session | None = None

@@ -147,7 +147,7 @@ class PreparedDataLoader:
         """
         if isinstance(data := self.loader.dataset, BatchDataset):
             data.check(state)
-            self._resume = current().load_cursor(state)
+            self._next, self._resume = current().load_cursor(state)
         else:
             world_size = get_context().world_size
             self._start = self._skip = state["batches"] * state["world_size"] // world_size
@@ -156,7 +156,7 @@ class PreparedDataLoader:
             if "loader" in state and self._is_stateful() and state["world_size"] == world_size:
                 self._skip = 0
                 self._loaded = state["loader"]
-        self._next = state["epoch"]
+            self._next = state["epoch"]
         # A checkpoint before the first batch gets this state.
         self.set_epoch(self._next)
 

@@ -238,8 +238,8 @@ class DatasetShard:
             raise ValueError(
                 f"the state is that of a dataset of {state['rows']} rows; {self._name!r} has {self.num_rows}"
             )
-        consumed = context.current().load_cursor(state)
-        self.set_epoch(state["epoch"])
+        epoch, consumed = context.current().load_cursor(state)
+        self.set_epoch(epoch)
         self._consumed = consumed
         self._loaded = state
         self._order = {name: state[name] for name in ("seed",) if name in state}

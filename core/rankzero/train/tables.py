@@ -39,6 +39,7 @@ class RankTables:
     serials: itertools.count[int] = field(default_factory=itertools.count)
     cursors: dict[str, list[Any]] = field(default_factory=dict)
     _owners: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def seal(self) -> dict[str, int]:
         """Completes the files of rows that are being written, and returns how many files each table has.
@@ -89,7 +90,7 @@ class RankTables:
                     ) from error
                 del self.unremoved[path]
 
-    def cursor(self, owner: object, state: Mapping[str, Any]) -> dict[str, list[str]]:
+    def cursor(self, owner: object, state: Mapping[str, Any]) -> dict[str, Any]:
         """Records a position of this rank in a dataset, for the next checkpoint, which may hold it.
 
         Args:
@@ -97,11 +98,13 @@ class RankTables:
             state: The position: ``epoch`` and ``consumed``.
 
         Returns:
-            The part of the state that names the tables with rows from before the position.
+            The part of the state that names the position, and the tables with rows from before it.
         """
-        name = self._owners.setdefault(owner, str(len(self._owners)))
+        if owner not in self._owners:
+            self._owners[owner] = str(next(self._numbers))
+        name = self._owners[owner]
         self.cursors[name] = [state["epoch"], state["consumed"]]
-        return {"tables": sorted(self.files)} if self.files else {}
+        return {"cursor": name} | ({"tables": sorted(self.files)} if self.files else {})
 
     def take_cursors(self) -> dict[str, list[Any]]:
         """Returns the positions that were recorded since the last call."""

@@ -35,11 +35,13 @@ class RayTrainReportCallback(_transformers.TrainerCallback):  # type: ignore[mis
         metrics = {name: value for log in state.log_history for name, value in log.items()}
         # Each worker writes files into one folder: all are complete behind this.
         rt.barrier()
-        saved = _trainer_utils.get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+        # Not the folder with the highest number, which another training may have left.
+        saved = os.path.join(args.output_dir, f"{_trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        is_there = os.path.isdir(saved)
         with tempfile.TemporaryDirectory() as folder:
-            if saved is not None:
+            if is_there:
                 shutil.copytree(saved, os.path.join(folder, self.CHECKPOINT_NAME))
-            train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder) if saved else None)
+            train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder) if is_there else None)
 
 
 def prepare_trainer(trainer: Any) -> Any:
