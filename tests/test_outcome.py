@@ -7,7 +7,7 @@ import pytest
 from rankzero import EngineError, RankZeroError, ResultError, ResultRef, WorkerFailedError, bounds
 from rankzero.channel import Failed
 from rankzero.driver import Facts, Failure, Member, Verdict, ending
-from rankzero.errors import LOST, PREEMPTED
+from rankzero.errors import LOST, MATCHED, PREEMPTED
 
 REF = ResultRef("/store/value-0.json", "json", "0" * 64, 4)
 
@@ -202,3 +202,15 @@ def test_what_the_engine_says_of_a_lost_agent_is_told_and_decides_about_a_restar
     assert isinstance(verdict.error, EngineError)
     assert verdict.error.cause == cause
     assert ("executor 1 was lost" in str(verdict.error)) is said
+
+
+@pytest.mark.parametrize(("matched", "cause"), [("ResultError", MATCHED), (None, None)])
+def test_a_result_error_of_a_rank_restarts_the_run_where_restart_on_names_it(
+    matched: str | None, cause: str | None
+) -> None:
+    known = facts()
+    failed(known, 0, exception_type="rankzero.errors.ResultError", message="it is damaged", matched=matched)
+    verdict = judged(known)
+    assert verdict
+    assert getattr(verdict.error, "cause", None) == cause
+    assert isinstance(verdict.error, WorkerFailedError if matched else ResultError)
