@@ -21,7 +21,7 @@ import pytest
 import torch
 from tests.conftest import ROOT
 
-from rankzero import ResultRef
+from rankzero import Launcher, ResultRef, SparkEngine
 from rankzero.run import Comparison, compare, describe
 from rankzero.submit import digest_of, identity_of, imports_of_code, payload
 
@@ -861,3 +861,11 @@ def test_data_files_of_a_package_in_a_folder_without_init_are_shipped_and_count(
     edited(namespace / "ml" / "conf.json", "0.1", "0.2")
     after = identity_of(f"{namespace.name}.ml.job:train", (), {}, 2)
     assert compare(before, after).differing == (f"module {namespace.name} (data files)",)
+
+
+def test_a_query_that_the_driver_computes_counts_anew_for_each_chain_of_tries() -> None:
+    launcher = Launcher(1, engine=SparkEngine(master="local[1]"), dataset="SELECT 1 AS x")
+    chains = ("", "try of a user", "clear of a user")
+    digests = [launcher.identity(print_it, (1,), {}, generation=chain).digest for chain in chains]
+    assert digests == [launcher.identity(print_it, (1,), {}, generation=chain).digest for chain in chains]
+    assert len(set(digests)) == 3
