@@ -97,5 +97,5 @@ def test_a_wrong_use_is_refused() -> None:
         distributed(2)(4)  # type: ignore[arg-type]
     with pytest.raises(InvalidJobError, match="num_processes"):
         distributed(lambda: 1)  # type: ignore[arg-type]
-    with pytest.raises(InvalidJobError, match="Launcher has no option procs"):
+    with pytest.raises(InvalidJobError, match="Launcher has no option 'procs'"):
         world.options(procs=2)

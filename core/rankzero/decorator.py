@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
 
 from rankzero.errors import InvalidJobError
@@ -77,6 +78,7 @@ class DistributedFunction(Generic[P, R]):
         return name if is_importable else (type(self), (self.launch_function, self.launcher))
 
 
+@dataclass(frozen=True)
 class distributed(Launcher):
     """Decorates a training function, which then trains on all ranks when it is called. Takes the options of `Launcher`.
 

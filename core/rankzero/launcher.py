@@ -212,6 +212,7 @@ class Launcher(Options):
             ...     rt.report({"loss": (lr - 0.3) ** 2})
             ...     return lr
             >>> sweep = Launcher(1).map(train, [{"lr": 0.1}, {"lr": 0.3}, {"lr": 0.9}], metric="loss", max_parallel=2)
+            trial ...
             >>> sweep.best.load()
             0.3
         """

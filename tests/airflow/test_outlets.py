@@ -146,7 +146,7 @@ def test_what_cannot_be_recorded_fails_no_task(
     assert handle.result() == 3
     monkeypatch.setattr(f"airflow_rankzero.outlets.{broken}", fail)
     task = SimpleNamespace(log=logging.getLogger("task"))
-    ti = SimpleNamespace(id="1", try_number=1)
+    ti = SimpleNamespace(id="1", try_number=1, task=task)
     context: Any = {"outlets": [], "ti": ti}
     caplog.set_level(logging.INFO)
     uri = record(task, context, handle)

@@ -44,6 +44,7 @@ OF_AIRFLOW_ALONE = {
     "op_kwargs": "an argument of TorchDistributorResource.run",
     "conn_id": "Dagster has no connections: the resource is one",
     "deferrable": "Airflow's own",
+    "skip_on_exit_code": "Airflow's own",
 }
 OTHER_THAN_AIRFLOW = {
     "num_processes": "2 there: a task of one rank needs no operator; a resource is shared, and its assets choose",

@@ -300,7 +300,7 @@ def test_a_checkpoint_that_a_rank_finds_damaged_is_not_used_again(
 
 @pytest.mark.parametrize(
     ("bad", "message"),
-    [("/no/such/dir", "there is no such directory"), ([1], "give a directory, or a dict"), (3, "give a directory")],
+    [("/no/such/dir", "there is no such directory"), ([1], "give a directory or a dict"), (3, "give a directory")],
 )
 def test_what_is_no_checkpoint_is_refused(launcher: Launcher, bad: object, message: str) -> None:
     def report() -> None:
