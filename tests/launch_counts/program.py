@@ -18,7 +18,7 @@ from tests.launch_counts.growth import Counts, grown
 
 from rankzero import Launcher, SparkEngine
 
-LAUNCHES = 25
+LAUNCHES = 60
 """At most so many are counted; each count is the smallest of them, since heartbeats and polls come by the clock."""
 
 PAUSE = 3.0
