@@ -200,7 +200,16 @@ class Checkpoint:
             ResultError: the checkpoint is damaged, or was deleted since it is not kept; it is a state, or workers have
                 given different files one name.
         """
-        target = tempfile.mkdtemp(prefix="rankzero-checkpoint-") if path is None else os.fspath(path)
+        if path is not None:
+            return self._copied_to(os.fspath(path))
+        made = tempfile.mkdtemp(prefix="rankzero-checkpoint-")
+        try:
+            return self._copied_to(made)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+
+    def _copied_to(self, target: str) -> str:
         unpacked = self._unpacked()
         if unpacked is None and self._stored is not None:
             self._stored.unpack(target)
