@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import enum
-import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from rankzero import decorator
+from rankzero.compat.horovod.runner import run_all
 from rankzero.compat.torch_distributor import active_session
 from rankzero.engines.spark.engine import SparkEngine
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.launcher import Launcher
-from rankzero.train import all_gather_object, get_context
+from rankzero.train import get_context
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,25 +34,11 @@ class DistributedFunction(decorator.DistributedFunction[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the plain function in this process."""
-        return self.launch_function(*args, **kwargs)
+        return self.local(*args, **kwargs)
 
     def distributed(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Trains, and returns the values of all ranks in the order of the ranks. Raises like `Launcher.run`."""
-        return self.launcher.run(cast("Callable[P, list[R]]", _Gathered(self.launch_function)), *args, **kwargs)
-
-
-class _Gathered:
-    """A training function that returns the values of all ranks."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return all_gather_object(self._function(*args, **kwargs))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Gathered, (self._function,)
+        return run_all(self.launcher, self.launch_function, args, kwargs)
 
 
 def distributed(

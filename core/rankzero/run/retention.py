@@ -21,6 +21,7 @@ from typing import Any
 
 from rankzero import bounds, store
 from rankzero.errors import RunNotFoundError
+from rankzero.job import Job
 from rankzero.kinds import SECONDS
 from rankzero.run.checkpoints import FOLDER, list_committed, remove
 from rankzero.run.directory import RunDirectory
@@ -205,24 +206,24 @@ def _remove_earlier(run: RunDirectory, before: float, dry_run: bool) -> list[Rem
             removed.append(Removed(folder, EARLIER, store.tree_size(folder), manifest.time))
             if not dry_run:
                 remove(run, manifest)
-    return removed + _remove_earlier_rows(run, fresh_since, dry_run) if job.created < before else removed
+    return removed + _remove_earlier_rows(run, job, dry_run) if job.created < before else removed
 
 
-def _remove_earlier_rows(run: RunDirectory, fresh_since: int, dry_run: bool) -> list[Removed]:
+def _remove_earlier_rows(run: RunDirectory, job: Job, dry_run: bool) -> list[Removed]:
     """Removes the rows of attempts of earlier trainings that have no result."""
-    removed = []
+    removed: list[Removed] = []
+    if not job.fresh_since:
+        return removed
     values = store.list_names(run.path("result"))
-    for name in store.list_names(run.path(TABLES)) if fresh_since else []:
-        if (
-            name.isdecimal()
-            and int(name) < fresh_since
-            and not any(v.startswith(f"value-{int(name)}.") for v in values)
-        ):
-            folder = run.path(TABLES, name)
-            files = [file for file in store.list_files(folder) if is_run_file(f"{TABLES}/{name}/{file}")]
-            removed += [Removed(folder, EARLIER, store.tree_size(folder), run.job().created)] if files else []
-            for file in files if not dry_run else []:
-                store.remove(store.join(folder, file))
+    earlier = [name for name in store.list_names(run.path(TABLES)) if name.isdecimal() and int(name) < job.fresh_since]
+    for name in earlier:
+        if any(value.startswith(f"value-{int(name)}.") for value in values):
+            continue
+        folder = run.path(TABLES, name)
+        files = [file for file in store.list_files(folder) if is_run_file(f"{TABLES}/{name}/{file}")]
+        removed += [Removed(folder, EARLIER, store.tree_size(folder), job.created)] if files else []
+        for file in files if not dry_run else []:
+            store.remove(store.join(folder, file))
     return removed
 
 

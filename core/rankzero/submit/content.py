@@ -23,7 +23,7 @@ import cloudpickle
 
 from rankzero.run.identity import DIGITS
 from rankzero.submit.imports import globals_of_classes, imports_of_code, submodules_of_code
-from rankzero.submit.modules import digest_of_script, is_user_module_name
+from rankzero.submit.modules import digest_of_script, is_user_module, is_user_module_name
 from rankzero.submit.payload import TrainingPickler
 from rankzero.values.digest import digest_of as digest_of_bytes
 from rankzero.values.envelope import beside
@@ -214,6 +214,8 @@ class _ContentPickler(TrainingPickler):
         cells = [_content(cell) for cell in function.__closure__ or ()]
         used = [(name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__]
         reached = [value for _, value in used] + [value for content in cells for value in content]
+        # Installed packages, which do not count, would cost a walk over all loaded modules each.
+        reached = [value for value in reached if isinstance(value, types.ModuleType) and _may_be_user_s(value)]
         self.needed |= submodules_of_code(code, reached)
         return (
             function.__qualname__,
@@ -283,6 +285,11 @@ def _of_pydantic(name: str, member: Any) -> Any:
         kinds = {each.name: getattr(member, each.name) for each in dataclasses.fields(member)}
         return {kind: {key: each.info for key, each in found.items()} for kind, found in kinds.items()}
     return member
+
+
+def _may_be_user_s(module: types.ModuleType) -> bool:
+    """Returns False for an installed module. A package without ``__init__.py`` has no file, and may be the user's."""
+    return is_user_module(module) or (getattr(module, "__file__", None) is None and hasattr(module, "__path__"))
 
 
 def _unwrapped(member: Any) -> Any:

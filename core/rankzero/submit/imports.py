@@ -55,20 +55,19 @@ def imports_of_code(code: types.CodeType, package: str | None) -> frozenset[str]
     return frozenset(found)
 
 
-def submodules_of_code(code: types.CodeType, values: Iterable[Any]) -> set[str]:
+def submodules_of_code(code: types.CodeType, modules: Iterable[types.ModuleType]) -> set[str]:
     """Returns the loaded modules that code may reach by attributes of modules: ``acme.models.net.f()`` after an import.
 
     Args:
         code: The code of a function, with its nested functions.
-        values: Globals and variables that the code refers to.
+        modules: Modules among the globals and variables that the code refers to.
     """
     names = _names_of(code)
     found = set()
-    for module in values:
-        if isinstance(module, types.ModuleType):
-            prefix = f"{module.__name__}."
-            below = (name for name in list(sys.modules) if name.startswith(prefix))
-            found |= {name for name in below if names.issuperset(name.removeprefix(prefix).split("."))}
+    for module in modules:
+        prefix = f"{module.__name__}."
+        below = (name for name in list(sys.modules) if name.startswith(prefix))
+        found |= {name for name in below if names.issuperset(name.removeprefix(prefix).split("."))}
     return found
 
 

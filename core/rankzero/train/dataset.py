@@ -242,7 +242,7 @@ class DatasetShard:
         self.set_epoch(epoch)
         self._consumed = consumed
         self._loaded = state
-        self._order = {name: state[name] for name in ("seed",) if name in state}
+        self._order = {"seed": state["seed"]} if "seed" in state else {}
         self._current = list(self._consumed)
 
     def _cut(
