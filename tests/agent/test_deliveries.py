@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import rankzero.train as rt
-from rankzero import Launcher, bounds
+from rankzero import Launcher, ResultError, bounds
 from rankzero.agent import output
-from rankzero.channel import Finished, frames, pace
+from rankzero.channel import Finished, frames, messages, pace
 from rankzero.driver import Recorder
 from rankzero.worker import Control
 from rankzero.worker import control as controls
@@ -95,8 +95,8 @@ def receive(agent: socket.socket) -> list[Any]:
     decoder = frames.Decoder()
     decoder.trust(None)
     decoder.feed(agent.recv(8 << 20))
-    messages = [message for message in decoder if isinstance(message, dict)]
-    return [[row[0]["n"] for row in message["rows"]] if "rows" in message else message["type"] for message in messages]
+    found = [message for message in decoder if isinstance(message, dict)]
+    return [[row[0]["n"] for row in message["rows"]] if "rows" in message else message["type"] for message in found]
 
 
 def test_reports_travel_together_and_take_the_outcome_with_them(
@@ -182,3 +182,37 @@ def test_processes_of_a_host_deliver_at_the_same_moments(monkeypatch: pytest.Mon
 def test_a_report_too_large_for_a_message_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(ValueError, match="the limit is 1048576"):
         rt.report({"text": "x" * (1 << 20)})
+
+
+def test_each_thread_that_waits_for_a_file_learns_that_it_cannot_be_had(
+    control: tuple[Control, socket.socket],
+) -> None:
+    rank, agent = control
+    rank.listen(lambda message: None)
+    errors: list[str] = []
+
+    def fetch() -> None:
+        try:
+            rank.fetch("part")
+        except ResultError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=fetch, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    asked: list[Any] = []
+    while len(asked) < 2:
+        asked += receive(agent)
+    # One answer to both: it is there before the second thread looks.
+    agent.send(frames.encode(messages.encode(messages.Fetched("part", "", "gone"))))
+    for thread in threads:
+        thread.join(10)
+    assert errors == ["part cannot be had from the driver: gone"] * 2
+    # The next request asks the agent again.
+    again = threading.Thread(target=fetch, daemon=True)
+    again.start()
+    assert receive(agent) == ["fetch"]
+    agent.send(frames.encode(messages.encode(messages.Fetched("part", "/here", None))))
+    again.join(10)
+    assert not again.is_alive()
+    assert len(errors) == 2

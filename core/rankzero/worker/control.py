@@ -205,10 +205,14 @@ class Control:
         Raises:
             ResultError: the driver cannot read the file, or this host cannot write it.
         """
+        with self._has_fetched:
+            # A failure stays for other threads that wait for the same file, and is forgotten by the next request.
+            if name in self._fetched and self._fetched[name].error is not None:
+                del self._fetched[name]
         self.send(messages.Fetch(name))
         with self._has_fetched:
             self._has_fetched.wait_for(lambda: name in self._fetched)
-            message = self._fetched.pop(name) if self._fetched[name].error else self._fetched[name]
+            message = self._fetched[name]
         if message.error is not None:
             raise ResultError(f"{name} cannot be had from the driver: {message.error}")
         return message.path
