@@ -18,6 +18,7 @@ lint: setup
 	.venv/bin/lint-imports
 	.venv/bin/python scripts/check_prose.py
 	.venv/bin/python scripts/check_test_imports.py
+	.venv/bin/python scripts/check_api.py
 
 types: setup
 	.venv/bin/mypy
