@@ -27,8 +27,10 @@ MODULES = {
     "airflow_provider": ["airflow_rankzero"],
     "dagster_integration": ["dagster_rankzero"],
 }
-"""The modules whose ``__all__`` is public, by the folder of their package. The names of `rankzero.compat` are those of the
-libraries that it replaces."""
+"""The modules whose ``__all__`` is public, by the folder of their package.
+
+The names of `rankzero.compat` are those of the libraries that it replaces.
+"""
 
 
 def last_release(root: Path) -> str | None:
