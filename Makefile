@@ -90,13 +90,13 @@ test-frameworks: setup
 		apache-airflow-providers-openlineage openlineage-python openlineage-sql openlineage-integration-common
 	PYTHONPATH=.frameworks/openlineage .venv/bin/python -m pytest tests/airflow/test_lineage.py
 
-# docs/reference.md, from the docstrings.
+# The lines that type checkers need, from the table of options.
 reference: setup
 	.venv/bin/python scripts/reference.py
 
 # The site of docs/: .site/index.html, which loads nothing from the web. Its generator has a venv and a lock of
-# its own; a link, an anchor or a page that leads nowhere is an error.
-docs: .venv-docs/installed
+# its own, and .venv makes the reference; a link, an anchor or a page that leads nowhere is an error.
+docs: setup .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 
 .venv-docs/installed: constraints/docs.txt
@@ -106,7 +106,7 @@ docs: .venv-docs/installed
 
 # A rehearsal: wheel and sdist in dist/, built twice with the same bytes and checked, a list of their parts (SBOM), each extra
 # installed alone, and the site. Uploads nothing.
-release: setup docs .venv-release/installed
+release: docs .venv-release/installed
 	.venv-release/bin/python scripts/release.py
 	.venv/bin/python -m pytest -m "soak or not soak" tests/packaging
 

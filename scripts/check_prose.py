@@ -95,12 +95,12 @@ def main(arguments: list[str]) -> int:
     files = [path for root in roots for path in ([root] if root.is_file() else sorted(root.rglob("*")))]
     counts = dict.fromkeys(LIMITS, 0)
     for path in files:
-        if path.suffix in (".py", ".md") and path.name != "reference.md":
+        if path.suffix in (".py", ".md"):
             for kind, line, text in findings(path):
                 counts[kind] += 1
                 if listing:
                     print(f"{path.relative_to(ROOT)}:{line}: {kind}: {' '.join(text.split())[:160]}")
-    pages = [path for path in files if path.suffix == ".md" and path.name not in ("reference.md", "CHANGELOG.md")]
+    pages = [path for path in files if path.suffix == ".md" and path.name != "CHANGELOG.md"]
     long = {path: words for path in pages if (words := words_of_a_sentence(path)) > LONGEST}
     for path, words in long.items():
         print(f"{path.relative_to(ROOT)}: its sentences have {words:.1f} words, and may have {LONGEST}")

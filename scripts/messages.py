@@ -20,7 +20,8 @@ ANY = "..."
 
 TITLE = """# All messages
 
-Find a message that a log shows, and with it the type and the code of its error. `...` stands for the parts that differ.
+With this page you find a message that a log shows, and with it the type and the code of its error. `...` stands for the
+parts that differ.
 [Errors](errors.md) has the causes, and what to do, of those that users meet most.
 """
 

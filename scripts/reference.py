@@ -1,14 +1,15 @@
-"""Writes what is derived from the code: python scripts/reference.py [--check].
+"""Writes what is derived from the code: python scripts/reference.py [--check | --pages].
 
-docs/reference.md comes from the public names and their docstrings. Lines of two modules, which type checkers need, come
-from the table of options: the arguments of Airflow's operator, and the fields of Dagster's resource.
+Lines of two modules, which type checkers need, come from the table of options: the arguments of Airflow's operator, and
+the fields of Dagster's resource. ``--pages`` prints the pages of the reference as JSON, by their file names: the build
+of the site makes them from the public names and their docstrings.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import os
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -18,14 +19,16 @@ from typing import Annotated, Any, get_args, get_origin, get_overloads
 ROOT = Path(__file__).parent.parent
 
 PACKAGES = {
-    "rankzero": "Core",
-    "rankzero.train": "Inside the training function: `import rankzero.train as rt`",
-    "rankzero.sweep": "Sweeps: what `Launcher.map` takes and gives",
-    "rankzero.tracking": "Trackers: what `Launcher(trackers=[...])` takes",
-    "rankzero.testing": "In tests",
-    "airflow_rankzero": "Airflow",
-    "dagster_rankzero": "Dagster",
+    "rankzero": "start trainings, follow runs, open results and catch errors",
+    "rankzero.train": "call rankzero from inside a training function: `import rankzero.train as rt`",
+    "rankzero.sweep": "give `Launcher.map` its trials, and read what it returns",
+    "rankzero.tracking": "send the events of a run to other systems: `Launcher(trackers=[...])`",
+    "rankzero.testing": "test trainings and the pipelines around them",
+    "rankzero.pipeline": "connect another orchestrator",
+    "airflow_rankzero": "train in a task of Airflow",
+    "dagster_rankzero": "train in an asset or op of Dagster",
 }
+"""The public modules, and what their users do with them."""
 
 LINE = 100
 """Characters from which a signature is broken."""
@@ -46,20 +49,29 @@ _PAGE = re.compile(r"\bdocs/([a-z-]+\.md#[a-z-]+)")
 """Another page, as a docstring names it."""
 
 
-def page(name: str = "") -> str:
-    """The whole page."""
-    parts = ["# Reference", "", "Made from the docstrings by `make reference`; do not edit.", ""]
-    for package, title in PACKAGES.items():
-        module = importlib.import_module(package)
-        parts += [f"## {title}", ""]
-        for name in sorted(module.__all__, key=str.lower):
-            parts += describe(name, getattr(module, name))
+def pages() -> dict[str, str]:
+    """Returns the pages of the reference, by their file names."""
+    return {f"{name}.md": page(name, purpose) for name, purpose in PACKAGES.items()}
+
+
+def page(name: str, purpose: str) -> str:
+    """Returns the page of a module."""
+    parts = [f"# `{name}`", "", f"With the names on this page you {purpose}.", ""]
+    module = importlib.import_module(name)
+    for each in sorted(module.__all__, key=str.lower):
+        value = getattr(module, each)
+        if callable(value):
+            parts += describe(each, value)
+        else:
+            # A module or a constant of the interface for orchestrators.
+            shown = str(inspect.getdoc(value)).partition("\n\n")[0] if inspect.ismodule(value) else f"`{value!r}`"
+            parts += [f"## `{each}`", "", shown, ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def describe(name: str, value: Any) -> list[str]:
     """The entry of one public name."""
-    parts = [f"### `{name}`", ""]
+    parts = [f"## `{name}`", ""]
     if inspect.isclass(value) and issubclass(value, BaseException):
         bases = [base.__name__ for base in value.__bases__ if base.__module__.startswith("rankzero")]
         parts += [f"A kind of `{bases[0]}`.", ""] if bases else []
@@ -68,7 +80,7 @@ def describe(name: str, value: Any) -> list[str]:
     parts += text(inspect.getdoc(value))
     parts += settings(value)
     for member_name, member in members(value) if inspect.isclass(value) else []:
-        parts += [f"#### `{name}.{member_name}`", ""]
+        parts += [f"### `{name}.{member_name}`", ""]
         if not isinstance(member, property):
             parts += signatures(member_name, _function_of(member))
         parts += text(inspect.getdoc(member))
@@ -171,7 +183,7 @@ def text(doc: str | None) -> list[str]:
 
 
 def _linked(line: str) -> str:
-    return _PAGE.sub(r"[\1](\1)", line)
+    return _PAGE.sub(r"[\1](../\1)", line)
 
 
 BEGIN, END = "    # Options of a run, made by `make reference`:\n", "    # The end of these options.\n"
@@ -207,23 +219,22 @@ def fields(name: str) -> str:
 FILES = {
     "airflow_provider/airflow_rankzero/arguments.py": arguments,
     "dagster_integration/dagster_rankzero/launcher_fields.py": fields,
-    "docs/reference.md": page,
 }
-"""What makes each file; the page shows the modules."""
+"""What makes each file."""
 
 
 def main() -> None:
-    """Writes the files, or says which of them is not what it should be."""
+    """Writes the files, or names the first one that is not what the code says, or prints the pages."""
+    if "--pages" in sys.argv[1:]:
+        json.dump(pages(), sys.stdout)
+        return
     for name, make in FILES.items():
         path, made = ROOT / name, make(name)
-        if path.exists() and path.read_text() == made:
+        if path.read_text() == made:
             continue
         if "--check" in sys.argv[1:]:
             sys.exit(f"{path.name} is not what the code says: make reference")
         path.write_text(made)
-        if path.suffix == ".py":
-            # The page shows the module, which this process has imported.
-            os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 if __name__ == "__main__":

@@ -1,21 +1,37 @@
-"""Hooks of mkdocs: files of the repository that pages link to are pages of the site, too; numbers come from results."""
+"""Hooks of mkdocs: the reference, all messages, and files that pages link to, are pages of the site, too.
+
+Numbers come from the results of the benchmarks.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "scripts")]
 
+import messages  # noqa: E402
 import quotes  # noqa: E402
 
 DOCS = "docs"
+
+PACKAGES = ("core", "airflow_provider", "dagster_integration")
+"""Folders of the packages whose docstrings are the reference."""
+
+REFERENCE = "reference"
+"""The folder of the reference, whose index is a file of the repository."""
+
+MESSAGES = "messages.md"
+"""The page of all messages."""
 
 LINK = re.compile(r"(?<=\]\()([^)\s:#]+)")
 """The file of a link."""
@@ -35,6 +51,21 @@ def linked(pages: Iterable[str]) -> set[str]:
     return found
 
 
+def reference() -> dict[str, str]:
+    """Returns the pages of the reference by file name.
+
+    The interpreter that has Airflow and Dagster makes them, without the variables of an Airflow, whose defaults they
+    would show.
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("AIRFLOW")}
+    clean["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in PACKAGES)
+    with tempfile.TemporaryDirectory() as home:
+        command = [str(ROOT / ".venv/bin/python"), str(ROOT / "scripts/reference.py"), "--pages"]
+        made = subprocess.run(command, env=clean | {"AIRFLOW_HOME": home}, stdout=subprocess.PIPE, check=True)
+    found: dict[str, str] = json.loads(made.stdout)
+    return found
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds them."""
     from mkdocs.structure.files import File
@@ -44,6 +75,9 @@ def on_files(files: Any, config: Any) -> Any:
         if not path.endswith(".md"):
             text = f"# `{path}`\n\n```{path.rpartition('.')[2]}\n{text}```\n"
         files.append(File.generated(config, _page(path), content=text))
+    for name, text in reference().items():
+        files.append(File.generated(config, f"{REFERENCE}/{name}", content=text))
+    files.append(File.generated(config, MESSAGES, content=messages.page(messages.collect())))
     return files
 
 
@@ -51,6 +85,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Leads their links, and those to them, to where they are in the site."""
     here = page.file.src_uri
     origin = here if page.file.generated_by else f"{DOCS}/{here}"
+    if here == f"{REFERENCE}/README.md":
+        # Only the site has the pages of the modules.
+        markdown = re.sub(r"^\| `([\w.]+)` ", r"| [`\1`](\1.md) ", markdown, flags=re.M)
 
     def moved(link: re.Match[str]) -> str:
         target = _target(origin, link[1])

@@ -33,8 +33,9 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Every row of the table. Raises AssertionError for one without an anchor or a known outcome."""
-    table = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    """Every row of the first table. Raises AssertionError for one without an anchor or a known outcome."""
+    first = PAGE.read_text().partition("\n## ")[0]
+    table = [line for line in first.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert cells[0] == HEADER
     found = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import configparser
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from tests.docs import blocks
 from tests.docs.given import SCRIPT, training
+from tests.docs.pages import blocks as blocks_of
 
 
 def given() -> dict[str, Any]:
@@ -63,3 +65,27 @@ def test_the_blocks_of_a_page_make_a_dag(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks.run_page(page, "airflow", given(), request)
+
+
+def test_the_first_dag_trains_and_its_next_task_opens_the_result(
+    run_dag: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.dag_processing.dagbag import BundleDagBag
+
+    from rankzero import ResultRef, RunHandle
+
+    (block,) = [block for block in blocks_of("docs/start-airflow.md") if block.language == "python"]
+    file = tmp_path / "dags" / "first.py"
+    file.parent.mkdir()
+    file.write_text(block.text.replace("time.sleep(1)", "pass"))
+    monkeypatch.setenv("RANKZERO_STORE", str(tmp_path / "runs"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    bag = BundleDagBag(dag_folder=file, bundle_path=file.parent, bundle_name="dags-folder")
+    assert bag.import_errors == {}
+    outcome = run_dag(bag.dags["first"])
+    assert outcome.state == "success", outcome.errors
+    assert isinstance(outcome.xcom("train"), ResultRef)
+    assert isinstance(outcome.xcom("evaluate"), float)
+    (directory,) = (tmp_path / "runs").iterdir()
+    rows = [row["epoch"] for row in RunHandle.attach(directory).metrics() if row["rank"] == 0]
+    assert rows == list(range(60))

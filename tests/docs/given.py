@@ -72,6 +72,11 @@ def checkpoint() -> dict[str, Any]:
     return {"loader": training_page()["loader"].state_dict()}
 
 
+def operations() -> dict[str, Any]:
+    rankzero.Launcher(1).run(training)
+    return {}
+
+
 def reports() -> dict[str, Any]:
     Path("train.py").write_text(SCRIPT)
     rankzero.Launcher(1, run_id="digits").run(training)
@@ -115,6 +120,7 @@ def public() -> dict[str, Any]:
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/clusters.md": clusters,
+    "docs/operations.md": operations,
     "docs/python.md": python,
     "docs/torchrun.md": torchrun,
     "docs/tracking.md": public,

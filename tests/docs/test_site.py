@@ -62,7 +62,9 @@ def test_the_navigation_has_every_page_once() -> None:
     # Its other tags are the site generator's.
     shown = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     docs = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
-    assert sorted(shown) == sorted([*docs, EXAMPLES])
+    modules = re.findall(r"^\| `([\w.]+)` \|", text_of("docs/reference/README.md"), re.M)
+    made = ["messages.md", *(f"reference/{module}.md" for module in modules)]
+    assert sorted(shown) == sorted([*docs, EXAMPLES, *made])
 
 
 @pytest.mark.parametrize("page", [*PAGES, EXAMPLES])
@@ -83,3 +85,16 @@ def test_the_page_on_installing_has_every_extra() -> None:
         if name in ("none", "data", "delta", "spark", "torch"):
             for package in required:
                 assert re.match(r"[\w-]+", package)[0] in brings, f"{name}: {package}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_a_page_begins_with_what_its_reader_can_do(page: str) -> None:
+    assert re.match(r"# .+\n\n(With this (page|section) you|Read this page before you change) ", text_of(page))
+
+
+def test_the_pictures_are_those_of_their_script() -> None:
+    sys.path.append(str(ROOT / "scripts"))
+    import pictures
+
+    for name, picture in pictures.PICTURES.items():
+        assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == pictures.drawn(picture)
