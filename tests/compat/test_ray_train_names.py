@@ -49,7 +49,7 @@ ONLY_2_60 = {
     "ray.train.collective": "barrier broadcast_from_rank_zero",
 }
 
-SUBMODULES = {"ray": "data init train tune", "ray.train": "horovod jax lightgbm tensorflow torch xgboost"}
+SUBMODULES = {"ray": "data init train tune", "ray.train": "horovod jax lightgbm tensorflow torch v2 xgboost"}
 """Modules and functions that scripts for Ray Train use beside its public names."""
 
 MODULES = {
@@ -98,6 +98,15 @@ def test_a_name_of_ray_works_or_says_what_to_use(module: str, name: str) -> None
         return
     with pytest.raises(ImportError, match=re.escape(f"{here} has no {name}: {INSTEAD[name]}")):
         exec(line, {})
+
+
+@pytest.mark.parametrize("name", [name for name in SUBMODULES["ray.train"].split() if not works("ray.train", name)])
+def test_a_module_that_is_imported_as_one_says_what_to_use(name: str) -> None:
+    for package in (HERE, f"{HERE}.huggingface"):
+        with pytest.raises(ImportError, match=re.escape(f"{package} has no {name}: {INSTEAD[name]}")):
+            importlib.import_module(f"{package}.{name}")
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        importlib.import_module(f"{HERE}.no_such_module")
 
 
 def test_the_package_and_its_train_module_have_the_same_names() -> None:

@@ -236,13 +236,11 @@ class Checkpoint:
     def get_metadata(self) -> dict[str, Any]:
         """Returns the metadata that `set_metadata` has stored with the files; an empty dict if there are none."""
         file = f"{self.path}/{METADATA}"
-        with contextlib.suppress(FileNotFoundError):
-            if self._filesystem is None:
-                with open(file, encoding="utf-8") as local:
-                    return dict(json.load(local))
-            with self._filesystem.open_input_stream(file) as remote:
-                return dict(json.loads(remote.read()))
-        return {}
+        try:
+            with open(file, "rb") if self._filesystem is None else self._filesystem.open_input_stream(file) as stream:
+                return dict(json.loads(stream.read()))
+        except FileNotFoundError:
+            return {}
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replaces the metadata, which become a file of the checkpoint. Set them before `report`."""

@@ -21,7 +21,8 @@ class RemovedError(InvalidJobError, DeprecationWarning):
     """Raised for an option that Ray has removed, with Ray's type, or that exists only on Ray's clusters."""
 
 
-def _removed(what: str, value: object, instead: str) -> None:
+def removed(what: str, value: object, instead: str) -> None:
+    """Raises RemovedError for an option that has a value."""
     if value is not None:
         raise RemovedError(f"{what} is not supported: {instead}")
 
@@ -54,11 +55,11 @@ class ScalingConfig:
     elastic_resize_monitor_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _removed("label_selector", self.label_selector, "choose the executors in Spark's configuration")
-        _removed("trainer_resources", self.trainer_resources, "the trainer runs in the process that calls fit()")
-        _removed("topology", self.topology, "there are no TPUs here")
-        _removed("use_tpu=True", self.use_tpu or None, "there are no TPUs here")
-        _removed("accelerator_type", self.accelerator_type, "choose the executors in Spark's configuration")
+        removed("label_selector", self.label_selector, "choose the executors in Spark's configuration")
+        removed("trainer_resources", self.trainer_resources, "the trainer runs in the process that calls fit()")
+        removed("topology", self.topology, "there are no TPUs here")
+        removed("use_tpu=True", self.use_tpu or None, "there are no TPUs here")
+        removed("accelerator_type", self.accelerator_type, "choose the executors in Spark's configuration")
         kinds.FLAG.check("use_gpu", self.use_gpu)
         sizes = self.num_workers if isinstance(self.num_workers, tuple) else (self.num_workers,) * 2
         if len(sizes) != 2 or {type(size) for size in sizes} != {int} or not 0 <= sizes[0] <= sizes[1]:
@@ -137,7 +138,7 @@ class FailureConfig:
     preemption_grace_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _removed("fail_fast", self.fail_fast or None, "a failure ends the run immediately unless max_failures is set")
+        removed("fail_fast", self.fail_fast or None, "a failure ends the run immediately unless max_failures is set")
         kinds.FLAG.check("relax_collectives_on_preemption", self.relax_collectives_on_preemption)
         for name in ("max_failures", "max_preemption_failures", "controller_failure_limit"):
             value = getattr(self, name)
@@ -163,8 +164,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         report = "call train.report(metrics, checkpoint=...) when there is one"
-        _removed("checkpoint_frequency", self.checkpoint_frequency or None, report)
-        _removed("checkpoint_at_end", self.checkpoint_at_end or None, report)
+        removed("checkpoint_frequency", self.checkpoint_frequency or None, report)
+        removed("checkpoint_at_end", self.checkpoint_at_end or None, report)
         self.kept()
 
     def kept(self) -> KeptCheckpoints:
@@ -188,7 +189,7 @@ class DataConfig:
     enable_shard_locality: bool = True
 
     def __post_init__(self) -> None:
-        _removed("execution_options", self.execution_options, "Spark, or the torch data set, decides how rows are read")
+        removed("execution_options", self.execution_options, "Spark, or the torch data set, decides how rows are read")
         split = self.datasets_to_split
         if split != "all" and (isinstance(split, str) or not all(isinstance(name, str) for name in split)):
             raise InvalidJobError(f'datasets_to_split is {split!r}; it must be "all" or a list of names')
@@ -232,19 +233,19 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.name is not None:
             kinds.RUN_ID.check("run_id", self.name)
-        _removed("storage_filesystem", self.storage_filesystem, "give storage_path as an fsspec URL")
+        removed("storage_filesystem", self.storage_filesystem, "give storage_path as an fsspec URL")
         for name, kind in (("failure_config", FailureConfig), ("checkpoint_config", CheckpointConfig)):
             if not isinstance(value := getattr(self, name), (kind, type(None))):
                 raise InvalidJobError(f"{name} is a {type(value).__name__}; give a {kind.__name__}")
         for callback in self.callbacks or ():
             if not isinstance(callback, UserCallback):
                 raise InvalidJobError(f"callbacks has {callback!r}; give objects of subclasses of UserCallback")
-        _removed("logging_config", self.logging_config, 'use logging.getLogger("rankzero").setLevel(...)')
-        _removed("sync_config", self.sync_config, "checkpoints are in the store when they are committed")
-        _removed("verbose", self.verbose, "the workers' lines go to standard output")
-        _removed("stop", self.stop, "return from the training function")
-        _removed("progress_reporter", self.progress_reporter, "use rankzero.train.progress")
-        _removed("log_to_file", self.log_to_file, "the run directory keeps each worker's log")
+        removed("logging_config", self.logging_config, 'use logging.getLogger("rankzero").setLevel(...)')
+        removed("sync_config", self.sync_config, "checkpoints are in the store when they are committed")
+        removed("verbose", self.verbose, "the workers' lines go to standard output")
+        removed("stop", self.stop, "return from the training function")
+        removed("progress_reporter", self.progress_reporter, "use rankzero.train.progress")
+        removed("log_to_file", self.log_to_file, "the run directory keeps each worker's log")
         if unknown := set(self.worker_runtime_env) - {"env_vars"}:
             names = ", ".join(sorted(unknown))
             raise InvalidJobError(f"worker_runtime_env has {names}; only env_vars: install packages on the executors")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.abc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -43,9 +44,24 @@ INSTEAD = {
     "lightgbm": "rankzero trains torch: use TorchTrainer, or LightGBM's own Spark estimators",
     "tensorflow": "rankzero trains torch: use TorchTrainer",
     "tune": _TUNE,
+    "v2": "the names of Train V2 are in rankzero.compat.ray_train itself",
     "xgboost": "rankzero trains torch: use TorchTrainer, or xgboost.spark",
 }
 """Advice by name. Import and access raise it; names of each module stand in docs/migrate-ray-train.md."""
+
+
+class _Advice(importlib.abc.MetaPathFinder):
+    """The last importer, for modules that this package lacks: their import calls no ``__getattr__``."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Raises ImportError with the advice for a name below this package, if there is one."""
+        module, _, last = name.rpartition(".")
+        if module.startswith(__package__) and last in INSTEAD:
+            raise ImportError(f"{module} has no {last}: {INSTEAD[last]}")
+
+
+_advice = _Advice()
+sys.meta_path.append(_advice)
 
 
 def lookup(module: str, *submodules: str, **defined_in: str) -> Callable[[str], Any]:
@@ -66,8 +82,7 @@ def lookup(module: str, *submodules: str, **defined_in: str) -> Callable[[str], 
             return importlib.import_module(f"{__package__}.{modules[name]}")
         if name in defined_in:
             return getattr(importlib.import_module(f"{__package__}.{defined_in[name]}"), name)
-        if name in INSTEAD:
-            raise ImportError(f"{module} has no {name}: {INSTEAD[name]}")
+        _advice.find_spec(f"{module}.{name}")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return find

@@ -19,10 +19,10 @@ from rankzero.compat.ray_train.config import (
     CheckpointConfig,
     DataConfig,
     FailureConfig,
-    RemovedError,
     RunConfig,
     ScalingConfig,
     TorchConfig,
+    removed,
 )
 from rankzero.compat.ray_train.names import INSTEAD
 from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError
@@ -85,13 +85,8 @@ class TorchTrainer:
         if torch_backend is not None:
             warnings.warn("torch_backend is called torch_config", DeprecationWarning, stacklevel=2)
             torch_config = torch_backend
-        refused = {
-            "metadata": (metadata, "use Launcher(labels=...), or train_loop_config"),
-            "validation_config": (validation_config, INSTEAD["ValidationConfig"]),
-        }
-        for name, (value, instead) in refused.items():
-            if value is not None:
-                raise RemovedError(f"{name} is not supported: {instead}")
+        removed("metadata", metadata, "use Launcher(labels=...), or train_loop_config")
+        removed("validation_config", validation_config, INSTEAD["ValidationConfig"])
         if not callable(train_loop_per_worker):
             raise InvalidJobError(f"train_loop_per_worker is {train_loop_per_worker!r}; it must be a function")
         self._wants_config = _wants_config(train_loop_per_worker)
@@ -191,16 +186,13 @@ class TorchTrainer:
 
     def _base(self) -> Launcher:
         from rankzero.compat.torch_distributor import active_session
+        from rankzero.engines.specs import engine_of_session
         from rankzero.launcher import Launcher
 
         if self._launcher is not None:
             return self._launcher
         session = active_session() if self.scaling_config.num_workers else None
-        if session is None:
-            return Launcher()
-        from rankzero.engines.specs import engine_of_session
-
-        return Launcher(engine=engine_of_session(session))
+        return Launcher(engine=None if session is None else engine_of_session(session))
 
     def launch_options(self) -> dict[str, Any]:
         """Returns the options of `rankzero.Launcher` that this trainer sets, also for a launcher of the caller."""
@@ -211,20 +203,15 @@ class TorchTrainer:
             "use_gpu": bool(scaling.gpus_per_worker),
             "max_restarts": _limit(failures.max_failures),
             "max_preemptions": _limit(failures.max_preemption_failures),
+            "checkpoints": (run.checkpoint_config or CheckpointConfig()).kept(),
         }
-        if failures.max_failures:
-            options["restart_on"] = (Exception,)
-        if run.checkpoint_config:
-            options["checkpoints"] = run.checkpoint_config.kept()
-        else:
-            options["checkpoints"] = CheckpointConfig().kept()
-        if tables := self._tables():
-            options["dataset"] = tables
-        if self.torch_config.backend:
-            options["backend"] = self.torch_config.backend
-        if env := run.worker_runtime_env.get("env_vars"):
-            options["env"] = env
-        return options
+        given = {
+            "restart_on": (Exception,) if failures.max_failures else (),
+            "dataset": self._tables(),
+            "backend": self.torch_config.backend,
+            "env": run.worker_runtime_env.get("env_vars"),
+        }
+        return options | {name: value for name, value in given.items() if value}
 
     def launch_names(self) -> dict[str, Any]:
         """Returns the name and the store of the run, which a pipeline step replaces by its own."""
