@@ -10,6 +10,7 @@ round, and the other ranks wait for it in theirs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import threading
@@ -71,6 +72,7 @@ class Coordinator:
         self._numbers = Numbers()
         self._agreement = Agreement(self.ranks, self._timeout, warn_after)
         self._flag = 0
+        self._failed_alone = False
         self._joining: Handle | None = None
         self._ending: Handle | None = None
         self._waiters = 0
@@ -151,10 +153,23 @@ class Coordinator:
                 self.wait(self._ending)
 
     def destroy(self) -> None:
-        """Closes the connections of a set that has ended."""
-        for group in self._groups:
-            if self.rank >= 0:
-                dist.destroy_process_group(group)
+        """Closes the connections of a set that has ended or failed."""
+        destroy = dist.destroy_process_group
+        if self._failed_alone:
+            # Other ranks may wait for this one in a collective until gloo closes its connections, which it does when
+            # nothing refers to the group any more. A rank keeps destroyed groups because gloo's threads may still
+            # need the interpreter; the pause lets them have it.
+            destroy = getattr(destroy, "__wrapped__", destroy)
+            time.sleep(bounds.HVD_FREE_PAUSE)
+        for group in self._groups if self.rank >= 0 else ():
+            # The user may have destroyed torch's default group, and with it these.
+            with contextlib.suppress(ValueError):
+                destroy(group)
+        self._groups.clear()
+        self._data.clear()
+        if self._failed_alone:
+            # Frames of the error's traceback may refer to a group.
+            gc.collect()
 
     # -- who is waited for ---------------------------------------------------------------------
 
@@ -231,6 +246,8 @@ class Coordinator:
             if late := self._agreement.check_stalls(reports, agreed=bool(ready)):
                 logger.warning("%s", late)
         except Exception as error:
+            # A stall is detected by all ranks in the same round.
+            self._failed_alone = not isinstance(error, StallError)
             self._fail(error)
             return
         except BaseException as error:
