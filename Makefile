@@ -86,6 +86,8 @@ test-frameworks: setup
 	.venv/bin/python -m pip install --quiet --target .frameworks/prefect/site-packages "prefect==3.*"
 	rm -rf $(FRAMEWORKS)/torch $(FRAMEWORKS)/torch-* $(FRAMEWORKS)/numpy $(FRAMEWORKS)/numpy-*
 	PYTHONPATH=$(FRAMEWORKS) .venv/bin/python -m pytest tests/frameworks
+	PYTHONPATH=$(FRAMEWORKS) .venv/bin/python -m pytest -k other_launchers tests/airflow/test_examples.py \
+		tests/dagster/test_dagster_examples.py
 	.venv/bin/python -m pip install --quiet --no-deps --target .frameworks/openlineage httpx2 httpcore2 \
 		apache-airflow-providers-openlineage openlineage-python openlineage-sql openlineage-integration-common
 	PYTHONPATH=.frameworks/openlineage .venv/bin/python -m pytest tests/airflow/test_lineage.py
