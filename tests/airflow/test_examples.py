@@ -1,6 +1,7 @@
 """Every example pipeline beside the nightly one, as its DAG file defines it."""
 
 import ast
+import importlib.util
 import json
 import sys
 import threading
@@ -212,6 +213,17 @@ def test_a_training_of_horovods_is_a_task(load_dag: LoadDag, run_dag: RunDag) ->
     outcome = run_dag(load_dag("horovod_training.py"), run_conf={"epochs": 5})
     assert outcome.state == "success", outcome.errors
     assert outcome.xcom("evaluate") > 0.8
+
+
+def test_trainings_of_other_launchers_are_tasks(
+    load_dag: LoadDag, run_dag: RunDag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIGITS_EPOCHS", "1")
+    has_accelerate = importlib.util.find_spec("accelerate") is not None
+    outcome = run_dag(load_dag("front_doors.py"), mark_success_pattern=None if has_accelerate else "accelerate")
+    assert outcome.state == "success", outcome.errors
+    for task_id in ("ray_train", "decorated", "databricks", *(["accelerate"] if has_accelerate else [])):
+        assert 0.3 < outcome.xcom(task_id) <= 1, task_id
 
 
 @pytest.mark.usefixtures("own_jvm")

@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 from tests.dagster.dagster_events import metadata_of
 
 from dagster_rankzero import TorchDistributorResource
+from rankzero import ResultRef
 
 EXAMPLES = ROOT / "example_dags"
 
@@ -94,6 +95,20 @@ def test_a_training_of_horovods_is_an_asset(load: Load, instance: dg.DagsterInst
     run(defs, "horovod_model", instance)
     accuracy = run(defs, "horovod_accuracy", instance).output_for_node("horovod_accuracy")
     assert accuracy > 0.8
+
+
+def test_trainings_of_other_launchers_are_assets(
+    load: Load, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIGITS_EPOCHS", "1")
+    monkeypatch.setenv("RANKZERO_STORE", str(tmp_path / "own runs"))
+    module, defs = load("front_doors")
+    has_accelerate = importlib.util.find_spec("accelerate") is not None
+    trainings = [each for each in module.TRAININGS if has_accelerate or each is not module.accelerate_accuracy]
+    result = dg.materialize([module.door_scans, *trainings], resources=defs.resources, instance=instance)
+    for each in trainings:
+        value = result.output_for_node(each.op.name)
+        assert 0.3 < (value.load() if isinstance(value, ResultRef) else value) <= 1, each.op.name
 
 
 def test_a_spark_table_becomes_a_scored_table(
