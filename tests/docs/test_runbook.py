@@ -18,8 +18,8 @@ PLACE = re.compile(r"%[-+.\d]*[sdgfr]|\{\w*\}")
 DIFFERS = re.compile(r"\.\.\.|'\w+'|SIG[A-Z]+ \(|\(did you mean|\?\)")
 """The parts of a message on a page that differ from one time to another."""
 
-OF_OTHERS = ("No module named 'dagster_pipes'",)
-"""Messages of Python itself."""
+OF_OTHERS = ("No module named 'dagster_pipes'", "RuntimeError: Numpy is not available")
+"""Messages of Python and torch."""
 
 
 @functools.cache
