@@ -44,6 +44,7 @@ class Job:
         nonce: Random digits of this submission, since the numbers restart when the directory was removed.
         first_attempt: Number of this submission's first attempt.
         fresh_since: First attempt whose checkpoints count: the training of earlier ones was delivered.
+        metrics: The last values of metrics that earlier submissions of the same training reported: see `RunStatus.metrics`.
         identity: Digest of code, arguments and world size: `rankzero.submit.identity`.
         identity_parts: Name and checksum of each part of the identity; empty if an earlier version submitted the job.
         generation: The orchestrator's chain of automatic retries that this submission belongs to.
@@ -88,6 +89,7 @@ class Job:
     nonce: str = ""
     first_attempt: int = 0
     fresh_since: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
     identity: str = ""
     identity_parts: dict[str, str] = field(default_factory=dict)
     generation: str = ""
@@ -168,6 +170,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "created": (int, float),
     "cpus_per_process": (int, type(None)),
     "params": dict,
+    "metrics": dict,
     "labels": dict,
     "traceparent": str,
     "prices": dict,

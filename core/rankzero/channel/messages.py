@@ -171,6 +171,7 @@ class Part(Message, kind="checkpoint"):
         tables: Number of files of each table whose rows belong to the checkpoint.
         cursors: Positions of this rank in datasets whose states the checkpoint may hold: `RankTables.cursor`.
         pieces: Index of a sharded state.
+        has_result: True if this rank had set the value of the run by then: `rankzero.train.set_result`.
         upload: Name under which the agent sends the part over the channel.
     """
 
@@ -188,6 +189,7 @@ class Part(Message, kind="checkpoint"):
     tables: dict[str, int] = field(default_factory=dict)
     cursors: dict[str, list[Any]] = field(default_factory=dict)
     pieces: str | None = None
+    has_result: bool = False
     upload: str | None = None
 
 

@@ -49,7 +49,9 @@ class Delegation:
         self._job = job
         self._private = private
         self._inbox = inbox
-        self._recorder = Recorder(run, job.submission, job.first_attempt, Mask(secrets_of(private["env"])))
+        self._recorder = Recorder(
+            run, job.submission, job.first_attempt, Mask(secrets_of(private["env"])), metrics=job.metrics
+        )
         self._watch = Watch(run, job, self._recorder, inbox, leased=True)
         self._places = Places(engine, inbox)
         self._folder = run.submission_path(job.submission, "stage")

@@ -76,7 +76,9 @@ class Driver:
         self._number = self._job.first_attempt
         self._budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
-        self._recorder = Recorder(run, self._job.submission, self._number, self._mask, nonce=self._job.nonce)
+        self._recorder = Recorder(
+            run, self._job.submission, self._number, self._mask, nonce=self._job.nonce, metrics=self._job.metrics
+        )
         self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
         self._trackers = Trackers(run, self._job.fresh_since, trackers)
         self._places = Places(engine, self.inbox)

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import astuple, replace
 from typing import Any
@@ -50,6 +51,7 @@ class Recorder:
         mask: Mask | None = None,
         *,
         nonce: str = "",
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepares the files of events and lines; nothing is written yet.
 
@@ -59,6 +61,7 @@ class Recorder:
             attempt: Its first attempt.
             mask: Hides the secrets of the run.
             nonce: `Job.nonce` of the submission.
+            metrics: `Job.metrics` of the submission.
         """
         self._run = run
         self.mask = mask or Mask()
@@ -73,6 +76,7 @@ class Recorder:
                 attempt=attempt,
                 submission=submission,
                 nonce=nonce,
+                metrics=dict(metrics or {}),
                 driver_host=socket.gethostname(),
                 driver_pid=os.getpid(),
                 driver_namespace=process_namespace(),

@@ -86,6 +86,7 @@ class Manifest:
         tables: Rows that ranks had written before the checkpoint: `rankzero.data.table.Written`.
         cursors: Positions in datasets at which the ranks reported a sharded checkpoint, if they differ: for each
             dataset the position of each rank, by rank as text.
+        has_result: True if rank 0 had set the value of the run before the checkpoint: `rankzero.train.set_result`.
     """
 
     id: str
@@ -98,6 +99,7 @@ class Manifest:
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     tables: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     cursors: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    has_result: bool = False
 
     @classmethod
     def of_parts(
@@ -138,6 +140,7 @@ class Manifest:
             },
             tables=tables,
             cursors={name: ranks for name, ranks in cursors.items() if _is_of_all_and_differs(ranks, world_size)},
+            has_result=lead.get("has_result", False),
         )
 
     def to_json(self) -> dict[str, Any]:

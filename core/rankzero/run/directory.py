@@ -230,7 +230,7 @@ class RunDirectory:
             return
         # Written before job.json, so that no reader takes the end of an earlier submission for the end of this one.
         started = RunStatus(heartbeat=time.time(), attempt=job.first_attempt, patience=patience)
-        self.write_status(replace(started, submission=job.submission, nonce=job.nonce))
+        self.write_status(replace(started, submission=job.submission, nonce=job.nonce, metrics=job.metrics))
         data = job.to_json()
         store.write_bytes(self.submission_path(job.submission, "job.json"), data)
         store.write_bytes(self.path("job.json"), data, durable=True)

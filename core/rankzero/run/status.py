@@ -44,7 +44,8 @@ class RunStatus:
         error: The error of a run that did not succeed, as JSON.
         result: Handle of the value, as JSON; set as soon as success is certain, before the run has ended.
         value: A list with the value itself if that is small and JSON; else empty.
-        metrics: The last values of the metrics that rank 0 reported, of the first 1000 names.
+        metrics: The last values of the metrics that rank 0 reported in this training, of the first 1000 names. A
+            submission that resumes the training begins with those of the submissions before it.
         checkpoint: Id of the newest committed checkpoint, or None.
         world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
         engine_url: Address of the engine's user interface, such as the Spark UI, during the run; or None.

@@ -24,7 +24,7 @@ from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run import delivery
-from rankzero.run.checkpoints import list_folders
+from rankzero.run.checkpoints import list_folders, read_manifests
 from rankzero.run.directory import RunDirectory, compare_job
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, Comparison, describe
@@ -293,6 +293,8 @@ def submit(
                         fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
                         run.keep_outcome(existing.status)
                     job = make_job(number, first_attempt, fresh_since)
+                    if existing and existing.decision is Decision.RESUME:
+                        job = replace(job, metrics=_last_metrics(run, existing.status))
                     with _releasing(run, number):
                         run.write_submission(job, start_timeout)
                 newest = run.newest_claim()
@@ -362,6 +364,19 @@ def _last_attempt(run: RunDirectory) -> int:
     numbers += store.list_names(run.path(TABLES))
     numbers += [name.removeprefix("value-").partition(".")[0] for name in store.list_names(run.path("result"))]
     return max((int(number) for number in numbers if number.isdecimal()), default=-1)
+
+
+def _last_metrics(run: RunDirectory, status: RunStatus) -> dict[str, Any]:
+    """Returns the last values of the metrics of a training that resumes.
+
+    A driver that was killed may have committed a checkpoint, from which the training resumes, and not written its last
+    status. Such a checkpoint has the metrics of its report.
+    """
+    metrics, folders = dict(status.metrics), list_folders(run)
+    newer = folders[folders.index(status.checkpoint) + 1 :] if status.checkpoint in folders else folders[-1:]
+    for manifest in read_manifests(run, newer):
+        metrics |= manifest.metrics
+    return metrics
 
 
 def _submission_of(run: RunDirectory) -> int:

@@ -118,6 +118,7 @@ class _Session:
     send_report: Callable[[str], None] | None = None
     writer: CheckpointWriter | None = None
     result: object = None
+    has_result: bool = False
     progress: int = 0
     checkpoints: int = 0
     at_return: list[Callable[[], object]] = field(default_factory=list)
@@ -326,7 +327,9 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     else:
         session.send_report(row)
     if checkpoint is not None and session.writer is not None:
-        session.writer.write(checkpoint, values, now, session.tables, sharded=sharded)
+        session.writer.write(
+            checkpoint, values, now, session.tables, sharded=sharded, has_result=session.has_result
+        )
         session.checkpoints += 1
 
 
@@ -370,11 +373,16 @@ def set_result(value: object) -> None:
     The last call wins. The value is copied: training may change the weights of the best epoch so far. A training
     function can return its value instead; a returned value other than None takes precedence.
 
+    The value is in this process alone. An attempt that resumes from a checkpoint has to set it again: put what the value
+    is made of into the checkpoint. If such an attempt ends without a value that an earlier one had set, the run fails
+    with a `ResultError` instead of returning None.
+
     Raises:
         RuntimeError: this process is not the rank, but one that the rank has started.
     """
     session = own("set_result")
     session.result = _copied(value) if session.context.rank == 0 else None
+    session.has_result = session.context.rank == 0
 
 
 def _copied(value: object) -> object:

@@ -92,6 +92,8 @@ class CheckpointWriter:
         """Positions of all ranks in datasets, from the checkpoint that this attempt started from, where they differ."""
         self.carried: set[str] = set()
         """Tables with rows that belong to the checkpoint that this attempt started from."""
+        self.had_result = False
+        """True if rank 0 had set the value of the run before the checkpoint that this attempt started from."""
 
     @property
     def busy(self) -> bool:
@@ -112,7 +114,16 @@ class CheckpointWriter:
         """Counts a whole checkpoint that rank 0 reports, so that this rank can wait for it and receives it."""
         self._next += 1
 
-    def write(self, value: object, metrics: dict[str, Any], when: float, tables: RankTables, *, sharded: bool) -> None:
+    def write(
+        self,
+        value: object,
+        metrics: dict[str, Any],
+        when: float,
+        tables: RankTables,
+        *,
+        sharded: bool,
+        has_result: bool = False,
+    ) -> None:
         """Copies a checkpoint, which is written and committed while training continues.
 
         Args:
@@ -121,6 +132,7 @@ class CheckpointWriter:
             when: Unix time of its report.
             tables: The tables of this rank. The rows that it has written belong to the checkpoint.
             sharded: Whether every rank gives a part.
+            has_result: Whether this rank has set the value of the run in this attempt.
 
         Raises:
             TypeError: the checkpoint is neither a directory nor a dict.
@@ -148,7 +160,8 @@ class CheckpointWriter:
         self._busy = True
         try:
             self._await_room()
-            taken = self._take(index, value, directory, {"sharded": sharded, "metrics": metrics, "time": when})
+            facts = {"sharded": sharded, "metrics": metrics, "time": when, "has_result": has_result or self.had_result}
+            taken = self._take(index, value, directory, facts)
             # After the copy: if that is refused, a repetition of the call that writes rows must not double them.
             self._add_rows(taken, tables)
         except NotTakenError as error:
@@ -343,6 +356,7 @@ class CheckpointWriter:
         if not own:
             self.carried = set(manifest["tables"])
             self.cursors = manifest.get("cursors", {})
+            self.had_result = manifest.get("has_result", False)
         if not own or self._next > 0:
             self._last = Checkpoint(
                 manifest["id"],

@@ -57,6 +57,12 @@ _MOST_EXAMINED = 1000
 _AGENT_S = f"{os.sep}rankzero-agent-"
 """Part of each path below an agent's directories, one of which is a rank's ``TMPDIR``."""
 
+_LOST_RESULT = (
+    "the run has lost its value: an attempt before this one called rankzero.train.set_result, and this attempt, which "
+    "resumed from a checkpoint, did not. Put what the value is made of into the checkpoint, and call set_result again "
+    "when an attempt begins with it"
+)
+
 HOROVOD = "RANKZERO_HOROVOD"
 """Environment variable: set to ``1`` in ``env=``, ``import horovod.torch`` finds `rankzero.compat.horovod` in ranks."""
 
@@ -154,6 +160,8 @@ def _work(
     control.send(messages.Returned(time.time()))
     writer.finish()
     if value is None:
+        if start.context["rank"] == 0 and writer.had_result and not session.has_result:
+            raise ResultError(_LOST_RESULT)
         value = session.result
     for path in _paths_that_go(value):
         print(f"rankzero: {path}, which is returned, is deleted with the run: return what it holds, or report it")
