@@ -37,13 +37,16 @@ class Commits:
         # Everything else waits behind it.
         self.committer.do(self._gate.wait)
 
-    def add(self, index: int, rank: int = 0, *, sharded: bool = False) -> None:
+    def add(self, index: int, rank: int = 0, *, sharded: bool = False, batch: int | None = None) -> None:
         folder = Path(self._run.path("checkpoints", f"0000-{index:06d}"))
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"rank-{rank}.json"
         file.write_text("{}")
         part: dict[str, Any] = {"file": file.name, "format": "json", "size": 2, "sha256": ""}
         facts = {"id": folder.name, "index": index, "time": 0.0, "metrics": {}, "sharded": sharded}
+        if batch is not None:
+            file.write_text(f"{batch:02d}")
+            facts["cursors"] = {"train": [0, batch]}
         self.committer.add(rank, facts | part)
 
     def _poll(self) -> None:
@@ -114,9 +117,65 @@ def test_a_sharded_checkpoint_that_lacks_a_part_of_a_finished_rank_is_given_up(
     assert work.committed == [0]
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["before it returns", "after"])
+def test_the_last_part_of_a_rank_that_has_returned_stands_where_ranks_are_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """Ranks that read at their own pace report at their own times: the slower one reports more often."""
+    work = Commits(tmp_path, monkeypatch, world_size=2)
+    work.open()
+    work.add(0, 0, sharded=True, batch=3)
+    work.add(0, 1, sharded=True, batch=30)
+    work.await_commit(0)
+    if is_late:
+        work.committer.note_over(1)
+    work.add(1, 0, sharded=True, batch=6)
+    if not is_late:
+        work.committer.note_over(1)
+    work.await_commit(1)
+    # By chance both are at the same batch once.
+    for index, batch in ((2, 30), (3, 33)):
+        work.add(index, 0, sharded=True, batch=batch)
+        work.await_commit(index)
+    work.finish()
+    manifest = list_committed(RunDirectory(str(tmp_path)))[-1]
+    assert (manifest.index, manifest.cursors) == (3, {"train": {"0": [0, 33], "1": [0, 30]}})
+    folder = tmp_path / "checkpoints" / manifest.id
+    assert [(folder / f"rank-{rank}.json").read_text() for rank in (0, 1)] == ["33", "30"]
+    assert work.lost == []
+
+
+def test_ranks_in_step_keep_the_last_checkpoint_that_has_all_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    work = Commits(tmp_path, monkeypatch, world_size=2)
+    work.open()
+    for rank in (0, 1):
+        work.add(0, rank, sharded=True, batch=3)
+    work.await_commit(0)
+    work.committer.note_over(1)
+    work.add(1, 0, sharded=True, batch=6)
+    work.add(2, 0, sharded=True, batch=9)
+    assert work.lost == [1, 2]
+    work.finish()
+    assert work.committed == [0]
+    assert [record.message for record in caplog.records if "left out" in record.message] == [
+        "checkpoint 0000-000001 is left out, and so is each later one: rank 1 has returned without its part"
+    ]
+
+
 def test_a_checkpoint_gives_way_to_a_newer_one(work: Commits) -> None:
     work.add(0)
     work.add(1)
+    work.finish()
+    assert (work.committed, work.lost) == ([1], [0])
+
+
+def test_a_checkpoint_that_a_newer_one_has_overtaken_is_left_out(work: Commits) -> None:
+    work.open()
+    work.add(1)
+    work.await_commit(1)
+    work.add(0)
     work.finish()
     assert (work.committed, work.lost) == ([1], [0])
 

@@ -44,7 +44,7 @@ class Job:
         nonce: Random digits of this submission, since the numbers restart when the directory was removed.
         first_attempt: Number of this submission's first attempt.
         fresh_since: First attempt whose checkpoints count: the training of earlier ones was delivered.
-        metrics: The last values of metrics that earlier submissions of the same training reported: see `RunStatus.metrics`.
+        metrics: The last values of the metrics that earlier submissions of the same training reported.
         identity: Digest of code, arguments and world size: `rankzero.submit.identity`.
         identity_parts: Name and checksum of each part of the identity; empty if an earlier version submitted the job.
         generation: The orchestrator's chain of automatic retries that this submission belongs to.

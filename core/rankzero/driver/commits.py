@@ -6,13 +6,14 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rankzero import bounds, store
 from rankzero.channel.messages import NEVER
 from rankzero.data.table import Written
+from rankzero.driver.rows import carry
 from rankzero.engines.base import ActionThread
 from rankzero.run.checkpoints import (
     FOLDER,
@@ -31,6 +32,7 @@ from rankzero.run.checkpoints import (
 )
 from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory
+from rankzero.values import formats
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +75,12 @@ class Committer:
         self._owner = owner
         self._wake = wake
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
-        self._newest: dict[int, dict[str, Any]] | None = None
+        self._newest: dict[int, dict[str, Any]] = {}
+        self._is_apart = False
         self._commits: dict[int, Future[Manifest]] = {}
         self._lost: list[int] = []
+        self.has_dropped = False
+        """True if a checkpoint of this attempt was given up, whose other parts may be in the store."""
         self._over: set[int] = set()
         self._has_all = False
         self._closed = False
@@ -102,6 +107,8 @@ class Committer:
             return None
         self._in_use = kept[-1].id
         self.tables = kept[-1].tables
+        if kept[-1].sharded and kept[-1].world_size == self._world_size:
+            self._newest, self._is_apart = _parts_of(kept[-1]), bool(kept[-1].cursors)
         # The previous attempt may have died before it pruned.
         self.do(self._prune)
         return kept[-1]
@@ -134,14 +141,19 @@ class Committer:
             # Parts of other ranks do not belong to an unsharded checkpoint, in whatever order they arrive.
             parts = {rank: part}
         if len(parts) < (self._world_size if part["sharded"] else 1):
-            if part["sharded"] and self._over - set(parts):
-                self.drop(part["index"])
+            return self._commit_without(part["index"]) if part["sharded"] and self._over - set(parts) else None
+        return self._commit_of(part["index"], parts)
+
+    def _commit_of(self, given: int, parts: dict[int, dict[str, Any]]) -> Future[Manifest] | None:
+        if any(part.get("index", -1) > given for part in self._newest.values()):
+            # A report of another thread, or of a signal handler, overtook this one: its rows are the newer ones.
+            self.drop(given)
             return None
-        for index in sorted(index for index in self._incoming if index < part["index"]):
+        for index in sorted(index for index in self._incoming if index < given):
             self.drop(index)
-        del self._incoming[part["index"]]
-        self._newest = parts
-        commit = self._commits[part["index"]] = self.submit(functools.partial(self._commit_parts, parts))
+        del self._incoming[given]
+        self._newest, self._is_apart = parts, self._is_apart or _are_apart(parts)
+        commit = self._commits[given] = self.submit(functools.partial(self._commit_parts, parts))
         self.do(self._prune)
         return commit
 
@@ -149,13 +161,45 @@ class Committer:
         """Gives up a checkpoint of which a part will not arrive."""
         self._incoming.pop(index, None)
         self._lost.append(index)
+        self.has_dropped = True
 
     def note_over(self, rank: int) -> None:
-        """Records that a rank has sent all its parts, and gives up sharded checkpoints that lack one of its parts."""
+        """Records that a rank has sent all its parts, and decides about sharded checkpoints that lack one of them."""
         self._over.add(rank)
-        for index, parts in list(self._incoming.items()):
+        # The newest first, which replaces those before it.
+        for index in sorted(self._incoming, reverse=True):
+            parts = self._incoming.get(index, {})
             if rank not in parts and any(part["sharded"] for part in parts.values()):
-                self.drop(index)
+                self._commit_without(index)
+
+    def _commit_without(self, index: int) -> Future[Manifest] | None:
+        """Commits a sharded checkpoint with the last parts of ranks that have returned, or gives it up.
+
+        Ranks that read datasets at their own pace report more or less often, and each part is complete by itself: a
+        rank whose last part stands goes on from there after a restart. Ranks that were at the same batch in each
+        checkpoint train in step, and parts of different moments would not fit together.
+        """
+        parts, last = self._incoming[index], self._newest
+        lacking = set(range(self._world_size)) - set(parts)
+        lead = parts[min(parts)]
+        if not (self._is_apart and lacking <= last.keys() and _fits({**last, **parts}, lead)):
+            if not self.has_dropped:
+                gone = ", ".join(map(str, sorted(lacking & self._over)))
+                logger.warning(
+                    "checkpoint %s is left out, and so is each later one: rank %s has returned without its part",
+                    lead["id"],
+                    gone,
+                )
+            self.drop(index)
+            return None
+        if not lacking <= self._over:
+            return None
+        moment = {name: lead[name] for name in ("id", "index", "time")}
+        stood = {
+            rank: {**last[rank], **moment, "source": self._run.path(FOLDER, last[rank]["id"], last[rank]["file"])}
+            for rank in lacking
+        }
+        return self._commit_of(index, {**parts, **stood})
 
     def note_last(self) -> None:
         """Records that every checkpoint was added that will be."""
@@ -250,6 +294,9 @@ class Committer:
                 store.make_directory(folder)
                 store.upload(uploaded, store.join(folder, part["file"]), durable=True)
                 store.remove(uploaded)
+            if source := part.get("source"):
+                store.make_directory(folder)
+                carry(source, store.join(folder, part["file"]), keep=True)
         if damage := damage_of(folder, parts.values()):
             raise OSError(damage)
         manifest = Manifest.of_parts(self._attempt, self._world_size, parts, self.tables)
@@ -279,3 +326,29 @@ class Committer:
                 self._kept.remove(manifest)
         except Exception:
             logger.warning("an old checkpoint could not be removed", exc_info=True)
+
+
+def _parts_of(manifest: Manifest) -> dict[int, dict[str, Any]]:
+    """Returns the parts of a committed checkpoint, by rank. Its rows are those of the attempts before."""
+    facts = {"id": manifest.id, "sharded": True, "metrics": manifest.metrics, "has_result": manifest.has_result}
+    return {
+        int(rank): {
+            **facts,
+            **part,
+            "cursors": {name: ranks[rank] for name, ranks in manifest.cursors.items() if rank in ranks},
+        }
+        for rank, part in manifest.parts.items()
+    }
+
+
+def _fits(parts: Mapping[int, Mapping[str, Any]], lead: Mapping[str, Any]) -> bool:
+    """Returns True if each part is complete by itself, with positions in the same datasets."""
+    has_pieces = any(part["format"] in (formats.SHARDS, formats.DISTRIBUTED) for part in parts.values())
+    names = lead.get("cursors", {}).keys()
+    return not has_pieces and all(part.get("cursors", {}).keys() == names for part in parts.values())
+
+
+def _are_apart(parts: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Returns True if the ranks were at different positions in a dataset when they reported the parts."""
+    cursors = [part.get("cursors", {}) for part in parts.values()]
+    return any(len({repr(each.get(name)) for each in cursors}) > 1 for name in cursors[0])

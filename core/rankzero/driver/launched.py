@@ -182,6 +182,8 @@ class Storing(_Ending):
                 self._attempt.storage.sweep()
             else:
                 self._attempt.storage.abort_uploads()
+                if self._attempt.committer.has_dropped:
+                    self._attempt.committer.sweep()
             if self._waits(now):
                 return self
         committer = self._attempt.committer

@@ -35,7 +35,7 @@ def carry_rows(run: RunDirectory, attempt: int, written: Written) -> None:
         for table, file in _carried(_rows(store.list_files(run.path(FOLDER, folder_of(number)))), written):
             folder = run.path(FOLDER, folder_of(attempt), table)
             store.make_directory(folder)
-            _carry(run.path(FOLDER, folder_of(number), table, file), store.join(folder, file), keep=keep)
+            carry(run.path(FOLDER, folder_of(number), table, file), store.join(folder, file), keep=keep)
 
 
 def remove_rows(run: RunDirectory, attempts: range, written: Written, fresh_since: int = 0) -> None:
@@ -89,7 +89,8 @@ def _has_result(attempt: int, values: list[str]) -> bool:
     return any(value.startswith(f"value-{attempt}.") for value in values)
 
 
-def _carry(source: str, target: str, *, keep: bool) -> None:
+def carry(source: str, target: str, *, keep: bool) -> None:
+    """Moves a file within the store, or copies it if it has to be kept. Raises OSError."""
     if not store.is_url(source):
         if not keep:
             store.upload(source, target)

@@ -327,9 +327,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     else:
         session.send_report(row)
     if checkpoint is not None and session.writer is not None:
-        session.writer.write(
-            checkpoint, values, now, session.tables, sharded=sharded, has_result=session.has_result
-        )
+        session.writer.write(checkpoint, values, now, session.tables, sharded=sharded, has_result=session.has_result)
         session.checkpoints += 1
 
 
@@ -373,9 +371,9 @@ def set_result(value: object) -> None:
     The last call wins. The value is copied: training may change the weights of the best epoch so far. A training
     function can return its value instead; a returned value other than None takes precedence.
 
-    The value is in this process alone. An attempt that resumes from a checkpoint has to set it again: put what the value
-    is made of into the checkpoint. If such an attempt ends without a value that an earlier one had set, the run fails
-    with a `ResultError` instead of returning None.
+    The value is in this process alone. An attempt that resumes from a checkpoint has to set it again: put what the
+    value is made of into the checkpoint. If such an attempt ends without a value that an earlier one had set, the run
+    fails with a `ResultError` instead of returning None.
 
     Raises:
         RuntimeError: this process is not the rank, but one that the rank has started.
