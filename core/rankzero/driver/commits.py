@@ -176,7 +176,7 @@ class Committer:
         """Commits a sharded checkpoint with the last parts of ranks that have returned, or gives it up.
 
         Ranks that read datasets at their own pace report more or less often, and each part is complete by itself: a
-        rank whose last part stands goes on from there after a restart. Ranks that were at the same batch in each
+        rank whose last part stands continues from there after a restart. Ranks that were at the same batch in each
         checkpoint train in step, and parts of different moments would not fit together.
         """
         parts, last = self._incoming[index], self._newest
