@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import restore_signal_handlers, signal_handlers
-from tests.engines.bare_trainings import fail_once, hvd_loop, ray_loop, train_digits, what_is_there
+from tests.engines.bare_trainings import fail_once, hvd_loop, load_whole_states, ray_loop, train_digits, what_is_there
 from tests.engines.pythons import TORCH, python_with
 
 from rankzero import Launcher, SparkEngine
@@ -57,6 +57,10 @@ def test_rankzero_train(on_bare: Launcher) -> None:
     result = on_bare.options(run_id="bare", code_version="1").run(train_digits, 2)
     assert result["ranks"] == [0, 1]
     assert torch.is_tensor(result["model"]["weight"])
+
+
+def test_whole_states_are_loaded_without_numpy(on_bare: Launcher) -> None:
+    assert on_bare.run(load_whole_states) == [True, True]
 
 
 def test_a_restart_from_a_checkpoint(on_bare: Launcher) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
-from rankzero.train.process_group import ensure_process_group
+from rankzero.train.process_group import broadcast_object, ensure_process_group
 
 if TYPE_CHECKING:
     import torch
@@ -191,17 +192,26 @@ def load_full_state_dict(model: nn.Module, state: State) -> None:
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
     ensure_process_group()
-    # torch renames the keys of the dict that it is given, and expects them on rank 0 alone.
-    set_model_state_dict(model, kept_on_rank_zero(dict(state)), options=state_options(loading=True))
+    sent, options = for_loading(dict(state))
+    set_model_state_dict(model, sent, options=options)
 
 
-def state_options(*, loading: bool = False) -> Any:
+def state_options() -> Any:
     """Returns torch's options for whole states, which are on rank 0's CPU."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    if loading:
-        return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     return StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def for_loading(state: State) -> tuple[State, Any]:
+    """Returns the state that this rank passes to torch for loading rank 0's whole state, and torch's options for it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    if importlib.util.find_spec("numpy") is None:
+        # torch's own broadcast reads the names by numpy, which an executor may not have.
+        return broadcast_object(state), StateDictOptions(full_state_dict=True)
+    # torch renames the keys of the dict that it is given, and expects them on rank 0 alone.
+    return kept_on_rank_zero(state), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def kept_on_rank_zero(state: State) -> State:

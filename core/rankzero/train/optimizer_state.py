@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rankzero.train.model import State, kept_on_rank_zero, state_options, unwrap_model
+from rankzero.train.model import State, for_loading, kept_on_rank_zero, state_options, unwrap_model
 from rankzero.train.process_group import broadcast_object, ensure_process_group
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
         _load_settings(optimizer, names, settings)
         return
     with _without_gradients(optimizer):
-        options = state_options(loading=True)
+        sent, options = for_loading(state)
         options.strict = False
-        set_optimizer_state_dict(model, optimizer, kept_on_rank_zero(state), options=options)
+        set_optimizer_state_dict(model, optimizer, sent, options=options)
     # torch makes a state for every parameter before it loads.
     for parameter, each in names.items():
         if stated.isdisjoint(each):
