@@ -11,13 +11,12 @@ import pytest
 from tests.conftest import ROOT
 from tests.docs.pages import text_of
 
-from rankzero.run.pace import pace
-
 PAGE = text_of("docs/limits.md")
 UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 IN_ROWS = re.findall(r"^\|.+?\| (\d+) ?(\w*) \|.*\| `(rankzero[\w.]+)` \|$", PAGE, re.M)
 IN_SENTENCES = re.findall(r"(\d+)(?: (s|KiB|MiB|GiB)\b)?[a-z\s]*\(`(rankzero[\w.]+)`\)", PAGE)
 HOUR = 3600.0
+ENDS = ("SHORTEST", "LONGEST")
 
 
 def constant(name: str) -> Any:
@@ -41,10 +40,14 @@ def test_every_constant_that_the_page_names_has_its_number_there() -> None:
 
 
 def test_requests_per_hour_follow_from_the_interval_between_two_writes() -> None:
+    share, shortest, longest = map(
+        constant, ("rankzero.run.pace._SHARE", *(f"rankzero.bounds.{one}_PACE" for one in ENDS))
+    )
+
     def times(begin: float, end: float) -> int:
         count = 0
         while begin < end:
-            begin, count = begin + pace(begin), count + 1
+            begin, count = begin + min(max(begin * share, shortest), longest), count + 1
         return count
 
     rows = re.findall(r"^\|.+?, ([\d.]+) requests each time \| (\d+) \| (\d+) \|$", PAGE, re.M)
