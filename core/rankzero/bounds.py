@@ -481,9 +481,6 @@ ROWS_POLL_INTERVAL = 0.05
 HVD_ROUND_PAUSE = 0.001
 """Seconds before the next round after a round without a ready operation."""
 
-HVD_FREE_PAUSE = 0.05
-"""Seconds in which gloo's threads free what they hold, before a group of Horovod's that has failed is freed itself."""
-
 HVD_STALL_CHECK_INTERVAL = 1.0
 """Seconds between two checks of a rank's wait, and after which it records that it is in its round."""
 

@@ -41,14 +41,13 @@ def test_ranks_go_on_after_each_kind_of_failure(launcher: Launcher) -> None:
         def skips() -> None:
             hvd.allreduce(torch.ones(300), name="left" if hvd.rank() == 0 else "right")
 
-        def fails_in_one_rank() -> None:
+        def fails_in_all() -> None:
             reduce = execute.allreduce
-            if hvd.rank() == 1:
 
-                def out_of_memory(*_: Any) -> None:
-                    raise RuntimeError("out of memory")
+            def out_of_memory(*_: Any) -> None:
+                raise RuntimeError("out of memory")
 
-                execute.allreduce = out_of_memory
+            execute.allreduce = out_of_memory
             try:
                 hvd.allreduce(torch.ones(300), name="large")
             finally:
@@ -61,7 +60,7 @@ def test_ranks_go_on_after_each_kind_of_failure(launcher: Launcher) -> None:
 
         found = []
         hvd.init()
-        for fails in (raises, raises_with_operations_under_way, skips, fails_in_one_rank, fails_in_a_set_of_its_own):
+        for fails in (raises, raises_with_operations_under_way, skips, fails_in_all, fails_in_a_set_of_its_own):
             try:
                 fails()
             except (ValueError, hvd.HorovodInternalError) as error:
@@ -118,6 +117,34 @@ def test_a_loop_by_hand_goes_on_with_its_optimizer_from_its_last_commit(launcher
 
     # Four steps of 0.1: the gradient is 1.
     assert launcher.run(train) == [(4, 1, 0.6)] * 2
+
+
+def test_an_operation_that_fails_in_one_rank_alone_ends_the_attempt(launcher: Launcher) -> None:
+    def train() -> None:
+        import sys
+
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        execute: Any = sys.modules[f"{hvd.__name__}.execute"]
+
+        def out_of_memory(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        hvd.init()
+        if hvd.rank() == 1:
+            execute.allreduce = out_of_memory
+        try:
+            hvd.allreduce(torch.ones(300), name="large")
+        except hvd.HorovodInternalError:
+            hvd.shutdown()
+        hvd.init()
+
+    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+    with pytest.raises(WorkerFailedError, match="rank 1 cannot initialize again: others may still wait") as failure:
+        launcher.options(env=env).run(train)
+    assert failure.value.rank == 1
 
 
 def test_after_the_death_of_a_rank_there_is_nobody_to_go_on_with(launcher: Launcher) -> None:

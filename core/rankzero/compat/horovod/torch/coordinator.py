@@ -10,7 +10,6 @@ round, and the other ranks wait for it in theirs.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import logging
 import threading
@@ -72,7 +71,7 @@ class Coordinator:
         self._numbers = Numbers()
         self._agreement = Agreement(self.ranks, self._timeout, warn_after)
         self._flag = 0
-        self._failed_alone = False
+        self._reporting: threading.Thread | None = None
         self._joining: Handle | None = None
         self._ending: Handle | None = None
         self._waiters = 0
@@ -154,22 +153,25 @@ class Coordinator:
 
     def destroy(self) -> None:
         """Closes the connections of a set that has ended or failed."""
-        destroy = dist.destroy_process_group
-        if self._failed_alone:
-            # Other ranks may wait for this one in a collective until gloo closes its connections, which it does when
-            # nothing refers to the group any more. A rank keeps destroyed groups because gloo's threads may still
-            # need the interpreter; the pause lets them have it.
-            destroy = getattr(destroy, "__wrapped__", destroy)
-            time.sleep(bounds.HVD_FREE_PAUSE)
         for group in self._groups if self.rank >= 0 else ():
             # The user may have destroyed torch's default group, and with it these.
             with contextlib.suppress(ValueError):
-                destroy(group)
-        self._groups.clear()
-        self._data.clear()
-        if self._failed_alone:
-            # Frames of the error's traceback may refer to a group.
-            gc.collect()
+                dist.destroy_process_group(group)
+
+    def await_peers(self) -> None:
+        """Waits until all ranks know that an operation has failed in this one.
+
+        Raises:
+            HorovodInternalError: a rank does not come to its next round within ``warn_after``.
+        """
+        if self._reporting:
+            self._reporting.join(self.warn_after)
+            if self._reporting.is_alive():
+                raise HorovodInternalError(
+                    f"{self._me} cannot initialize again: others may still wait for it in the operation that has "
+                    "failed in this rank alone, which nothing interrupts. Let the error end the attempt, with "
+                    "max_restarts and restart_on for another one"
+                ) from self.requests.failed
 
     # -- who is waited for ---------------------------------------------------------------------
 
@@ -246,8 +248,6 @@ class Coordinator:
             if late := self._agreement.check_stalls(reports, agreed=bool(ready)):
                 logger.warning("%s", late)
         except Exception as error:
-            # A stall is detected by all ranks in the same round.
-            self._failed_alone = not isinstance(error, StallError)
             self._fail(error)
             return
         except BaseException as error:
@@ -335,9 +335,10 @@ class Coordinator:
         if not is_known:
             # The other ranks receive the failure in their next round, for which this rank does not wait.
             message = failure_message(f"{self._me} failed: {failed}")
-            threading.Thread(
+            self._reporting = threading.Thread(
                 target=self._report_failure, args=(message,), name="rankzero-horovod-failure", daemon=True
-            ).start()
+            )
+            self._reporting.start()
 
     def _report_failure(self, message: bytes) -> None:
         with contextlib.suppress(RuntimeError):

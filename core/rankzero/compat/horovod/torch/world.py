@@ -77,6 +77,8 @@ def _seconds(name: str, default: float) -> float:
 
 global_process_set = ProcessSet([])
 _sets: dict[int, ProcessSet] = {}
+_ended: list[Coordinator] = []
+"""What the last `shutdown` has closed."""
 _watcher: Watcher | None = None
 _world: Any = None
 """torch's process group when this process became a rank."""
@@ -91,10 +93,14 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
     Raises:
         ValueError: ``comm`` is an MPI communicator or a part of the ranks.
+        HorovodInternalError: an operation has failed in this rank alone before `shutdown`, and others still wait in it.
     """
     global _watcher, _world
     if is_initialized():
         return
+    for ended in _ended:
+        ended.await_peers()
+    _ended.clear()
     # Removes the sets of an earlier training of this process that failed.
     _forget()
     rt.ensure_process_group()
@@ -116,6 +122,7 @@ def shutdown() -> None:
     """Ends this rank's part once all ranks end theirs; operations that still wait for this rank fail on other ranks."""
     for coordinator in _end():
         coordinator.destroy()
+        _ended.append(coordinator)
 
 
 def _end() -> list[Coordinator]:
