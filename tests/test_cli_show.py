@@ -124,9 +124,25 @@ def test_a_damaged_run_is_a_row_and_can_be_collected(store: Path) -> None:
 def test_lines_are_chosen_by_rank_number_and_pattern(store: Path) -> None:
     shown = rankzero("logs", "last", "--tail", "2", "--rank", "1").stdout
     assert shown == "line 1\nline 2\n"
-    assert rankzero("logs", "last", "--grep", "2$").stdout == "[0] line 2\n[1] line 2\n"
+    assert sorted(rankzero("logs", "last", "--grep", "2$").stdout.splitlines()) == ["[0] line 2", "[1] line 2"]
     assert rankzero("logs", "last", "--rank", "0", "--rank", "1", "-n", "1").stdout.endswith("line 2\n")
     assert "is no regular expression" in rankzero("logs", "last", "--grep", "(").stderr
+
+
+def test_lines_have_times_and_are_chosen_by_them(store: Path) -> None:
+    shown = rankzero("logs", "last", "--timestamps", "--rank", "0").stdout.splitlines()
+    assert [line[20:] for line in shown] == [f"line {number}" for number in range(3)]
+    for line in shown:
+        assert abs(time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S")) - time.time()) < 3600
+    facts = strict(rankzero("logs", "last", "--json").stdout)
+    assert [fact["time"] for fact in facts] == sorted(float(str(fact["time"])) for fact in facts)
+    assert {(fact["run_id"], fact["trace_id"]) for fact in facts} == {("words-2", None)}
+    assert rankzero("logs", "last", "--since", "2h").stdout.count("\n") == 6
+    log = store / "words-2" / "logs" / "rank-0.log"
+    log.write_text(re.sub(r"^\d{4}", "2001", log.read_text(), count=2, flags=re.MULTILINE))
+    assert rankzero("logs", "last", "--since", "2h", "--rank", "0").stdout == "line 2\n"
+    assert rankzero("logs", "last", "-t").stdout.startswith("2001")
+    assert "--since and --timestamps are for lines of ranks" in rankzero("logs", "last", "--driver", "-t").stderr
 
 
 def test_the_output_of_a_driver_is_shown(store: Path) -> None:

@@ -106,6 +106,12 @@ class Job:
         return by_default if self.encrypt is None else self.encrypt
 
     @property
+    def trace_id(self) -> str | None:
+        """The id of the trace that the run continues; None if there is none."""
+        found = re.fullmatch(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}", self.traceparent)
+        return found[1] if found else None
+
+    @property
     def num_tasks(self) -> int:
         """Number of tasks; for an elastic job the largest."""
         return self.num_processes // self.processes_per_task

@@ -12,8 +12,17 @@ from typing import Any
 
 import pytest
 
-from rankzero import bounds
-from rankzero.channel import DISCONNECTED, LOST, ChannelClient, ChannelClosed, FrameError, Message, listen
+from rankzero import EngineError, Launcher, bounds
+from rankzero.channel import (
+    DISCONNECTED,
+    LOST,
+    ChannelClient,
+    ChannelClosed,
+    ChannelServer,
+    FrameError,
+    Message,
+    listen,
+)
 from rankzero.values import digest_of_file
 
 Receive = Callable[..., list[Message]]
@@ -329,3 +338,15 @@ def test_a_driver_that_stood_still_loses_no_agent(serving: Any, fast: None, rece
     seen: list[Any] = []
     serving.await_type("bye", seen)
     assert LOST not in [message["type"] for message in seen]
+
+
+def test_a_channel_that_fails_ends_the_run_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under gevent, where another loop runs in every thread."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Cannot run the event loop while another loop is running")
+
+    monkeypatch.setattr(ChannelServer, "_sweep", fail)
+    launcher = Launcher(1, store=tmp_path, start_timeout=60)
+    with pytest.raises(EngineError, match="the driver's channel failed: RuntimeError: Cannot run the event loop while"):
+        launcher.run(int)

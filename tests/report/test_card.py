@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle
+from rankzero.driver import Recorder
+from rankzero.job import Job
 from rankzero.report import Progress, RankProgress, card, cost, notebook
 from rankzero.run import Position, RunDirectory, RunStatus
 
@@ -125,6 +128,27 @@ def test_what_a_run_used_is_counted_from_launch_to_end(run: RunHandle[None]) -> 
     assert used.cost == pytest.approx(10 * status.held_seconds)
     assert str(used).endswith(" EUR")
     assert "core-hours, about" in str(used)
+
+
+def test_a_clock_that_is_set_changes_no_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    assert directory.claim(0)
+    directory.write_submission(Job("run", "train", 2, 1, False, None, None, 60.0, {}))
+    recorder, ahead, now = Recorder(directory, 0, 0), 0.0, time.time
+    monkeypatch.setattr(time, "time", lambda: now() + ahead)
+    recorder.note_places(2, held=True)
+    ahead = 7200.0
+    recorder.note_places(2, held=False)
+    recorder.update(state="running", started=time.time())
+    recorder.note_places(2, held=True)
+    ahead = -7200.0
+    recorder.note_places(2, held=False)
+    recorder.finish(state="succeeded")
+    status = directory.status()
+    assert 0 < status.held_seconds < 60
+    assert status.started is not None
+    assert status.ended is not None
+    assert status.ended >= status.started
 
 
 def test_a_run_that_lives_is_charged_until_now(run: RunHandle[None]) -> None:

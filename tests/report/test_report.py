@@ -7,10 +7,11 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -21,8 +22,8 @@ from tests.conftest import until
 from rankzero import Launcher, RunHandle, RunNotFoundError, WorkerFailedError
 from rankzero.cli import main
 from rankzero.job import Job
-from rankzero.report import History, ReportServer, facts, history, page, pages
-from rankzero.run import EVENTS
+from rankzero.report import History, Progress, ReportServer, facts, history, page, pages
+from rankzero.run import EVENTS, RunDirectory
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{SCRIPT}} &amp;"
 
@@ -127,6 +128,46 @@ def test_checkpoints_result_logs_and_last_metrics_are_there(collected: dict[str,
     assert collected["checkpoints"][-1]["size"] > 32
     assert {one["rank"] for one in collected["logs"]} == {0, 1}
     assert any(HOSTILE[:20] in line for one in collected["logs"] for line in one["lines"])
+
+
+def test_lines_have_times_by_which_the_page_orders_them(collected: dict[str, Any]) -> None:
+    for one in collected["logs"]:
+        assert len(one["times"]) == len(one["lines"])
+        assert one["times"] == sorted(one["times"])
+        assert 0 <= one["times"][0] <= one["times"][-1] <= collected["ended"] - collected["created"] + 1
+
+
+def test_the_rank_that_failed_is_among_those_whose_lines_are_held(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "LOGGED_RANKS", 1)
+    run = RunHandle.attach(store / "restarted")
+    job, status = RunDirectory(run.directory).job(), run.status()
+    assert [one["rank"] for one in facts._logs(run, job, status)] == [0]
+    failed = replace(status, error={"type": "WorkerFailedError", "rank": 1})
+    assert [one["rank"] for one in facts._logs(run, job, failed)] == [1]
+
+
+def test_progress_and_what_names_the_whole_work_are_no_results(tmp_path: Path) -> None:
+    def train() -> None:
+        import rankzero.train as rt
+
+        for step in range(3):
+            rt.report({"step": step, "total_steps": 10, "tokens": 1_234_567 + step, "loss": 0.5})
+
+    Launcher(1, store=tmp_path, run_id="one").run(train)
+    run = facts.collect(RunHandle.attach(tmp_path / "one"))
+    assert (run["progress"]["done"], run["progress"]["unit"], run["progress"]["total"]) == (1_234_569, "tokens", None)
+    assert "total_steps" not in {*run["last"], *(curve["name"] for curve in run["curves"]), *run["not_drawn"]}
+    (tokens,) = (curve for curve in run["curves"] if curve["name"] == "tokens")
+    assert tokens["ranks"][0]["v"] == [1_234_567, 1_234_568, 1_234_569]
+    assert not {"submission", "nonce", "fresh_since", "identity_parts"}.intersection(run["config"])
+
+
+def test_progress_of_a_run_that_lives_has_the_time_left() -> None:
+    progress = Progress(cast(Any, None))
+    for number in range(5):
+        metrics = {"step": number, "total_steps": 10}
+        progress.add({"type": "metric", "rank": 0, "time": 100.0 + 2 * number, "metrics": metrics})
+    assert facts._progress(progress) == {"done": 4, "total": 10, "unit": "steps", "seconds_left": pytest.approx(12.0)}
 
 
 def test_a_run_writes_its_report_by_itself(store: Path) -> None:
@@ -300,6 +341,37 @@ def test_serve_shows_the_store_each_run_and_several(served: str) -> None:
     assert data_of(get(f"{served}runs/restarted")[1])["runs"][0]["id"] == "restarted"
     assert json.loads(get(f"{served}runs/failed.json")[1])["state"] == "failed"
     assert len(data_of(get(f"{served}compare?run=failed&run=restarted")[1])["runs"]) == 2
+
+
+def test_the_list_of_a_store_has_pages_and_a_search(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "RUNS_OF_PAGE", 1)
+
+    def listed(**query: str) -> tuple[list[str], int, int]:
+        found = data_of(pages.answer(str(store), "/", {name: [value] for name, value in query.items()})[2])
+        return [one["id"] for one in found["list"]], found["page"], found["pages"]
+
+    assert listed() == listed(page="1") == (["failed"], 1, 2)
+    assert listed(page="2") == listed(page="9") == (["restarted"], 2, 2)
+    assert listed(search="RESTART") == (["restarted"], 1, 1)
+    assert pages.answer(str(store), "/", {"page": ["x"]})[0] == 404
+
+
+@pytest.mark.parametrize("root", ["reports", "/reports/"])
+def test_a_proxy_may_show_the_pages_below_a_path(store: Path, root: str) -> None:
+    with ReportServer(str(store), 0, "", root_path=root) as server:
+        thread = Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            assert server.url.endswith("/reports/")
+            top = server.url.removesuffix("reports/")
+            # With the path, without it, and without the slash by which the links of the page are found.
+            for address in (server.url, top, server.url.rstrip("/")):
+                assert len(data_of(get(address)[1])["list"]) == 2
+            assert json.loads(get(f"{server.url}runs/failed.json")[1])["state"] == "failed"
+            assert get(f"{top}reportsruns/failed.json")[0] == 404
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_facts_are_json_for_browsers_too(store: Path, tmp_path: Path) -> None:

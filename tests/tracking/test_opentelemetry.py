@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from rankzero import InvalidJobError, Launcher
+from rankzero import InvalidJobError, Launcher, RunHandle
 from rankzero.cli import main
+from rankzero.report import facts
 from rankzero.tracking import OpenTelemetry
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -122,6 +124,13 @@ def test_a_run_continues_the_trace_of_its_submitter(
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == tuple(PARENT.split("-")[1:3])
     shown = CliRunner().invoke(main, ["status", str(tmp_path / "one")]).stdout
     assert f"trace      {PARENT.split('-')[1]}" in shown
+    trace_id = PARENT.split("-")[1]
+    for command in (["status", str(tmp_path / "one"), "--json"], ["runs", str(tmp_path), "--json"]):
+        assert json.loads(CliRunner().invoke(main, command).stdout)["trace_id"] == trace_id
+    handle = RunHandle.attach(tmp_path / "one")
+    states = [event for event in handle.events() if event["type"] == "state"]
+    assert {(event["run_id"], event["trace_id"]) for event in states} == {("one", trace_id)}
+    assert facts.collect(handle)["trace"] == handle.trace_id == trace_id
     with TracerProvider().get_tracer("caller").start_as_current_span("step") as step:
         assert launcher.options(run_id="two").run(train).split("-")[2] == f"{step.get_span_context().span_id:016x}"
 
@@ -140,3 +149,8 @@ def test_without_the_exporter_it_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(InvalidJobError, match="pip install 'rankzero.opentelemetry.'"):
         OpenTelemetry().check()
+
+
+def test_an_endpoint_that_is_no_url_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidJobError, match=r"the endpoint 'collector:4318'; give a URL, such as http://"):
+        Launcher(1, store=tmp_path, trackers=[OpenTelemetry("collector:4318")]).run(int)

@@ -19,11 +19,10 @@ from rankzero.report.card import duration
 from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
-from rankzero.run.lines import split_rank
+from rankzero.run.lines import Line
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.status import STATES
-from rankzero.tracking import trace
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -86,14 +85,15 @@ def report(run: tuple[str, ...], output: str, link: float | None, as_json: bool)
     "--host", default=pages.HOST, show_default=True, help="Address to listen on, such as 0.0.0.0 in a container."
 )
 @click.option("--allow-host", multiple=True, metavar="NAME", help="A name by which a proxy asks; several times.")
+@click.option("--root-path", default="", metavar="PATH", help="Path below which a proxy shows the pages: /reports.")
 @click.option("--no-token", is_flag=True, help="Serve every process of this machine, such as a proxy with a login.")
-def serve(store: str | None, port: int, host: str, allow_host: tuple[str, ...], no_token: bool) -> None:
+def serve(store: str | None, port: int, host: str, allow_host: tuple[str, ...], root_path: str, no_token: bool) -> None:
     """Show the runs of a STORE in a browser of this machine, until interrupted. Read only.
 
     The printed address contains a token, which keeps out other users of this machine.
     """
     root = words.existing_store(store)
-    with pages.ReportServer(root, port, "" if no_token else None, host, allow_host) as server:
+    with pages.ReportServer(root, port, "" if no_token else None, host, allow_host, root_path) as server:
         click.echo(f"the runs of {root}, until Ctrl-C, at\n{server.url}")
         try:
             server.serve_forever()
@@ -111,7 +111,8 @@ def status(run: str, as_json: bool) -> None:
     found = handle.status()
     if as_json:
         used = _used(Listed(handle.directory, job, found))
-        words.print_json({"id": handle.id, "directory": handle.directory, **asdict(found), "used": used})
+        own = {"id": handle.id, "directory": handle.directory, "trace_id": job.trace_id}
+        words.print_json({**own, **asdict(found), "used": used})
         return
     facts = {
         "run": handle.id,
@@ -124,7 +125,7 @@ def status(run: str, as_json: bool) -> None:
         "started": words.moment(found.started),
         "ended": words.moment(found.ended),
         "used": str(cost.usage(job, found, time.time()) or ""),
-        "trace": trace.trace_id(job.traceparent),
+        "trace": job.trace_id,
         "checkpoint": found.checkpoint,
         "metrics": ", ".join(f"{name}={value}" for name, value in found.metrics.items()),
     }
@@ -141,7 +142,9 @@ def status(run: str, as_json: bool) -> None:
 @click.argument("run", shell_complete=words.runs)
 @click.option("--rank", multiple=True, type=click.IntRange(min=0), help="Only this rank; may be given several times.")
 @click.option("--tail", "-n", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
+@click.option("--since", callback=words.seconds, metavar="TIME", help="Only lines of the last 10m, 2h.")
 @click.option("--grep", callback=words.pattern, metavar="PATTERN", help="Only lines that match a regular expression.")
+@click.option("--timestamps", "-t", is_flag=True, help="Begin each line with its time.")
 @click.option("--driver", is_flag=True, help="The output of the run's driver and its JVM instead, driver.log.")
 @click.option("--follow", "-f", is_flag=True, help="Continue until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each line.")
@@ -149,29 +152,39 @@ def logs(
     run: str,
     rank: tuple[int, ...],
     tail: int | None,
+    since: float | None,
     grep: re.Pattern[str] | None,
+    timestamps: bool,
     driver: bool,
     follow: bool,
     as_json: bool,
 ) -> None:
-    """Show the output of the ranks, of every attempt."""
+    """Show the output of the ranks, of every attempt, in the order of its times.
+
+    The time of a line is the time at which the driver of the run received it.
+    """
     # A follower keeps the run alive; a reader of its lines so far does not.
     handle = RunHandle.attach(find_run(run), follows=follow)
-    world_size = RunDirectory(handle.directory).job().num_processes
+    job = RunDirectory(handle.directory).job()
+    world_size = job.num_processes
+    if driver and (since is not None or timestamps):
+        raise click.UsageError("--since and --timestamps are for lines of ranks; those of --driver contain their times")
     if wrong := [one for one in rank if one >= world_size]:
         raise click.BadParameter(f"{wrong[0]} is no rank of this run, which has {world_size}", param_hint="--rank")
     positions = dict.fromkeys(rank or range(world_size), Position())
+    begin = None if since is None else time.time() - since
 
-    def lines(follow: bool) -> Iterator[str]:
-        found = handle.lines(positions, follow, prefix=True) if not driver else _driver_log(handle)
-        return (line for line in found if grep is None or grep.search(line))
+    def lines(follow: bool) -> Iterator[Line]:
+        found = _driver_log(handle) if driver else handle.timed_lines(positions, follow)
+        return (line for line in found if (begin is None or (line.time or 0) >= begin) and _matches(line, grep))
 
-    def show(line: str) -> None:
-        number, text = split_rank(line) or (None, line)
+    def show(line: Line) -> None:
         if as_json:
-            words.print_json({"rank": number, "line": text})
+            own = {"run_id": handle.id, "trace_id": job.trace_id}
+            words.print_json({"rank": line.rank, "line": line.text, "time": line.time, **own})
         else:
-            click.echo(text if len(rank) == 1 else line)
+            when = f"{words.moment(line.time) or '':19} " if timestamps else ""
+            click.echo(when + (line.text if len(rank) == 1 else line.prefixed))
 
     if tail is not None:
         for line in collections.deque(lines(follow=False), tail):
@@ -181,14 +194,18 @@ def logs(
             show(line)
 
 
-def _driver_log(handle: RunHandle[Any]) -> Iterator[str]:
+def _matches(line: Line, pattern: re.Pattern[str] | None) -> bool:
+    return pattern is None or bool(pattern.search(line.prefixed))
+
+
+def _driver_log(handle: RunHandle[Any]) -> Iterator[Line]:
     try:
         text = store.read_bytes(store.join(handle.directory, DRIVER_LOG)).decode("utf-8", "replace")
     except FileNotFoundError:
         raise click.ClickException(
             f"run {handle.id} has no {DRIVER_LOG}: its driver had no process of its own"
         ) from None
-    yield from text.splitlines()
+    yield from (Line("", None, line) for line in text.splitlines())
 
 
 @click.command()
@@ -247,6 +264,7 @@ def _as_json(one: Listed) -> dict[str, Any]:
     facts: dict[str, Any] = {"problem": one.problem} if one.problem else {}
     facts |= {
         "id": job.run_id,
+        "trace_id": job.trace_id,
         "directory": one.directory,
         "name": job.name,
         "world": job.world,

@@ -176,6 +176,8 @@ class Attempt:
         for settled in self.committer.settled():
             self._on_settled(settled)
         self.storage.poll()
+        if (failure := self._server.failure) and not self.facts.refusal:
+            self.facts.refusal = EngineError(f"the driver's channel failed: {type(failure).__name__}: {failure}")
         # Messages that arrived before the end explain it.
         if self._ended.done() and self.mailbox.is_empty:
             self.facts.engine_ended, self.facts.engine_error = True, self._ended.result()

@@ -324,8 +324,8 @@ class Committer:
             for manifest in to_remove(self._kept, self._config, self._in_use):
                 remove(self._run, manifest)
                 self._kept.remove(manifest)
-        except Exception:
-            logger.warning("an old checkpoint could not be removed", exc_info=True)
+        except Exception as error:
+            logger.warning("an old checkpoint could not be removed: %s: %s", type(error).__name__, error)
 
 
 def _parts_of(manifest: Manifest) -> dict[int, dict[str, Any]]:

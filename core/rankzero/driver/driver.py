@@ -77,7 +77,13 @@ class Driver:
         self._budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
         self._recorder = Recorder(
-            run, self._job.submission, self._number, self._mask, nonce=self._job.nonce, metrics=self._job.metrics
+            run,
+            job.submission,
+            self._number,
+            self._mask,
+            nonce=job.nonce,
+            metrics=job.metrics,
+            trace_id=job.trace_id,
         )
         self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
         self._trackers = Trackers(run, self._job.fresh_since, trackers)

@@ -23,6 +23,7 @@ from rankzero.masking import Mask
 from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Appender
+from rankzero.run.lines import stamped
 from rankzero.run.names import EVENTS, LINES, log_name
 from rankzero.run.pace import pace
 from rankzero.run.pieces import PieceWriter
@@ -52,6 +53,7 @@ class Recorder:
         *,
         nonce: str = "",
         metrics: Mapping[str, Any] | None = None,
+        trace_id: str | None = None,
     ) -> None:
         """Prepares the files of events and lines; nothing is written yet.
 
@@ -62,8 +64,10 @@ class Recorder:
             mask: Hides the secrets of the run.
             nonce: `Job.nonce` of the submission.
             metrics: `Job.metrics` of the submission.
+            trace_id: `Job.trace_id` of the submission.
         """
         self._run = run
+        self._names = {"run_id": run.directory.rsplit("/", 1)[-1]} | ({"trace_id": trace_id} if trace_id else {})
         self.mask = mask or Mask()
         self._streams = {name: PieceWriter(run.path(name)) for name in (EVENTS, LINES)} if run.is_remote else {}
         self._events = _Lines(self._streams.get(EVENTS) or Appender(run.path(EVENTS)))
@@ -84,7 +88,7 @@ class Recorder:
                 interval=pace(0.0) if run.is_remote else HEARTBEAT_INTERVAL,
             ),
         )
-        self._started = time.monotonic()
+        self._started = self._held_at = time.monotonic()
         self._flusher = threading.Thread(target=self._flush, name="rankzero-flush", daemon=True)
 
     @property
@@ -117,9 +121,11 @@ class Recorder:
             ranks: Number of ranks of the attempt.
             held: True when the slots are taken, False when they are free again.
         """
-        status, now = self.status, time.time()
-        before = 0.0 if status.held_since is None else max(0.0, now - status.held_since)
-        self._writer.note(held_seconds=status.held_seconds + ranks * before, held_since=now if held else None)
+        # Monotonic, since the wall clock may be set meanwhile.
+        before = time.monotonic() - self._held_at if self.status.held_since is not None else 0.0
+        self._held_at = time.monotonic()
+        held_seconds = self.status.held_seconds + ranks * before
+        self._writer.note(held_seconds=held_seconds, held_since=time.time() if held else None)
 
     def commit(self, result: ResultRef, value: list[Any]) -> Future[None]:
         """Writes that the run has succeeded, which holds even if this driver dies. The run ends with `finish`.
@@ -149,12 +155,18 @@ class Recorder:
 
         No other thread writes them: of two concurrent writes of one piece, the older one might arrive last.
         """
+        problem: Exception | None = None
         while not (self._finished.wait(self.status.interval) or self.superseded):
+            before, problem = problem, None
             for stream in self._streams.values():
                 try:
                     stream.flush()
                 except Exception as error:
-                    logger.warning("lines wait for the store: %s", error)
+                    problem = error
+            if problem and not before:
+                logger.warning("lines wait for the store: %s", problem)
+            elif before and not problem:
+                logger.warning("the store takes lines again")
             # This also writes a heartbeat and the position up to which followers may read.
             self._writer.change(**self._progress())
         try:
@@ -178,7 +190,7 @@ class Recorder:
 
     def _note_state(self, state: str) -> None:
         of_run = {"submission": self.status.submission, "attempt": self.status.attempt}
-        self.event({"type": "state", "state": state, **of_run})
+        self.event({"type": "state", "state": state, **of_run, **self._names})
 
     def event(self, event: dict[str, Any]) -> None:
         """Appends an event to the event log."""
@@ -196,12 +208,13 @@ class Recorder:
             self._writer.note(metrics=last)
 
     def log(self, rank: int, lines: list[str]) -> None:
-        """Appends lines of a rank to its log file, with the run's secrets masked."""
+        """Appends lines of a rank to its log file, with the current time and the run's secrets masked."""
         lines = self.mask.lines(lines)
         name = LINES if self._run.is_remote else log_name(rank)
         if name not in self._logs:
             self._logs[name] = _Lines(self._streams.get(name) or Appender(self._run.path(name)))
-        self._logs[name].append([f"[{rank}] {line}" for line in lines] if self._run.is_remote else lines)
+        stored = stamped(lines, time.time())
+        self._logs[name].append([f"[{rank}] {line}" for line in stored] if self._run.is_remote else stored)
         self._tails.setdefault(rank, deque(maxlen=LOG_TAIL)).extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
 
     def tail(self, rank: int) -> list[str]:
@@ -227,7 +240,8 @@ class Recorder:
             self._flusher.join(STORE_OUTAGE)
             if self._flusher.is_alive():
                 logger.warning("lines are lost: the store has not taken them for %g s", STORE_OUTAGE)
-        written = self._writer.change(**changes, **self._progress(), ended=time.time())
+        ended = max(time.time(), self.status.started or 0.0)
+        written = self._writer.change(**changes, **self._progress(), ended=ended)
         if not wait([written], STORE_OUTAGE).done:
             problem = self._writer.problem
             what = f"the run ended as {changes['state']}, but its status could not be written"

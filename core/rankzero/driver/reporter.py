@@ -28,6 +28,7 @@ class Reporter:
         self._run = run
         self._collector = facts.Collector(RunHandle(run.directory, follows=False))
         self._ended = threading.Event()
+        self._is_failing = False
         self._thread = threading.Thread(target=self._refresh, name="rankzero-report", daemon=True)
         self._thread.start()
 
@@ -56,5 +57,9 @@ class Reporter:
             text = page.render([self._collector.collect()])
             store.write_bytes(self._run.path(page.REPORT_FILE), text.encode("utf-8", "replace"))
         except Exception as error:
-            logger.warning("the report of the run could not be written: %s", error)
+            if not self._is_failing:
+                logger.warning("the report of the run could not be written: %s; trying again", error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
         return time.thread_time() - began

@@ -11,10 +11,11 @@ from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.report.cost import usage
 from rankzero.report.history import History
+from rankzero.report.progress import Progress
 from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
-from rankzero.run.reports import is_number
+from rankzero.run.reports import TOTALS, OfTraining, is_number
 from rankzero.run.status import RunStatus
 
 LOG_CHARACTERS = 2_000_000
@@ -24,12 +25,13 @@ LINE_CHARACTERS = 2_000
 """A longer line is cut."""
 
 LOGGED_RANKS = 256
-"""Ranks whose lines a report holds, the lowest ones: a file has to be opened for each."""
+"""Ranks whose lines a report holds, the rank that failed and the lowest ones: a file has to be opened for each."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """Escape sequences of terminals, such as colors, which a page does not draw."""
 
-_HIDDEN = ("files", "log_starts", "engine", "owner", "labels", "prices", "identity", "created")
+_HIDDEN = {"files", "log_starts", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
+_HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "fresh_since", "traceparent"}
 _NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -49,6 +51,8 @@ class Collector:
         self._handle = handle
         self._position = Position()
         self._history: History | None = None
+        self._progress = Progress(handle)
+        self._is_ours: OfTraining | None = None
 
     def collect(self) -> dict[str, Any]:
         """See the function `collect`."""
@@ -62,11 +66,14 @@ class Collector:
         handle = self._handle
         job, status = RunDirectory(handle.directory).job(), handle.status()
         history = self._history = self._history or History(job.fresh_since)
+        is_ours = self._is_ours = self._is_ours or OfTraining(job.fresh_since)
         while True:
             before = self._position
             events, self._position = handle.read_events(before, None if status.final else status)
             for event in events:
                 history.add(event)
+                if isinstance(event, dict) and is_ours(event):
+                    self._progress.add(event)
             if self._position == before:
                 break
         return {
@@ -83,11 +90,13 @@ class Collector:
             "world": job.world,
             "attempt": status.attempt,
             "labels": job.labels,
+            "trace": job.trace_id,
             "identity": job.identity,
             "engine_url": status.engine_url if not status.final else None,
             "result": status.result,
             "used": used_of(job, status),
-            "last": {name: value for name, value in status.metrics.items() if is_number(value)},
+            "last": {name: value for name, value in status.metrics.items() if is_number(value) and name not in TOTALS},
+            "progress": _progress(self._progress),
             "throughput": history.throughput(),
             "config": _config(vars(job), status),
             "steps": history.step_name,
@@ -105,7 +114,7 @@ class Collector:
                 }
                 for manifest in handle.checkpoints()
             ],
-            "logs": _logs(handle, job.num_processes),
+            "logs": _logs(handle, job, status),
         }
 
 
@@ -130,12 +139,26 @@ def _size(part: Mapping[str, Any]) -> int:
     return size if isinstance(size, int) else 0
 
 
-def _logs(handle: RunHandle[Any], world_size: int) -> list[dict[str, Any]]:
-    """The last lines of the ranks."""
-    room = max(LINE_CHARACTERS, LOG_CHARACTERS // max(1, min(world_size, LOGGED_RANKS)))
-    found = handle.tails(range(min(world_size, LOGGED_RANKS)), room)
+def _progress(progress: Progress) -> dict[str, Any] | None:
+    """Returns the progress of the slowest rank; None before the first report."""
+    if progress.slowest is None:
+        return None
+    done = progress.ranks[progress.slowest].done
+    return {"done": done, "total": progress.total, "unit": progress.unit, "seconds_left": progress.seconds_left}
+
+
+def _logs(handle: RunHandle[Any], job: Job, status: RunStatus) -> list[dict[str, Any]]:
+    """Returns the last lines of the ranks, with their times in seconds since the submission, None for unknown ones."""
+    failed = (status.error or {}).get("rank")
+    ranks = sorted(range(job.num_processes), key=lambda rank: rank != failed)[:LOGGED_RANKS]
+    room = max(LINE_CHARACTERS, LOG_CHARACTERS // max(1, len(ranks)))
     return [
-        {"rank": rank, "lines": [_ESCAPES.sub("", line)[:LINE_CHARACTERS] for line in lines], "cut": is_cut}
-        for rank, (lines, is_cut) in found.items()
+        {
+            "rank": rank,
+            "lines": [_ESCAPES.sub("", line.text)[:LINE_CHARACTERS] for line in lines],
+            "times": [None if line.time is None else round(line.time - job.created, 1) for line in lines],
+            "cut": is_cut,
+        }
+        for rank, (lines, is_cut) in sorted(handle.tails(ranks, room).items())
         if lines
     ]

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankzero.run.reports import PROGRESS, STEP_NAMES, OfTraining, is_number, throughput
+from rankzero.run.reports import PROGRESS, STEP_NAMES, TOTALS, OfTraining, is_number, throughput
 
 MAX_METRICS = 60
 """Curves that a report draws; the names of the others are listed."""
@@ -84,12 +84,12 @@ class History:
             self._gaps[rank].append(when - self._reported[rank])
         self._reported[rank] = when
         for name in row:
-            if len(self.names) < MAX_NAMES:
+            if len(self.names) < MAX_NAMES and name not in TOTALS:
                 self.names.setdefault(name, None)
         step = row.get(self.step_name) if self.step_name else None
         at = float(step) if is_number(step) else float(self._reports[rank])
         for name in row:
-            if is_number(row[name]) and (name in self._curves or self._may_draw(name)):
+            if is_number(row[name]) and name not in TOTALS and (name in self._curves or self._may_draw(name)):
                 of_name = self._curves.setdefault(name, {})
                 limit = MAX_POINTS if rank == 0 else budget(sum(map(len, self._curves.values())))
                 of_name.setdefault(rank, Curve()).add((when, at, float(row[name])), limit)
@@ -264,7 +264,8 @@ class Curve:
         if not self.points:
             return {"t": [], "s": [], "v": []}
         times, steps, values = zip(*thin(self.points, limit), strict=True)
-        shown = [float(f"{value:.6g}") for value in values]
+        # Integers keep all digits.
+        shown = [value if value.is_integer() else float(f"{value:.6g}") for value in values]
         return {"t": [round(when, 3) for when in times], "s": list(steps), "v": shown}
 
 

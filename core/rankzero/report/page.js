@@ -7,6 +7,7 @@
   const SVG = "http://www.w3.org/2000/svg";
   const COLORS = 8;
   const MAX_LINES = 2000;
+  const RELOAD = 15;
 
   // -- small things ----------------------------------------------------------------------------
   const add = (parent, tag, attributes = {}, text) => {
@@ -19,7 +20,7 @@
   };
   const number = (value) => {
     if (typeof value !== "number") return value === null || value === undefined ? "" : String(value);
-    if (value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6)) return String(+value.toPrecision(5));
+    if (Number.isSafeInteger(value) || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6)) return String(+value.toPrecision(5));
     return value.toExponential(2);
   };
   const bytes = (value) => {
@@ -37,6 +38,13 @@
   const color = (index) => `var(--c${index % COLORS})`;
   const duration = (run) => (run.started ? (run.ended || run.now) - run.started : NaN);
   const used = (run) => Object.entries(run.used).map(([name, value]) => (name.endsWith("hours") ? `${value} ${name}` : value)).join(", ");
+  // The options of a run, with each argument of the training as one of them.
+  const options = (run) => {
+    const { params, ...rest } = run.config;
+    const named = Object.entries(params || {}).map(([name, value]) => [name in rest ? `argument ${name}` : name, value]);
+    return { ...Object.fromEntries(named), ...rest, ...run.labels };
+  };
+  const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
   const section = (title) => {
     const made = add(page, "section");
     add(made, "h2", {}, title);
@@ -158,6 +166,13 @@
     if (run.engine_url && /^https?:/.test(run.engine_url)) {
       add(add(page, "p", { class: "sub" }), "a", { href: run.engine_url, rel: "noreferrer" }, "Spark UI");
     }
+    if (run.trace) add(page, "p", { class: "sub" }, `trace ${run.trace}`);
+    if (!run.ended && run.progress) {
+      const { done, total, unit, seconds_left: left } = run.progress;
+      const card = add(page, "div", { class: "card", style: "margin-top: 14px" });
+      if (total > 0) add(card, "progress", { max: total, value: done, "aria-label": "progress" });
+      add(card, "div", {}, `${number(done)}${total ? ` of ${number(total)}` : ""} ${unit}${left === null ? "" : `, ${seconds(left)} left`}`);
+    }
     if (run.error) {
       const cause = add(page, "div", { class: "card cause" });
       add(cause, "h3", {}, `First cause: ${run.error.type || "error"}`);
@@ -182,15 +197,13 @@
     const made = section("Runs");
     const metrics = [...new Set(runs.flatMap((run) => Object.keys(run.last)))].slice(0, 8);
     const told = new Map();
-    for (const run of runs) for (const [name, value] of Object.entries({ ...run.config, ...run.labels })) {
-      if (!told.has(name)) told.set(name, new Set());
-      told.get(name).add(JSON.stringify(value));
-    }
-    const differs = [...told.keys()].filter((name) => told.get(name).size > 1 && !["run_id", "driver", "checkpoints", "submission", "first_attempt", "fresh_since"].includes(name)).slice(0, 8);
-    const cell = (value) => (typeof value === "number" ? value : value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
-    table(made, ["run", "state", "took", "used", ...differs, ...metrics], runs.map((run) => [
+    const all = runs.map(options);
+    for (const found of all) for (const name of Object.keys(found)) told.set(name, new Set(all.map((one) => text(one[name]))));
+    const differs = [...told.keys()].filter((name) => told.get(name).size > 1 && !["run_id", "driver", "checkpoints"].includes(name)).slice(0, 12);
+    const cell = (value) => (typeof value === "number" ? value : value === undefined ? "" : text(value));
+    table(made, ["run", "state", "took", "used", ...differs, ...metrics], runs.map((run, index) => [
       run.id, run.state, seconds(duration(run)), used(run),
-      ...differs.map((name) => cell({ ...run.config, ...run.labels }[name])),
+      ...differs.map((name) => cell(all[index][name])),
       ...metrics.map((name) => cell(run.last[name])),
     ]));
     for (const run of runs.filter((one) => one.error)) {
@@ -329,9 +342,9 @@
 
   const config = (run) => {
     const made = section("Configuration");
-    const facts = { ...run.config, identity: run.identity || undefined, torch: (run.ranks[0] || {}).torch, ...run.labels };
+    const facts = { ...options(run), identity: run.identity || undefined, torch: (run.ranks[0] || {}).torch };
     const rows = Object.entries(facts).filter(([, value]) => value !== undefined && value !== null);
-    table(made, ["option", "value"], rows.map(([name, value]) => [name, typeof value === "string" ? value : JSON.stringify(value)]));
+    table(made, ["option", "value"], rows.map(([name, value]) => [name, text(value)]));
     add(made, "p", { class: "note" }, "Environment variables and Spark's configuration are in no file of a run, since they may hold secrets.");
   };
 
@@ -344,6 +357,7 @@
     for (const one of run.logs) add(choice, "option", { value: one.rank }, `rank ${one.rank}`);
     if (run.error && run.logs.some((one) => one.rank === run.error.rank)) choice.value = run.error.rank;
     const search = add(tools, "input", { type: "search", placeholder: "search in the lines", "aria-label": "search" });
+    const times = add(tools, "button", { type: "button", "aria-pressed": "false" }, "times");
     const count = add(tools, "span");
     const box = add(add(made, "div", { class: "card" }), "pre", { class: "log" });
     const draw = () => {
@@ -353,10 +367,16 @@
       for (const one of run.logs) {
         if (choice.value !== "" && one.rank !== Number(choice.value)) continue;
         cut = cut || one.cut;
-        for (const line of one.lines) if (!word || line.toLowerCase().includes(word)) found.push([one.rank, line]);
+        one.lines.forEach((line, index) => {
+          if (!word || line.toLowerCase().includes(word)) found.push([one.rank, line, one.times[index]]);
+        });
       }
+      // The sort keeps the order of lines of one time, and so that of each rank.
+      found.sort((a, b) => a[2] - b[2]);
+      const timed = times.getAttribute("aria-pressed") === "true";
       box.replaceChildren();
-      for (const [rank, line] of found.slice(-MAX_LINES)) {
+      for (const [rank, line, when] of found.slice(-MAX_LINES)) {
+        if (timed && when !== null) add(box, "span", { class: "rank" }, `${new Date((run.created + when) * 1000).toLocaleTimeString()} `);
         add(box, "span", { class: "rank" }, `[${rank}] `);
         const at = word ? line.toLowerCase().indexOf(word) : -1;
         if (at < 0) box.append(line);
@@ -371,6 +391,10 @@
       count.textContent = `${found.length} lines${shown < found.length ? `, the last ${shown} shown` : ""}${cut ? "; earlier ones are in the run's directory only" : ""}`;
     };
     choice.addEventListener("change", draw);
+    times.addEventListener("click", () => {
+      times.setAttribute("aria-pressed", String(times.getAttribute("aria-pressed") !== "true"));
+      draw();
+    });
     search.addEventListener("input", draw);
     draw();
     box.scrollTop = box.scrollHeight;
@@ -407,6 +431,14 @@
       });
       if (!found.length) add(body, "p", { class: "note" }, "No run.");
     };
+    const go = (where) => { location.search = new URLSearchParams({ search: data.search, ...where }).toString(); };
+    search.value = data.search;
+    search.addEventListener("keydown", (event) => { if (event.key === "Enter") go({ search: search.value }); });
+    const pages = add(page, "div", { class: "tools", style: "margin-top: 16px" });
+    const turn = (text, number) => add(pages, "button", { type: "button" }, text).addEventListener("click", () => go({ page: number }));
+    if (data.page > 1) turn("newer", data.page - 1);
+    if (data.page < data.pages) turn("older", data.page + 1);
+    if (data.pages > 1) add(pages, "span", {}, `page ${data.page} of ${data.pages}; press Enter to search in all`);
     compare.addEventListener("click", () => { location.href = `compare?${[...chosen].map((id) => `run=${encodeURIComponent(id)}`).join("&")}`; });
     search.addEventListener("input", draw);
     draw();
@@ -433,6 +465,13 @@
       timeline(run);
     }
   }
+  const lives = runs.some((run) => !run.ended);
   const made = Math.max(...runs.map((run) => run.now));
-  add(page, "p", { class: "note" }, `Made by rankzero, ${moment(made)}${runs.some((run) => !run.ended) ? "; a run goes on, so look again later" : ""}.`);
+  add(page, "p", { class: "note" }, `Made by rankzero, ${moment(made)}${lives ? `; the page reloads every ${RELOAD} s until you use it` : ""}.`);
+  if (lives) {
+    // A reload would undo what a reader has typed, chosen or unfolded.
+    let used = false;
+    for (const kind of ["click", "input"]) page.addEventListener(kind, () => { used = true; });
+    setInterval(() => { if (!used && !document.hidden) location.reload(); }, RELOAD * 1000);
+  }
 })();

@@ -30,15 +30,18 @@ def render(runs: list[dict[str, Any]]) -> str:
     return _page(title, {"runs": runs})
 
 
-def render_list(store: str, runs: list[dict[str, Any]]) -> str:
+def render_list(store: str, runs: list[dict[str, Any]], page: int = 1, pages: int = 1, search: str = "") -> str:
     """The page of a store: its runs, each with a link to its report.
 
     Args:
         store: Where they are.
         runs: Of each ``id``, ``name``, ``state``, ``world``, ``created``, ``started``, ``ended`` and the ``last``
             metrics.
+        page: Number of this page, from 1.
+        pages: Number of all pages.
+        search: The text by which the runs were chosen.
     """
-    return _page(store, {"store": store, "list": runs})
+    return _page(store, {"store": store, "list": runs, "page": page, "pages": pages, "search": search})
 
 
 def _page(title: str, facts: dict[str, Any]) -> str:

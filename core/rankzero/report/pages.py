@@ -11,6 +11,7 @@ import http.cookies
 import http.server
 import json
 import logging
+import math
 import re
 import secrets
 import urllib.parse
@@ -24,6 +25,7 @@ from rankzero.report import facts, page
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.listing import list_runs
+from rankzero.run.reports import TOTALS
 
 HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 """Of every answer."""
@@ -38,6 +40,9 @@ MaySee = Callable[[Job], bool]
 
 logger = logging.getLogger(__name__)
 
+RUNS_OF_PAGE = 100
+"""Runs on one page of the list."""
+
 HOST = "127.0.0.1"
 """The address unless another one is given: what runs print is for those who may log in here."""
 
@@ -51,7 +56,7 @@ def answer(location: str, path: str, query: Mapping[str, Sequence[str]], may_see
         location: Root of the run directories.
         path: ``/`` for the list of runs, ``/runs/ID`` for a report, ``/runs/ID.json`` for its facts, ``/compare`` for
             several runs.
-        query: Of ``/compare``: the ids as ``run``.
+        query: Of ``/compare``: the ids as ``run``. Of ``/``: ``page``, and ``search`` in ids, names and states.
         may_see: A run that it denies is not there for who asks.
     """
     try:
@@ -62,7 +67,7 @@ def answer(location: str, path: str, query: Mapping[str, Sequence[str]], may_see
 
 def _answer(location: str, path: str, query: Mapping[str, Sequence[str]], may_see: MaySee) -> Answer:
     if path == "/":
-        return FOUND, "text/html", page.render_list(location, _listed(location, may_see))
+        return FOUND, "text/html", _list(location, query, may_see)
     if path == "/compare":
         if "run" not in query:
             raise ValueError("name runs: compare?run=ID&run=ID")
@@ -85,8 +90,17 @@ def _run(location: str, name: str, may_see: MaySee) -> dict[str, Any]:
     return facts.collect(RunHandle.attach(directory, follows=False))
 
 
-def _listed(location: str, may_see: MaySee) -> list[dict[str, Any]]:
-    return [
+def _list(location: str, query: Mapping[str, Sequence[str]], may_see: MaySee) -> str:
+    search = query.get("search", [""])[0]
+    found = [
+        one
+        for one in sorted(list_runs(location), key=lambda one: -one.job.created)
+        if may_see(one.job) and search.lower() in f"{one.job.run_id} {one.job.name} {one.status.state}".lower()
+    ]
+    pages = max(1, math.ceil(len(found) / RUNS_OF_PAGE))
+    number = min(max(1, int(query.get("page", ["1"])[0])), pages)
+    shown = found[(number - 1) * RUNS_OF_PAGE : number * RUNS_OF_PAGE]
+    runs = [
         {
             "id": one.job.run_id,
             "name": one.job.name,
@@ -96,11 +110,11 @@ def _listed(location: str, may_see: MaySee) -> list[dict[str, Any]]:
             "started": one.status.started,
             "ended": one.status.ended,
             "used": facts.used_of(one.job, one.status),
-            "last": one.status.metrics,
+            "last": {name: value for name, value in one.status.metrics.items() if name not in TOTALS},
         }
-        for one in sorted(list_runs(location), key=lambda one: -one.job.created)
-        if may_see(one.job)
+        for one in shown
     ]
+    return page.render_list(location, runs, number, pages, search)
 
 
 class ReportServer(http.server.ThreadingHTTPServer):
@@ -116,6 +130,8 @@ class ReportServer(http.server.ThreadingHTTPServer):
         host: Address to listen on.
         names: Names under which the server may be asked for, in addition to those of this machine; a proxy passes on
             the name that its users know.
+        root_path: Path below which a proxy shows the pages, such as ``/reports``; empty for none. The proxy may pass it
+            on or remove it.
 
     Raises:
         OSError: the port is taken.
@@ -124,12 +140,19 @@ class ReportServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, location: str, port: int, token: str | None = None, host: str = HOST, names: Sequence[str] = ()
+        self,
+        location: str,
+        port: int,
+        token: str | None = None,
+        host: str = HOST,
+        names: Sequence[str] = (),
+        root_path: str = "",
     ) -> None:
         self.location = store.normalize(location)
         self.token = secrets.token_urlsafe(16) if token is None else token
         self._host = host
         self.names = frozenset(name.lower() for name in names)
+        self.root_path = f"/{root_path.strip('/')}".rstrip("/")
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
@@ -138,7 +161,8 @@ class ReportServer(http.server.ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """Address of this server for a browser, with the token."""
-        return f"http://{self._host}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
+        address = f"http://{self._host}:{self.server_address[1]}{self.root_path}/"
+        return address + (f"?token={self.token}" if self.token else "")
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -157,7 +181,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not self._knows_token(query):
             self._send(http.HTTPStatus.FORBIDDEN, "text/plain", "open the address that `rankzero serve` printed")
             return
-        code, kind, text = answer(self.server.location, parsed.path, query)
+        root, path = self.server.root_path, parsed.path
+        if root and path == root:
+            # Links of the pages are relative.
+            self._send(http.HTTPStatus.PERMANENT_REDIRECT, "text/plain", "", {"Location": f"{root}/"})
+            return
+        if path.startswith(f"{root}/"):
+            path = path.removeprefix(root)
+        code, kind, text = answer(self.server.location, path, query)
         self._send(http.HTTPStatus(code), kind, text)
 
     do_HEAD = do_GET
@@ -173,12 +204,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         # Browsers tell ports of one host apart for nothing.
         return f"rankzero-{self.server.server_address[1]}"
 
-    def _send(self, code: http.HTTPStatus, kind: str, text: str) -> None:
+    def _send(self, code: http.HTTPStatus, kind: str, text: str, more: dict[str, str] | None = None) -> None:
         data = text.encode("utf-8", "replace")
         self.send_response(code)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
-        for name, value in HEADERS.items():
+        for name, value in (HEADERS | (more or {})).items():
             self.send_header(name, value)
         if code == http.HTTPStatus.OK and self.server.token:
             self.send_header("Set-Cookie", f"{self._cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")

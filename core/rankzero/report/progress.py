@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rankzero.run.growing import Position
-from rankzero.run.reports import PROGRESS, OfTraining, RowKeeper, is_number, throughput
+from rankzero.run.reports import PROGRESS, TOTALS, OfTraining, RowKeeper, is_number, throughput
 from rankzero.run.status import RunStatus
 
 RATE_ROWS = 32
@@ -17,7 +17,7 @@ RATE_ROWS = 32
 REPORTS = "reports"
 """The unit of a run whose reports count nothing."""
 
-COUNTED = frozenset({"report", "time", *PROGRESS, *(f"total_{many}" for many in PROGRESS.values())})
+COUNTED = frozenset({"report", "time", *PROGRESS, *TOTALS})
 """Names in a row of reports that are counts or times and no results."""
 
 
@@ -85,16 +85,18 @@ class Progress:
         while True:
             before = self._position
             events, self._position = self._handle.read_events(before, None if status.final else status)
-            for event in events:
-                if not self._is_ours(event):
-                    continue
-                if event.get("type") == "metric":
-                    self._add(event)
-                elif event.get("type") == "state" and event.get("state") == "starting":
-                    # Each rank of the next attempt counts from its own start, and there may be fewer ranks.
-                    self._rows, self.total = {}, None
+            for event in filter(self._is_ours, events):
+                self.add(event)
             if self._position == before:
                 return
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Takes the next event of the training; `read` calls it with those that it reads."""
+        if event.get("type") == "metric":
+            self._add(event)
+        elif event.get("type") == "state" and event.get("state") == "starting":
+            # Each rank of the next attempt counts from its own start, and there may be fewer ranks.
+            self._rows, self.total = {}, None
 
     def _add(self, event: Mapping[str, Any]) -> None:
         rank, metrics = event.get("rank"), event.get("metrics")
@@ -108,7 +110,7 @@ class Progress:
         rows.append({**counted, "time": event["time"], REPORTS: count})
         if rank == 0:
             self._keeper.add(event)
-        for name in (f"total_{many}" for many in PROGRESS.values()):
+        for name in TOTALS:
             if is_number(metrics.get(name)) and name.removeprefix("total_") == self.unit:
                 self.total = metrics[name]
 

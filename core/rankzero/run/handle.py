@@ -33,7 +33,7 @@ from rankzero.run.directory import RunDirectory, compare_job
 from rankzero.run.growing import Position
 from rankzero.run.identity import Asked, Comparison, Identity
 from rankzero.run.lease import Renewal
-from rankzero.run.lines import LineReader
+from rankzero.run.lines import Line, LineReader
 from rankzero.run.names import EVENTS, LINES
 from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.reports import OfTraining
@@ -153,6 +153,11 @@ class RunHandle(Generic[R]):
     def created(self) -> float:
         """Returns the Unix time of the last submission."""
         return self._run.job().created
+
+    @property
+    def trace_id(self) -> str | None:
+        """Returns the id of the trace that the last submission continues; None if its submitter had no trace."""
+        return self._run.job().trace_id
 
     @property
     def fresh_since(self) -> int:
@@ -402,7 +407,8 @@ class RunHandle(Generic[R]):
         """Yields the lines that the ranks wrote, in every attempt.
 
         Args:
-            rank: The rank whose lines are yielded; None yields those of all ranks with a ``[rank]`` prefix.
+            rank: The rank whose lines are yielded; None yields those of all ranks with a ``[rank]`` prefix, in the
+                order in which the driver received them.
             follow: Continues until the run ends. Lines of a rank that prints little come about twice a second.
         """
         ranks = range(self._observer.patiently(self._run.job).num_processes) if rank is None else [rank]
@@ -446,23 +452,35 @@ class RunHandle(Generic[R]):
             status: Without ``follow``: a status that was just read, which saves requests to an object store.
             ends: Without ``follow``, on a disk: the position at which to stop, by rank.
         """
+        for line in self.timed_lines(positions, follow, status=status, ends=ends):
+            yield line.prefixed if prefix else line.text
+
+    def timed_lines(
+        self,
+        positions: dict[int, Position],
+        follow: bool,
+        *,
+        status: RunStatus | None = None,
+        ends: Mapping[int, Position] | None = None,
+    ) -> Iterator[Line]:
+        """Yields lines as `lines` does, each with its rank and its time."""
         if not follow:
-            yield from self._lines.of_ranks(positions, _running(status), prefix=prefix, ends=ends)
+            yield from self._lines.of_ranks(positions, _running(status), ends=ends)
             return
         thorough_at = 0.0
         for found in self._polls():
             thorough = found.final or time.monotonic() >= thorough_at
             if thorough:
                 thorough_at = time.monotonic() + bounds.THOROUGH_INTERVAL
-            yield from self._lines.of_ranks(positions, _running(found), prefix=prefix, thorough=thorough)
+            yield from self._lines.of_ranks(positions, _running(found), thorough=thorough)
 
     def events(self, follow: bool = False) -> Iterator[dict[str, Any]]:
         """Yields state changes, metrics and failures of this training, in the order in which the driver received them.
 
         Events of an earlier training with the same run id are left out. Each event is a dict with ``time`` and
         ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``, ``"restart"``, ``"engine"``,
-        ``"waiting"``, ``"world"``, ``"left-out"``). Events of type ``"state"`` also have ``submission`` and
-        ``attempt``.
+        ``"waiting"``, ``"world"``, ``"left-out"``). Events of type ``"state"`` also have ``submission``,
+        ``attempt``, ``run_id``, and ``trace_id`` if the submitter had a trace.
         """
         position, is_ours = Position(), OfTraining(self.fresh_since)
         for status in self._polls() if follow else [None]:
@@ -488,7 +506,7 @@ class RunHandle(Generic[R]):
                 events.append(json.loads(line))
         return events, position
 
-    def tails(self, ranks: Iterable[int], size: int) -> dict[int, tuple[list[str], bool]]:
+    def tails(self, ranks: Iterable[int], size: int) -> dict[int, tuple[list[Line], bool]]:
         """Returns the last lines of some ranks in the last submission.
 
         Args:

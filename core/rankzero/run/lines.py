@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import heapq
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol, TypeVar
+from datetime import UTC, datetime
+from typing import NamedTuple, Protocol, TypeVar
 
 from rankzero.run import growing, pieces
 from rankzero.run.directory import RunDirectory
@@ -17,15 +20,64 @@ T = TypeVar("T")
 
 _OF_RANK = re.compile(r"\[(\d+)\] ")
 
+_LEVEL = re.compile(r"\[\d+\] (?:[\d:.,TZ/+-]+\s+){0,2}\W?(WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b")
+"""A level at the beginning of a rank's line, also after a date and a time."""
+
+_STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\t")
 
 TAIL_PIECES = 8
 """Number of last pieces of the ranks' stream on an object store that `LineReader.tails` reads."""
 
 
-def split_rank(line: str) -> tuple[int, str] | None:
-    """Returns rank and text of a line that begins with its ``[rank]``; None for any other line."""
-    found = _OF_RANK.match(line)
-    return (int(found[1]), line[found.end() :]) if found else None
+def level_of(line: str) -> int:
+    """Returns the logging level that a line with its ``[rank]`` prefix begins with; INFO for none and for DEBUG."""
+    found = _LEVEL.match(line)
+    return logging.getLevelNamesMapping()[found[1]] if found else logging.INFO
+
+
+class Line(NamedTuple):
+    """A line that a rank has written.
+
+    Attributes:
+        stamp: The time at which the driver received the line, in UTC, as ISO 8601 with milliseconds. Of a line that is
+            stored without a time, that of the line before it; empty if there is none.
+        rank: The rank; None for a note about lines of all ranks.
+        text: The line.
+    """
+
+    stamp: str
+    rank: int | None
+    text: str
+
+    @property
+    def prefixed(self) -> str:
+        """The text after its ``[rank]``."""
+        return self.text if self.rank is None else f"[{self.rank}] {self.text}"
+
+    @property
+    def time(self) -> float | None:
+        """The Unix time of the stamp; None if it is empty."""
+        return datetime.fromisoformat(self.stamp).timestamp() if self.stamp else None
+
+
+def stamped(lines: Iterable[str], when: float) -> list[str]:
+    """Returns lines as they are stored: each after the time at which the driver received it, and a tab."""
+    stamp = datetime.fromtimestamp(when, UTC).replace(tzinfo=None).isoformat(timespec="milliseconds")
+    return [f"{stamp}Z\t{line}" for line in lines]
+
+
+def _parsed(stored: Iterable[str], rank: int | None = None) -> Iterator[Line]:
+    """Yields stored lines of one rank, or of a stream in which each begins with its ``[rank]``."""
+    stamp = ""
+    is_stream = rank is None
+    for line in stored:
+        if is_stream and (found := _OF_RANK.match(line)):
+            rank, line = int(found[1]), line[found.end() :]
+        elif is_stream:
+            rank = None
+        if found := _STAMP.match(line):
+            stamp, line = found[0][:-1], line[found.end() :]
+        yield Line(stamp, rank, line)
 
 
 class Patience(Protocol):
@@ -69,31 +121,33 @@ class LineReader:
         positions: dict[int, Position],
         status: RunStatus | None,
         *,
-        prefix: bool,
         thorough: bool = True,
         ends: Mapping[int, Position] | None = None,
-    ) -> Iterator[str]:
-        """Yields every line of some ranks after the given positions, which it updates.
+    ) -> Iterator[Line]:
+        """Yields every line of some ranks after the given positions, which it updates, in the order of their times.
 
         Args:
             positions: The position to read from, by rank. On an object store, where all ranks share a stream, the
                 smallest position counts.
             status: As for `of_file`.
-            prefix: Begins each line with ``[rank]``.
             thorough: Opens every file, even if a file server reports that it has not grown.
             ends: On a disk, the position at which to stop, by rank, since a rank may write faster than its lines are
                 shown.
         """
         if self._run.is_remote:
-            yield from self._of_stream(positions, status, prefix=prefix)
+            yield from self._of_stream(positions, status)
             return
-        unread = {rank for rank, position in positions.items() if thorough or self._has_grown(rank, position)}
-        while unread:
-            for rank in sorted(unread):
-                lines, positions[rank] = self.of_file(log_name(rank), positions[rank], None, (ends or {}).get(rank))
-                yield from (f"[{rank}] {line}" for line in lines) if prefix else lines
-                if not lines:
-                    unread.discard(rank)
+        unread = [rank for rank, position in sorted(positions.items()) if thorough or self._has_grown(rank, position)]
+        yield from heapq.merge(*(self._of_rank(rank, positions, (ends or {}).get(rank)) for rank in unread))
+
+    def _of_rank(self, rank: int, positions: dict[int, Position], end: Position | None) -> Iterator[Line]:
+        def stored() -> Iterator[str]:
+            lines = [""]
+            while lines:
+                lines, positions[rank] = self.of_file(log_name(rank), positions[rank], None, end)
+                yield from lines
+
+        return _parsed(stored(), rank)
 
     def ends(self, ranks: Iterable[int], status: RunStatus) -> dict[int, Position]:
         """Returns the current ends of some ranks' lines; on an object store, the end that the status records."""
@@ -103,7 +157,7 @@ class LineReader:
 
     def tails(
         self, starts: dict[int, Position], size: int, status: RunStatus, running: RunStatus | None
-    ) -> dict[int, tuple[list[str], bool]]:
+    ) -> dict[int, tuple[list[Line], bool]]:
         """Returns the last lines of some ranks, and whether there are earlier ones.
 
         Args:
@@ -118,24 +172,24 @@ class LineReader:
         tails = {}
         for rank, end in self.ends(starts, status).items():
             begin = max(starts[rank], Position(0, end.offset - size))
-            lines = list(self.of_ranks({rank: begin}, None, prefix=False))
+            lines = list(self.of_ranks({rank: begin}, None))
             # The first line may be incomplete.
             tails[rank] = (lines[1:], True) if begin > starts[rank] else (lines, False)
         return tails
 
     def _tails_of_stream(
         self, starts: dict[int, Position], size: int, status: RunStatus, running: RunStatus | None
-    ) -> dict[int, tuple[list[str], bool]]:
+    ) -> dict[int, tuple[list[Line], bool]]:
         end = Position(*status.written.get(LINES, ()))
         begins = {rank: max(start, Position(max(0, end.piece - TAIL_PIECES))) for rank, start in starts.items()}
-        kept: dict[int, list[str]] = {rank: [] for rank in starts}
-        for line in self.of_ranks(dict(begins), running, prefix=True):
-            if (found := split_rank(line)) and found[0] in kept:
-                kept[found[0]].append(found[1])
+        kept: dict[int, list[Line]] = {rank: [] for rank in starts}
+        for line in self.of_ranks(dict(begins), running):
+            if line.rank in kept:
+                kept[line.rank].append(line)
         tails = {}
         for rank, lines in kept.items():
             left, first = size, len(lines)
-            while first and (left := left - len(lines[first - 1])) >= 0:
+            while first and (left := left - len(lines[first - 1].text)) >= 0:
                 first -= 1
             tails[rank] = (lines[first:], first > 0 or begins[rank] > starts[rank])
         return tails
@@ -143,13 +197,10 @@ class LineReader:
     def _has_grown(self, rank: int, position: Position) -> bool:
         return self._patiently(functools.partial(growing.has_grown, self._run.path(log_name(rank)), position))
 
-    def _of_stream(self, positions: dict[int, Position], status: RunStatus | None, *, prefix: bool) -> Iterator[str]:
+    def _of_stream(self, positions: dict[int, Position], status: RunStatus | None) -> Iterator[Line]:
         while positions:
-            lines, position = self.of_file(LINES, min(positions.values()), status)
+            stored, position = self.of_file(LINES, min(positions.values()), status)
             positions.update(dict.fromkeys(positions, position))
-            for line in lines:
-                found = split_rank(line)
-                if found is None or found[0] in positions:
-                    yield line if prefix or not found else found[1]
-            if not lines:
+            yield from (line for line in _parsed(stored) if line.rank is None or line.rank in positions)
+            if not stored:
                 break

@@ -13,6 +13,7 @@ from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
+from rankzero.run.observer import STORE_PATIENCE, Observer
 from rankzero.run.status import RunStatus
 
 T = TypeVar("T")
@@ -28,6 +29,12 @@ _NAMED = 5
 
 READERS = 16
 """Runs of an object store that are read at the same time."""
+
+JOBS = 4096
+"""Most jobs that `list_runs` keeps in this process."""
+
+_jobs: dict[str, Job] = {}
+"""Jobs by run directory. The job of a submission never changes, so another listing reads only its status."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,8 @@ class Listed:
 def list_runs(location: str | os.PathLike[str]) -> Iterator[Listed]:
     """Yields the runs of a store, in the order of their names.
 
-    A run directory that cannot be read is a run with a problem. Directories of other programs are left out.
+    A run directory that cannot be read is a run with a problem. Directories of other programs are left out. A run on an
+    object store takes two requests, and one if this process has listed the same submission before.
 
     Args:
         location: Root of the run directories, a path or an fsspec URL.
@@ -121,17 +129,37 @@ def _listed(directory: str) -> Listed | None:
     """Returns a run, or None for a directory that is no run's, or whose submission is not written yet."""
     run = RunDirectory(directory)
     try:
-        job = run.find_job()
-        return Listed(directory, job, RunHandle(directory, job=job, follows=False).status()) if job else None
+        status, job = run.status(), _jobs.get(directory)
+        if job is None or job.nonce != status.nonce:
+            job = run.job()
+        if job.nonce != status.nonce:
+            # A submission begins just now, or a driver that was replaced has written the status.
+            return Listed(directory, job, RunHandle(directory, job=job, follows=False).status())
+        if job.nonce:
+            if len(_jobs) >= JOBS:
+                _jobs.clear()
+            _jobs[directory] = job
+        return Listed(directory, job, Observer(run, None, job.submission).judged(status, STORE_PATIENCE))
     except _UNREADABLE as error:
-        try:
-            is_broken = run.is_own()
-        except _UNREADABLE:
-            is_broken = False
-        name = directory.rsplit("/", 1)[-1]
-        job = Job(name, UNKNOWN, 0, 1, use_gpu=False, backend=None, timeout=None, start_timeout=0, engine={}, created=0)
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Listed(directory, job, RunStatus(state=UNKNOWN), problem) if is_broken else None
+        return _unreadable(run, error)
+
+
+def _unreadable(run: RunDirectory, error: Exception) -> Listed | None:
+    try:
+        is_broken = run.find_job() is not None
+    except _UNREADABLE:
+        is_broken = _is_own(run)
+    name = run.directory.rsplit("/", 1)[-1]
+    job = Job(name, UNKNOWN, 0, 1, use_gpu=False, backend=None, timeout=None, start_timeout=0, engine={}, created=0)
+    problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    return Listed(run.directory, job, RunStatus(state=UNKNOWN), problem) if is_broken else None
+
+
+def _is_own(run: RunDirectory) -> bool:
+    try:
+        return run.is_own()
+    except _UNREADABLE:
+        return False
 
 
 def _created(directory: str) -> tuple[float, str] | None:

@@ -75,7 +75,10 @@ class Observer:
 
         A run whose driver died is reported as failed, or as succeeded if its success was already recorded.
         """
-        status = self.patiently(self._current.read, timeout)
+        return self.judged(self.patiently(self._current.read, timeout), timeout)
+
+    def judged(self, status: RunStatus, timeout: float) -> RunStatus:
+        """Returns a status that was just read; the status of a run whose driver died as `status` reports it."""
         if status.final or not self._driver_died(status):
             return status
         # The driver may have written in the meantime, or this machine may have slept, so the status is read again.

@@ -15,6 +15,9 @@ KEPT_ROWS = 200
 PROGRESS = {"samples": "samples", "tokens": "tokens", "step": "steps", "epoch": "epochs"}
 """Metrics that count work, with their plurals. The first that was reported gives the throughput."""
 
+TOTALS = frozenset(f"total_{many}" for many in PROGRESS.values())
+"""Metrics that name the work of the whole training."""
+
 STEP_NAMES = ("step", "global_step", "iteration", "epoch")
 """Metrics that count steps. The first that was reported is the horizontal axis of a curve."""
 

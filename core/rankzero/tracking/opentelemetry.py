@@ -103,7 +103,12 @@ class OpenTelemetry(Tracker):
     attributes: Mapping[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises InvalidJobError if the exporter is not installed."""
+        """Raises InvalidJobError if the exporter is not installed, or the endpoint is no URL."""
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise InvalidJobError(
+                f"trackers has OpenTelemetry with the endpoint {self.endpoint!r}; give a URL, such as "
+                "http://collector:4318"
+            )
         require("opentelemetry", "opentelemetry", self)
         try:
             require("opentelemetry.exporter.otlp.proto.http", "opentelemetry", self)

@@ -9,7 +9,7 @@ import sys
 TRACEPARENT = "TRACEPARENT"
 """Environment variable with the trace context of a process."""
 
-_FORM = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def environment() -> dict[str, str]:
@@ -20,9 +20,3 @@ def environment() -> dict[str, str]:
         if span.is_valid:
             given = f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
     return {TRACEPARENT: given} if _FORM.fullmatch(given) else {}
-
-
-def trace_id(traceparent: str) -> str | None:
-    """Returns the id of a trace, by its context; None if the text is no context."""
-    found = _FORM.fullmatch(traceparent)
-    return found[1] if found else None

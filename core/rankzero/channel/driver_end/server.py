@@ -77,6 +77,8 @@ class ChannelServer:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run_loop, name="rankzero-channel", daemon=True)
         self._stopped = threading.Event()
+        self.failure: BaseException | None = None
+        """The exception that has ended the thread; None while it runs, and after `close`."""
         self._swept = time.monotonic()
 
     def start(self, listener: socket.socket) -> int:
@@ -128,13 +130,16 @@ class ChannelServer:
         loop.set_default_executor(executor)
         self._swept = time.monotonic()
         try:
-            self._acceptor = loop.create_task(self._accept())
             self._sweep()
+            self._acceptor = loop.create_task(self._accept())
             loop.run_until_complete(self._ended.wait())
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        except BaseException as error:
+            logger.exception("channel: its thread has failed")
+            self.failure = error
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
             loop.close()
