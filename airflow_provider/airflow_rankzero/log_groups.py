@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rankzero.pipeline import curves, describe_world
+from rankzero.pipeline import curves, describe_world, level_of
 
 if TYPE_CHECKING:
     from rankzero import Launcher, RunHandle
@@ -32,8 +31,6 @@ def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
 
 
 _GROUP = re.compile(r"::(?=(?:end)?group::)")
-_LEVEL = re.compile(r"\[\d+\] (?:[\d:.,TZ/+-]+\s+){0,2}\W?(WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b")
-"""A level at the beginning of a rank's line, also after a date and a time."""
 
 
 def show_line(log: Any, text: str) -> None:
@@ -43,10 +40,8 @@ def show_line(log: Any, text: str) -> None:
         log: The operator's or trigger's logger.
         text: The line, with its ``[rank]`` prefix.
     """
-    found = _LEVEL.match(text)
-    level = logging.getLevelName(found[1]) if found else logging.INFO
     # An invisible character within, since Airflow's page searches whole lines.
-    log.log(level, "%s", _GROUP.sub(":\u200b:", text))
+    log.log(level_of(text), "%s", _GROUP.sub(":\u200b:", text))
 
 
 def show_reports(log: Any, rows: Sequence[dict[str, Any]]) -> None:
@@ -72,6 +67,7 @@ def describe(handle: RunHandle[Any], launcher: Launcher) -> dict[str, Any]:
     assert launcher.engine
     return {
         "run directory": handle.directory,
+        "trace": handle.trace_id,
         "engine": ", ".join(str(word) for word in launcher.engine.to_spec()[0].values() if word),
         "ranks": describe_world(launcher.num_processes),
         "GPUs": describe_world(launcher.num_processes) if launcher.use_gpu else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -16,6 +17,7 @@ from rankzero.kinds import COUNT_FROM_ONE
 from rankzero.options import TABLE, Options, described, refuse_unknown
 from rankzero.report.cost import prices_from_environment
 from rankzero.run.handle import RunHandle
+from rankzero.run.lines import level_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -39,12 +41,7 @@ _unshown: list[int] = []
 """The id of the stream that could not be written, so that this is logged once."""
 
 
-def print_line(line: str) -> None:
-    """Writes a line of a rank to standard output.
-
-    The lines are also in the run directory. A process without standard output prints none, and a stream that fails (a
-    full disk, a closed pipe) is logged once: it must not end the run.
-    """
+def _print(line: str) -> None:
     stream = sys.stdout
     if stream is None:
         return
@@ -56,6 +53,47 @@ def print_line(line: str) -> None:
         if _unshown != [id(stream)]:
             _unshown[:] = [id(stream)]
             logger.warning("the lines of the ranks cannot be written to standard output (%s); the run continues", error)
+
+
+class _Printer(logging.Handler):
+    """Writes the lines of ranks to standard output."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes the line of a record."""
+        _print(record.getMessage())
+
+
+_ranks = logging.getLogger("rankzero.ranks")
+"""The logger that gets the lines of ranks. Its level, filters and handlers decide what is printed."""
+
+_printer = _Printer()
+_ranks.addHandler(_printer)
+_ranks.propagate = False
+if not _ranks.level:
+    _ranks.setLevel(logging.INFO)
+
+
+def print_line(line: str, run_id: str = "") -> None:
+    """Passes a line of a rank to the logger ``rankzero.ranks``, which writes it to standard output unless changed.
+
+    The level of a line is the one that it begins with, else INFO. The lines are also in the run directory. A process
+    without standard output prints none, and a stream that fails (a full disk, a closed pipe) is logged once: it must
+    not end the run.
+
+    Args:
+        line: The line, with its ``[rank]`` prefix.
+        run_id: Name of the run; the log record has it as its attribute ``run_id``.
+    """
+    threshold = _ranks.getEffectiveLevel()
+    if threshold <= logging.INFO and _ranks.handlers == [_printer] and not (_ranks.filters or _printer.filters):
+        # A record costs more than the line.
+        _print(line)
+        return
+    level = level_of(line)
+    record = _ranks.makeRecord(_ranks.name, level, __file__, 0, line, (), None, extra={"run_id": run_id})
+    # Not by `handle`: `logging.config` disables the loggers that it does not know.
+    if level >= threshold and _ranks.filter(record):
+        _ranks.callHandlers(record)
 
 
 @described(TABLE)
@@ -136,7 +174,7 @@ class Launcher(Options):
         train: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        on_line: Callable[[str], object] = print_line,
+        on_line: Callable[[str], object] | None = None,
     ) -> tuple[Any, RunHandle[Any]]:
         """Runs, follows and acknowledges a training like `run`, and also returns the handle; for compatibility layers.
 
@@ -144,7 +182,7 @@ class Launcher(Options):
             train: As for `run`.
             args: Positional arguments of the function, or the script's command line.
             kwargs: Keyword arguments of the function.
-            on_line: Called with each line of a rank, which begins with its ``[rank]``.
+            on_line: Called with each line of a rank, which begins with its ``[rank]``; None prints the lines.
 
         Returns:
             Rank 0's value, and the handle of the run that has ended.
@@ -156,6 +194,7 @@ class Launcher(Options):
 
         with notebook.showing() as show, self.owned(train, args, kwargs) as handle:
             show(handle)
+            on_line = on_line or functools.partial(print_line, run_id=handle.id)
             for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
                 on_line(line)
         value = handle.result()
@@ -383,13 +422,14 @@ class Launcher(Options):
         from rankzero.submit import datasets, trackers
         from rankzero.submit.prepare import Request
         from rankzero.tracking import trace
+        from rankzero.worker import log_level
 
         if self.restart_on and not self.max_restarts:
             logger.warning("restart_on=%r restarts nothing, since max_restarts is 0", self.restart_on)
         world = self._world()
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
-        env = {**trace.environment(), **(self.env or {})}
+        env = {**trace.environment(), **log_level.environment(), **(self.env or {})}
         decided = {
             "run_id": self.run_id or "",
             "num_processes": most,

@@ -8,11 +8,11 @@ Open a run
     ``Launcher(...).durable(train, args, kwargs, step, log)`` opens the run of the step: it starts the run, attaches to
     it, or finds its result, and yields an `Opened`. `detaching` and `end` do the same for a run that was opened before.
     `Identity` tells trainings apart, `describe_process` names a process for `PipelineTry.retrier`. `Engine` and `Job`
-    are the types of an engine and of what was submitted.
+    are the types of an engine and of what was submitted, `embedded_engine` is the engine of a step without a cluster.
 
 Follow it
     `Follower` yields `LineWritten`, `MetricsReported`, `EngineOpened` and `RunEnded`. `print_line` writes a line to
-    standard output as the launcher does.
+    standard output as the launcher does, `level_of` returns its logging level.
 
 Decide about tries
     `may_retry` says whether another try can help. `lease` computes for how long a run waits for the next try.
@@ -32,7 +32,8 @@ Take options
     `step_options` returns the table of the options of a run, each an `Option` with its name, default, help and
     checks. `described` puts their help into the docstring of a class, and `with_matches` suggests the right name
     for a misspelt one. `NumProcesses`, `RestartOn` and `AUTO` are types and defaults of options; `world_bounds`,
-    `describe_world`, `qualified_name`, `is_module_reference` and `datasets` check and show them. `store` joins and
+    `describe_world`, `qualified_name`, `is_module_reference`, `check_callable` and `datasets` check and show
+    them. `store` joins and
     normalizes paths and URLs, `secrets_of` finds what a log must not show. `find_problems` and `examine` test a
     connection: an `Examination` has findings, and the level of a finding is `OK` where nothing is wrong.
 """
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from rankzero.doctor.examine import examine as examine
     from rankzero.doctor.findings import OK as OK
     from rankzero.engines.base import Engine as Engine
+    from rankzero.engines.spark.engine import embedded_engine as embedded_engine
     from rankzero.host.processes import describe_process as describe_process
     from rankzero.job import Job as Job
     from rankzero.job import describe_world as describe_world
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from rankzero.run.follower import MetricsReported as MetricsReported
     from rankzero.run.follower import RunEnded as RunEnded
     from rankzero.run.identity import Identity as Identity
+    from rankzero.run.lines import level_of as level_of
     from rankzero.run.reports import is_number as is_number
     from rankzero.run.tries import PipelineTry as PipelineTry
     from rankzero.run.tries import attempt as attempt
@@ -83,6 +86,7 @@ if TYPE_CHECKING:
     from rankzero.run.tries import may_retry as may_retry
     from rankzero.submit import datasets as datasets
     from rankzero.submit.durable import Opened as Opened
+    from rankzero.submit.training import check_callable as check_callable
     from rankzero.submit.training import is_module_reference as is_module_reference
     from rankzero.texts import with_matches as with_matches
     from rankzero.values import formats as formats
@@ -99,15 +103,15 @@ if TYPE_CHECKING:
 _NAMES = (
     "store report.curves report.pages run.lease run.reports submit.datasets values.formats bounds.VALUE_LIMIT "
     "doctor.before.find_problems doctor.examine.Examination doctor.examine.examine doctor.findings.OK "
-    "engines.base.Engine host.processes.describe_process job.Job job.describe_world job.qualified_name "
-    "job.world_bounds kinds.AUTO kinds.NumProcesses kinds.RestartOn "
+    "engines.base.Engine engines.spark.engine.embedded_engine host.processes.describe_process job.Job "
+    "job.describe_world job.qualified_name job.world_bounds kinds.AUTO kinds.NumProcesses kinds.RestartOn "
     "launcher.print_line masking.secrets_of options.Option options.described options.step_options "
     "report.page.REPORT_FILE run.tries.attempt run.tries.PipelineTry run.tries.detaching run.tries.end "
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
-    "run.follower.RunEnded run.identity.Identity run.reports.is_number run.tries.may_retry submit.durable.Opened "
-    "submit.training.is_module_reference texts.with_matches values.digest.BLOCKS values.digest.PLAIN "
-    "values.digest.split values.digest.verify values.plain.find_unstorable values.plain.plain_view "
-    "values.plain.storable values.ref.fingerprint_of values.ref.map_refs"
+    "run.follower.RunEnded run.identity.Identity run.lines.level_of run.reports.is_number run.tries.may_retry "
+    "submit.durable.Opened submit.training.check_callable submit.training.is_module_reference texts.with_matches "
+    "values.digest.BLOCKS values.digest.PLAIN values.digest.split values.digest.verify values.plain.find_unstorable "
+    "values.plain.plain_view values.plain.storable values.ref.fingerprint_of values.ref.map_refs"
 )
 
 lazy_names(__name__, _NAMES, root="rankzero")

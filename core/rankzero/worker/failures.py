@@ -83,7 +83,22 @@ def _text_of(error: BaseException) -> str:
         return f"(its text cannot be had: {type(broken).__name__})"
 
 
+_ADVICE = {
+    "Default process group has not been initialized": (
+        ". Call torch.distributed.init_process_group() first, or a function of rankzero.train that does, such as "
+        "prepare_model or barrier"
+    ),
+    "attempted relative import with no known parent package": (
+        '. A script has no package: name the module, as "-m package.module" or "package.module:function"'
+    ),
+}
+"""What to do about errors of Python and torch, by a part of their texts."""
+
+
 def _advice(error: BaseException) -> str:
+    text = _text_of(error)
+    if known := next((advice for part, advice in _ADVICE.items() if part in text), None):
+        return known
     if not (isinstance(error, ModuleNotFoundError) and isinstance(error.name, str)):
         return ""
     if error.name.partition(".")[0] in ("horovod", "sparkdl"):

@@ -37,7 +37,7 @@ from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.host.descendants import die_with_parent
 from rankzero.host.processes import settle_signals
-from rankzero.worker import failures, flight, rendezvous
+from rankzero.worker import failures, flight, log_level, rendezvous
 from rankzero.worker.call import call
 from rankzero.worker.control import Control, out_of_reach
 from rankzero.worker.leaving import run_exit_handlers
@@ -140,6 +140,7 @@ def _work(
             f"{torch.__version__} cannot use CUDA on {socket.gethostname()}: install a CUDA build of torch and "
             'a driver, or choose backend="gloo"'
         )
+    log_level.apply()
     _count_optimizer_steps(session)
     control.beat(start.beat_interval, session.count_progress)
     if os.environ.get(HOROVOD) == "1":
