@@ -143,7 +143,8 @@ class TorchDistributorOperator(BaseOperator):
         self.spark_conf = spark_conf
         self.retry_user_errors = retry_user_errors
         self.skip_on_exit_code = [skip_on_exit_code] if isinstance(skip_on_exit_code, int) else skip_on_exit_code or ()
-        self.log_ranks = None if log_ranks is None else list(log_ranks)
+        # A number is refused below.
+        self.log_ranks: Any = log_ranks if log_ranks is None or isinstance(log_ranks, int) else list(log_ranks)
         self.deferrable = deferrable
         self._killed = False
         self._facts = lineage.RunFacts()

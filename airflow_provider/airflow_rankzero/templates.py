@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from airflow.sdk import ObjectStoragePath
 from airflow_rankzero.paths import check_store
 from rankzero import Launcher
 from rankzero.errors import InvalidJobError
-from rankzero.pipeline import Option, step_options
+from rankzero.pipeline import Option, check_callable, step_options
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -117,6 +117,17 @@ def check_early(task: Any) -> None:
             f"train is {task.train!r}; give a function, 'path/to/script.py', 'package.module:function', "
             "'-m package.module' or a list of words that are a command"
         )
+    if not _is_late(task.op_args) and (
+        isinstance(task.op_args, (str, bytes)) or not isinstance(task.op_args, Iterable)
+    ):
+        raise InvalidJobError(f"op_args is {task.op_args!r}; it must be a list of arguments")
+    if not _is_late(task.op_kwargs) and not isinstance(task.op_kwargs, Mapping):
+        raise InvalidJobError(f"op_kwargs is {task.op_kwargs!r}; it must map names to arguments")
+    if callable(task.train) and isinstance(task.op_args, (list, tuple)) and isinstance(task.op_kwargs, Mapping):
+        # The number and the names of arguments are known before the values.
+        check_callable(task.train, tuple(task.op_args), dict(task.op_kwargs))
+    if isinstance(task.log_ranks, int):
+        raise InvalidJobError(f"log_ranks is {task.log_ranks!r}; give a list of ranks, such as [0]")
     if task.conn_id is not None and task.master is not None:
         raise InvalidJobError(
             f"conn_id is {task.conn_id!r} and master is {task.master!r}: a connection names its master, so give one of "

@@ -9,6 +9,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_
 
 from dagster_rankzero._compat import variable_of
 from dagster_rankzero.fields import OPTIONS, KnownFields, option_field
+from rankzero.errors import InvalidJobError
 from rankzero.pipeline import AUTO, NumProcesses, qualified_name, world_bounds
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     master: str | None = Field(
         default=None,
         description="Spark master: local[N], spark://host:port, yarn or k8s://... "
-        "Left out: an embedded local[N] with as many slots as there are tasks.",
+        "Left out: an embedded local[N] with as many slots as there are tasks, or without pyspark engine local.",
     )
     deploy_mode: str = Field(
         default="client",
@@ -106,9 +107,24 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _let_variables_through(cls, given: Any, validate: Any) -> Any:
-        """Accepts a `dagster.EnvVar` for a flag or a number, too; Dagster resolves it in the step's process."""
-        return given if variable_of(given) else validate(given)
+    def _check(cls, given: Any, validate: Any, info: ValidationInfo) -> Any:
+        """Checks a number, flag or text as `rankzero.Launcher` does, when definitions load.
+
+        Accepts a `dagster.EnvVar` for a flag or a number, too; Dagster resolves it in the step's process.
+        """
+        if variable_of(given):
+            return given
+        value, option = validate(given), OPTIONS.get(str(info.field_name))
+        try:
+            if option and option.name != "dataset" and isinstance(value, (str, int, float)):
+                return option.check(value)
+            if info.field_name == "master" and value is not None:
+                from rankzero import SparkEngine
+
+                SparkEngine(master=value)
+        except InvalidJobError as error:
+            raise ValueError(str(error)) from None
+        return value
 
     @field_validator("engine", "deploy_mode")
     @classmethod
@@ -177,7 +193,10 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
                 raise InvalidJobError("connect names a Spark Connect server: give it without master and spark_conf")
             return SparkConnectEngine(self.connect)
         from rankzero import SparkEngine, SparkSubmitEngine
+        from rankzero.pipeline import embedded_engine
 
+        if self.master is None and self.deploy_mode == "client":
+            return embedded_engine(self.spark_conf)
         if self.deploy_mode == "client":
             return SparkEngine(master=self.master, conf=self.spark_conf)
         return SparkSubmitEngine(master=self.master, conf=self.spark_conf)

@@ -207,3 +207,14 @@ def test_what_a_run_cannot_use_is_refused(fields: dict[str, Any], words: str) ->
         target(**fields)
     # The message names the connection and what is wrong with it.
     assert words in str(caught.value)
+
+
+def test_without_pyspark_the_embedded_engine_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from airflow_rankzero import Target
+
+    assert Target().engine() == SparkEngine()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert Target().engine() == LocalEngine()
+    # These ask for Spark, so a run is refused with the line that installs it.
+    assert Target().engine({"spark.executor.memory": "1g"}) == SparkEngine(conf={"spark.executor.memory": "1g"})
+    assert Target(master="local[2]").engine() == SparkEngine(master="local[2]")

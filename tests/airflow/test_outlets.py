@@ -47,6 +47,7 @@ def test_an_alias_gets_the_result_as_its_asset(
     assert (uri, aliases) == (ref.uri, ["models"])
     (directory,) = tmp_path.iterdir()
     assert extra["run_directory"] == str(directory)
+    assert extra["run_id"] == directory.name
     assert extra["sha256"] == ref.sha256
     nested = extra["metrics"] if versions.version() >= (3, 1, 4) else json.loads(extra["metrics"])
     assert nested == {"loss": 0.5, "step": 2}

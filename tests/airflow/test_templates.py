@@ -139,6 +139,14 @@ def test_a_mapped_value_that_is_wrong_fails_its_task_for_good(dag: Any, run_dag:
     assert outcome.state == "failed"
 
 
+def trained(lr: float) -> None:
+    """A training."""
+
+
+async def trained_later(lr: float) -> None:
+    """No training."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -153,6 +161,12 @@ def test_a_mapped_value_that_is_wrong_fails_its_task_for_good(dag: Any, run_dag:
         ({"max_restarts": 1.5}, "max_restarts is 1.5"),
         ({"ports": (2, 1)}, "ports is (2, 1)"),
         ({"train": 7}, "train is 7; give a function"),
+        ({"op_args": "--lr 0.1"}, "op_args is '--lr 0.1'; it must be a list of arguments"),
+        ({"op_kwargs": [1]}, "op_kwargs is [1]; it must map names to arguments"),
+        ({"train": trained, "op_kwargs": {"rate": 1}}, "the arguments do not fit trained(lr: float) -> None"),
+        ({"train": trained, "op_args": ["{{ params.lr }}", 2]}, "the arguments do not fit trained(lr: float) -> None"),
+        ({"train": trained_later}, "train=trained_later is an async function"),
+        ({"log_ranks": 0}, "log_ranks is 0; give a list of ranks"),
         ({"backend": "{{ params.backend }}"}, "backend is '{{ params.backend }}', but cannot be a template"),
         ({"stop_grace": "{{ 5 }}"}, "stop_grace is '{{ 5 }}', but cannot be a template"),
     ],

@@ -1,5 +1,6 @@
 """Fields that do not exist are refused by name, wherever a configuration is written."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,6 +62,30 @@ def test_a_subclass_may_have_fields_of_its_own() -> None:
 def test_options_of_a_wrong_type_are_refused_when_defined() -> None:
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="num_processes"):
         torch_asset(options={"num_processes": "two"})(train)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_processes": 0}, "num_processes is 0; it must be a positive integer"),
+        ({"timeout": -1.0}, "timeout is -1.0"),
+        ({"backend": "mpi"}, "backend is 'mpi'; choose one of"),
+        ({"master": "foo"}, "master is 'foo'; use local"),
+    ],
+)
+def test_a_wrong_value_is_refused_when_definitions_load(options: dict[str, object], words: str) -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match=re.escape(words)):
+        torch_asset(options=options)(train)
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        TorchDistributorResource(**options)
+
+
+def test_without_pyspark_the_embedded_engine_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankzero import LocalEngine, SparkEngine
+
+    assert TorchDistributorResource()._engine() == SparkEngine()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert TorchDistributorResource()._engine() == LocalEngine()
 
 
 @pytest.mark.parametrize(

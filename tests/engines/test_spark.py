@@ -139,7 +139,7 @@ def test_the_job_has_its_own_group_and_description(on_session: Launcher, session
     assert values == ["done"]
     # Another store may have a run of this name, which uses the same session.
     assert re.fullmatch("rankzero-grouped-[0-9a-f]{8}", job.jobGroup().get())
-    assert job.description().get() == "rankzero: wait on 1 ranks"
+    assert job.description().get() == "rankzero: wait on 1 ranks, run grouped"
 
 
 def test_a_failing_rank_is_named_and_the_session_lives_on(on_session: Launcher, session: Any) -> None:

@@ -51,7 +51,8 @@ class Target:
     Attributes:
         kind: ``"spark"``, or ``"local"`` for processes of the machine that runs the Airflow task.
         master: Spark's master: ``spark://host:port``, ``yarn``, ``k8s://...``, ``local[N]``, or a Spark Connect
-            server, ``sc://host:port``. None is an embedded ``local[N]`` with one slot for every task.
+            server, ``sc://host:port``. None is an embedded ``local[N]`` with one slot for every task, or
+            without pyspark the same as the kind ``"local"``.
         conf: Spark configuration. May hold credentials.
         store: Root of the run directories for tasks that give none.
         use_gpu: True assigns one GPU to each rank, for tasks without ``use_gpu``.
@@ -127,6 +128,7 @@ class Target:
         """
         # Here: who only reads a DAG file needs no engine.
         from rankzero import LocalEngine, SparkConnectEngine, SparkEngine, SparkSubmitEngine
+        from rankzero.pipeline import embedded_engine
 
         if self.kind == LOCAL:
             if conf:
@@ -138,6 +140,8 @@ class Target:
             return SparkConnectEngine(f"{self.master}{self.parameters}")
         merged = {**self.conf, **(conf or {})}
         mask_secrets(merged)
+        if self.master is None and self.deploy_mode == CLIENT:
+            return embedded_engine(merged)
         if self.deploy_mode == CLIENT:
             return SparkEngine(master=self.master, conf=merged)
         return SparkSubmitEngine(master=self.master, conf=merged)

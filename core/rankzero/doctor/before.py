@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import queue
 import re
@@ -30,7 +29,6 @@ def find_problems(engine: Engine, root: str, *, use_gpu: bool = False, processes
         processes_per_task: Ranks of one Spark task.
     """
     checks = [
-        functools.partial(_check_packages, engine),
         functools.partial(_check_job, engine, use_gpu, processes_per_task),
         functools.partial(_check_master, _master(engine)),
         functools.partial(_check_store, root),
@@ -42,16 +40,8 @@ def _master(engine: Engine) -> str:
     return str(engine.to_spec()[0].get("master") or "")
 
 
-def _check_packages(engine: Engine) -> str | None:
-    kind, master = engine.to_spec()[0]["kind"], _master(engine)
-    is_here = kind == "local" or (kind == "spark" and (not master or master.startswith("local")))
-    if is_here and not importlib.util.find_spec("torch"):
-        return "the ranks need torch here: pip install torch"
-    return None
-
-
 def _check_job(engine: Engine, use_gpu: bool, processes_per_task: int) -> str | None:
-    """Returns why the engine would refuse a run of one Spark task (Java, GPUs, slots, configuration); else None."""
+    """Returns why the engine would refuse a run of one Spark task (packages, Java, GPUs, slots, conf); else None."""
     try:
         engine.check(
             Job(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import importlib.util
 import logging
 import queue
 import threading
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankzero import bounds
 from rankzero.data.manifest import Manifest
-from rankzero.errors import EngineError, RankZeroError
+from rankzero.errors import EngineError, InvalidJobError, RankZeroError
 from rankzero.job import Job
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AgentConfig = dict[str, Any]
 OnEnd = Callable[[BaseException | None], None]
+
+
+def require_torch() -> None:
+    """Raises InvalidJobError unless torch is installed for this Python, which the ranks on this machine have, too."""
+    if importlib.util.find_spec("torch") is None:
+        raise InvalidJobError("the ranks need torch here: pip install 'rankzero[torch]'")
 
 
 class Engine(abc.ABC):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import rankzero
-from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
+from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd, require_torch
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.errors import LOST, EngineError, RankZeroError
 from rankzero.host.cores import available_cores
@@ -26,7 +26,8 @@ class LocalEngine(Engine):
     """Runs all ranks on this machine, as one task. ``local_rank`` equals ``rank``."""
 
     def check(self, job: Job) -> None:
-        """Raises InsufficientSlotsError if there are fewer GPUs than ranks."""
+        """Raises InsufficientSlotsError if there are fewer GPUs than ranks, and InvalidJobError without torch."""
+        require_torch()
         if job.use_gpu:
             require_local_gpus(job.least_processes)
 

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import IO, Any
 
 from rankzero.bounds import UNFINISHED_AFTER
-from rankzero.store.location import is_url, join
+from rankzero.errors import InvalidJobError
+from rankzero.store.location import is_url, join, missing_driver
 
 PRIVATE_DIRECTORY = 0o700
 
@@ -29,7 +30,10 @@ _SCRATCH = re.compile(r"\.writing-[a-z0-9_]{8}")
 def _filesystem(location: str) -> tuple[Any, str]:
     import fsspec
 
-    filesystem, path = fsspec.core.url_to_fs(location)
+    try:
+        filesystem, path = fsspec.core.url_to_fs(location)
+    except ImportError as error:
+        raise InvalidJobError(missing_driver(location)) from error
     return filesystem, path
 
 

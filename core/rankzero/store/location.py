@@ -39,6 +39,8 @@ DRIVERS = {
 For ``memory``, this holds within one process.
 """
 
+_EXTRAS = {"s3fs": "s3", "gcsfs": "gcs", "adlfs": "azure"}
+
 _REFUSED = {
     "hdfs": "Arrow's driver deletes a file before it renames another onto it, and creates none exclusively",
     "viewfs": "Arrow's driver deletes a file before it renames another onto it, and creates none exclusively",
@@ -103,6 +105,13 @@ def _check_scheme(url: str) -> None:
             f"{', '.join(sorted(f'{name}://' for name in DRIVERS if name != 'memory'))} (what speaks S3 goes by s3://)",
             code="RZ-1007",
         )
+
+
+def missing_driver(url: str) -> str:
+    """Returns the message about a URL whose driver cannot be imported."""
+    driver = DRIVERS.get(scheme_of(url), "a driver of fsspec")
+    extra = _EXTRAS.get(driver.partition(">")[0])
+    return f"{url} needs {driver} here" + (f": pip install 'rankzero[{extra}]'" if extra else "")
 
 
 def join(base: str, *parts: str) -> str:

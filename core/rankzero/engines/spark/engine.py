@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.data.manifest import Manifest
-from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd
+from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd, require_torch
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.engines.local import LOOPBACK, LocalEngine
 from rankzero.engines.spark import archive, jvm
@@ -127,6 +129,8 @@ class SparkEngine(Engine):
             require_task_gpus(job, conf.get(TASK_GPUS))
         jvm.require_pyspark()
         jvm.require_java()
+        if LOCAL.fullmatch(master) and jvm.own_python(conf) == sys.executable:
+            require_torch()
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the master, which may be shown, and the conf, which may hold credentials."""
@@ -358,3 +362,15 @@ class SparkEngineSession(EngineSession):
             jvm.forget()
         elif java := jvm.find_java():
             archive.make_in_background(java)
+
+
+def embedded_engine(conf: Mapping[str, str]) -> Engine:
+    """Returns the engine of a pipeline step that names no cluster: a Spark on this machine, or its processes.
+
+    Args:
+        conf: Spark configuration of the step. With one, Spark is needed, so that a run without pyspark is refused.
+    """
+    if conf or importlib.util.find_spec("pyspark"):
+        return SparkEngine(conf=conf)
+    logger.info("pyspark is not installed here, so the ranks are processes of this machine")
+    return LocalEngine()

@@ -39,7 +39,9 @@ class SparkGroup(AgentGroup):
     def _collect(self) -> None:
         error: BaseException | None = None
         try:
-            description = f"rankzero: {self._job.name} on {self._job.world} ranks"
+            job = self._job
+            traced = f", trace {job.trace_id}" if job.trace_id else ""
+            description = f"rankzero: {job.name} on {job.world} ranks, run {job.run_id}{traced}"
             self._context.setJobGroup(self._group, description, interruptOnCancel=True)
             tasks = self._num_tasks
             rows = self._context.parallelize(range(tasks), tasks)
