@@ -469,7 +469,21 @@ def test_too_much_user_code_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(shipping, "MODULES_LIMIT", 10)
     (tmp_path / "train_it.py").write_text("import big\n")
     (tmp_path / "big.py").write_text("x" * 100)
-    assert "install them on the executors" in refused(tmp_path / "train_it.py")
+    why = refused(tmp_path / "train_it.py")
+    assert "the largest are big.py (0 MiB): name what stays in .rankzeroignore in the package's folder" in why
+
+
+def test_a_package_says_which_of_its_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "train_it.py").write_text("import mine.inner\n")
+    for name in ("__init__.py", "inner/__init__.py", "table.csv", "data/big.bin", "inner/a.npy"):
+        name = f"mine/{name}"
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "mine" / ".rankzeroignore").write_text("/data/\n*.npy\n")
+    built = payload.build(tmp_path / "train_it.py", (), {})
+    assert built.modules is not None
+    names = zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist()
+    assert names == ["mine/__init__.py", "mine/inner/__init__.py", "mine/table.csv"]
 
 
 def test_a_run_of_one_rank_takes_the_world_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

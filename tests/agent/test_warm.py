@@ -49,6 +49,22 @@ def wait_until_gone(pids: set[int]) -> set[int]:
     return left
 
 
+def test_every_rank_has_the_same_order_of_texts_warm_or_not(tmp_path: Path) -> None:
+    """Else code that walks a set works on one machine, and on several its ranks wait for each other."""
+
+    def order() -> list[int]:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        found: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(found, hash("token"))
+        return found
+
+    launcher = Launcher(2, store=tmp_path)
+    hashes = {*launcher.run(order), *launcher.options(warm_start=False).run(order)}
+    assert len(hashes) == 1
+
+
 def look_around() -> dict[str, Any]:
     """What a rank can see of the state of its process, before and after it spoils everything it can."""
     import decimal

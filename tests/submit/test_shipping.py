@@ -175,3 +175,22 @@ def test_an_async_function_is_refused_before_anything_starts(train: Any) -> None
 def test_what_turns_out_to_be_async_fails_with_what_to_do(launcher: Launcher) -> None:
     with pytest.raises(WorkerFailedError, match=r"nothing has run yet.*asyncio.run"):
         launcher.options(num_processes=1).run(lambda: asynchronous())
+
+
+def test_a_module_that_was_edited_and_not_reloaded_is_named(
+    project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(project / "edited.py", "def train():\n    return 1\n")
+    launcher = Launcher(1, store=tmp_path / "store")
+    module = importlib.import_module("edited")
+    assert launcher.run(module.train) == 1
+    write(project / "edited.py", "# A comment is no change.\ndef train():\n    return 1\n")
+    launcher.run(module.train)
+    assert "changed on the disk" not in caplog.text
+    write(project / "edited.py", "def train():\n    return 22\n")
+    assert launcher.run(module.train) == 22
+    assert "edited: changed on the disk since this process imported it" in caplog.text
+    caplog.clear()
+    importlib.reload(module)
+    launcher.run(module.train)
+    assert "changed on the disk" not in caplog.text

@@ -17,7 +17,7 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rankzero import store
@@ -221,6 +221,29 @@ def digests_of_modules(names: Iterable[str], first: str | None = None) -> dict[s
                     digests[part], imported = _read(path, store.fingerprint(path), package)
                     waiting |= imported - seen
     return digests
+
+
+_submitted: dict[str, tuple[Any, str]] = {}
+"""By name of a loaded module: the spec of its loading, and its checksum at the first submission after that."""
+
+
+def changed_modules(digests: Mapping[str, str]) -> list[str]:
+    """Returns the loaded modules whose files have changed since an earlier submission, without a reload here.
+
+    Args:
+        digests: Checksums of modules by name, as they are on the disk now.
+    """
+    changed = []
+    for name, digest in digests.items():
+        # A reload gives a module another spec.
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if spec is not None:
+            before = _submitted.get(name)
+            if before is None or before[0] is not spec:
+                _submitted[name] = spec, digest
+            elif before[1] != digest:
+                changed.append(name)
+    return changed
 
 
 def digest_of_script(path: str) -> tuple[str, frozenset[str]]:

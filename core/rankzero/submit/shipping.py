@@ -6,6 +6,7 @@ file                                                    shipped
 the source of a user module that the code imports       always, with the modules that this one imports
 another file in the package of such a module            unless it is named like a key or a password
 a file in no folder with an ``__init__.py``             only if it is a source
+a file that ``.rankzeroignore`` of its package names    never
 a hidden file or folder, ``__pycache__``                never
 an installed module, rankzero, torch, pyspark           never: the executors have them
 ======================================================  ===============================================
@@ -23,7 +24,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,11 @@ logger = logging.getLogger(__name__)
 
 MODULES_LIMIT = 64 << 20
 """Most bytes of user modules that are shipped with a job."""
+
+IGNORE_FILE = ".rankzeroignore"
+"""File in a working directory or a package with patterns of files that are not shipped, in the format of .gitignore."""
+
+_LARGEST = 3
 
 _SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
 
@@ -160,9 +166,31 @@ def _check_size(sizes: Mapping[str, int]) -> None:
     if (total := sum(sizes.values())) > MODULES_LIMIT:
         shipped = ", ".join(sorted({name.split(os.sep)[0].removesuffix(".py") for name in sizes}))
         raise InvalidJobError(
-            f"the user modules {shipped} hold {total >> 20} MiB, over the limit of "
-            f"{MODULES_LIMIT >> 20} MiB that travel with a job: install them on the executors instead"
+            f"the user modules {shipped} hold {total >> 20} MiB, over the limit of {MODULES_LIMIT >> 20} MiB that "
+            f"travel with a job; the largest are {largest(sizes)}: name what stays in {IGNORE_FILE} in the package's "
+            "folder, or install them where the ranks run"
         )
+
+
+def largest(sizes: Mapping[str, int]) -> str:
+    """Returns the names and sizes of the largest files, as text."""
+    found = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_LARGEST]
+    return ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in found)
+
+
+def matcher(excludes: Sequence[str], ignore_file: str | None = None) -> Callable[[str], bool]:
+    """Returns a function that is True for a relative path, with a slash after a directory's, that is not shipped."""
+    lines: list[str] = []
+    if ignore_file and os.path.isfile(ignore_file):
+        with open(ignore_file, encoding="utf-8") as file:
+            lines += file.read().splitlines()
+    lines += excludes
+    if not lines:
+        return lambda path: False
+    from pathspec import GitIgnoreSpec
+
+    spec = GitIgnoreSpec.from_lines(lines)
+    return lambda path: bool(spec.match_file(path))
 
 
 def _zip(files: Mapping[str, str]) -> bytes:
@@ -197,13 +225,20 @@ def _files_of(module: str, spec: Any) -> Iterator[tuple[str, str]]:
             yield os.path.join(*parents, os.path.basename(spec.origin)), spec.origin
         return
     for base in spec.submodule_search_locations:
+        # Patterns count from the folder of the top-level package.
+        inner = os.path.join("", *parts[1:])
+        top = os.path.normpath(os.path.join(base, *([os.pardir] * (len(parts) - 1))))
+        ignored = matcher((), os.path.join(top, IGNORE_FILE))
         # A folder without __init__.py may be no package, and only have the name: ship its sources alone.
         packages: set[str] = set()
         for directory, children, names in os.walk(base):
-            children[:] = [name for name in children if not is_skipped(name)]
+            below = os.path.normpath(os.path.join(inner, os.path.relpath(directory, base)))
+            children[:] = [
+                name for name in children if not (is_skipped(name) or ignored(f"{os.path.join(below, name)}/"))
+            ]
             if spec.origin or "__init__.py" in names or os.path.dirname(directory) in packages:
                 packages.add(directory)
             for name in names if directory in packages else [name for name in names if name.endswith(".py")]:
                 path = os.path.join(directory, name)
-                if os.path.isfile(path):
+                if os.path.isfile(path) and not ignored(os.path.join(below, name)):
                     yield os.path.join(*parts, os.path.relpath(path, base)), path

@@ -8,16 +8,13 @@ import io
 import logging
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rankzero.errors import InvalidJobError
-from rankzero.submit.shipping import is_private, is_skipped
+from rankzero.submit.shipping import IGNORE_FILE, is_private, is_skipped, largest, matcher
 
 logger = logging.getLogger(__name__)
-
-IGNORE_FILE = ".rankzeroignore"
-"""File in a working directory with patterns of files that are not shipped, in the format of .gitignore."""
 
 LIMIT = 64 << 20
 """Most bytes of files that are shipped."""
@@ -77,13 +74,13 @@ class UserCode:
         """The files to ship: name in the archive to local path."""
         found: dict[str, str] = {}
         if self.working_dir is not None:
-            ignored = _matcher(self.excludes, os.path.join(self.working_dir, IGNORE_FILE))
+            ignored = matcher(self.excludes, os.path.join(self.working_dir, IGNORE_FILE))
             _refuse_homes("working_dir", self.working_dir, ignored)
             found |= {f"{WORKING_DIR}/{name}": path for name, path in _walk(self.working_dir, ignored)}
         for path in self.py_files:
             root = os.path.basename(os.path.abspath(path))
             if os.path.isdir(path):
-                ignored = _matcher(self.excludes)
+                ignored = matcher(self.excludes)
                 _refuse_homes("py_files", path, ignored)
                 found |= {f"{PY_FILES}/{root}/{name}": file for name, file in _walk(path, ignored)}
             else:
@@ -107,13 +104,10 @@ class UserCode:
         sizes = {name: os.path.getsize(path) for name, path in self.files.items()}
         total = sum(sizes.values())
         if total > LIMIT:
-            largest = ", ".join(
-                f"{name.partition('/')[2]} ({sizes[name] >> 20} MiB)"
-                for name in sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
-            )
+            shown = {name.partition("/")[2]: size for name, size in sizes.items()}
             raise InvalidJobError(
                 f"working_dir and py_files hold {total >> 20} MiB, over the limit of {LIMIT >> 20} MiB that travel "
-                f"with a job; the largest are {largest}: name what stays in excludes= or {IGNORE_FILE}"
+                f"with a job; the largest are {largest(shown)}: name what stays in excludes= or {IGNORE_FILE}"
             )
         logger.info("%s files of working_dir and py_files travel with the job, %.1f MiB", len(sizes), total / (1 << 20))
         buffer = io.BytesIO()
@@ -172,21 +166,6 @@ def _entry(name: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarIn
     entry = tarfile.TarInfo(name)
     entry.mode, entry.type = mode, kind
     return entry
-
-
-def _matcher(excludes: Sequence[str], ignore_file: str | None = None) -> Callable[[str], bool]:
-    """Returns a function that is True for a relative path, with a slash after a directory's, that is not shipped."""
-    lines: list[str] = []
-    if ignore_file and os.path.isfile(ignore_file):
-        with open(ignore_file, encoding="utf-8") as file:
-            lines += file.read().splitlines()
-    lines += excludes
-    if not lines:
-        return lambda path: False
-    from pathspec import GitIgnoreSpec
-
-    spec = GitIgnoreSpec.from_lines(lines)
-    return lambda path: bool(spec.match_file(path))
 
 
 def _walk(root: str, ignored: Callable[[str], bool]) -> Iterator[tuple[str, str]]:

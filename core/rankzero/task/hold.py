@@ -211,7 +211,12 @@ def _temporary(scratch: str) -> str | None:
 def with_defaults(config: dict[str, Any]) -> dict[str, str]:
     """Returns the user's variables and rankzero's defaults for those that neither the user nor this host sets."""
     cores = config["cores"] or os.cpu_count() or 1
-    defaults = {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": str(max(1, cores // config["workers"]))}
+    # Forks of a warm server share its hash seed. With one seed everywhere, sets of texts have one order on all ranks.
+    defaults = {
+        "PYTHONIOENCODING": "utf-8",
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": str(max(1, cores // config["workers"])),
+    }
     return {**{name: value for name, value in defaults.items() if name not in os.environ}, **config["env"]}
 
 
