@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from rankzero.bounds import UNFINISHED_AFTER
 from rankzero.errors import InvalidJobError
-from rankzero.store.location import is_url, join, missing_driver
+from rankzero.store.location import driver_of, is_url, join
 
 PRIVATE_DIRECTORY = 0o700
 
@@ -33,7 +33,8 @@ def _filesystem(location: str) -> tuple[Any, str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(location)
     except ImportError as error:
-        raise InvalidJobError(missing_driver(location)) from error
+        driver, package = driver_of(location)
+        raise InvalidJobError(f"{location} needs {driver} here: pip install '{package}'") from error
     return filesystem, path
 
 

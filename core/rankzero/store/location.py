@@ -107,11 +107,11 @@ def _check_scheme(url: str) -> None:
         )
 
 
-def missing_driver(url: str) -> str:
-    """Returns the message about a URL whose driver cannot be imported."""
-    driver = DRIVERS.get(scheme_of(url), "a driver of fsspec")
+def driver_of(url: str) -> tuple[str, str]:
+    """Returns the driver for the scheme of a URL, and what installs it."""
+    driver = DRIVERS.get(scheme_of(url), "fsspec")
     extra = _EXTRAS.get(driver.partition(">")[0])
-    return f"{url} needs {driver} here" + (f": pip install 'rankzero[{extra}]'" if extra else "")
+    return driver, f"rankzero[{extra}]" if extra else driver
 
 
 def join(base: str, *parts: str) -> str:
