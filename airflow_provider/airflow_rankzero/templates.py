@@ -124,8 +124,8 @@ def check_early(task: Any) -> None:
     if not _is_late(task.op_kwargs) and not isinstance(task.op_kwargs, Mapping):
         raise InvalidJobError(f"op_kwargs is {task.op_kwargs!r}; it must map names to arguments")
     if callable(task.train) and isinstance(task.op_args, (list, tuple)) and isinstance(task.op_kwargs, Mapping):
-        # The number and the names of arguments are known before the values.
-        check_callable(task.train, tuple(task.op_args), dict(task.op_kwargs))
+        # Names are known before the values. A subclass may add arguments when the task runs.
+        check_callable(task.train, tuple(task.op_args), dict(task.op_kwargs), are_all=False)
     if isinstance(task.log_ranks, int):
         raise InvalidJobError(f"log_ranks is {task.log_ranks!r}; give a list of ranks, such as [0]")
     if task.conn_id is not None and task.master is not None:

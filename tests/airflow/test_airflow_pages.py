@@ -35,7 +35,7 @@ def given() -> dict[str, Any]:
         "Launcher": Launcher,
         "ResultRef": ResultRef,
         "task": task,
-        "my_training": SimpleNamespace(train=training),
+        "my_training": SimpleNamespace(train=lambda data, lr: training(lr)),
         "prepare": prepare().operator,
         "evaluate": evaluate,
         "trainer": TorchTrainer(training),

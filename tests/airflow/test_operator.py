@@ -261,8 +261,8 @@ def test_connection_without_enough_slots_is_refused(
     ("arguments", "words"),
     [
         ({"train": "no/such/script.py"}, f"looked at {Path(__file__).parent}/no/such/script.py"),
-        ({"op_kwargs": {"banana": 1}}, "banana"),
-        ({"op_args": "--epochs 3"}, "op_args is '--epochs 3'"),
+        ({"train": "posixpath:join", "op_args": ["/"], "op_kwargs": {"banana": 1}}, "banana"),
+        ({"op_args": "{{ '--epochs 3' }}"}, "op_args is '--epochs 3'"),
         ({"spark_conf": {"spark.jars": ["a.jar"]}}, "spark_conf['spark.jars']"),
         ({"spark_conf": {"spark.dynamicAllocation.enabled": True}}, "spark.dynamicAllocation.enabled"),
         ({"env": {"TOKEN": None}}, "env['TOKEN']"),

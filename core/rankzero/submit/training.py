@@ -221,8 +221,15 @@ def _function(reference: str) -> object:
     return found
 
 
-def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises InvalidJobError unless ranks can call the object with these arguments."""
+def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_all: bool = True) -> None:
+    """Raises InvalidJobError unless ranks can call the object with these arguments.
+
+    Args:
+        function: The object.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        are_all: False if further arguments may follow.
+    """
     if not callable(function):
         raise InvalidJobError(
             f"train is {function!r}; give a function, 'path/to/script.py', 'package.module:function', "
@@ -235,7 +242,7 @@ def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, An
     except (TypeError, ValueError):
         return
     try:
-        signature.bind(*args, **kwargs)
+        (signature.bind if are_all else signature.bind_partial)(*args, **kwargs)
     except TypeError as error:
         raise InvalidJobError(
             f"the arguments do not fit {name_of(function)}{signature}: {error}", code="RZ-1003"
