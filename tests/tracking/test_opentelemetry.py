@@ -16,7 +16,6 @@ from click.testing import CliRunner
 
 from rankzero import InvalidJobError, Launcher, RunHandle
 from rankzero.cli import main
-from rankzero.report import facts
 from rankzero.tracking import OpenTelemetry
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -130,7 +129,8 @@ def test_a_run_continues_the_trace_of_its_submitter(
     handle = RunHandle.attach(tmp_path / "one")
     states = [event for event in handle.events() if event["type"] == "state"]
     assert {(event["run_id"], event["trace_id"]) for event in states} == {("one", trace_id)}
-    assert facts.collect(handle)["trace"] == handle.trace_id == trace_id
+    (shown,) = json.loads(CliRunner().invoke(main, ["report", handle.directory, "--json"]).stdout)["runs"]
+    assert shown["trace"] == handle.trace_id == trace_id
     with TracerProvider().get_tracer("caller").start_as_current_span("step") as step:
         assert launcher.options(run_id="two").run(train).split("-")[2] == f"{step.get_span_context().span_id:016x}"
 
