@@ -134,7 +134,8 @@ def test_a_sampler_that_orders_each_epoch_by_itself_resumes_inside_it() -> None:
     before, after = prepared(), prepared()
     epochs = [[batch.tolist() for batch in before] for _ in range(2)]
     assert epochs == [[[5, 4], [3, 2], [1, 0]], [[4, 3], [2, 1], [0, 5]]]
-    next(iter(before))
+    batches = iter(before)
+    next(batches)
     after.load_state_dict(before.state_dict())
     assert [batch.tolist() for batch in after] == [[1, 0], [5, 4]]
 

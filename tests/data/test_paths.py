@@ -178,7 +178,8 @@ def test_without_padding_no_row_comes_twice(parquet: Path, tmp_path: Path, world
     state: dict[str, Any] = {}
     for rank in range(worlds[0]):
         shard = shard_of(manifest, tmp_path, rank, worlds[0])
-        seen += ids_of(itertools.islice(shard.iter_batches(1, shuffle=True, pad=False, prefetch=0), 200))
+        batches = shard.iter_batches(1, shuffle=True, pad=False, prefetch=0)
+        seen += ids_of(itertools.islice(batches, 200))
         state = shard.state_dict() if len(shard) > 200 else {}
     for rank in range(worlds[1]) if state else ():
         for found, pad in ((seen, False), (repeated, True)):

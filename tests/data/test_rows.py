@@ -238,7 +238,8 @@ def _score_behind_a_cursor(file: str) -> Table | None:
     shard, checkpoint = rt.get_dataset_shard(), rt.get_checkpoint()
     if checkpoint:
         shard.load_state_dict(json.loads(Path(file).read_text()) if file else checkpoint.load())
-    ids = next(iter(shard.iter_batches(10)))["id"]
+    batches = shard.iter_batches(10)
+    ids = next(batches)["id"]
     if rt.get_context().rank:
         return None
     if checkpoint is None and file:

@@ -294,7 +294,8 @@ def test_a_loaded_position_is_that_of_its_epoch_only(as_rank: Any, kind: Any, by
     orders = [rows_of(whole) for _ in range(4)]
     first = loader()
     rows_of(first)
-    next(iter(first))
+    batches = iter(first)
+    next(batches)
     state = first.state_dict()
     for epoch in (1, 3):
         again = loader()
@@ -322,7 +323,8 @@ def test_a_drawn_order_is_the_same_when_it_goes_on(as_rank: Any) -> None:
 
     whole = rows_of(loader())
     first, again = loader(), loader()
-    next(iter(first))
+    batches = iter(first)
+    next(batches)
     again.load_state_dict(first.state_dict())
     assert rows_of(again) == whole[3:]
     assert rows_of(again) != whole, "the next epoch has an order of its own"
@@ -481,8 +483,8 @@ def test_a_resumed_epoch_has_the_order_with_which_it_began_or_begins_anew(
     for number, [values] in enumerate(first, 1):
         seen += values.tolist()
         if number == 3:
+            state = first.state_dict()
             break
-    state = first.state_dict()
     assert numpy.random.get_state()[1].tolist() == before, "the user's random numbers"  # type: ignore[index, union-attr]
     resumed = made()
     resumed.load_state_dict(state)

@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from rankzero.data.shares import Stretch
 from rankzero.train.batches import ARE_BATCHES, BatchDataset, SampleDataset
 from rankzero.train.context import current, get_context
+from rankzero.train.epochs import Epochs, Position
 from rankzero.train.share import DrawnByRankZero, ShardedIterable, Share, Skipping, samplers_of
 
 Batch = Any
@@ -28,29 +28,24 @@ class PreparedDataLoader:
 
     Attributes:
         loader: The loader of this rank's share.
-        epoch: Number of the epoch that is running or, between two, comes next; from 0.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
         self.loader = loader
-        self.epoch = 0
-        self._next = 0
+        self._epochs = Epochs()
         self._device = device
-        self._skip = 0
-        self._skipped = 0
-        self._start = 0
-        self._done = 0
-        self._loaded: Any = None
-        self._order = ""
-        self._resume: list[Stretch] = []
-        self._consumed: list[Stretch] = []
         self._sampled = getattr(loader.sampler, "epoch", None)
+
+    @property
+    def epoch(self) -> int:
+        """Returns the number of the epoch that is running or, between two, comes next; from 0."""
+        return self._epochs.number
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":
+        if name in ("loader", "_epochs"):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -59,44 +54,37 @@ class PreparedDataLoader:
 
         A position that was loaded belongs to its epoch: that one is resumed, any other epoch begins at its first batch.
         """
-        if epoch != self._next:
-            self._start, self._skip, self._loaded, self._resume = 0, 0, None, []
-        self.epoch = self._next = epoch
-        self._done, self._skipped, self._consumed = self._start, self._skip, self._resume
+        self._epochs.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Batch]:
         sampler, batch_sampler = self.loader.sampler, self.loader.batch_sampler
         if isinstance(sampler, DistributedSampler) and sampler.epoch != self._sampled:
             # The training function has set the epoch itself.
             self.set_epoch(sampler.epoch)
-        self.epoch = epoch = self._next
-        self._next = epoch + 1
-        self._done, self._start = self._start, 0
-        self._skipped, self._skip = self._skip, 0
-        self._consumed, self._resume = self._resume, []
+        at = self._epochs.begin()
         for part in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), self.loader.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(epoch)
-        if self._skipped and self._order and (drawn := self._drawn()) and drawn.order() != self._order:
-            self._begin_anew()
-        self._order = ""
-        if self._loaded is not None:
+                set_epoch(at.epoch)
+        if at.skipped and at.order and (drawn := self._drawn()) and drawn.order() != at.order["order"]:
+            _begin_anew(at)
+        at.order = {}
+        if at.loader is not None:
             # Not earlier, since `set_epoch` may still choose another epoch.
-            self.loader.load_state_dict(self._loaded)  # type: ignore[attr-defined]
-            self._loaded = None
+            self.loader.load_state_dict(at.loader)  # type: ignore[attr-defined]
+            at.loader = None
+        if self._epochs.is_running and self.loader.persistent_workers:
+            # The outer loop keeps its processes, which would restart for the inner one.
+            self.loader._iterator = None
         data = self.loader.dataset
-        if isinstance(data, BatchDataset) and data.consumed != self._consumed:
+        if isinstance(data, BatchDataset) and data.consumed != at.consumed:
             # The loader's persistent processes would not see the change.
-            data.consumed, self.loader._iterator = self._consumed, None
-        self._sampled = epoch
-        batches = self._from(self._skipped)
+            data.consumed, self.loader._iterator = at.consumed, None
+        self._sampled = at.epoch
+        batches = self._from(at.skipped)
         if self._device is not None:
             ahead = self._device.type == "cuda" and not self._is_stateful()
             batches = on_device(batches, self._device, ahead=ahead)
-        for batch in batches:
-            self._done += 1
-            yield batch
-        self.epoch, self._done, self._skipped, self._consumed = epoch + 1, 0, 0, []
+        yield from self._epochs.count(at, batches)
 
     def _from(self, skip: int) -> Iterator[Batch]:
         batch_sampler = self.loader.batch_sampler
@@ -108,16 +96,20 @@ class PreparedDataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of this loader, for a checkpoint from which training resumes inside an epoch."""
+        at = self._epochs.position()
         if isinstance(data := self.loader.dataset, BatchDataset):
-            state = data.state(self.epoch, self._consumed, self._done)
+            state = data.state(at.epoch, at.consumed, at.done)
             return state | current().tables.cursor(self, state)
-        state = {"epoch": self.epoch, "batches": self._done, "world_size": get_context().world_size}
-        if self._done and (drawn := self._drawn()):
-            state["order"] = drawn.order()
-        if self._loaded is not None:
-            state["loader"] = self._loaded
-        elif self._is_stateful() and not self._skipped:
-            # The loader's own state would not contain skipped batches.
+        state = {"epoch": at.epoch, "batches": at.done, "world_size": get_context().world_size}
+        if at.done:
+            if not at.order and at.alone and at is not self._epochs.next and (drawn := self._drawn()):
+                # All ranks have drawn this order when the iteration began.
+                at.order = {"order": drawn.order()}
+            state |= at.order
+        if at.loader is not None:
+            state["loader"] = at.loader
+        elif self._is_stateful() and not at.skipped and at.alone:
+            # The loader's own state would not contain skipped batches, and is that of its last iteration.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
 
@@ -125,15 +117,6 @@ class PreparedDataLoader:
         """Returns the sampler whose order is drawn on rank 0, if there is one."""
         samplers = (self.loader.sampler, getattr(self.loader.batch_sampler, "inner", None))
         return next((sampler for sampler in samplers if isinstance(sampler, DrawnByRankZero)), None)
-
-    def _begin_anew(self) -> None:
-        """Begins the epoch at its first batch: in another order the first batches are not those that were used."""
-        self._done = self._skipped = 0
-        if get_context().rank == 0:
-            print(
-                "rankzero: the sampler draws another order than before the checkpoint, so the epoch begins at its "
-                "first batch. Draw by the functions of torch, random or numpy, which are seeded for each epoch"
-            )
 
     def _is_stateful(self) -> bool:
         """Returns True for a loader of torchdata, whose workers and data set have a state."""
@@ -147,18 +130,25 @@ class PreparedDataLoader:
         """
         if isinstance(data := self.loader.dataset, BatchDataset):
             data.check(state)
-            self._next, self._resume = current().load_cursor(state)
-        else:
-            world_size = get_context().world_size
-            self._start = self._skip = state["batches"] * state["world_size"] // world_size
-            self._loaded = None
-            self._order = state.get("order", "")
-            if "loader" in state and self._is_stateful() and state["world_size"] == world_size:
-                self._skip = 0
-                self._loaded = state["loader"]
-            self._next = state["epoch"]
-        # A checkpoint before the first batch gets this state.
-        self.set_epoch(self._next)
+            epoch, consumed = current().load_cursor(state)
+            self._epochs.start_at(Position(epoch, consumed=consumed))
+            return
+        world_size = get_context().world_size
+        done = state["batches"] * state["world_size"] // world_size
+        at = Position(state["epoch"], done, done, order={"order": state["order"]} if "order" in state else {})
+        if "loader" in state and self._is_stateful() and state["world_size"] == world_size:
+            at.skipped, at.loader = 0, state["loader"]
+        self._epochs.start_at(at)
+
+
+def _begin_anew(at: Position) -> None:
+    """Begins the epoch at its first batch: in another order the first batches are not those that were used."""
+    at.done = at.skipped = 0
+    if get_context().rank == 0:
+        print(
+            "rankzero: the sampler draws another order than before the checkpoint, so the epoch begins at its "
+            "first batch. Draw by the functions of torch, random or numpy, which are seeded for each epoch"
+        )
 
 
 def prepare_data_loader(

@@ -9,6 +9,7 @@ from rankzero.data.manifest import Manifest, from_bytes
 from rankzero.errors import InvalidJobError
 from rankzero.kinds import COUNT, COUNT_FROM_ONE
 from rankzero.train import context
+from rankzero.train.epochs import Epochs, Position
 
 if TYPE_CHECKING:
     import torch
@@ -75,9 +76,6 @@ class DatasetShard:
 
     The shares of two ranks differ by one row at most, and have the same number of batches. Every iteration is a new
     epoch. No epoch needs Spark.
-
-    Attributes:
-        epoch: Number of the epoch that is running or, between two, comes next; from 0.
     """
 
     def __init__(self, manifest: Manifest, world: context.TrainContext, scratch: str, name: str) -> None:
@@ -89,16 +87,16 @@ class DatasetShard:
             scratch: Directory for decoded rows.
             name: Name of the dataset.
         """
-        self.epoch = 0
         self._manifest = manifest
         self._world = world
         self._scratch = scratch
         self._name = name
-        self._next = 0
-        self._consumed: list[Stretch] = []
-        self._current: list[Stretch] = []
-        self._order: dict[str, Any] = {}
-        self._loaded: Mapping[str, Any] = {}
+        self._epochs = Epochs()
+
+    @property
+    def epoch(self) -> int:
+        """Returns the number of the epoch that is running or, between two, comes next; from 0."""
+        return self._epochs.number
 
     @property
     def num_rows(self) -> int:
@@ -209,10 +207,7 @@ class DatasetShard:
 
         A position that was loaded belongs to its epoch: that one is resumed, any other epoch begins at its first batch.
         """
-        if epoch != self._next:
-            self._consumed = []
-        self.epoch = self._next = epoch
-        self._current = list(self._consumed)
+        self._epochs.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch, for a checkpoint that resumes inside of it.
@@ -220,8 +215,14 @@ class DatasetShard:
         It has the batches of this rank. If ranks report at different batches, use ``sharded=True``: the checkpoint then
         has the position of each rank, whichever part is loaded.
         """
-        consumed = [stretch.to_json() for stretch in self._current]
-        state = {"epoch": self.epoch, "consumed": consumed, "rows": self.num_rows, **self._order}
+        from rankzero.data.shares import Stretch
+
+        at = self._epochs.position()
+        consumed = [stretch.to_json() for stretch in at.consumed]
+        if at.cut and at.done:
+            now = Stretch(self._world.world_size, at.cut.batch_size, at.cut.drop_last, at.done)
+            consumed.append(now.to_json())
+        state = {"epoch": at.epoch, "consumed": consumed, "rows": self.num_rows, **at.order}
         return state | context.current().tables.cursor(self, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -239,11 +240,8 @@ class DatasetShard:
                 f"the state is that of a dataset of {state['rows']} rows; {self._name!r} has {self.num_rows}"
             )
         epoch, consumed = context.current().load_cursor(state)
-        self.set_epoch(epoch)
-        self._consumed = consumed
-        self._loaded = state
-        self._order = {"seed": state["seed"]} if "seed" in state else {}
-        self._current = list(self._consumed)
+        order = {"seed": state["seed"]} if "seed" in state else {}
+        self._epochs.start_at(Position(epoch, consumed=consumed, order=order))
 
     def _cut(
         self,
@@ -272,25 +270,17 @@ class DatasetShard:
     def _iterate(self, cut: Cut, device: torch.device | str | None) -> Iterator[Any]:
         import torch
 
-        from rankzero.data.shares import Stretch
         from rankzero.train.batches import batches_of, check_order
         from rankzero.train.data_loader import on_device
 
         place = self._world.device if device is None else torch.device(device)
-        self.epoch = epoch = self._next
-        self._next = epoch + 1
-        before, self._consumed = self._consumed, []
-        if before:
-            check_order(self._loaded, cut.seed)
-        self._order = {"seed": cut.seed}
-        batches = batches_of(self._manifest, self._world, self._scratch, cut, epoch, self._left(before))
+        at = self._epochs.begin()
+        check_order({**at.order, "consumed": at.consumed}, cut.seed)
+        at.cut, at.order = cut, {"seed": cut.seed}
+        batches = batches_of(self._manifest, self._world, self._scratch, cut, at.epoch, self._left(at.consumed))
         if place.type != "cpu":
             batches = on_device(batches, place, ahead=place.type == "cuda")
-        for done, batch in enumerate(batches, 1):
-            self._current = [*before, Stretch(self._world.world_size, cut.batch_size, cut.drop_last, done)]
-            yield batch
-        if self.epoch == epoch:
-            self.epoch, self._current = epoch + 1, []
+        yield from self._epochs.count(at, batches)
 
     def _left(self, consumed: list[Stretch]) -> Spans:
         from rankzero.data.shares import remaining

@@ -1,0 +1,195 @@
+"""A restart continues with the epoch and batch with which the training would have continued without it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+import rankzero.train as rt
+from rankzero.submit import manifest_of_path
+
+ROWS = 12
+
+
+class Stateful(DataLoader[int]):
+    """A loader with a state as torchdata's has it: the state of its last iteration."""
+
+    begin = given = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def __iter__(self) -> Any:
+        begin, self.begin = self.begin, 0
+        self.given = begin
+        for number, batch in enumerate(super().__iter__()):
+            if number >= begin:
+                self.given = number + 1
+                yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["given"]
+
+
+class Drawn(Sampler[int]):
+    """A sampler of the user, which counts how often an order is drawn."""
+
+    draws = 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[int]:
+        Drawn.draws += 1
+        return iter(torch.randperm(ROWS).tolist())
+
+
+class Source:
+    """A loader, or a share of a dataset, with one way to iterate over both."""
+
+    def __init__(self, kind: str, path: Path) -> None:
+        if kind in ("shard", "to_torch"):
+            manifest = manifest_of_path(str(path / "rows.parquet"), "train")
+            self.data: Any = rt.DatasetShard(manifest, rt.TrainContext(), str(path), "train")
+        if kind == "to_torch":
+            self.data = rt.prepare_data_loader(DataLoader(self.data.to_torch(1, shuffle=True), batch_size=None))
+        elif kind == "sampler":
+            self.data = rt.prepare_data_loader(DataLoader(range(ROWS), 1, sampler=Drawn()))  # type: ignore[arg-type]
+        elif kind != "shard":
+            loader = DataLoader if kind == "loader" else Stateful
+            self.data = rt.prepare_data_loader(loader(range(ROWS), 1, shuffle=True))  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[int]:
+        shard = isinstance(self.data, rt.DatasetShard)
+        batches = self.data.iter_batches(1, shuffle=True, prefetch=0) if shard else iter(self.data)
+        return (int(batch["id"] if isinstance(batch, dict) else batch) for batch in batches)
+
+
+@pytest.fixture(params=["loader", "stateful", "sampler", "shard", "to_torch"])
+def source(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Source]:
+    monkeypatch.setattr("rankzero.train.context._session", None)
+    pq.write_table(pa.table({"id": list(range(ROWS))}), tmp_path / "rows.parquet")
+
+    def made(state: Any = None) -> Source:
+        source = Source(request.param, tmp_path)
+        if state:
+            source.data.load_state_dict(state)
+        return source
+
+    return made
+
+
+def cut_short(source: Source, limit: int = 9) -> list[int]:
+    seen: list[int] = []
+    for number, row in enumerate(source):
+        if number == limit:
+            break
+        seen.append(row)
+    return seen
+
+
+def test_an_epoch_that_a_loop_has_left_is_over_in_a_checkpoint(source: Callable[..., Source]) -> None:
+    whole = source()
+    expected = [cut_short(whole) for _ in range(3)]
+    first = source()
+    assert [cut_short(first), first.data.epoch] == [expected[0], 1]
+    again = source(first.data.state_dict())
+    assert [cut_short(again), cut_short(again)] == expected[1:]
+
+
+def test_a_checkpoint_within_the_loop_is_that_of_its_batch(source: Callable[..., Source]) -> None:
+    first, seen, state = source(), [], {}
+    for row in first:
+        seen.append(row)
+        if len(seen) == 5:
+            state = first.data.state_dict()
+            break
+    again = source(state)
+    assert sorted([*seen, *again]) == list(range(ROWS))
+    assert again.data.epoch == 1
+
+
+def raises(source: Source) -> None:
+    for number, _ in enumerate(source, 1):
+        if number == 5:
+            raise KeyError
+
+
+def test_a_checkpoint_in_a_handler_is_that_of_the_batch_that_raised(source: Callable[..., Source]) -> None:
+    whole, first, states = source(), source(), []
+    orders = [list(whole), list(whole)]
+    try:
+        try:
+            raises(first)
+        finally:
+            states.append(first.data.state_dict())
+    except KeyError:
+        states.append(first.data.state_dict())
+        for state in states:
+            assert list(source(state)) == orders[0][5:]
+        # A second attempt of the user, within the handler.
+        second = source()
+        cut_short(second)
+        assert list(source(second.data.state_dict())) == orders[1]
+    assert list(source(first.data.state_dict())) == orders[1] == list(first)
+
+
+def test_a_state_is_kept_until_the_first_batch(source: Callable[..., Source]) -> None:
+    first = source()
+    list(first)
+    batches = iter(first)
+    seen = [next(batches) for _ in range(5)]
+    state = first.data.state_dict()
+    drawn = Drawn.draws
+    kept = source(state).data.state_dict()
+    # Each object of one process has a number of its own.
+    assert {**kept, "cursor": ""} == {**state, "cursor": ""}
+    assert Drawn.draws == drawn, "a draw would wait for the other ranks"
+    assert sorted([*seen, *source(kept)]) == list(range(ROWS))
+
+
+def test_a_loop_within_a_loop_moves_no_position(source: Callable[..., Source]) -> None:
+    whole = source()
+    expected = [list(whole), list(whole)]
+    first, seen, states = source(), [], []
+    for row in first:
+        seen.append(row)
+        states.append(first.data.state_dict())
+        if len(seen) in (3, ROWS):
+            assert sorted(first) == list(range(ROWS))
+            with pytest.raises(RuntimeError, match=f"has had {len(seen)} batches of epoch 0 and has not ended"):
+                first.data.state_dict()
+    assert [seen, list(first)] == expected
+    for number, state in enumerate(states[:-1], 1):
+        again = source(state)
+        assert [list(again), list(again)] == [expected[0][number:], expected[1]]
+
+
+def test_an_iterator_that_is_not_used_any_more(source: Callable[..., Source]) -> None:
+    first = source()
+    sample = iter(first)
+    next(sample)
+    list(first)
+    with pytest.raises(RuntimeError, match="delete an iterator that is no longer used"):
+        first.data.state_dict()
+    del sample
+    again = source(first.data.state_dict())
+    assert again.data.epoch == 2
+    assert list(again) == list(first)
+
+
+def test_a_loop_within_a_loop_has_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's loader sets one in the first process that makes others.
+    monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
+    numbers: Any = range(4)
+    loader = rt.prepare_data_loader(DataLoader(numbers, 1, num_workers=1, persistent_workers=True))
+    assert [int(row) for row in loader if len(list(loader)) == 4] == [0, 1, 2, 3]
