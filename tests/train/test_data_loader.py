@@ -497,6 +497,30 @@ def test_a_resumed_epoch_has_the_order_with_which_it_began_or_begins_anew(
     assert len([value for [values] in resumed for value in values.tolist()]) == 12
 
 
+def test_a_drawn_order_leaves_the_random_numbers_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    for device in (torch.cuda, torch.mps, torch.xpu):
+        monkeypatch.setattr(device, "_is_in_bad_fork", lambda: False, raising=False)
+        for name in ("manual_seed", "manual_seed_all"):
+            monkeypatch.setattr(device, name, seeded.append, raising=False)
+    torch.manual_seed(1)
+    assert seeded, "the devices that torch knows"
+    seeded.clear()
+    orders = [rows_of(rt.prepare_data_loader(DataLoader(range(9), sampler=RandomPart()))) for _ in range(2)]  # type: ignore[arg-type]
+    assert orders[0] == orders[1]
+    assert seeded == []
+
+
+class RandomPart(torch.utils.data.Sampler[int]):
+    """Draws by torch."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(9)[:5].tolist())
+
+
 def test_anything_else_is_refused() -> None:
     with pytest.raises(TypeError, match="takes a torch.utils.data.DataLoader, not a list"):
         rt.prepare_data_loader([1, 2])

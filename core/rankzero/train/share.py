@@ -160,7 +160,8 @@ class DrawnByRankZero(Sampler[Any]):
             generator.manual_seed(seed)
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+                # Unlike torch.manual_seed it leaves the random numbers of GPUs as they are, such as those of dropout.
+                torch.default_generator.manual_seed(seed)
                 random.seed(seed)
                 if numbers:
                     numbers.seed(seed % 2**32)
