@@ -869,3 +869,45 @@ def test_a_query_that_the_driver_computes_counts_anew_for_each_chain_of_tries() 
     digests = [launcher.identity(print_it, (1,), {}, generation=chain).digest for chain in chains]
     assert digests == [launcher.identity(print_it, (1,), {}, generation=chain).digest for chain in chains]
     assert len(set(digests)) == 3
+
+
+# -- functions whose name in their module belongs to a wrapper ---------------------------------
+
+
+DECORATED = """
+import random, threading
+import {name}_rates
+from rankzero import distributed
+
+OF_THIS_PROCESS = {made}
+
+@distributed(num_processes=1)
+def train(lr):
+    return {name}_rates.RATE * lr, OF_THIS_PROCESS
+"""
+
+
+@pytest.mark.parametrize("made", ["random.random()", "threading.Lock()"])
+def test_a_distributed_function_counts_by_its_name_and_its_modules(helper: Path, made: str) -> None:
+    (helper.parent / f"{helper.stem}_job.py").write_text(DECORATED.format(name=helper.stem, made=made))
+    module = importlib.import_module(f"{helper.stem}_job")
+    before = Launcher(1).identity(module.train, (0.1,), {})
+    # Another process draws another number and makes another lock, too.
+    importlib.reload(module)
+    assert Launcher(1).identity(module.train, (0.1,), {}) == before
+    edited(helper.with_name(f"{helper.stem}_rates.py"), "RATE = 2", "RATE = 3")
+    after = Launcher(1).identity(module.train, (0.1,), {})
+    assert compare(before, after).differing == (f"module {helper.stem}_rates",)
+
+
+def test_the_modules_count_that_a_value_needs_which_cannot_be_pickled(helper: Path) -> None:
+    module = importlib.import_module(helper.stem)
+    parts = dict(identity_of(print_it, ([module.scale, threading.Lock()],), {}, 1).parts)
+    assert {f"module {helper.stem}", f"module {helper.stem}_rates"} <= parts.keys()
+
+
+def test_an_option_and_a_positional_argument_of_one_name_both_count() -> None:
+    def train(x: int, /, **options: int) -> None: ...
+
+    calls = [identity_of(train, (x,), {"x": option}, 1).digest for x, option in ((1, 5), (2, 5), (1, 6))]
+    assert len(set(calls)) == 3

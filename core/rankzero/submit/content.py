@@ -24,7 +24,7 @@ import cloudpickle
 from rankzero.run.identity import DIGITS
 from rankzero.submit.imports import globals_of_classes, imports_of_code, submodules_of_code
 from rankzero.submit.modules import digest_of_script, is_user_module, is_user_module_name
-from rankzero.submit.payload import TrainingPickler
+from rankzero.submit.payload import TrainingPickler, wrapper_of
 from rankzero.values.digest import digest_of as digest_of_bytes
 from rankzero.values.envelope import beside
 from rankzero.values.ref import ResultRef
@@ -54,11 +54,12 @@ def digest_with_modules(value: object, name: str = "a value") -> tuple[str, set[
         name: The value's name in the log.
     """
     problem: Exception | None = None
+    needed: set[str] = set()
     # Without a memo equal values are the same whether they are one object or two. A value that refers to itself needs
     # the memo.
     for memo, plain in ((False, False), (True, False), (True, True)):
         try:
-            return _digest_with(value, memo=memo, plain=plain)
+            return _digest_with(value, needed, memo=memo, plain=plain), needed
         except Exception as error:
             problem = error
     cls = type(value)
@@ -70,18 +71,22 @@ def digest_with_modules(value: object, name: str = "a value") -> tuple[str, set[
         type(problem).__name__,
         text,
     )
-    return hashlib.sha256(f"{cls.__module__}.{cls.__qualname__}".encode()).hexdigest(), set()
+    return hashlib.sha256(f"{cls.__module__}.{cls.__qualname__}".encode()).hexdigest(), needed
 
 
-def _digest_with(value: object, *, memo: bool, plain: bool) -> tuple[str, set[str]]:
+def _digest_with(value: object, needed: set[str], *, memo: bool, plain: bool) -> str:
+    """Returns the checksum of a value, and adds to ``needed`` what was found until the end or an error."""
     hashed = _Hash()
     buffers: list[memoryview] = []
     make = _PlainPickler if plain else _ContentPickler
     pickler = make(hashed, beside(buffers), memo=memo)
-    pickler.dump(value)
+    try:
+        pickler.dump(value)
+    finally:
+        needed |= pickler.needed
     for buffer in buffers:
         hashed.write(digest_of_bytes([buffer]).encode())
-    return hashed.sha256.hexdigest(), pickler.needed
+    return hashed.sha256.hexdigest()
 
 
 class _Hash:
@@ -196,7 +201,10 @@ class _ContentPickler(TrainingPickler):
             return True
         # Registers modules that are pickled by value, as for the payload. An installed package may also have made a
         # class for the user, which has the package's name and cannot be imported from it.
-        self.travels(module)
+        travels = self.travels(module)
+        if isinstance(value, types.FunctionType) and wrapper_of(value):
+            # Its name belongs to the wrapper, from which ranks take it.
+            return travels
         return bool(cloudpickle.cloudpickle._should_pickle_by_reference(value))
 
     def _once(self, value: Any, facts: Any) -> Any:

@@ -136,5 +136,6 @@ def named_arguments(train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = inspect.signature(train).parameters.values()
         known = [parameter.name for parameter in parameters if parameter.kind in kinds]
-        names[: len(known)] = known[: len(names)]
+        # The name of a positional-only parameter may also be that of a keyword argument.
+        names[: len(known)] = [name if name not in kwargs else names[n] for n, name in enumerate(known[: len(names)])]
     return [*zip(names, args, strict=True), *kwargs.items()]

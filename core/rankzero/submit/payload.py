@@ -207,7 +207,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, types.FunctionType):
             self._note_imports(obj)
-            if (wrapper := _wrapper_of(obj)) and self.travels(obj.__module__):
+            if (wrapper := wrapper_of(obj)) and self.travels(obj.__module__):
                 return getattr, (wrapper, "__wrapped__")
         if type(obj).__module__ == _WORLD_OF_ACCELERATE and not self._is_alone:
             raise pickle.PicklingError(
@@ -282,7 +282,7 @@ def _is_global(obj: Any, module: str) -> bool:
     return _named_like(obj, module) is obj
 
 
-def _wrapper_of(function: types.FunctionType) -> Any:
+def wrapper_of(function: types.FunctionType) -> Any:
     """Returns what `functools.wraps` or `rankzero.distributed` has put in the place of a module's function, or None."""
     found = _named_like(function, function.__module__)
     is_wrapper = isinstance(found, types.FunctionType) or _is_distributed(found)
