@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import logging
 import marshal
 import pickle
-import sys
 import types
 import typing
 from collections.abc import Callable
@@ -22,9 +22,10 @@ from typing import Any
 import cloudpickle
 
 from rankzero.run.identity import DIGITS
+from rankzero.submit.arrays import facts_of_numbers
 from rankzero.submit.imports import globals_of_classes, imports_of_code, submodules_of_code
-from rankzero.submit.modules import digest_of_script, is_user_module, is_user_module_name
-from rankzero.submit.payload import TrainingPickler, wrapper_of
+from rankzero.submit.modules import digest_of_script, is_user_module, is_user_module_name, stable_name
+from rankzero.submit.payload import TrainingPickler, named_like, wrapper_of
 from rankzero.values.digest import digest_of as digest_of_bytes
 from rankzero.values.envelope import beside
 from rankzero.values.ref import ResultRef
@@ -43,23 +44,58 @@ def digest_of(*values: Any) -> str:
         >>> digest_of({"lr": 0.1, "epochs": 3}) == digest_of({"epochs": 3, "lr": 0.1})
         True
     """
-    return digest_with_modules(values)[0][:DIGITS]
+    return digest_with_code(values)[:DIGITS]
 
 
-def digest_with_modules(value: object, name: str = "a value") -> tuple[str, set[str]]:
-    """Returns the checksum of a value, and the user's modules that the value needs.
+class Code:
+    """The user's code that values refer to, which counts by its modules and apart from the values.
+
+    Attributes:
+        modules: Names of modules that ranks import, with names that are no modules.
+        name_of: Returns the name by which a module counts.
+    """
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.name_of = functools.cache(stable_name)
+        self._waiting: dict[str, list[tuple[str, Any]]] = {}
+        self._noted: dict[int, Any] = {}
+
+    def add(self, module: str, name: str, value: Any, key: object) -> None:
+        """Adds something that is pickled by value, once for each ``key``; ``name`` orders what a module has."""
+        if id(key) not in self._noted:
+            # Kept, so that its id stays its own.
+            self._noted[id(key)] = key
+            self._waiting.setdefault(module, []).append((name, value))
+
+    def digests(self) -> dict[str, str]:
+        """Returns a checksum of what was added for each module, with everything that it refers to in the module."""
+        found: dict[str, list[str]] = {}
+        while self._waiting:
+            # What one module refers to in others is added meanwhile.
+            module = min(self._waiting)
+            added = sorted(self._waiting.pop(module), key=lambda each: each[0])
+            digest = digest_with_code([value for _, value in added], f"the code of {module}", self, module)
+            found.setdefault(module, []).append(digest)
+        return {module: hashlib.sha256(repr(digests).encode()).hexdigest() for module, digests in found.items()}
+
+
+def digest_with_code(value: object, name: str = "a value", code: Code | None = None, module: str | None = None) -> str:
+    """Returns the checksum of a value.
 
     Args:
         value: Any value, also one that cannot be pickled.
         name: The value's name in the log.
+        code: Receives the user's modules, functions and classes that the value refers to, of which only the names count
+            for the value; None if all of it counts for the value.
+        module: A module whose code counts for the value, even if there is a ``code``.
     """
     problem: Exception | None = None
-    needed: set[str] = set()
     # Without a memo equal values are the same whether they are one object or two. A value that refers to itself needs
     # the memo.
     for memo, plain in ((False, False), (True, False), (True, True)):
         try:
-            return _digest_with(value, needed, memo=memo, plain=plain), needed
+            return _digest_with(value, code, module, memo=memo, plain=plain)
         except Exception as error:
             problem = error
     cls = type(value)
@@ -71,19 +107,14 @@ def digest_with_modules(value: object, name: str = "a value") -> tuple[str, set[
         type(problem).__name__,
         text,
     )
-    return hashlib.sha256(f"{cls.__module__}.{cls.__qualname__}".encode()).hexdigest(), needed
+    return hashlib.sha256(f"{cls.__module__}.{cls.__qualname__}".encode()).hexdigest()
 
 
-def _digest_with(value: object, needed: set[str], *, memo: bool, plain: bool) -> str:
-    """Returns the checksum of a value, and adds to ``needed`` what was found until the end or an error."""
+def _digest_with(value: object, code: Code | None, module: str | None, *, memo: bool, plain: bool) -> str:
     hashed = _Hash()
     buffers: list[memoryview] = []
     make = _PlainPickler if plain else _ContentPickler
-    pickler = make(hashed, beside(buffers), memo=memo)
-    try:
-        pickler.dump(value)
-    finally:
-        needed |= pickler.needed
+    make(hashed, beside(buffers), code, module, memo=memo).dump(value)
     for buffer in buffers:
         hashed.write(digest_of_bytes([buffer]).encode())
     return hashed.sha256.hexdigest()
@@ -103,8 +134,19 @@ class _Hash:
 class _ContentPickler(TrainingPickler):
     """Pickles content alone: values whose pickle differs between processes are replaced by their parts."""
 
-    def __init__(self, file: Any, on_buffer: Callable[[pickle.PickleBuffer], bool], *, memo: bool) -> None:
+    def __init__(
+        self,
+        file: Any,
+        on_buffer: Callable[[pickle.PickleBuffer], bool],
+        code: Code | None,
+        module: str | None,
+        *,
+        memo: bool,
+    ) -> None:
         super().__init__(file, on_buffer)
+        self._code, self._in_module = code, module
+        if code is not None:
+            self.needed = code.modules
         self.fast = not memo
         self._memo = memo
         self._seen: dict[int, tuple[int, object]] = {}
@@ -129,9 +171,9 @@ class _ContentPickler(TrainingPickler):
             variance = value.__covariant__, value.__contravariant__
             return "TypeVar", value.__name__, value.__bound__, value.__constraints__, variance
         if isinstance(value, types.FunctionType):
-            return None if self._is_named(value) else self._once(value, self._function)
+            return None if self._is_named(value) else self._apart(value) or self._once(value, self._function)
         if isinstance(value, type):
-            return None if self._is_named(value) else self._once(value, self._class)
+            return None if self._is_named(value) else self._apart(value) or self._once(value, self._class)
         if isinstance(value, types.ModuleType):
             return self._module(value)
         return self._object(value)
@@ -140,19 +182,13 @@ class _ContentPickler(TrainingPickler):
         return self._contents(value, self._pairs)
 
     def _object(self, value: Any) -> Any:
-        if _is_tensor(value):
-            return self._contents(value, _tensor)
-        if _is_a("numpy", "ndarray", value) and not value.dtype.hasobject:
-            return self._contents(value, _array)
-        if _is_a("pandas", "DataFrame", value):
-            return self._contents(value, _frame)
+        if facts := facts_of_numbers(value):
+            return self._contents(value, facts)
         # The class of a script travels by value, under a random name.
         return None if self._is_named(type(value)) else self._contents(value, self._instance)
 
     def _digest_of_item(self, item: Any) -> str:
-        digest, needed = digest_with_modules(item)
-        self.needed |= needed
-        return digest
+        return digest_with_code(item, code=self._code, module=self._in_module)
 
     def _contents(self, value: Any, facts: Any) -> Any:
         return self._once(value, facts) if self._memo else facts(value)
@@ -185,7 +221,8 @@ class _ContentPickler(TrainingPickler):
             return None
         digest, imported = digest_of_script(path)
         self.needed |= imported
-        return "module", digest
+        noted = self._note(name, "", module, module)
+        return ("code", noted) if noted else ("module", digest)
 
     def _is_named(self, value: Any) -> bool:
         """Returns True if ranks import the function or class by its name; else it travels by value."""
@@ -207,6 +244,25 @@ class _ContentPickler(TrainingPickler):
             return travels
         return bool(cloudpickle.cloudpickle._should_pickle_by_reference(value))
 
+    def _note(self, module: object, name: str, value: Any, key: object) -> str | None:
+        """Notes code that counts for its own module, and returns the module's name; None for any other code."""
+        if self._code is None or module == self._in_module or not isinstance(module, str):
+            return None
+        if module != "__main__" and not is_user_module_name(module):
+            return None
+        self._code.add(module, name, value, key)
+        return self._code.name_of(module)
+
+    def _apart(self, value: Any) -> Any:
+        """Notes a function or class whose code counts for its own module, and returns its name; None for any other."""
+        module, name = value.__module__, value.__qualname__
+        found = named_like(value, str(module))
+        # A cell of a notebook that runs again makes a class again, and objects keep the class that they had.
+        if found is value or (isinstance(found, type) and isinstance(value, type)):
+            noted = self._note(module, name, value, value)
+            return noted and ("code", noted, name)
+        return None
+
     def _once(self, value: Any, facts: Any) -> Any:
         """Returns the facts of a value the first time, and later its number, which ends reference cycles."""
         if id(value) in self._seen:
@@ -225,15 +281,13 @@ class _ContentPickler(TrainingPickler):
         # Installed packages, which do not count, would cost a walk over all loaded modules each.
         reached = [value for value in reached if isinstance(value, types.ModuleType) and _may_be_user_s(value)]
         self.needed |= submodules_of_code(code, reached)
-        return (
-            function.__qualname__,
-            facts_of_code(code),
-            function.__defaults__,
-            function.__kwdefaults__,
-            vars(function),
-            cells,
-            used,
-        )
+        name, module = function.__qualname__, function.__globals__.get("__name__")
+        body: Any = (facts_of_code(code), used)
+        line = f"{name} {code.co_firstlineno:06}"
+        if self._in_module is not None and self._note(module, line, body, code):
+            # Such as the code that a decorator of another module makes.
+            body = None
+        return name, body, function.__defaults__, function.__kwdefaults__, vars(function), cells
 
     @staticmethod
     def _class(cls: type) -> Any:
@@ -333,47 +387,3 @@ def facts_of_code(code: types.CodeType) -> tuple[Any, ...]:
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     # The exception table has the ranges of "try" blocks.
     return code.co_code, constants, names, counts, code.co_exceptiontable
-
-
-def _is_a(package: str, name: str, value: Any) -> bool:
-    """Returns True for an object of exactly this class of a package that the user has imported."""
-    return type(value) is getattr(sys.modules.get(package), name, None)
-
-
-def _array(value: Any) -> Any:
-    """Returns type, shape and numbers of an array: its pickle also depends on strides."""
-    import numpy
-
-    data = numpy.ascontiguousarray(value)
-    return "array", value.dtype, value.shape, digest_of_bytes([data.reshape(-1).view(numpy.uint8).data])
-
-
-def _frame(value: Any) -> Any:
-    """Returns the columns of a DataFrame: its pickle also depends on what was read from it, which joins its blocks."""
-    columns = [value.iloc[:, number].array for number in range(value.shape[1])]
-    return "frame", value.columns, value.index, columns, value.attrs
-
-
-def _is_tensor(value: Any) -> bool:
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor is not None and isinstance(value, tensor)
-
-
-def _tensor(value: Any) -> Any:
-    """Returns a tensor's type, shape, numbers and attributes: its pickle also depends on strides and shared memory."""
-    import torch
-
-    cls = type(value)
-    reduce: Any = cls.__reduce_ex__
-    if reduce not in (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__):
-        # A subclass with its own pickling.
-        return None
-    try:
-        plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
-        # Not `reshape`, which keeps any stride of a single element.
-        data = pickle.PickleBuffer(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
-    except (RuntimeError, TypeError):
-        # Some kinds of tensors lack these operations.
-        return None
-    facts = (str(value.dtype), tuple(value.shape), value.requires_grad, digest_of_bytes([data.raw()]))
-    return "tensor", cls, vars(value), *facts

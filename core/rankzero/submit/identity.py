@@ -26,7 +26,7 @@ from rankzero.run.identity import (
     TRAIN,
     Identity,
 )
-from rankzero.submit.content import digest_with_modules, facts_of_code
+from rankzero.submit.content import Code, digest_with_code, facts_of_code
 from rankzero.submit.modules import digest_of_script, digests_of_modules, is_user_module_name
 from rankzero.submit.params import named_arguments
 from rankzero.submit.shipping import digests_of_data_files
@@ -68,22 +68,29 @@ def identity_of(
     resolved = resolve(train)
     parts = {NUM_PROCESSES: repr(world_size)}
     parts |= {f"{DATASET}{name}": digest for name, digest in datasets}
-    needed: set[str] = set()
+    code = Code()
     arguments = named_arguments(resolved, args, kwargs)
     named = arguments if len(arguments) <= MOST_ARGUMENTS else arguments[:MOST_ARGUMENTS]
     for name, value in [*named, *([("...", arguments[MOST_ARGUMENTS:])] if named is not arguments else [])]:
-        digest, modules = digest_with_modules(value, f"the argument {name}")
-        parts[f"{ARGUMENT}{name}"] = digest[:DIGITS]
-        needed |= modules
+        parts[f"{ARGUMENT}{name}"] = digest_with_code(value, f"the argument {name}", code)[:DIGITS]
     if code_version is not None:
         return Identity.of(parts, **{CODE_VERSION: _short(repr(code_version))})
-    own, modules_of_code = _code_of(resolved)
+    modules: dict[str, str] = {}
+    by_value: dict[str, str] = {}
+    if isinstance(resolved, (Script, Module, Command)):
+        own, modules = _code_of_program(resolved)
+    else:
+        own, by_value = _code_of_function(resolved, code)
     if archive := user_code.archive if user_code else None:
         parts[SENT_CODE] = _short(digest_of_bytes([archive]))
-    modules_by_name = digests_of_modules(needed) | modules_of_code
-    parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in modules_by_name.items()}
-    data = digests_of_data_files(modules_by_name, getattr(resolved, "directory", None))
+    modules = digests_of_modules(code.modules) | modules
+    parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in modules.items()}
+    data = digests_of_data_files(modules, getattr(resolved, "directory", None))
     parts |= {f"{MODULE}{name} (data files)": digest[:DIGITS] for name, digest in data.items()}
+    for module, digest in by_value.items():
+        # A module may also be imported when the function is called.
+        name = f"{MODULE}{code.name_of(module)}"
+        parts[name] = _short(repr((parts.get(name), digest)))
     return Identity.of(parts, **{TRAIN: own})
 
 
@@ -91,8 +98,8 @@ def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
-def _code_of(train: Any) -> tuple[str, dict[str, str]]:
-    """Returns the checksum of the function, script or module, and those of the user's modules that it imports."""
+def _code_of_program(train: Script | Module | Command) -> tuple[str, dict[str, str]]:
+    """Returns the checksum of a script, module or command, and those of the user's modules that it imports."""
     if isinstance(train, Script):
         digest, imported = digest_of_script(train.path)
         return _short(repr(("script", digest))), digests_of_modules(imported, train.directory)
@@ -100,24 +107,38 @@ def _code_of(train: Any) -> tuple[str, dict[str, str]]:
         modules = digests_of_modules(train.imports(), train.directory)
         own = {name: modules[name] for name in sorted(train.imports() & modules.keys())}
         return _short(repr(("module", train.name, own))), modules
-    if isinstance(train, Command):
-        # Files count by content, and not by path.
-        files = {position: digest_of_bytes([file["data"]]) for position, file in train.files().items()}
-        return _short(repr(("command", [files.get(n, word) for n, word in enumerate(train.line)]))), {}
-    digest, needed = digest_with_modules(train, "the function")
-    code, more = digest_with_modules(_own_code(train), "the function")
-    return _short(repr(("function", digest, code))), digests_of_modules(needed | more)
+    # Files count by content, and not by path.
+    files = {position: digest_of_bytes([file["data"]]) for position, file in train.files().items()}
+    return _short(repr(("command", [files.get(n, word) for n, word in enumerate(train.line)]))), {}
 
 
-def _own_code(train: Any) -> Any:
+def _code_of_function(train: Any, code: Code) -> tuple[str, dict[str, str]]:
+    """Returns the checksum of a function, and those of the code that is pickled by value, by module.
+
+    Code in the function's own module counts for the function. Code in other modules, which may be deployed while the
+    ranks train, counts for these modules.
+
+    Args:
+        train: Any callable.
+        code: The code that the arguments refer to, and then also the code that the function refers to.
+    """
+    entry_point = train
+    while isinstance(entry_point, functools.partial):
+        entry_point = entry_point.func
+    entry_point = inspect.unwrap(getattr(entry_point, "__func__", entry_point))
+    module = getattr(entry_point, "__module__", None) or ""
+    code.add(module, "", train, key=(train,))
+    by_value = code.digests()
+    own = digest_with_code(_own_code(entry_point), "the function")
+    return _short(repr(("function", by_value.pop(module), own))), by_value
+
+
+def _own_code(function: Any) -> Any:
     """Returns the facts of a user function's code, even if it is pickled by reference; None for other callables."""
-    while isinstance(train, functools.partial):
-        train = train.func
-    train = getattr(train, "__func__", train)
-    if not isinstance(train, types.FunctionType):
-        train = inspect.getattr_static(type(train), "__call__", None)
-    is_user_s = isinstance(train, types.FunctionType) and _is_user_s(getattr(train, "__module__", None))
-    return facts_of_code(train.__code__) if is_user_s else None
+    if not isinstance(function, types.FunctionType):
+        function = inspect.getattr_static(type(function), "__call__", None)
+    is_user_s = isinstance(function, types.FunctionType) and _is_user_s(getattr(function, "__module__", None))
+    return facts_of_code(function.__code__) if is_user_s else None
 
 
 def _is_user_s(module: str | None) -> bool:

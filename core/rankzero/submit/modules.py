@@ -81,6 +81,14 @@ def is_user_module_name(name: str) -> bool:
     return isinstance(module, types.ModuleType) and is_user_module(module)
 
 
+def stable_name(name: str) -> str:
+    """Returns a loaded module's name, or that of its file if no module can be found by it, as for a DAG file."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if not isinstance(file, str) or spec_of(name.partition(".")[0]):
+        return name
+    return os.path.splitext(os.path.basename(file))[0]
+
+
 def spec_of(name: str, first: str | None = None) -> Any:
     """Returns the spec of a user module that can be found by its name, else None. Imports nothing.
 

@@ -279,12 +279,12 @@ def _reduce_cached(function: Any) -> tuple[Any, ...]:
 
 def _is_global(obj: Any, module: str) -> bool:
     """Returns True if pickle can find the object by its name, so that its module is needed."""
-    return _named_like(obj, module) is obj
+    return named_like(obj, module) is obj
 
 
 def wrapper_of(function: types.FunctionType) -> Any:
     """Returns what `functools.wraps` or `rankzero.distributed` has put in the place of a module's function, or None."""
-    found = _named_like(function, function.__module__)
+    found = named_like(function, function.__module__)
     is_wrapper = isinstance(found, types.FunctionType) or _is_distributed(found)
     return found if is_wrapper and getattr(found, "__wrapped__", None) is function else None
 
@@ -293,7 +293,7 @@ def _is_distributed(obj: Any) -> bool:
     return hasattr(type(obj), "launch_function")
 
 
-def _named_like(obj: Any, module: str) -> Any:
+def named_like(obj: Any, module: str) -> Any:
     """Returns the object that a module has under the name of ``obj``, or None."""
     found: Any = sys.modules.get(module)
     for part in str(getattr(obj, "__qualname__", "")).split("."):

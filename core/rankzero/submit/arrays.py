@@ -1,0 +1,63 @@
+"""The numbers of tensors, arrays and frames, which are the same however they lie in memory."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rankzero.values.digest import digest_of as digest_of_bytes
+
+
+def facts_of_numbers(value: Any) -> Callable[[Any], Any] | None:
+    """Returns the function that returns the facts of such a value, which stand for it; None for any other value."""
+    if _is_tensor(value):
+        return _tensor
+    if _is_a("numpy", "ndarray", value) and not value.dtype.hasobject:
+        return _array
+    return _frame if _is_a("pandas", "DataFrame", value) else None
+
+
+def _is_a(package: str, name: str, value: Any) -> bool:
+    """Returns True for an object of exactly this class of a package that the user has imported."""
+    return type(value) is getattr(sys.modules.get(package), name, None)
+
+
+def _array(value: Any) -> Any:
+    """Returns type, shape and numbers of an array: its pickle also depends on strides."""
+    import numpy
+
+    data = numpy.ascontiguousarray(value)
+    return "array", value.dtype, value.shape, digest_of_bytes([data.reshape(-1).view(numpy.uint8).data])
+
+
+def _frame(value: Any) -> Any:
+    """Returns the columns of a DataFrame: its pickle also depends on what was read from it, which joins its blocks."""
+    columns = [value.iloc[:, number].array for number in range(value.shape[1])]
+    return "frame", value.columns, value.index, columns, value.attrs
+
+
+def _is_tensor(value: Any) -> bool:
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(value, tensor)
+
+
+def _tensor(value: Any) -> Any:
+    """Returns a tensor's type, shape, numbers and attributes: its pickle also depends on strides and shared memory."""
+    import torch
+
+    cls = type(value)
+    reduce: Any = cls.__reduce_ex__
+    if reduce not in (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__):
+        # A subclass with its own pickling.
+        return None
+    try:
+        plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+        # Not `reshape`, which keeps any stride of a single element.
+        data = pickle.PickleBuffer(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
+    except (RuntimeError, TypeError):
+        # Some kinds of tensors lack these operations.
+        return None
+    facts = (str(value.dtype), tuple(value.shape), value.requires_grad, digest_of_bytes([data.raw()]))
+    return "tensor", cls, vars(value), *facts
