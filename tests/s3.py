@@ -25,6 +25,7 @@ from werkzeug.serving import run_simple
 app, lock = DomainDispatcherApplication(create_backend_app), threading.Lock()
 
 LATE = 7.0
+SLOW = 1.0
 ERRORS = {
     "403": b"<Error><Code>AccessDenied</Code></Error>",
     "500": b"<Error><Code>InternalError</Code></Error>",
@@ -34,6 +35,8 @@ ERRORS = {
 
 def serve(environ, start_response):
     fault = environ.pop("HTTP_X_FAULT", "")
+    if environ["REQUEST_METHOD"] == "PUT" and "/slow" in environ["PATH_INFO"] and "rank-" in environ["PATH_INFO"]:
+        time.sleep(SLOW)
     if fault == "never":
         threading.Event().wait()
     if fault == "late":
@@ -61,10 +64,11 @@ def store(environ, start_response):
 
 run_simple("127.0.0.1", int(sys.argv[1]), serve, threaded=True)
 """
-"""moto's, with three differences.
+"""moto's, with four differences.
 
 Of two creators of an object one wins, as S3 promises: moto looks, and then writes. Uploads whose length is not told
 before are refused, as by Ceph 16 and other servers. A request whose header ``X-Fault`` names a wrong answer gets it.
+A rank's part of a run whose id begins with ``slow`` is accepted after a second.
 """
 
 

@@ -269,6 +269,9 @@ S3_CONNECT_TIMEOUT = 5.0
 
 # A rank.
 
+FORK_TIMEOUT = 30.0
+"""Seconds for which a fork waits for an import, or a request to an object store, of another thread of rankzero."""
+
 READ_AHEAD_POLL_INTERVAL = 0.5
 """Seconds after which a producer with a full queue checks whether its consumer has stopped."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from rankzero import bounds
+from rankzero.host import forks
 
 T = TypeVar("T")
 
@@ -53,10 +54,12 @@ def ahead(make: Callable[[], Iterator[T]], count: int) -> Iterator[T]:
 
     def produce() -> None:
         try:
-            for item in make():
+            iterator, item = make(), None
+            while item is not _END:
+                with forks.held():
+                    item = next(iterator, _END)
                 if not put((item, None)):
                     return
-            put((_END, None))
         except BaseException as error:
             put((_END, error))
         finally:

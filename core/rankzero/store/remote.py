@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
 from rankzero import bounds
+from rankzero.errors import ResultError
+from rankzero.host import forks
 from rankzero.store.location import join
 
 _COPY_CHUNK = 8 << 20
@@ -23,6 +25,9 @@ _FLUSH_EVERY = 128 << 20
 
 _REFUSALS = ("ACCESS_DENIED", "AccessDenied", "Forbidden", "HTTP status 403", "HTTP status 411", "HTTP status 501")
 """Parts of the errors for a missing permission, or for a server without this kind of request."""
+
+_abandoned: list[Any] = []
+"""Files whose upload must never be complete: they stay open until the process exits."""
 
 _CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
 
@@ -53,7 +58,14 @@ class ArrowClient:
 
     @staticmethod
     def of(url: str) -> ArrowClient:
-        """Creates a client for files below a URL. Raises ImportError, or pyarrow's errors for an unknown scheme."""
+        """Creates a client for files below a URL.
+
+        Raises:
+            ImportError: pyarrow is not installed.
+            RuntimeError: see `forks.check`.
+            Exception: pyarrow's errors for an unknown scheme.
+        """
+        forks.check()
         from pyarrow import fs
 
         scheme, _, path = url.partition("://")
@@ -182,18 +194,38 @@ class Upload:
         if self._unflushed >= _FLUSH_EVERY:
             self._unflushed = 0
             self._file.flush()
+        forks.pause(self._file.flush)
         return len(view)
 
     def __enter__(self) -> Upload:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, _: object, error: BaseException | None, *more: object) -> None:
+        if error is None:
             self._file.close()
             return
-        # The file may exist under its name, but no manifest refers to it.
-        with contextlib.suppress(Exception):
-            getattr(self._file, "discard", self._file.close)()
+        # No manifest refers to a file that exists nevertheless.
+        discard(self._file, error)
+
+
+def discard(file: Any, error: BaseException) -> None:
+    """Ends an upload after an error. The file may exist under its name, except after a ResultError.
+
+    A directory that was removed, which is the reason of a ResultError, may be another run's, with a file of this name.
+
+    Args:
+        file: The file, as `Client.open_write` returns it.
+        error: The error.
+    """
+    with contextlib.suppress(Exception):
+        if hasattr(file, "discard"):
+            file.discard()
+        elif isinstance(error, ResultError):
+            # pyarrow completes an upload when its file is closed or garbage-collected.
+            _abandoned.append(file)
+            file.flush()
+        else:
+            file.close()
 
 
 def download(client: Client, url: str, path: str) -> str:

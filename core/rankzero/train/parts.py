@@ -16,6 +16,7 @@ from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.messages import Start
 from rankzero.errors import ResultError
+from rankzero.host import forks
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
 from rankzero.values.formats import Writable
@@ -98,7 +99,7 @@ class Parts:
 
     def client(self) -> remote.Client | None:
         """Returns this rank's client of the object store; None if it has none."""
-        with self._lock:
+        with forks.held(), self._lock:
             if not self._has_connected and time.monotonic() >= self._connect_at:
                 self._has_connected = True
                 if not self.shared and store.is_url(self.run_directory):
@@ -132,7 +133,7 @@ class Parts:
             return
         path = store.join(self.run_directory, "token")
         try:
-            with client.open_read(path) if client else open(path, "rb") as file:
+            with forks.held(), client.open_read(path) if client else open(path, "rb") as file:
                 is_this = file.read().decode() == self._token
         except FileNotFoundError:
             is_this = False
@@ -204,7 +205,7 @@ class Parts:
         deadline: float | None = None
         while True:
             try:
-                with remote.Upload(client, url) as upload:
+                with forks.held(), remote.Upload(client, url) as upload:
                     facts = produce(upload)
                     self.check_directory()
                 return {**facts, "path": url, "shared": True}

@@ -19,10 +19,10 @@ from rankzero import store
 from rankzero.data import schemas
 from rankzero.data.table import FOLDER, Table, file_of, folder_of
 from rankzero.errors import InvalidJobError, ResultError
+from rankzero.store import remote
 from rankzero.train import context
 
 if TYPE_CHECKING:
-    from rankzero.store.remote import Client
     from rankzero.train.parts import Parts
     from rankzero.train.tables import RankTables
 
@@ -178,16 +178,16 @@ def _open_local(path: str, check: Callable[[], None] = lambda: None) -> Iterator
 
 
 @contextlib.contextmanager
-def _open_remote(client: Client, url: str, check: Callable[[], None]) -> Iterator[IO[bytes]]:
+def _open_remote(client: remote.Client, url: str, check: Callable[[], None]) -> Iterator[IO[bytes]]:
     """Opens a file of an object store. After an exception a part of it may exist, which the caller removes."""
     file = client.open_write(url)
     try:
-        yield file
-        check()
-    except BaseException:
-        # Some clients cannot discard a file.
-        with contextlib.suppress(Exception):
-            getattr(file, "discard", file.close)()
+        try:
+            yield file
+        finally:
+            check()
+    except BaseException as error:
+        remote.discard(file, error)
         raise
     file.close()
 
@@ -219,6 +219,7 @@ class TableWriter:
         self._begun: list[str] = []
         self._opened = contextlib.ExitStack()
         self._writer: Any = None
+        self._file: Any = None
         self._failure: ResultError | None = None
         self.taking: int | None = None
         """The thread that takes a batch which the iterable has given; None while the iterable computes the next one."""
@@ -299,9 +300,11 @@ class TableWriter:
                 number = self._tables.files[self._name]
                 self._tables.files[self._name] += 1
                 path = store.join(self._folder, file_of(self._world.attempt, self._world.rank, number))
-                file = self._opened.enter_context(self._open(path))
-                self._writer = self._opened.enter_context(pq.ParquetWriter(file, _stored(self._schema)))
+                self._file = self._opened.enter_context(self._open(path))
+                self._writer = self._opened.enter_context(pq.ParquetWriter(self._file, _stored(self._schema)))
             self._writer.write_table(pa.concat_tables(tables).select(_stored(self._schema).names))
+            # The iterable may fork, and no request may be in flight then (see `rankzero.host.forks`).
+            self._file.flush()
 
     @contextlib.contextmanager
     def _storing(self) -> Iterator[None]:

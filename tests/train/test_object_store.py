@@ -1,0 +1,210 @@
+"""A rank and the processes that it forks use an object store, whatever the rank's other threads do at that moment."""
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rankzero import Launcher, ResultError
+from rankzero.store import remote
+
+WAIT = 90.0
+
+FORK = """
+import os, signal, sys, threading
+from rankzero.store import remote
+
+def in_child(function):
+    child = os.fork()
+    if not child:
+        # The default action of the signal ends a child that is blocked.
+        signal.alarm(20)
+        try:
+            function()
+        finally:
+            os._exit(0 if sys.exception() is None else 1)
+    return os.waitpid(child, 0)[1]
+"""
+
+
+def script(text: str, *arguments: str) -> str:
+    """Runs a program in a process of its own and returns its output."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORK + text, *arguments], capture_output=True, text=True, timeout=WAIT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_child_creates_a_client_while_a_part_is_being_uploaded(bucket: str) -> None:
+    text = """
+from types import SimpleNamespace
+from rankzero.train.parts import Parts
+
+url = sys.argv[1]
+begun = threading.Event()
+
+def write(name, data):
+    with remote.ArrowClient.of(url).open_write(f"{url}/{name}") as file:
+        file.write(data)
+
+def produce(file):
+    for number in range(4):
+        file.write(bytes(8 << 20))
+        if number == 1:
+            # The first 10 MiB are being sent.
+            begun.set()
+    return {}
+
+write("slow/token", b"token")
+start = SimpleNamespace(shared=False, run_directory=f"{url}/slow", run_token="token", scratch="", checkpoint=None)
+thread = threading.Thread(target=Parts(start, str).write, args=("0", "rank-0", produce), daemon=True)
+thread.start()
+begun.wait(20)
+status = in_child(lambda: write("child", b"child"))
+thread.join()
+names = "child", "slow/checkpoints/0/rank-0"
+print(status, *[remote.ArrowClient.of(url).open_read(f"{url}/{name}").size() for name in names])
+"""
+    assert script(text, bucket) == f"0 5 {32 << 20}\n"
+
+
+def test_a_child_imports_a_module_that_the_reader_thread_was_importing(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import begun, time\nbegun.event.set()\ntime.sleep(1)\n")
+    (tmp_path / "begun.py").write_text("import threading\nevent = threading.Event()\n")
+    text = """
+sys.path.insert(0, sys.argv[1])
+import begun
+from rankzero.data.ahead import ahead
+
+def rows():
+    yield 0
+    import slow
+    yield 1
+
+items = ahead(rows, 1)
+next(items)
+begun.event.wait(20)
+items.close()
+print(in_child(lambda: __import__("slow")))
+"""
+    assert script(text, str(tmp_path)) == "0\n"
+
+
+def test_a_fork_waits_for_a_limited_time_and_its_child_refuses_new_clients() -> None:
+    text = """
+from rankzero import bounds
+from rankzero.host import forks
+
+bounds.FORK_TIMEOUT = 0.1
+entered, leave = threading.Event(), threading.Event()
+
+def hold():
+    with forks.held():
+        entered.set()
+        leave.wait()
+
+def refused():
+    try:
+        remote.ArrowClient.of("s3://bucket/run")
+    except RuntimeError as error:
+        print(str(error).partition(" was forked ")[2], flush=True)
+
+thread = threading.Thread(target=hold, daemon=True)
+thread.start()
+entered.wait(20)
+print(in_child(refused))
+leave.set()
+thread.join()
+print(in_child(forks.check))
+"""
+    refused = "while a request to an object store was in flight, which the fork awaited for 0.1 s"
+    first, *rest = script(text).splitlines()
+    assert first.startswith(refused)
+    assert rest == ["0", "0"]
+
+
+def evaluate() -> int:
+    """Reports a checkpoint and, while it is uploaded, reads rows in the worker processes of a loader."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    import rankzero.train as rt
+
+    seen = 0
+    for epoch in range(2):
+        rt.report({"epoch": epoch}, checkpoint={"weights": torch.zeros(4_000_000)})
+        shard = rt.get_dataset_shard()
+        for batch in rt.prepare_data_loader(DataLoader(shard.to_torch(10), batch_size=None, num_workers=2)):
+            seen += len(batch["x"])
+    return seen
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_workers_of_a_loader_read_rows_while_a_checkpoint_is_uploaded(
+    bucket: str, tmp_path: Path, is_local: bool
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from pyarrow import fs
+
+    data = str(tmp_path / "rows") if is_local else f"{bucket}/rows"
+    filesystem, path = (fs.LocalFileSystem(), data) if is_local else (remote.ArrowClient.of(data).filesystem, data[5:])
+    filesystem.create_dir(path)
+    for number in range(2):
+        rows = pa.table({"x": list(range(100))})
+        pq.write_table(rows, f"{path}/{number}.parquet", row_group_size=50, filesystem=filesystem)
+    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    launcher = Launcher(1, dataset=data, store=f"{bucket}/runs", run_id="slow", env=env, timeout=WAIT)
+    assert launcher.run(evaluate) == 400
+
+
+@pytest.mark.parametrize("size", [10, 24 << 20])
+def test_a_part_that_a_removed_directory_refuses_does_not_appear(bucket: str, size: int) -> None:
+    client = remote.ArrowClient.of(bucket)
+
+    def upload() -> None:
+        with remote.Upload(client, f"{bucket}/rank-0") as file:
+            file.write(bytes(size))
+            raise ResultError("removed")
+
+    with pytest.raises(ResultError, match="removed"):
+        upload()
+    gc.collect()
+    assert client.names_below(bucket) == []
+
+
+def write_without_token(directory: str) -> list[str]:
+    """Writes rows, during which the directory of the run loses its token; returns the files of rows."""
+    import s3fs
+
+    import rankzero.train as rt
+    from rankzero import ResultError
+
+    filesystem = s3fs.S3FileSystem()
+    token = filesystem.cat_file(f"{directory}/token")
+
+    def batches(error: type[Exception] | None) -> Iterator[dict[str, list[int]]]:
+        yield {"x": [1]}
+        filesystem.rm_file(f"{directory}/token")
+        if error:
+            raise error
+
+    found = []
+    for name, error in ("ends", None), ("raises", ValueError):
+        try:
+            rt.write_rows(batches(error), name)
+        except (ResultError, ValueError):
+            found += [path for path in filesystem.find(directory) if path.endswith(".parquet")]
+        filesystem.pipe_file(f"{directory}/token", token)
+    return found
+
+
+def test_rows_that_a_removed_directory_refuses_do_not_appear(bucket: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    launcher = Launcher(1, store=f"{bucket}/runs", run_id="rows", env=env, timeout=WAIT)
+    assert launcher.run(write_without_token, f"{bucket}/runs/rows") == []
