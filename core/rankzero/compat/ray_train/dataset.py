@@ -47,11 +47,7 @@ class Batches:
     """
 
     def __init__(self, epoch: Callable[[], Iterator[Any]]) -> None:
-        """Prepares the batches without starting an epoch.
-
-        Args:
-            epoch: Returns the batches of the next epoch.
-        """
+        """Prepares batches without starting an epoch: ``epoch`` returns those of the next one."""
         self._epoch = epoch
         self._running: Iterator[Any] | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 from typing import Any
@@ -127,9 +128,17 @@ class RayTrainReportCallback(_pl.Callback):  # type: ignore[misc]
         """Saves a checkpoint and reports it with the metrics, the epoch and the step."""
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        with tempfile.TemporaryDirectory() as folder:
+        # Strategies with a part of each worker write below rank 0's path on every host.
+        own = tempfile.mkdtemp() if rt.get_context().rank == 0 else ""
+        made = folder = rt.broadcast_object(own)
+        while not os.path.exists(parent := os.path.dirname(made)):
+            made = parent
+        os.makedirs(folder, 0o700, exist_ok=True)
+        try:
             trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME), weights_only=False)
             train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder))
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 __getattr__ = lookup(__name__)

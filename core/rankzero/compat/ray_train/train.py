@@ -170,9 +170,11 @@ def report(
         by_rank = [files for files, _ in everyone]
         is_any = any(files is not None for files in by_rank)
         if is_any and _is_sharded(by_rank):
-            # A worker that gives none has an empty part.
+            # A worker that gives none, or the directory of a lower rank, has an empty part.
             empty = tempfile.TemporaryDirectory(dir=os.environ.get("RANKZERO_SCRATCH"))
-            rt.report(metrics, checkpoint=directory or stack.enter_context(empty), sharded=True)
+            places, here = [files and files[0] for files in by_rank], rt.get_context().rank % len(by_rank)
+            part = None if places.index(places[here]) < here else directory
+            rt.report(metrics, checkpoint=part or stack.enter_context(empty), sharded=True)
         elif is_any and rt.get_context().rank == 0:
             rt.report(metrics, checkpoint=directory)
         else:

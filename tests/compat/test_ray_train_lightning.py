@@ -1,0 +1,77 @@
+"""Checkpoints of Lightning's strategies that write a part of each worker, on hosts that share no file system."""
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rankzero.train as rt
+from rankzero.compat.ray_train import RunConfig, ScalingConfig, TorchTrainer, train
+
+CLONE_NEWNS = 0x00020000
+
+
+def install_lightning() -> None:
+    """Installs modules with the names of Lightning's that the door subclasses."""
+    import sys
+    from types import ModuleType
+
+    for name in ("pytorch", "pytorch.strategies", "pytorch.plugins.environments"):
+        module = sys.modules[f"lightning.{name}"] = ModuleType(f"lightning.{name}")
+        for each in ("Callback", "DDPStrategy", "FSDPStrategy", "DeepSpeedStrategy", "LightningEnvironment"):
+            setattr(module, each, type(each, (), {}))
+
+
+class Trainer:
+    """Saves as DeepSpeed's and FSDP's strategies do: each worker writes its part below the path of rank 0."""
+
+    callback_metrics: dict[str, Any] = {}
+    current_epoch = global_step = 1
+
+    def save_checkpoint(self, path: str, weights_only: bool) -> None:
+        path = rt.broadcast_object(path)
+        os.makedirs(path, exist_ok=True)
+        Path(path, f"part-{rt.get_context().rank}").touch()
+        rt.barrier()
+
+
+def loop(config: dict[str, Any]) -> list[list[str]]:
+    """Each odd worker is on a host of its own, whose file system has another directory in the place of the root."""
+    rank, root = rt.get_context().rank, config["root"]
+    if rank % 2 and not config["one_host"]:
+        assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root], check=True)
+    tempfile.tempdir = f"{root}/of-{rank}"
+    os.mkdir(tempfile.tempdir)
+    install_lightning()
+    for _ in range(2):
+        train.lightning.RayTrainReportCallback().on_train_epoch_end(Trainer(), None)
+    rt.barrier()
+    left = sorted(str(path.relative_to(root)) for path in Path(root).rglob("*"))
+    return rt.all_gather_object(left)
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_a_checkpoint_has_the_parts_of_all_hosts(tmp_path: Path, one_host: bool) -> None:
+    if not one_host and subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("needs the right to mount")
+    root = tmp_path / "local"
+    root.mkdir()
+    trainer = TorchTrainer(
+        loop,
+        train_loop_config={"root": str(root), "one_host": one_host},
+        scaling_config=ScalingConfig(num_workers=4),
+        run_config=RunConfig(storage_path=tmp_path / "runs"),
+    )
+    result = trainer.fit()
+    assert result.checkpoint is not None
+    saved = Path(result.checkpoint.path, "checkpoint.ckpt")
+    assert sorted(os.listdir(saved)) == ["part-0", "part-1", "part-2", "part-3"]
+    every = [f"of-{rank}" for rank in range(4)]
+    of_each = [["of-0", "of-2"], ["of-1"], ["of-0", "of-2"], ["of-3"]]
+    assert result.return_value == ([every] * 4 if one_host else of_each), "no files are left"
