@@ -60,6 +60,24 @@ def test_metrics_of_a_checkpoint_that_the_last_status_lacks_are_kept(failed: Lau
     assert handle.status().metrics == REPORTED
 
 
+def test_checkpoints_of_a_delivered_training_give_no_metrics(failed: Launcher, tmp_path: Path) -> None:
+    handle = failed.submit(train, str(tmp_path))
+    handle.result()
+    handle.acknowledge()
+
+    def other(flag: str) -> None:
+        rt.report({"loss": 0.4})
+        if not Path(flag).exists():
+            Path(flag).touch()
+            raise RuntimeError("before its first checkpoint")
+
+    flag = str(tmp_path / "failed")
+    with pytest.raises(WorkerFailedError, match="before its first checkpoint"):
+        failed.run(other, flag)
+    assert failed.submit(other, flag).wait()
+    assert RunHandle.attach(handle.directory).status().metrics == {"loss": 0.4}
+
+
 def train_and_set(flag: str, *, sets_again: bool) -> None:
     """Sets its value in its first epoch, and is killed after the second."""
     checkpoint = rt.get_checkpoint()

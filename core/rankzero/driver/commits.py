@@ -76,7 +76,7 @@ class Committer:
         self._wake = wake
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
         self._newest: dict[int, dict[str, Any]] = {}
-        self._is_apart = False
+        self._is_apart = self._has_warned = False
         self._commits: dict[int, Future[Manifest]] = {}
         self._lost: list[int] = []
         self.has_dropped = False
@@ -107,8 +107,6 @@ class Committer:
             return None
         self._in_use = kept[-1].id
         self.tables = kept[-1].tables
-        if kept[-1].sharded and kept[-1].world_size == self._world_size:
-            self._newest, self._is_apart = _parts_of(kept[-1]), bool(kept[-1].cursors)
         # The previous attempt may have died before it pruned.
         self.do(self._prune)
         return kept[-1]
@@ -182,23 +180,22 @@ class Committer:
         parts, last = self._incoming[index], self._newest
         lacking = set(range(self._world_size)) - set(parts)
         lead = parts[min(parts)]
+        if not lacking <= self._over:
+            return None
         if not (self._is_apart and lacking <= last.keys() and _fits({**last, **parts}, lead)):
-            if not self.has_dropped:
+            if not self._has_warned:
+                self._has_warned = True
                 gone = ", ".join(map(str, sorted(lacking & self._over)))
                 logger.warning(
-                    "checkpoint %s is left out, and so is each later one: rank %s has returned without its part",
+                    "checkpoint %s is left out, and so may be later ones: rank %s has returned without its part",
                     lead["id"],
                     gone,
                 )
             self.drop(index)
             return None
-        if not lacking <= self._over:
-            return None
         moment = {name: lead[name] for name in ("id", "index", "time")}
-        stood = {
-            rank: {**last[rank], **moment, "source": self._run.path(FOLDER, last[rank]["id"], last[rank]["file"])}
-            for rank in lacking
-        }
+        # The part stays the rank's own, whichever checkpoint it stands in.
+        stood = {rank: {"own": last[rank]["id"], **last[rank], **moment} for rank in lacking}
         return self._commit_of(index, {**parts, **stood})
 
     def note_last(self) -> None:
@@ -287,16 +284,16 @@ class Committer:
         lead = parts[min(parts)]
         folder = self._run.path(FOLDER, lead["id"])
         self.check_owner()
-        for part in parts.values():
+        for rank, part in parts.items():
             uploaded = part.get("uploaded")
             # The file is gone if an earlier try of this commit has moved it.
             if uploaded and os.path.exists(uploaded):
                 store.make_directory(folder)
                 store.upload(uploaded, store.join(folder, part["file"]), durable=True)
                 store.remove(uploaded)
-            if source := part.get("source"):
+            if "own" in part and not store.exists(target := store.join(folder, part["file"])):
                 store.make_directory(folder)
-                carry(source, store.join(folder, part["file"]), keep=True)
+                carry(self._run.path(FOLDER, self._folder_with(rank, part), part["file"]), target, keep=True)
         if damage := damage_of(folder, parts.values()):
             raise OSError(damage)
         manifest = Manifest.of_parts(self._attempt, self._world_size, parts, self.tables)
@@ -309,6 +306,11 @@ class Committer:
         store.write_bytes(store.join(folder, MANIFEST), json.dumps(manifest.to_json()).encode(), durable=True)
         store.sync_directory(self._run.path(FOLDER))
         return manifest
+
+    def _folder_with(self, rank: int, part: dict[str, Any]) -> str:
+        """Returns the folder that has a part: that of the newest committed checkpoint with it, else the rank's own."""
+        found = (one.id for one in reversed(self._kept or []) if _is_part_of(one, rank, part))
+        return next(found, str(part["own"]))
 
     def check_owner(self) -> None:
         """Raises NotOwnerError if the run directory belongs to another submission or another run by now."""
@@ -328,19 +330,6 @@ class Committer:
             logger.warning("an old checkpoint could not be removed: %s: %s", type(error).__name__, error)
 
 
-def _parts_of(manifest: Manifest) -> dict[int, dict[str, Any]]:
-    """Returns the parts of a committed checkpoint, by rank. Its rows are those of the attempts before."""
-    facts = {"id": manifest.id, "sharded": True, "metrics": manifest.metrics, "has_result": manifest.has_result}
-    return {
-        int(rank): {
-            **facts,
-            **part,
-            "cursors": {name: ranks[rank] for name, ranks in manifest.cursors.items() if rank in ranks},
-        }
-        for rank, part in manifest.parts.items()
-    }
-
-
 def _fits(parts: Mapping[int, Mapping[str, Any]], lead: Mapping[str, Any]) -> bool:
     """Returns True if each part is complete by itself, with positions in the same datasets."""
     has_pieces = any(part["format"] in (formats.SHARDS, formats.DISTRIBUTED) for part in parts.values())
@@ -351,4 +340,11 @@ def _fits(parts: Mapping[int, Mapping[str, Any]], lead: Mapping[str, Any]) -> bo
 def _are_apart(parts: Mapping[int, Mapping[str, Any]]) -> bool:
     """Returns True if the ranks were at different positions in a dataset when they reported the parts."""
     cursors = [part.get("cursors", {}) for part in parts.values()]
-    return any(len({repr(each.get(name)) for each in cursors}) > 1 for name in cursors[0])
+    names = {name for each in cursors for name in each}
+    return any(len({repr(each.get(name)) for each in cursors}) > 1 for name in names)
+
+
+def _is_part_of(manifest: Manifest, rank: int, part: Mapping[str, Any]) -> bool:
+    """Returns True if a committed checkpoint has this file as the part of a rank."""
+    found = manifest.parts.get(str(rank), {})
+    return all(found.get(name) == part[name] for name in ("file", "size", "sha256"))

@@ -294,7 +294,7 @@ def submit(
                         run.keep_outcome(existing.status)
                     job = make_job(number, first_attempt, fresh_since)
                     if existing and existing.decision is Decision.RESUME:
-                        job = replace(job, metrics=_last_metrics(run, existing.status))
+                        job = replace(job, metrics=_last_metrics(run, existing))
                     with _releasing(run, number):
                         run.write_submission(job, start_timeout)
                 newest = run.newest_claim()
@@ -366,15 +366,18 @@ def _last_attempt(run: RunDirectory) -> int:
     return max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
 
-def _last_metrics(run: RunDirectory, status: RunStatus) -> dict[str, Any]:
+def _last_metrics(run: RunDirectory, existing: Existing) -> dict[str, Any]:
     """Returns the last values of the metrics of a training that resumes.
 
-    A driver that was killed may have committed a checkpoint, from which the training resumes, and not written its last
+    A driver that was killed may have committed checkpoints, from which the training resumes, and not written its last
     status. Such a checkpoint has the metrics of its report.
     """
-    metrics, folders = dict(status.metrics), list_folders(run)
-    newer = folders[folders.index(status.checkpoint) + 1 :] if status.checkpoint in folders else folders[-1:]
-    for manifest in read_manifests(run, newer):
+    status, metrics = existing.status, dict(existing.status.metrics)
+    folders = list_folders(run)
+    newer = folders[folders.index(status.checkpoint) + 1 :] if status.checkpoint in folders else folders
+    # Older ones come before what the status has: the last submission began with their metrics.
+    of_last = [name for name in newer if int(name.partition("-")[0]) >= existing.job.first_attempt]
+    for manifest in read_manifests(run, of_last):
         metrics |= manifest.metrics
     return metrics
 
