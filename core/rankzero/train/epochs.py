@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,9 +23,8 @@ class Position:
         order: The part of a checkpoint's state that identifies the order of the rows.
         loader: State of the loader itself, with which the iteration begins.
         cut: Options of the iteration; None before it begins.
-        alone: Whether no other iteration has begun before this one ended.
-        left: Whether the loop was left before its end.
-        handled: Identity of the exception that was being handled when the iteration began.
+        alone: Whether a loader's own state is that of this position: no other iteration has begun before it ended, and
+            none was left before it.
     """
 
     epoch: int
@@ -37,8 +35,6 @@ class Position:
     loader: Any = None
     cut: Cut | None = None
     alone: bool = True
-    left: bool = False
-    handled: int = 0
 
     def following(self, *, alone: bool = True) -> Position:
         """Returns the beginning of the next epoch."""
@@ -58,8 +54,8 @@ class Epochs:
 
     @property
     def number(self) -> int:
-        """Returns the number of the epoch that is running or, between two, comes next."""
-        return self._now.epoch + self._now.left
+        """Returns the number of the epoch that is running, was left before its end or, between two, comes next."""
+        return self._now.epoch
 
     @property
     def is_running(self) -> bool:
@@ -73,11 +69,14 @@ class Epochs:
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, which begins at its first batch unless it is the one that comes."""
-        self.start_at(self.next if epoch == self.next.epoch else Position(epoch, order=self.next.order))
+        was_left = self._now is not self.next and self._now not in self._live
+        at = self.next if epoch == self.next.epoch else Position(epoch, order=self.next.order)
+        self.start_at(replace(at, alone=False) if was_left and at.epoch != self._now.epoch else at)
 
     def begin(self) -> Position:
         """Returns the position of an iteration that begins now."""
         at = self._now = self.next
+        at.alone = True
         self.next = at.following()
         return at
 
@@ -91,16 +90,12 @@ class Epochs:
         for other in self._live:
             other.alone = False
         self._live.add(at)
-        at.handled = _handled()
         try:
             for batch in batches:
                 self._return_to(at)
                 at.done += 1
                 yield batch
             self._return_to(at)
-        except GeneratorExit:
-            at.left = True
-            raise
         finally:
             self._live.discard(at)
         if self._now is at:
@@ -112,10 +107,10 @@ class Epochs:
             self._now, self.next = at, at.following()
 
     def position(self) -> Position:
-        """Returns the position for a checkpoint: the one from which the training would continue without a restart.
+        """Returns the position for a checkpoint: the batch that comes next in the epoch that has begun.
 
-        An epoch that the loop has left is over, since the next loop is the next epoch. While the exception that has
-        left the loop is handled, the position is the one where the loop was left.
+        This holds for an epoch that the loop has left, too: a training that is to stop leaves the loop, and reports its
+        last checkpoint behind it. `set_epoch` ends an epoch that is not to be continued.
 
         Raises:
             RuntimeError: an older iteration has not ended, and may be the one that continues.
@@ -128,11 +123,4 @@ class Epochs:
                 "not ended, and another one has begun since. Take the state before the inner loop, delete an iterator "
                 "that is no longer used, or iterate over another loader"
             )
-        if at.left and _handled() == at.handled:
-            return at.following(alone=False)
         return at
-
-
-def _handled() -> int:
-    """Returns the identity of the exception that is being handled: kept as a number, it keeps no frames alive."""
-    return id(sys.exc_info()[1])
