@@ -142,6 +142,9 @@ def test_lines_have_times_and_are_chosen_by_them(store: Path) -> None:
     log.write_text(re.sub(r"^\d{4}", "2001", log.read_text(), count=2, flags=re.MULTILINE))
     assert rankzero("logs", "last", "--since", "2h", "--rank", "0").stdout == "line 2\n"
     assert rankzero("logs", "last", "-t").stdout.startswith("2001")
+    # Lines of an earlier version have no time.
+    log.write_text("old\n" + log.read_text())
+    assert rankzero("logs", "last", "--since", "2h", "--rank", "0").stdout == "old\nline 2\n"
     assert "--since and --timestamps are for lines of ranks" in rankzero("logs", "last", "--driver", "-t").stderr
 
 

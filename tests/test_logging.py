@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import logging.config
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 
 import pytest
 
-from rankzero import Launcher
+from rankzero import InvalidJobError, Launcher
 from rankzero.launcher import print_line
 
 LINES = ["[0] loss 0.3", "[1] WARNING:root:the learning rate is high", "[1] ERROR: no such file"]
@@ -59,6 +63,75 @@ def test_a_handler_gets_lines_with_level_and_run(
     levels = [logging.INFO, logging.WARNING, logging.ERROR]
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == list(zip(levels, LINES, strict=True))
     assert {vars(record)["run_id"] for record in caplog.records} == {"nightly"}
+
+
+def test_a_formatter_and_a_level_of_the_printer_count(
+    ranks: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pytest adds handlers to loggers that do not propagate.
+    ranks.handlers[:] = [printer] = ranks.handlers[:1]
+    monkeypatch.setattr(printer, "formatter", logging.Formatter("%(run_id)s %(message)s"))
+    assert printed(capsys) == [f"nightly {line}" for line in LINES]
+    monkeypatch.setattr(printer, "level", logging.ERROR)
+    assert printed(capsys) == [f"nightly {LINES[-1]}"]
+
+
+def test_lines_that_propagate_reach_the_root_logger(
+    ranks: logging.Logger, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks.handlers[:] = ranks.handlers[:1]
+    ranks.propagate = True
+    assert printed(capsys) == LINES
+    assert caplog.messages == LINES
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="a filter returns no record before Python 3.12")
+def test_a_filter_may_replace_a_line(ranks: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    def replaced(record: logging.LogRecord) -> logging.LogRecord:
+        return logging.makeLogRecord({**vars(record), "msg": record.getMessage().upper()})
+
+    ranks.addFilter(replaced)  # type: ignore[arg-type, unused-ignore]
+    assert printed(capsys) == [line.upper() for line in LINES]
+
+
+def test_a_configuration_of_the_package_leaves_the_lines(
+    ranks: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`logging.config` resets the loggers below the one that it names."""
+    monkeypatch.setattr(logging.getLogger("rankzero"), "level", logging.NOTSET)
+    own = {"rankzero": {"level": "WARNING"}}
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "loggers": own})
+    assert printed(capsys) == LINES
+
+
+def test_handlers_from_before_the_import_stay() -> None:
+    script = """
+        import logging, sys
+        logging.getLogger("rankzero.ranks").addHandler(logging.StreamHandler(sys.stderr))
+        logging.basicConfig(level="INFO", stream=sys.stderr, format="root: %(message)s")
+        from rankzero.launcher import print_line
+        print_line("[0] begins")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "[0] begins\nroot: [0] begins\n")
+
+
+@pytest.mark.parametrize("level", [15, 5])
+def test_a_level_of_the_caller_may_have_any_number_and_name(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    monkeypatch.setitem(logging._levelToName, 5, "TRACE")
+    monkeypatch.setitem(logging._nameToLevel, "TRACE", 5)
+    monkeypatch.setattr(logging.getLogger(), "level", level)
+
+    def train() -> int:
+        return logging.getLogger().level
+
+    one = launcher.options(num_processes=1)
+    assert one.run(train) == level
+    assert one.options(env={"RANKZERO_LOG_LEVEL": "trace"}).run(train) == 5
+    with pytest.raises(InvalidJobError, match="'LOUD'} names no level"):
+        one.options(env={"RANKZERO_LOG_LEVEL": "LOUD"}).run(train)
 
 
 def test_the_callers_level_holds_in_ranks(

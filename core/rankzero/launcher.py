@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -60,17 +59,25 @@ class _Printer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes the line of a record."""
-        _print(record.getMessage())
+        _print(self.format(record))
 
 
 _ranks = logging.getLogger("rankzero.ranks")
 """The logger that gets the lines of ranks. Its level, filters and handlers decide what is printed."""
 
 _printer = _Printer()
-_ranks.addHandler(_printer)
-_ranks.propagate = False
-if not _ranks.level:
-    _ranks.setLevel(logging.INFO)
+
+
+def _print_ranks() -> None:
+    """Adds the printer to the logger of ranks' lines, with level INFO unless the user has set one."""
+    _ranks.addHandler(_printer)
+    _ranks.propagate = False
+    if not _ranks.level:
+        _ranks.setLevel(logging.INFO)
+
+
+if not _ranks.handlers:
+    _print_ranks()
 
 
 def print_line(line: str, run_id: str = "") -> None:
@@ -84,16 +91,21 @@ def print_line(line: str, run_id: str = "") -> None:
         line: The line, with its ``[rank]`` prefix.
         run_id: Name of the run; the log record has it as its attribute ``run_id``.
     """
+    if not (_ranks.level or _ranks.handlers):
+        # `logging.config` resets the loggers below each one that it names.
+        _print_ranks()
     threshold = _ranks.getEffectiveLevel()
-    if threshold <= logging.INFO and _ranks.handlers == [_printer] and not (_ranks.filters or _printer.filters):
+    is_changed = _ranks.propagate or _ranks.filters or _printer.filters or _printer.level or _printer.formatter
+    if threshold <= logging.INFO and _ranks.handlers == [_printer] and not is_changed:
         # A record costs more than the line.
         _print(line)
         return
     level = level_of(line)
     record = _ranks.makeRecord(_ranks.name, level, __file__, 0, line, (), None, extra={"run_id": run_id})
     # Not by `handle`: `logging.config` disables the loggers that it does not know.
-    if level >= threshold and _ranks.filter(record):
-        _ranks.callHandlers(record)
+    if level >= threshold and (passed := _ranks.filter(record)):
+        # From Python 3.12 on, a filter may return another record.
+        _ranks.callHandlers(passed if isinstance(passed, logging.LogRecord) else record)
 
 
 @described(TABLE)
@@ -174,7 +186,7 @@ class Launcher(Options):
         train: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        on_line: Callable[[str], object] | None = None,
+        on_line: Callable[[str, str], object] = print_line,
     ) -> tuple[Any, RunHandle[Any]]:
         """Runs, follows and acknowledges a training like `run`, and also returns the handle; for compatibility layers.
 
@@ -182,7 +194,7 @@ class Launcher(Options):
             train: As for `run`.
             args: Positional arguments of the function, or the script's command line.
             kwargs: Keyword arguments of the function.
-            on_line: Called with each line of a rank, which begins with its ``[rank]``; None prints the lines.
+            on_line: Called with each line of a rank, which begins with its ``[rank]``, and the run's name.
 
         Returns:
             Rank 0's value, and the handle of the run that has ended.
@@ -194,9 +206,8 @@ class Launcher(Options):
 
         with notebook.showing() as show, self.owned(train, args, kwargs) as handle:
             show(handle)
-            on_line = on_line or functools.partial(print_line, run_id=handle.id)
             for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
-                on_line(line)
+                on_line(line, handle.id)
         value = handle.result()
         self._acknowledge(handle)
         return value, handle
@@ -429,7 +440,8 @@ class Launcher(Options):
         world = self._world()
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
-        env = {**trace.environment(), **log_level.environment(), **(self.env or {})}
+        env = {**trace.environment(), **(self.env or {})}
+        env |= log_level.environment(env)
         decided = {
             "run_id": self.run_id or "",
             "num_processes": most,

@@ -1,5 +1,6 @@
 """`TorchDistributorResource`: runs training from an asset or an op."""
 
+import functools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -243,11 +244,12 @@ class TorchDistributorResource(LauncherFields):
         step, output = Step.of(context), single_output(context)
         shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
         with self._open_pipes(context) as call:
-            on_line = call.passing(print_line) if call else print_line
             try:
                 launcher = self._launcher(call.env if call else {})
                 with step_run.open_run(launcher, step, context, *shipped) as opened:
                     handle = opened.handle
+                    show = functools.partial(print_line, run_id=handle.id)
+                    on_line = call.passing(show) if call else show
                     # Rank 0's messages are among its lines, so these are always followed.
                     ranks = [0, *self.log_ranks] if call and self.log_ranks is not None else self.log_ranks
                     for metrics in step_run.follow(

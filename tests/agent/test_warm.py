@@ -49,8 +49,9 @@ def wait_until_gone(pids: set[int]) -> set[int]:
     return left
 
 
-def test_every_rank_has_the_same_order_of_texts_warm_or_not(tmp_path: Path) -> None:
+def test_every_rank_has_the_same_order_of_texts_warm_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else code that walks a set works on one machine, and on several its ranks wait for each other."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
     def order() -> list[int]:
         import torch.distributed as dist

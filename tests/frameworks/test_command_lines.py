@@ -101,6 +101,26 @@ def test_gpus_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_accelerate
+def test_gpus_of_this_machine_say_nothing_about_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankzero.engines.gpus.local_gpus", lambda: ["0", "1"])
+    line = "accelerate launch {} --num_processes 2 train.py"
+    with pytest.raises(InvalidJobError, match="does not say whether ranks on the cluster use GPUs"):
+        translated(line.format(""), engine="yarn")
+    assert translated(line.format("--multi_gpu"), engine="yarn")[2]["use_gpu"] is True
+    assert translated(line.format(""), engine="yarn", use_gpu=True)[2]["use_gpu"] is True
+    assert "use_gpu" not in translated(line.format("--cpu"), engine="yarn")[2]
+
+
+@needs_deepspeed
+def test_a_line_of_deepspeed_for_a_cluster_says_whether_ranks_use_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    with pytest.raises(InvalidJobError, match="does not say whether ranks on the cluster use GPUs"):
+        translated("deepspeed --num_gpus 2 train.py", engine="yarn")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert "use_gpu" not in translated("deepspeed --num_gpus 2 train.py", engine="yarn")[2]
+
+
+@needs_accelerate
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -109,6 +129,7 @@ def test_gpus_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
             "accelerate launch --multi_gpu --cpu train.py",
             "accelerate launch refuses this line: You can only use one of",
         ),
+        ("accelerate launch --cpu --num_machines 2 --num_processes 3 train.py", "3 is no multiple of --num_machines 2"),
         ("accelerate launch --config_file /nowhere.yaml train.py", "refuses this line: .* does not exist"),
     ],
 )

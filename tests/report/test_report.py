@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -372,6 +373,30 @@ def test_a_proxy_may_show_the_pages_below_a_path(store: Path, root: str) -> None
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_the_path_of_a_proxy_without_its_slash_keeps_the_token(store: Path) -> None:
+    with ReportServer(str(store), 0, root_path="reports") as server:
+        thread = Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            code, text = get(server.url.replace("/reports/?", "/reports?page=1&"))
+            assert (code, len(data_of(text)["list"])) == (200, 2)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("1234567", "1234567"), ("-20000001", "-20000001"), ("0.123456", "0.12346"), ("1e300", "1.00e+300")],
+)
+def test_whole_numbers_are_shown_exactly(value: str, text: str) -> None:
+    source = (Path(pages.__file__).parent / "page.js").read_text()
+    (function,) = re.findall(r"^  (const number = .*?^  };)$", source, re.M | re.S)
+    command = ["node", "-e", f"{function} process.stdout.write(number({value}))"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == text
 
 
 def test_facts_are_json_for_browsers_too(store: Path, tmp_path: Path) -> None:

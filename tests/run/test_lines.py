@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -66,11 +67,63 @@ def test_a_line_without_a_time_has_that_of_the_line_before(tmp_path: Path, monke
     assert {line.time for line in found} == {BEGIN}
 
 
+def test_the_note_about_lines_that_a_full_disk_refused_has_its_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made(str(tmp_path / "run"))
+    recorder = Recorder(run, 0, 0)
+    monkeypatch.setattr(time, "time", lambda: BEGIN)
+    recorder.log(0, ["one"])
+    (tmp_path / "run/logs/rank-1.log").mkdir()
+    recorder.log(1, ["lost"])
+    (tmp_path / "run/logs/rank-1.log").rmdir()
+    monkeypatch.setattr(time, "time", lambda: BEGIN + HOUR)
+    recorder.log(1, ["two"])
+    found = list(RunHandle.attach(run.directory).timed_lines({1: Position()}, follow=False))
+    note = "rankzero: 1 lines could not be written here"
+    assert [(line.time, line.text) for line in found] == [(BEGIN + HOUR, note), (BEGIN + HOUR, "two")]
+
+
 def test_stored_lines_of_a_stream_begin_with_their_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a reader of an earlier version expects them."""
     run = made(f"memory://lines/{tmp_path.name}/run")
     write(run, monkeypatch, LINES_OF_TWO[:1])
     assert store.read_bytes(run.path(LINES, "00000000")) == b"[1] 2027-01-15T08:00:00.000Z\tone\n"
+
+
+def test_a_line_that_only_begins_like_a_time_has_none(tmp_path: Path) -> None:
+    run = made(str(tmp_path / "run"))
+    (tmp_path / "run/logs/rank-0.log").write_text("2026-13-45T99:99:99.999Z\tno time\n")
+    assert [line.time for line in RunHandle.attach(run.directory).timed_lines({0: Position()}, follow=False)] == [None]
+
+
+def test_positions_advance_with_the_lines_that_were_yielded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of all ranks are compared, so some of each are read before the first one is yielded."""
+    run = made(str(tmp_path / "run"))
+    write(run, monkeypatch, LINES_OF_TWO)
+    monkeypatch.setattr("rankzero.run.growing.READ_MIN", 32)
+    monkeypatch.setattr("rankzero.run.growing.READ", 64)
+    handle, positions = RunHandle.attach(run.directory), dict.fromkeys(range(2), Position())
+    lines = handle.timed_lines(positions, follow=False)
+    assert [next(lines).text, next(lines).text] == ["one", "two"]
+    lines.close()
+    # Rank 1's first line was followed by another one, rank 0's was not.
+    assert (positions[0].offset, positions[1].offset > 0) == (0, True)
+    rest = [line.text for line in handle.timed_lines(positions, follow=False)]
+    assert rest == ["two", "2026-01-02 three", "four"]
+
+
+def test_the_lines_of_many_ranks_that_are_read_ahead_take_little_memory(tmp_path: Path) -> None:
+    ranks, line = 64, "x" * 1023 + "\n"
+    run = made(str(tmp_path / "run"), ranks)
+    for rank in range(ranks):
+        (tmp_path / f"run/logs/rank-{rank}.log").write_text(line * 1024)
+    lines = RunHandle.attach(run.directory).timed_lines(dict.fromkeys(range(ranks), Position()), follow=False)
+    tracemalloc.start()
+    next(lines)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 << 20
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,32 @@ def test_what_turns_out_to_be_async_fails_with_what_to_do(launcher: Launcher) ->
         launcher.options(num_processes=1).run(lambda: asynchronous())
 
 
+def test_a_loaded_module_below_an_ignored_folder_stays(project: Path) -> None:
+    write(project / "acme" / "__init__.py")
+    write(project / "acme" / "train.py", "def train():\n    return 1\n")
+    write(project / "acme" / "private" / "__init__.py")
+    write(project / "acme" / "private" / "plans.py")
+    write(project / "acme" / ".rankzeroignore", "/private/\n")
+    importlib.import_module("acme.private.plans")
+    built = payload.build(importlib.import_module("acme.train").train, (), {})
+    assert files_of(built) == {"acme/__init__.py", "acme/train.py"}
+    assert built.modules
+    assert "left out  acme/private/plans\n" in built.modules.listing
+
+
+def test_a_module_of_another_script_with_the_same_name_is_no_edited_one(
+    project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(project / "helper.py", "SIZE = 1\n")
+    launcher = Launcher(1, store=tmp_path / "store")
+    importlib.import_module("helper")
+    for number in range(2):
+        script = write(tmp_path / f"scripts-{number}" / "train.py", "import helper\n")
+        write(script.parent / "helper.py", f"SIZE = {number + 2}\n")
+        launcher.run(str(script))
+    assert "changed on the disk" not in caplog.text
+
+
 def test_a_module_that_was_edited_and_not_reloaded_is_named(
     project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import time
@@ -33,8 +34,9 @@ def shown(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
     Yields:
         A function that prints a line of a rank above the progress.
     """
+    show = functools.partial(print_line, run_id=handle.id)
     if not sys.stderr.isatty():
-        yield print_line
+        yield show
         return
     from rich.console import Console
     from rich.live import Live
@@ -53,7 +55,7 @@ def shown(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
         redirect_stderr=False,
     ):
         try:
-            yield lambda line: console.print(Text.from_ansi(line), soft_wrap=True) if to_terminal else print_line(line)
+            yield lambda line: console.print(Text.from_ansi(line), soft_wrap=True) if to_terminal else show(line)
         finally:
             foot.stop()
 

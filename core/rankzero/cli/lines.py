@@ -57,12 +57,14 @@ def _accelerate(arguments: tuple[str, ...], options: dict[str, Any]) -> Line:
         raise InvalidJobError("only `accelerate launch` is a training: call accelerate itself for its other commands")
     launch = _module("accelerate.commands.launch")
     args = launch.launch_command_parser().parse_args(arguments[1:])
-    threads = args.num_cpu_threads_per_process
+    threads, given_gpus = args.num_cpu_threads_per_process, args.multi_gpu
     for name in sorted(_IGNORED.intersection(getattr(args, "nondefault", ()))):
         click.echo(f"rankzero: --{name} has no meaning here and is ignored", err=True)
     try:
         args, config, has_precision = launch._validate_launch_command(args)
-        nodes = args.num_machines or 1
+        nodes, ranks = args.num_machines or 1, max(args.num_processes or 1, 1)
+        if ranks % nodes:
+            raise InvalidJobError(f"--num_processes {ranks} is no multiple of --num_machines {nodes}: correct one")
         if isinstance(config, launch.SageMakerConfig) or args.tpu or args.mpirun_hostfile:
             raise InvalidJobError("SageMaker, TPUs and MPI are not supported: leave --tpu and --mpirun_hostfile out")
         # One call starts the ranks of all nodes, and finds a port for them.
@@ -77,7 +79,13 @@ def _accelerate(arguments: tuple[str, ...], options: dict[str, Any]) -> Line:
         own["OMP_NUM_THREADS"] = str(threads)
     if args.gpu_ids not in (None, "all"):
         _limit_gpus("--gpu_ids", args.gpu_ids, options)
-    use_gpu = bool(options["use_gpu"] or args.multi_gpu or not (args.cpu or args.use_cpu or not local_gpus()))
+    is_local, on_cpu = options["engine"] == "local", args.cpu or args.use_cpu
+    # Without a configuration, Accelerate decides by the GPUs of this machine, which is none of the cluster's.
+    use_gpu = bool(options["use_gpu"] or (args.multi_gpu if is_local or config else given_gpus))
+    if is_local:
+        use_gpu = use_gpu or not (on_cpu or not local_gpus())
+    elif not (use_gpu or on_cpu):
+        raise _unclear("--cpu after `accelerate launch`")
     if not use_gpu and not args.use_deepspeed:
         # Without it each rank would find neither a GPU nor the others.
         own["ACCELERATE_USE_CPU"] = "true"
@@ -88,7 +96,7 @@ def _accelerate(arguments: tuple[str, ...], options: dict[str, Any]) -> Line:
             **options,
             "module": bool(args.module),
             "no_python": bool(args.no_python),
-            "nproc_per_node": str(max(args.num_processes or 1, 1) // nodes),
+            "nproc_per_node": str(ranks // nodes),
             "nnodes": str(nodes),
             "node_rank": args.machine_rank or 0,
             "use_gpu": use_gpu,
@@ -137,6 +145,8 @@ def _deepspeed(arguments: tuple[str, ...], options: dict[str, Any]) -> Line:
         raise InvalidJobError("the line does not say how many ranks each node of the cluster has: give --num_gpus")
     # DeepSpeed counts the ranks of a machine by this variable, if they have no GPUs.
     env = {"LOCAL_SIZE": str(ranks)} if is_local else {}
+    if not (is_local or options["use_gpu"] or os.environ.get("DS_ACCELERATOR") == "cpu"):
+        raise _unclear("DS_ACCELERATOR=cpu in the environment")
     return (
         args.user_script,
         (*([] if args.no_local_rank else ["--local_rank=${local_rank}"]), *args.user_args),
@@ -147,7 +157,7 @@ def _deepspeed(arguments: tuple[str, ...], options: dict[str, Any]) -> Line:
             "nproc_per_node": str(ranks),
             "nnodes": str(max(args.num_nodes, 1)),
             "node_rank": max(args.node_rank, 0),
-            "use_gpu": options["use_gpu"] or accelerator.device_name() != "cpu",
+            "use_gpu": options["use_gpu"] or (is_local and accelerator.device_name() != "cpu"),
             "env": {**env, **options["env"]},
         },
     )
@@ -169,6 +179,12 @@ def _module(name: str) -> Any:
         raise InvalidJobError(
             f"{package}'s own parser reads its lines, and {error.name} is not installed: pip install {package}"
         ) from error
+
+
+def _unclear(cpu: str) -> InvalidJobError:
+    return InvalidJobError(
+        f"the line does not say whether ranks on the cluster use GPUs: give rankzero run --use-gpu, or {cpu}"
+    )
 
 
 def _limit_gpus(option: str, gpus: str, options: dict[str, Any]) -> None:

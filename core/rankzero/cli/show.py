@@ -176,7 +176,11 @@ def logs(
 
     def lines(follow: bool) -> Iterator[Line]:
         found = _driver_log(handle) if driver else handle.timed_lines(positions, follow)
-        return (line for line in found if (begin is None or (line.time or 0) >= begin) and _matches(line, grep))
+        return (
+            line
+            for line in found
+            if (begin is None or line.time is None or line.time >= begin) and _matches(line, grep)
+        )
 
     def show(line: Line) -> None:
         if as_json:

@@ -50,7 +50,12 @@ class Delegation:
         self._private = private
         self._inbox = inbox
         self._recorder = Recorder(
-            run, job.submission, job.first_attempt, Mask(secrets_of(private["env"])), metrics=job.metrics
+            run,
+            job.submission,
+            job.first_attempt,
+            Mask(secrets_of(private["env"])),
+            metrics=job.metrics,
+            trace_id=job.trace_id,
         )
         self._watch = Watch(run, job, self._recorder, inbox, leased=True)
         self._places = Places(engine, inbox)

@@ -256,7 +256,7 @@ class _Lines:
         self._lost = 0
 
     def append(self, lines: list[str]) -> None:
-        note = [f"rankzero: {self._lost} lines could not be written here"] if self._lost else []
+        note = stamped([f"rankzero: {self._lost} lines could not be written here"] if self._lost else [], time.time())
         try:
             self._appender.append([*note, *lines])
             self._lost = 0

@@ -20,7 +20,8 @@
   };
   const number = (value) => {
     if (typeof value !== "number") return value === null || value === undefined ? "" : String(value);
-    if (Number.isSafeInteger(value) || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6)) return String(+value.toPrecision(5));
+    if (Number.isSafeInteger(value)) return String(value);
+    if (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6) return String(+value.toPrecision(5));
     return value.toExponential(2);
   };
   const bytes = (value) => {
@@ -465,13 +466,14 @@
       timeline(run);
     }
   }
-  const lives = runs.some((run) => !run.ended);
+  // A saved file stays as it is.
+  const lives = location.protocol.startsWith("http") && runs.some((run) => !run.ended);
   const made = Math.max(...runs.map((run) => run.now));
   add(page, "p", { class: "note" }, `Made by rankzero, ${moment(made)}${lives ? `; the page reloads every ${RELOAD} s until you use it` : ""}.`);
   if (lives) {
-    // A reload would undo what a reader has typed, chosen or unfolded.
+    // A reload would undo what a reader has typed, chosen, unfolded or scrolled. The page itself causes scroll events.
     let used = false;
-    for (const kind of ["click", "input"]) page.addEventListener(kind, () => { used = true; });
+    for (const kind of ["pointerdown", "click", "input", "keydown", "wheel", "touchmove"]) document.addEventListener(kind, () => { used = true; });
     setInterval(() => { if (!used && !document.hidden) location.reload(); }, RELOAD * 1000);
   }
 })();

@@ -184,7 +184,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         root, path = self.server.root_path, parsed.path
         if root and path == root:
             # Links of the pages are relative.
-            self._send(http.HTTPStatus.PERMANENT_REDIRECT, "text/plain", "", {"Location": f"{root}/"})
+            where = parsed._replace(scheme="", netloc="", path=f"{root}/").geturl()
+            self._send(http.HTTPStatus.TEMPORARY_REDIRECT, "text/plain", "", {"Location": where})
             return
         if path.startswith(f"{root}/"):
             path = path.removeprefix(root)

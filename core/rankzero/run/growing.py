@@ -18,7 +18,10 @@ class Position:
     offset: int = 0
 
 
-_READ = 4 << 20
+READ = 4 << 20
+"""Bytes of lines that a reader reads, of all ranks together; of each rank at least `READ_MIN`."""
+
+READ_MIN = 64 << 10
 
 
 def end_of(path: str) -> Position:
@@ -36,22 +39,25 @@ def has_grown(path: str, position: Position) -> bool:
         return False
 
 
-def read_lines(path: str, position: Position, end: Position | None = None) -> tuple[list[str], Position]:
+def read_lines(
+    path: str, position: Position, end: Position | None = None, most: int = READ
+) -> tuple[list[str], Position]:
     """Returns complete lines after ``position``, and the new position.
 
     Args:
         path: The file.
         position: The position from which to read.
         end: The position at which to stop, although the file may be longer; None reads to the end of the file.
+        most: Number of bytes to read, except for a longer line.
     """
-    size = _READ if end is None else min(_READ, end.offset - position.offset)
+    size = most if end is None else min(most, end.offset - position.offset)
     if size <= 0:
         return [], position
     try:
         with open(path, "rb") as file:
             file.seek(position.offset)
             data = file.read(size)
-            while data and b"\n" not in data and (more := file.read(_READ)):
+            while data and b"\n" not in data and (more := file.read(most)):
                 data += more
     except FileNotFoundError:
         return [], position

@@ -56,8 +56,11 @@ class Line(NamedTuple):
 
     @property
     def time(self) -> float | None:
-        """The Unix time of the stamp; None if it is empty."""
-        return datetime.fromisoformat(self.stamp).timestamp() if self.stamp else None
+        """The Unix time of the stamp; None if it is empty, or the line only begins like one."""
+        try:
+            return datetime.fromisoformat(self.stamp).timestamp() if self.stamp else None
+        except ValueError:
+            return None
 
 
 def stamped(lines: Iterable[str], when: float) -> list[str]:
@@ -100,7 +103,12 @@ class LineReader:
         self._patiently = patiently
 
     def of_file(
-        self, name: str, position: Position, status: RunStatus | None, end: Position | None = None
+        self,
+        name: str,
+        position: Position,
+        status: RunStatus | None,
+        end: Position | None = None,
+        most: int = growing.READ,
     ) -> tuple[list[str], Position]:
         """Returns some lines of a growing file or stream, and the new position; no lines at its end.
 
@@ -109,10 +117,11 @@ class LineReader:
             position: The position to read from.
             status: On an object store, the status that records the end; None finds the end with two more requests.
             end: On a disk, the position at which to stop; None reads to the end.
+            most: On a disk, the number of bytes to read.
         """
         path = self._run.path(name)
         if not self._run.is_remote:
-            return self._patiently(functools.partial(growing.read_lines, path, position, end))
+            return self._patiently(functools.partial(growing.read_lines, path, position, end, most))
         end = None if status is None else Position(*status.written.get(name, ()))
         return self._patiently(functools.partial(pieces.read_lines, path, position, end))
 
@@ -124,7 +133,10 @@ class LineReader:
         thorough: bool = True,
         ends: Mapping[int, Position] | None = None,
     ) -> Iterator[Line]:
-        """Yields every line of some ranks after the given positions, which it updates, in the order of their times.
+        """Yields every line of some ranks after the given positions, in the order of their times.
+
+        A position is updated when all lines that were read with one access have been yielded. After an error, the
+        lines that were yielded since then are read again.
 
         Args:
             positions: The position to read from, by rank. On an object store, where all ranks share a stream, the
@@ -138,14 +150,17 @@ class LineReader:
             yield from self._of_stream(positions, status)
             return
         unread = [rank for rank, position in sorted(positions.items()) if thorough or self._has_grown(rank, position)]
-        yield from heapq.merge(*(self._of_rank(rank, positions, (ends or {}).get(rank)) for rank in unread))
+        # Lines of every rank are in memory at the same time.
+        most = max(growing.READ_MIN, growing.READ // max(1, len(unread)))
+        yield from heapq.merge(*(self._of_rank(rank, positions, (ends or {}).get(rank), most) for rank in unread))
 
-    def _of_rank(self, rank: int, positions: dict[int, Position], end: Position | None) -> Iterator[Line]:
+    def _of_rank(self, rank: int, positions: dict[int, Position], end: Position | None, most: int) -> Iterator[Line]:
         def stored() -> Iterator[str]:
             lines = [""]
             while lines:
-                lines, positions[rank] = self.of_file(log_name(rank), positions[rank], None, end)
+                lines, position = self.of_file(log_name(rank), positions[rank], None, end, most)
                 yield from lines
+                positions[rank] = position
 
         return _parsed(stored(), rank)
 
@@ -200,7 +215,7 @@ class LineReader:
     def _of_stream(self, positions: dict[int, Position], status: RunStatus | None) -> Iterator[Line]:
         while positions:
             stored, position = self.of_file(LINES, min(positions.values()), status)
-            positions.update(dict.fromkeys(positions, position))
             yield from (line for line in _parsed(stored) if line.rank is None or line.rank in positions)
+            positions.update(dict.fromkeys(positions, position))
             if not stored:
                 break

@@ -128,20 +128,25 @@ def _each(root: str, names: list[str], read: Callable[[str], T]) -> Iterator[T]:
 def _listed(directory: str) -> Listed | None:
     """Returns a run, or None for a directory that is no run's, or whose submission is not written yet."""
     run = RunDirectory(directory)
+    observer = Observer(run, None, 0)
     try:
-        status, job = run.status(), _jobs.get(directory)
+        # An object store may fail for a moment; a file that cannot be read stays so.
+        read = observer.patiently if run.is_remote else _call
+        status, job = read(run.status), _jobs.get(directory)
         if job is None or job.nonce != status.nonce:
-            job = run.job()
+            job = read(run.job)
         if job.nonce != status.nonce:
             # A submission begins just now, or a driver that was replaced has written the status.
             return Listed(directory, job, RunHandle(directory, job=job, follows=False).status())
-        if job.nonce:
-            if len(_jobs) >= JOBS:
-                _jobs.clear()
+        if job.nonce and (directory in _jobs or len(_jobs) < JOBS):
             _jobs[directory] = job
-        return Listed(directory, job, Observer(run, None, job.submission).judged(status, STORE_PATIENCE))
+        return Listed(directory, job, observer.judged(status, STORE_PATIENCE))
     except _UNREADABLE as error:
         return _unreadable(run, error)
+
+
+def _call(read: Callable[[], T]) -> T:
+    return read()
 
 
 def _unreadable(run: RunDirectory, error: Exception) -> Listed | None:

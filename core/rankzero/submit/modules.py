@@ -239,19 +239,26 @@ def changed_modules(digests: Mapping[str, str]) -> list[str]:
     """Returns the loaded modules whose files have changed since an earlier submission, without a reload here.
 
     Args:
-        digests: Checksums of modules by name, as they are on the disk now.
+        digests: Checksums of modules by name, or their first digits, as they are on the disk now.
     """
     changed = []
     for name, digest in digests.items():
         # A reload gives a module another spec.
         spec = getattr(sys.modules.get(name), "__spec__", None)
-        if spec is not None:
+        # A script may import another module of this name.
+        if spec is not None and _digest_of(spec).startswith(digest):
             before = _submitted.get(name)
             if before is None or before[0] is not spec:
                 _submitted[name] = spec, digest
             elif before[1] != digest:
                 changed.append(name)
     return changed
+
+
+def _digest_of(spec: Any) -> str:
+    with contextlib.suppress(OSError, TypeError):
+        return _read(spec.origin, store.fingerprint(spec.origin), spec.parent)[0]
+    return ""
 
 
 def digest_of_script(path: str) -> tuple[str, frozenset[str]]:

@@ -90,7 +90,8 @@ def zip_modules(names: Iterable[str], first: str | None = None) -> Shipped | Non
     files, left_out = _files_for(names, first)
     if not files:
         return None
-    if named := [name for name in left_out if not os.path.basename(name).startswith(".")]:
+    names_of_files = {name: os.path.basename(name) for name in left_out}
+    if named := [name for name, file in names_of_files.items() if is_private(file) and not file.startswith(".")]:
         logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(sorted(named)))
     sizes = {archive_name: os.path.getsize(path) for archive_name, path in files.items()}
     _check_size(sizes)
@@ -144,7 +145,10 @@ def _files_for(names: Iterable[str], first: str | None) -> tuple[dict[str, str],
                 waiting |= {root, *(loaded for loaded in list(sys.modules) if loaded.startswith(f"{root}."))}
         if not roots[root] or _lies_in(name, files) or not (spec := spec_of(name, first)):
             continue
-        for archive_name, path in _files_of(name, spec):
+        found = list(_files_of(name, spec))
+        if not found and spec.origin:
+            left_out.append(name.replace(".", os.sep))
+        for archive_name, path in found:
             if is_private(os.path.basename(path)):
                 left_out.append(archive_name)
                 continue
@@ -218,10 +222,19 @@ def is_private(name: str) -> bool:
     return name.startswith(".") or (not name.endswith(".py") and _SECRETS.fullmatch(name) is not None)
 
 
+def _is_ignored(parents: Sequence[str], path: str) -> bool:
+    """Returns True for a module's file that is named by the patterns of the top-level package above it."""
+    if not parents:
+        return False
+    inner = os.path.join(*parents[1:], os.path.basename(path))
+    top = os.path.normpath(os.path.join(os.path.dirname(path), *([os.pardir] * (len(parents) - 1))))
+    return matcher((), os.path.join(top, IGNORE_FILE))(inner)
+
+
 def _files_of(module: str, spec: Any) -> Iterator[tuple[str, str]]:
     *parents, _ = parts = module.split(".")
     if not spec.submodule_search_locations:
-        if spec.origin and os.path.isfile(spec.origin):
+        if spec.origin and os.path.isfile(spec.origin) and not _is_ignored(parents, spec.origin):
             yield os.path.join(*parents, os.path.basename(spec.origin)), spec.origin
         return
     for base in spec.submodule_search_locations:

@@ -168,7 +168,7 @@ def run_trials(
     mode: Mode,
     max_parallel: int,
     stop: StopRule | None,
-    say: Callable[[str], object],
+    say: Callable[[str, str], object],
 ) -> Sweep:
     """Runs trials until the search has no more. A trial that fails does not end the sweep; an interrupt does.
 
@@ -179,7 +179,7 @@ def run_trials(
         mode: ``"min"`` or ``"max"``.
         max_parallel: Most trials at the same time.
         stop: Rule that stops trials early, or None.
-        say: Receives a line when a trial begins, and one when it has ended.
+        say: Receives a line when a trial begins, and one when it has ended, each with the name of its run.
     """
     board = _Board(search, metric, mode, stop, say)
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -219,7 +219,7 @@ class _Board:
     """State that the threads of a sweep share: the curves so far, and the trials that a rule has stopped."""
 
     def __init__(
-        self, search: Search, metric: str | None, mode: Mode, stop: StopRule | None, say: Callable[[str], object]
+        self, search: Search, metric: str | None, mode: Mode, stop: StopRule | None, say: Callable[[str, str], object]
     ) -> None:
         self._search, self._stop, self._say = search, stop, say
         self.metric, self._mode, self._sign = metric, mode, 1.0 if mode == "min" else -1.0
@@ -245,7 +245,7 @@ class _Board:
     def begin(self, number: int, params: Params, handle: RunHandle[Any]) -> None:
         """Records that a trial runs, and cancels its run if the sweep is cancelled."""
         with self._lock:
-            self._say(f"trial {number} ({params}) runs in {handle.directory}")
+            self._say(f"trial {number} ({params}) runs in {handle.directory}", handle.id)
             self._handles[number] = handle
             self._curves[number] = []
             is_late = self._is_cancelled
@@ -282,7 +282,7 @@ class _Board:
         with self._lock:
             self.ended[trial.number] = trial
             self._handles.pop(trial.number, None)
-            self._say(self._describe(trial))
+            self._say(self._describe(trial), trial.directory.rsplit("/", 1)[-1])
         if trial.result and self.metric and trial.value is None:
             logger.warning(
                 "trial %s has not reported %r, by which the sweep compares trials, but: %s",

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
+
+from rankzero.errors import InvalidJobError
 
 LOG_LEVEL = "RANKZERO_LOG_LEVEL"
 """Environment variable of ranks with the level of their root logger, as a name or a number."""
 
 
-def environment() -> dict[str, str]:
-    """Returns `LOG_LEVEL` for the ranks; empty if the caller's root logger has Python's default level."""
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns `LOG_LEVEL` for the ranks as a number, since they may not know a name that the caller has added.
+
+    Args:
+        env: The variables that the caller sets, whose level takes precedence over that of the caller's root logger.
+
+    Returns:
+        The variable; nothing if ``env`` names no level and the root logger has Python's default one.
+
+    Raises:
+        InvalidJobError: ``env`` names an unknown level.
+    """
+    if text := env.get(LOG_LEVEL):
+        try:
+            return {LOG_LEVEL: str(_number(text))}
+        except ValueError:
+            raise InvalidJobError(f"env={{{LOG_LEVEL!r}: {text!r}}} names no level: use DEBUG, or a number") from None
     level = logging.getLogger().level
-    return {} if level in (logging.NOTSET, logging.WARNING) else {LOG_LEVEL: logging.getLevelName(level)}
+    return {} if level in (logging.NOTSET, logging.WARNING) else {LOG_LEVEL: str(level)}
+
+
+def _number(text: str) -> int:
+    return int(logging.getLevelNamesMapping().get(text.upper(), text))
 
 
 def apply() -> None:
@@ -27,7 +49,7 @@ def apply() -> None:
     text = os.environ.get(LOG_LEVEL)
     if not text:
         return
-    level = int(text) if text.isdecimal() else text
+    level = _number(text)
     logging.getLogger().setLevel(level)
     if logging.lastResort:
         logging.lastResort.setLevel(level)

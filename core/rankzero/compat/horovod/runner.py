@@ -68,11 +68,11 @@ class HorovodRunner:
         value, _ = launcher.followed(main, (), kwargs, self._show)
         return value
 
-    def _show(self, line: str) -> None:
+    def _show(self, line: str, run_id: str) -> None:
         if self.driver_log_verbosity == "all":
-            print_line(line)
+            print_line(line, run_id)
         elif MESSAGE in line:
-            print_line(line.replace(MESSAGE, "", 1))
+            print_line(line.replace(MESSAGE, "", 1), run_id)
 
 
 def on_spark(caller: str, num_proc: int | None, otherwise: str) -> Launcher:
