@@ -111,6 +111,8 @@ class SlowEngine(Engine):
 class Server:
     """The driver's end of a channel without agents."""
 
+    failure: BaseException | None = None
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self.sent: list[messages.Message] = []
 

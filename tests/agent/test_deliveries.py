@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -184,10 +185,14 @@ def test_a_report_too_large_for_a_message_is_refused_before_anything_is_sent() -
         rt.report({"text": "x" * (1 << 20)})
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_each_thread_that_waits_for_a_file_learns_that_it_cannot_be_had(
-    control: tuple[Control, socket.socket],
+    control: tuple[Control, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, agent = control
+    # The end of the agent ends a rank: here, the thread that listens.
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    before = set(threading.enumerate())
     rank.listen(lambda message: None)
     errors: list[str] = []
 
@@ -216,3 +221,8 @@ def test_each_thread_that_waits_for_a_file_learns_that_it_cannot_be_had(
     again.join(10)
     assert not again.is_alive()
     assert len(errors) == 2
+    agent.close()
+    for thread in threading.enumerate():
+        if thread not in before and thread.name == "rankzero-control":
+            thread.join(10)
+            assert not thread.is_alive()

@@ -5,7 +5,9 @@ Trainings run on this machine, whatever engine a block names. `tests/airflow` an
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,18 @@ SLOW = {"docs/data.md"}
 """Pages whose blocks need a SparkSession."""
 
 
-@pytest.mark.usefixtures("local_trainings")
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    """Loggers that pages configure are afterwards as they were."""
+    changed = [logging.getLogger(name) for name in (None, "rankzero", "rankzero.ranks")]
+    before = [(each.level, each.propagate, list(each.filters), list(each.handlers)) for each in changed]
+    yield
+    for each, (level, propagate, filters, handlers) in zip(changed, before, strict=True):
+        each.propagate, each.filters[:], each.handlers[:] = propagate, filters, handlers
+        each.setLevel(level)
+
+
+@pytest.mark.usefixtures("local_trainings", "loggers")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=pytest.mark.soak) if page in SLOW else page for page in blocks.pages_of("docs")],
