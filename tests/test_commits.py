@@ -117,43 +117,44 @@ def test_a_sharded_checkpoint_that_lacks_a_part_of_a_finished_rank_is_given_up(
     assert work.committed == [0]
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["before it returns", "after"])
-def test_the_last_part_of_a_rank_that_has_returned_stands_where_ranks_are_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
-) -> None:
-    """Ranks that read at their own pace report at their own times: the slower one reports more often."""
+@pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commits:
+    """Two ranks whose first checkpoint has them at different batches, 3 and 30."""
     work = Commits(tmp_path, monkeypatch, world_size=2)
     work.open()
     work.add(0, 0, sharded=True, batch=3)
     work.add(0, 1, sharded=True, batch=30)
     work.await_commit(0)
+    return work
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before it returns", "after"])
+def test_the_last_part_of_a_rank_that_has_returned_stands_where_ranks_are_apart(
+    tmp_path: Path, apart: Commits, is_late: bool
+) -> None:
+    """Ranks that read at their own pace report at their own times: the slower one reports more often."""
     if is_late:
-        work.committer.note_over(1)
-    work.add(1, 0, sharded=True, batch=6)
+        apart.committer.note_over(1)
+    apart.add(1, 0, sharded=True, batch=6)
     if not is_late:
-        work.committer.note_over(1)
-    work.await_commit(1)
+        apart.committer.note_over(1)
+    apart.await_commit(1)
     # By chance both are at the same batch once.
     for index, batch in ((2, 30), (3, 33)):
-        work.add(index, 0, sharded=True, batch=batch)
-        work.await_commit(index)
-    work.finish()
+        apart.add(index, 0, sharded=True, batch=batch)
+        apart.await_commit(index)
+    apart.finish()
     manifest = list_committed(RunDirectory(str(tmp_path)))[-1]
     assert (manifest.index, manifest.cursors) == (3, {"train": {"0": [0, 33], "1": [0, 30]}})
     folder = tmp_path / "checkpoints" / manifest.id
     assert [(folder / f"rank-{rank}.json").read_text() for rank in (0, 1)] == ["33", "30"]
-    assert work.lost == []
+    assert apart.lost == []
 
 
 def test_a_part_that_stands_outlives_a_commit_that_the_store_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, apart: Commits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Commits(tmp_path, monkeypatch, world_size=2)
-    work.open()
-    work.add(0, 0, sharded=True, batch=3)
-    work.add(0, 1, sharded=True, batch=30)
-    work.await_commit(0)
-    work.committer.note_over(1)
+    apart.committer.note_over(1)
     make_directory, refused = store.make_directory, threading.Event()
 
     def refuse(location: str) -> None:
@@ -163,24 +164,19 @@ def test_a_part_that_stands_outlives_a_commit_that_the_store_refuses(
         make_directory(location)
 
     monkeypatch.setattr(store, "make_directory", refuse)
-    work.add(1, 0, sharded=True, batch=6)
+    apart.add(1, 0, sharded=True, batch=6)
     assert refused.wait(60)
     for index in (2, 3):
-        work.add(index, 0, sharded=True, batch=3 * index)
-        work.await_commit(index)
-    work.finish()
+        apart.add(index, 0, sharded=True, batch=3 * index)
+        apart.await_commit(index)
+    apart.finish()
     folder = tmp_path / "checkpoints" / "0000-000003"
     assert [(folder / f"rank-{rank}.json").read_text() for rank in (0, 1)] == ["09", "30"]
 
 
-def test_no_part_of_an_attempt_before_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_part_of_an_attempt_before_stands(tmp_path: Path, apart: Commits) -> None:
     """Its position counts in the shares of that attempt, and a restart divides the rest anew."""
-    work = Commits(tmp_path, monkeypatch, world_size=2)
-    work.open()
-    work.add(0, 0, sharded=True, batch=3)
-    work.add(0, 1, sharded=True, batch=30)
-    work.await_commit(0)
-    work.finish()
+    apart.finish()
     later = Committer(RunDirectory(str(tmp_path)), 1, 2, CheckpointConfig(), 0)
     assert later.newest()
     later.note_over(1)

@@ -8,36 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tests.train.test_data_loader import Stateful
 from torch.utils.data import DataLoader, Sampler
 
 import rankzero.train as rt
 from rankzero.submit import manifest_of_path
 
 ROWS = 12
-
-
-class Stateful(DataLoader[int]):
-    """A loader with a state as torchdata's has it: the state of its last iteration."""
-
-    begin = given = 0
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def __iter__(self) -> Any:
-        begin, self.begin = self.begin, 0
-        self.given = begin
-        for number, batch in enumerate(super().__iter__()):
-            if number >= begin:
-                self.given = number + 1
-                yield batch
-        self.given = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begin = state["given"]
 
 
 class Drawn(Sampler[int]):

@@ -182,14 +182,13 @@ class Committer:
         lead = parts[min(parts)]
         if not lacking <= self._over:
             return None
-        if not (self._is_apart and lacking <= last.keys() and _fits({**last, **parts}, lead)):
+        if not (self._is_apart and lacking <= last.keys() and _fit({**last, **parts})):
             if not self._has_warned:
                 self._has_warned = True
-                gone = ", ".join(map(str, sorted(lacking & self._over)))
                 logger.warning(
                     "checkpoint %s is left out, and so may be later ones: rank %s has returned without its part",
                     lead["id"],
-                    gone,
+                    ", ".join(map(str, sorted(lacking))),
                 )
             self.drop(index)
             return None
@@ -330,11 +329,10 @@ class Committer:
             logger.warning("an old checkpoint could not be removed: %s: %s", type(error).__name__, error)
 
 
-def _fits(parts: Mapping[int, Mapping[str, Any]], lead: Mapping[str, Any]) -> bool:
+def _fit(parts: Mapping[int, Mapping[str, Any]]) -> bool:
     """Returns True if each part is complete by itself, with positions in the same datasets."""
     has_pieces = any(part["format"] in (formats.SHARDS, formats.DISTRIBUTED) for part in parts.values())
-    names = lead.get("cursors", {}).keys()
-    return not has_pieces and all(part.get("cursors", {}).keys() == names for part in parts.values())
+    return not has_pieces and len({frozenset(part.get("cursors", {})) for part in parts.values()}) == 1
 
 
 def _are_apart(parts: Mapping[int, Mapping[str, Any]]) -> bool:

@@ -289,7 +289,7 @@ def submit(
                     # Checkpoints of a run whose job was lost belong to another training.
                     first_attempt = fresh_since = 1 + _last_attempt(run)
                     if existing:
-                        first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
+                        first_attempt = max(1 + existing.status.attempt, first_attempt)
                         fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
                         run.keep_outcome(existing.status)
                     job = make_job(number, first_attempt, fresh_since)
