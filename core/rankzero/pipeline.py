@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from rankzero.kinds import AUTO as AUTO
     from rankzero.kinds import NumProcesses as NumProcesses
     from rankzero.kinds import RestartOn as RestartOn
-    from rankzero.launcher import print_line as print_line
     from rankzero.masking import secrets_of as secrets_of
     from rankzero.options import Option as Option
     from rankzero.options import described as described
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
     from rankzero.run.follower import RunEnded as RunEnded
     from rankzero.run.identity import Identity as Identity
     from rankzero.run.lines import level_of as level_of
+    from rankzero.run.printing import print_line as print_line
     from rankzero.run.reports import is_number as is_number
     from rankzero.run.tries import PipelineTry as PipelineTry
     from rankzero.run.tries import attempt as attempt
@@ -105,7 +105,7 @@ _NAMES = (
     "doctor.before.find_problems doctor.examine.Examination doctor.examine.examine doctor.findings.OK "
     "engines.base.Engine engines.spark.engine.embedded_engine host.processes.describe_process job.Job "
     "job.describe_world job.qualified_name job.world_bounds kinds.AUTO kinds.NumProcesses kinds.RestartOn "
-    "launcher.print_line masking.secrets_of options.Option options.described options.step_options "
+    "run.printing.print_line masking.secrets_of options.Option options.described options.step_options "
     "report.page.REPORT_FILE run.tries.attempt run.tries.PipelineTry run.tries.detaching run.tries.end "
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
     "run.follower.RunEnded run.identity.Identity run.lines.level_of run.reports.is_number run.tries.may_retry "

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
-from rankzero.launcher import print_line
 from rankzero.report.card import describe_ranks, duration
 from rankzero.report.progress import Progress
+from rankzero.run.printing import print_line
 from rankzero.run.status import RunStatus
 
 if TYPE_CHECKING:

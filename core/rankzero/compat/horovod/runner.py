@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankzero.errors import EngineError, InvalidJobError
-from rankzero.launcher import Launcher, print_line
+from rankzero.launcher import Launcher
+from rankzero.run.printing import print_line
 from rankzero.submit.training import check_callable
 from rankzero.worker.main import HOROVOD
 
