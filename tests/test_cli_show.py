@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,19 @@ def test_lines_have_times_and_are_chosen_by_them(store: Path) -> None:
     # Lines of an earlier version have no time.
     log.write_text("old\n" + log.read_text())
     assert rankzero("logs", "last", "--since", "2h", "--rank", "0").stdout == "old\nline 2\n"
-    assert "--since and --timestamps are for lines of ranks" in rankzero("logs", "last", "--driver", "-t").stderr
+    assert "--timestamps are for lines of ranks" in rankzero("logs", "last", "--driver", "-t").stderr
+
+
+def test_lines_of_one_attempt_are_shown(store: Path) -> None:
+    log, events = store / "words-2" / "logs" / "rank-0.log", store / "words-2" / "events.jsonl"
+    log.write_text("".join(f"2026-01-01T10:0{minute}:00.000Z\tminute {minute}\n" for minute in range(4)))
+    ten = datetime(2026, 1, 1, 10, tzinfo=UTC).timestamp()
+    states = [(0, ten - 5), (0, ten + 1), (1, ten + 90), (1, ten + 100)]
+    events.write_text("".join(json.dumps({"type": "state", "attempt": n, "time": t}) + "\n" for n, t in states))
+    assert rankzero("logs", "last", "--rank", "0", "--attempt", "0").stdout == "minute 0\nminute 1\n"
+    assert rankzero("logs", "last", "--rank", "0", "--attempt", "1").stdout == "minute 2\nminute 3\n"
+    assert rankzero("logs", "last", "--rank", "0", "--attempt", "1", "-n", "1").stdout == "minute 3\n"
+    assert "2 is no attempt of this training, which had: 0, 1" in rankzero("logs", "last", "--attempt", "2").stderr
 
 
 def test_the_output_of_a_driver_is_shown(store: Path) -> None:

@@ -109,6 +109,8 @@ def test_gpus_of_this_machine_say_nothing_about_a_cluster(monkeypatch: pytest.Mo
     assert translated(line.format("--multi_gpu"), engine="yarn")[2]["use_gpu"] is True
     assert translated(line.format(""), engine="yarn", use_gpu=True)[2]["use_gpu"] is True
     assert "use_gpu" not in translated(line.format("--cpu"), engine="yarn")[2]
+    with pytest.raises(InvalidJobError, match="does not say how many ranks the cluster has: give --num_processes"):
+        translated("accelerate launch --multi_gpu train.py", engine="yarn")
 
 
 @needs_deepspeed

@@ -53,15 +53,19 @@ def translated(script: str, arguments: tuple[str, ...], options: dict[str, Any])
 def _accelerate(arguments: tuple[str, ...], options: dict[str, Any]) -> Line:
     from rankzero.engines.gpus import local_gpus
 
+    is_local = options["engine"] == "local"
     if arguments[:1] != ("launch",):
         raise InvalidJobError("only `accelerate launch` is a training: call accelerate itself for its other commands")
     launch = _module("accelerate.commands.launch")
     args = launch.launch_command_parser().parse_args(arguments[1:])
-    threads, given_gpus = args.num_cpu_threads_per_process, args.multi_gpu
+    threads, given_gpus, given_ranks = args.num_cpu_threads_per_process, args.multi_gpu, args.num_processes
     for name in sorted(_IGNORED.intersection(getattr(args, "nondefault", ()))):
         click.echo(f"rankzero: --{name} has no meaning here and is ignored", err=True)
     try:
         args, config, has_precision = launch._validate_launch_command(args)
+        # Without a configuration, Accelerate decides by the GPUs of this machine, which is none of the cluster's.
+        if not (is_local or config or given_ranks):
+            raise InvalidJobError("the line does not say how many ranks the cluster has: give --num_processes")
         nodes, ranks = args.num_machines or 1, max(args.num_processes or 1, 1)
         if ranks % nodes:
             raise InvalidJobError(f"--num_processes {ranks} is no multiple of --num_machines {nodes}: correct one")
@@ -79,8 +83,7 @@ def _accelerate(arguments: tuple[str, ...], options: dict[str, Any]) -> Line:
         own["OMP_NUM_THREADS"] = str(threads)
     if args.gpu_ids not in (None, "all"):
         _limit_gpus("--gpu_ids", args.gpu_ids, options)
-    is_local, on_cpu = options["engine"] == "local", args.cpu or args.use_cpu
-    # Without a configuration, Accelerate decides by the GPUs of this machine, which is none of the cluster's.
+    on_cpu = args.cpu or args.use_cpu
     use_gpu = bool(options["use_gpu"] or (args.multi_gpu if is_local or config else given_gpus))
     if is_local:
         use_gpu = use_gpu or not (on_cpu or not local_gpus())

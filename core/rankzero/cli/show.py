@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import re
 import sys
 import time
@@ -143,6 +144,7 @@ def status(run: str, as_json: bool) -> None:
 @click.option("--rank", multiple=True, type=click.IntRange(min=0), help="Only this rank; may be given several times.")
 @click.option("--tail", "-n", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
 @click.option("--since", callback=words.seconds, metavar="TIME", help="Only lines of the last 10m, 2h.")
+@click.option("--attempt", type=click.IntRange(min=0), metavar="N", help="Only lines of this attempt, from 0.")
 @click.option("--grep", callback=words.pattern, metavar="PATTERN", help="Only lines that match a regular expression.")
 @click.option("--timestamps", "-t", is_flag=True, help="Begin each line with its time.")
 @click.option("--driver", is_flag=True, help="The output of the run's driver and its JVM instead, driver.log.")
@@ -153,6 +155,7 @@ def logs(
     rank: tuple[int, ...],
     tail: int | None,
     since: float | None,
+    attempt: int | None,
     grep: re.Pattern[str] | None,
     timestamps: bool,
     driver: bool,
@@ -167,19 +170,25 @@ def logs(
     handle = RunHandle.attach(find_run(run), follows=follow)
     job = RunDirectory(handle.directory).job()
     world_size = job.num_processes
-    if driver and (since is not None or timestamps):
-        raise click.UsageError("--since and --timestamps are for lines of ranks; those of --driver contain their times")
+    if driver and (since is not None or attempt is not None or timestamps):
+        raise click.UsageError(
+            "--since, --attempt and --timestamps are for lines of ranks; those of --driver contain their times"
+        )
     if wrong := [one for one in rank if one >= world_size]:
         raise click.BadParameter(f"{wrong[0]} is no rank of this run, which has {world_size}", param_hint="--rank")
     positions = dict.fromkeys(rank or range(world_size), Position())
-    begin = None if since is None else time.time() - since
+    begin = -math.inf if since is None else time.time() - since
+    end = math.inf
+    if attempt is not None:
+        began, end = _times_of(handle, attempt)
+        begin = max(begin, began)
 
     def lines(follow: bool) -> Iterator[Line]:
         found = _driver_log(handle) if driver else handle.timed_lines(positions, follow)
         return (
             line
             for line in found
-            if (begin is None or line.time is None or line.time >= begin) and _matches(line, grep)
+            if (since is attempt is None or line.time is None or begin <= line.time < end) and _matches(line, grep)
         )
 
     def show(line: Line) -> None:
@@ -196,6 +205,20 @@ def logs(
     if tail is None or (follow and not driver):
         for line in lines(follow):
             show(line)
+
+
+def _times_of(handle: RunHandle[Any], attempt: int) -> tuple[float, float]:
+    """Returns the Unix times between which the driver received the lines of an attempt."""
+    begins: dict[int, float] = {}
+    for event in handle.events():
+        if event["type"] == "state":
+            begins.setdefault(event["attempt"], event["time"])
+    if attempt not in begins:
+        known = ", ".join(map(str, begins)) or "none yet"
+        raise click.BadParameter(
+            f"{attempt} is no attempt of this training, which had: {known}", param_hint="--attempt"
+        )
+    return begins[attempt], min((when for number, when in begins.items() if number > attempt), default=math.inf)
 
 
 def _matches(line: Line, pattern: re.Pattern[str] | None) -> bool:
