@@ -200,6 +200,19 @@ def test_what_comes_onto_the_search_path_between_two_runs_is_found(launcher: Lau
     assert later.run(find) is True
 
 
+def test_a_relative_search_path_begins_in_the_directory_of_the_launch(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "relative_to_the_launch.py").write_text("NAME = 'found'\n")
+    monkeypatch.chdir(tmp_path)
+
+    def find() -> str:
+        return str(importlib.import_module("relative_to_the_launch").NAME)
+
+    assert launcher.options(env={**(launcher.env or {}), "PYTHONPATH": "packages"}).run(find) == "found"
+
+
 def test_mask_limits_and_cores_are_those_of_now_and_not_of_the_first_run(launcher: Launcher) -> None:
     def look() -> list[Any]:
         import resource
