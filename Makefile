@@ -75,7 +75,7 @@ locks: setup
 # Lightning, Hugging Face, Accelerate, DeepSpeed and torchdata in ranks, a notebook's kernel, Delta tables, OpenLineage,
 # MLflow with its server, TensorBoard and W&B, and Prefect (example_integrations): they are installed beside .venv, not into it.
 # By the name of the folder the launcher knows that they are installed, and do not travel.
-FRAMEWORKS = .frameworks/site-packages
+FRAMEWORKS = $(CURDIR)/.frameworks/site-packages
 test-frameworks: setup
 	.venv/bin/python -m pip install --quiet --constraint $(LOCK) --target $(FRAMEWORKS) \
 		lightning transformers accelerate torchdata optuna ipykernel nbclient deltalake

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import ROOT, until
+from tests.conftest import ROOT, processes_with, until
 
 from rankzero import InvalidJobError, Launcher, RunHandle, bounds
 from rankzero.run import observer
@@ -68,6 +69,24 @@ def test_a_caller_that_stands_still_for_long_loses_nothing(tmp_path: Path, pause
             os.kill(caller.pid, signal.SIGKILL)
             caller.communicate()
     assert printed == "trained\n", errors
+
+
+@pytest.mark.soak
+def test_ranks_of_a_stopped_caller_end_once_its_run_was_submitted_elsewhere(tmp_path: Path, marker: str) -> None:
+    """Another host cannot see that the caller lives, and takes its run over."""
+    environment = {**os.environ, "MARK": marker}
+    caller = subprocess.Popen([sys.executable, "-c", CALLER, str(tmp_path), "0"], cwd=ROOT, env=environment)
+    try:
+        until((tmp_path / "training").exists, WAIT, "a training")
+        caller.send_signal(signal.SIGSTOP)
+        (run,) = (tmp_path / "store").iterdir()
+        job = json.loads((run / "job.json").read_text())
+        (run / "job.json").write_text(json.dumps({**job, "submission": job["submission"] + 1}))
+        assert len(processes_with(marker)) > 1
+        until(lambda: processes_with(marker) == [caller.pid], WAIT, "the end of the ranks")
+    finally:
+        os.kill(caller.pid, signal.SIGKILL)
+        caller.wait()
 
 
 LATE_CALLER = """

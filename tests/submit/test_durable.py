@@ -300,3 +300,26 @@ def test_an_automatic_try_of_a_training_that_failed_reads_the_files_of_before(
     end.write_text("")
     with launcher.durable(str(script), (str(end),), {}, Try("scheduled"), LOG) as opened:
         assert opened.handle.result(60) == expected
+
+
+def test_the_identity_is_that_of_the_code_that_is_sent(
+    launcher: Launcher, tmp_path: Path, script: Path, helper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark may compute a dataset for minutes, and the user goes on with the next version meanwhile."""
+    rows, go = tmp_path / "rows.parquet", tmp_path / "go"
+    pq.write_table(pa.table({"x": [1, 2]}), rows)
+    go.touch()
+    launcher = launcher.options(num_processes=1, dataset=str(rows), run_id="one")
+    sent = launcher.identity(script, (str(go),), {})
+    read = pq.ParquetFile
+
+    def read_for_long(*args: Any, **kwargs: Any) -> Any:
+        edit(helper, "RATE = 2\n")
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(pq, "ParquetFile", read_for_long)
+    handle = launcher.submit(script, str(go))
+    assert handle.result(60) == 1
+    assert handle.identity == sent.digest
+    monkeypatch.undo()
+    assert launcher.identity(script, (str(go),), {}) != sent

@@ -109,6 +109,19 @@ def test_a_program_that_is_not_where_the_ranks_are_travels(launcher: Launcher, f
     assert os.path.basename(out.read_text().strip()) == "train"
 
 
+def test_files_of_one_base_name_travel_apart(launcher: Launcher, folder: Path) -> None:
+    for name in ("model", "data"):
+        (folder / name).mkdir()
+        (folder / name / "config").write_text(f"of the {name}\n")
+    out = folder / "out"
+    launcher = launcher.options(num_processes=1, env={"OUT": str(out)}, warm_start=False)
+    handle = launcher.submit(["sh", "-c", 'cat "$0" "$1" > "$OUT"', "model/config", "data/config"])
+    for name in ("model", "data"):
+        (folder / name / "config").unlink()
+    assert handle.result(60) is None
+    assert out.read_text() == "of the model\nof the data\n"
+
+
 @pytest.mark.parametrize(
     ("line", "code", "signal"), [("echo oh no; exit 3", 3, None), ("echo oh no; kill -9 $$", None, "SIGKILL")]
 )
@@ -205,6 +218,28 @@ def test_a_launcher_in_a_process_that_multiprocessing_spawned_refuses(tmp_path: 
     assert "put the call below `if __name__ == '__main__':`" in done.stdout
     (run,) = (tmp_path / "store").iterdir()
     assert RunHandle.attach(run).result() == 1
+
+
+@pytest.mark.parametrize("sends_directory", [False, True])
+def test_a_script_restarts_with_the_modules_that_it_was_submitted_with(
+    launcher: Launcher, folder: Path, sends_directory: bool
+) -> None:
+    (folder / "parts").mkdir()
+    (folder / "parts" / "__init__.py").write_text("")
+    (folder / "parts" / "step.py").write_text("STEP = 'submitted'\n")
+    (folder / "helper.py").write_text("from pathlib import Path\nPLACE = Path(__file__).parent\n")
+    (folder / "train.py").write_text(
+        "import os, signal\nimport rankzero.train as rt\n"
+        "import helper\nfrom parts.step import STEP\n"
+        f"place = {str(folder)!r}\n"
+        "if rt.get_context().attempt == 0:\n"
+        "    assert SENT or str(helper.PLACE) == place, 'data files beside modules are found there'\n"
+        "    open(os.path.join(place, 'parts', 'step.py'), 'w').write('STEP = \"edited\"\\n')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "rt.set_result(STEP)\n".replace("SENT", str(sends_directory))
+    )
+    launcher = launcher.options(num_processes=1, max_restarts=1, working_dir=folder if sends_directory else None)
+    assert launcher.run(folder / "train.py") == "submitted"
 
 
 def test_scripts_of_one_process_ship_the_modules_beside_them(tmp_path: Path) -> None:

@@ -203,6 +203,23 @@ def test_a_module_of_another_script_with_the_same_name_is_no_edited_one(
     assert "changed on the disk" not in caplog.text
 
 
+def test_a_module_that_was_edited_before_its_first_submission_is_named(
+    project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    write(project / "edited_early.py", "def train():\n    return 1\n")
+    module = importlib.import_module("edited_early")
+    write(project / "edited_early.py", "def train():\n    return 22\n")
+    for _ in range(2):
+        caplog.clear()
+        assert Launcher(1, store=tmp_path / "store").run(module.train) == 22
+        assert "edited_early: changed on the disk since this process imported it" in caplog.text
+    caplog.clear()
+    importlib.reload(module)
+    Launcher(1, store=tmp_path / "store").run(module.train)
+    assert "changed on the disk" not in caplog.text
+
+
 def test_a_module_that_was_edited_and_not_reloaded_is_named(
     project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,7 @@ start from, are fetched only when a worker requests them because it cannot read 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import tarfile
@@ -70,6 +71,17 @@ class Inputs:
                 return file.read() == self._assigned.run_token and os.access(directory, os.W_OK)
         except OSError:
             return False
+
+    def is_resubmitted(self) -> bool:
+        """Returns True if this host sees that the run was submitted again since, so that its driver counts as dead."""
+        if self.shared:
+            own = self._assigned.files["payload.pkl"]["location"].split("/")[-2]
+            with (
+                contextlib.suppress(OSError, ValueError),
+                open(os.path.join(self._assigned.run_directory, "job.json")) as file,
+            ):
+                return bool(json.load(file)["submission"] > int(own))
+        return False
 
     def fetch(self, fetch: Callable[[str, str], None]) -> None:
         """Requests each missing file, by name and local path."""

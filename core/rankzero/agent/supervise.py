@@ -65,8 +65,9 @@ class Agent:
             config["task"],
             config.get("connect_timeout"),
             certificate,
-            watcher_of(config.get("caller")),
+            self._driver_lives,
         )
+        self._caller_lives = watcher_of(config.get("caller"))
         self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
         self._inputs: Inputs | None = None
         self._requests = Requests(self._client.fetch, config["scratch"])
@@ -107,6 +108,10 @@ class Agent:
             self._end_everything()
         if self._lost and not self._ending.is_orphaned:
             sys.exit(f"the driver is lost: {self._lost}")
+
+    def _driver_lives(self) -> bool:
+        """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
+        return self._caller_lives() and not (self._inputs and self._inputs.is_resubmitted())
 
     # -- the loop ------------------------------------------------------------------------------
 

@@ -271,10 +271,19 @@ def is_path(source: Any) -> bool:
 
 
 def _opened(source: Any, engine: Engine) -> Any:
-    """Opens a table or query as a DataFrame if the engine uses the caller's session; else returns its text."""
+    """Opens a table or query as a DataFrame if the engine uses the caller's session; else returns its text.
+
+    Raises:
+        InvalidJobError: the name of a table is that of a folder, too.
+    """
     session = getattr(engine, "session", None)
     if isinstance(source, ResultRef):
         source = _table_of(source)
+    if engine.has_tables and isinstance(source, str) and _TABLE.fullmatch(source) and os.path.exists(source):
+        raise InvalidJobError(
+            f'dataset "{source}" may be a table of Spark, and is a path here: give "./{source}" for the path, or '
+            f'"SELECT * FROM {source}" for the table'
+        )
     if isinstance(source, Manifest) or _is_frame(source) or is_path(source):
         return source
     if session is None:

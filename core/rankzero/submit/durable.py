@@ -68,8 +68,10 @@ def open_durable(
         before = submission.find(run)
         repeated = as_repeated(request, before, caller.generation) if before else request
         kept = {name: source for name, source in repeated.sources.items() if source is not request.sources[name]}
-        identity = repeated.identity_of(train, args, kwargs)
-        decision = _reconcile(before, repeated.asked(train, identity), caller, log) if before else Decision.FRESH
+        decision = Decision.FRESH
+        if before:
+            asked = repeated.asked(train, repeated.identity_of(train, args, kwargs))
+            decision = _reconcile(before, asked, caller, log)
         if before and decision in (Decision.ATTACH, Decision.DELIVER):
             handle = before
             log.info("attached to the run in %s", handle.directory)
@@ -80,7 +82,7 @@ def open_durable(
             yield Opened(handle, attached=True)
             return
         if not kept or (decision is Decision.RESUME and datasets.are_readable(kept, request.sources, request.engine)):
-            request = replace(repeated, identity=identity)
+            request = repeated
         if caller.is_followed_by_another:
             _, job = prepare(request, train, args, kwargs, detached=True)
             handle = drivers.start(run, job, request) if job else RunHandle.attach(run.directory)
@@ -100,7 +102,7 @@ def as_repeated(request: Request, before: RunHandle[Any], generation: str) -> Re
     A dataset that has changed since does not make an automatic try another training.
     """
     kept = datasets.of_earlier_try(RunDirectory(before.directory), request.sources, generation)
-    return replace(request, sources={**request.sources, **kept}, identity=None) if kept else request
+    return replace(request, sources={**request.sources, **kept}) if kept else request
 
 
 def _await_trackers(handle: RunHandle[Any]) -> None:

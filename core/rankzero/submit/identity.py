@@ -11,14 +11,12 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 from rankzero.kinds import NumProcesses
 from rankzero.run.identity import (
     ARGUMENT,
     CODE_VERSION,
-    DATASET,
     DIGITS,
     MODULE,
     NUM_PROCESSES,
@@ -45,7 +43,6 @@ def identity_of(
     world_size: NumProcesses,
     code_version: str | None = None,
     user_code: UserCode | None = None,
-    datasets: Sequence[tuple[str, str]] = (),
 ) -> Identity:
     """Returns the identity of a training, equal in every process for the same code, arguments and world size.
 
@@ -60,14 +57,12 @@ def identity_of(
         world_size: Number of ranks; for an elastic job the smallest and the largest; or ``"auto"``.
         code_version: Replaces the checksums of all code, which is then not read.
         user_code: The user's ``working_dir`` and ``py_files``; counts by content.
-        datasets: Name and checksum of each dataset.
 
     Raises:
         InvalidJobError: ``train`` names no script or function, or its modules are too large to be shipped.
     """
     resolved = resolve(train)
     parts = {NUM_PROCESSES: repr(world_size)}
-    parts |= {f"{DATASET}{name}": digest for name, digest in datasets}
     code = Code()
     arguments = named_arguments(resolved, args, kwargs)
     named = arguments if len(arguments) <= MOST_ARGUMENTS else arguments[:MOST_ARGUMENTS]

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import os
 import site
+import struct
 import sys
 import sysconfig
 import types
@@ -232,7 +233,7 @@ def digests_of_modules(names: Iterable[str], first: str | None = None) -> dict[s
 
 
 _submitted: dict[str, tuple[Any, str]] = {}
-"""By name of a loaded module: the spec of its loading, and its checksum at the first submission after that."""
+"""By name of a loaded module: the spec of its loading, and its checksum then or at the first submission after that."""
 
 
 def changed_modules(digests: Mapping[str, str]) -> list[str]:
@@ -249,10 +250,26 @@ def changed_modules(digests: Mapping[str, str]) -> list[str]:
         if spec is not None and _digest_of(spec).startswith(digest):
             before = _submitted.get(name)
             if before is None or before[0] is not spec:
-                _submitted[name] = spec, digest
-            elif before[1] != digest:
+                # Marked by another checksum, it is named until it is reloaded.
+                before = _submitted[name] = spec, "" if _is_older(spec) else digest
+            if before[1] != digest:
                 changed.append(name)
     return changed
+
+
+def _is_older(spec: Any) -> bool:
+    """Returns True if a module was compiled from an older file than the one on the disk."""
+    with contextlib.suppress(OSError, TypeError):
+        with open(spec.cached, "rb") as compiled:
+            header = compiled.read(16)
+        source = os.stat(spec.origin)
+        by_time = header[4:8] == bytes(4)
+        return by_time and header[8:] != struct.pack("<II", int(source.st_mtime) & _LAST_32, source.st_size & _LAST_32)
+    return False
+
+
+_LAST_32 = 0xFFFFFFFF
+"""The bits of time and size that the header of a compiled module has."""
 
 
 def _digest_of(spec: Any) -> str:

@@ -9,7 +9,7 @@ import logging
 import multiprocessing
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from rankzero.job import Job
 from rankzero.kinds import NumProcesses
 from rankzero.run import growing, pieces
 from rankzero.run.directory import RunDirectory
-from rankzero.run.identity import MODULE, Asked, Identity
+from rankzero.run.identity import DATASET, MODULE, Asked, Identity
 from rankzero.run.names import LINES, log_name
 from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, payload, submission
@@ -49,7 +49,6 @@ class Request:
         num_processes: World size as the launcher was given it, which is a part of the identity: the value of ``"auto"``
             differs between machines, and the training does not.
         env: Environment variables for the ranks. May hold secrets.
-        identity: The identity of the training, if it is known already; else None.
         restart_on: Exceptions after which the user wants another attempt.
         sources: What the user gave for ranks to read, by name.
         code: What travels because the user says so.
@@ -62,7 +61,6 @@ class Request:
     template: Job
     num_processes: NumProcesses
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    identity: Identity | None = None
     restart_on: object = ()
     sources: Mapping[str, Any] = field(default_factory=dict)
     code: UserCode = field(default_factory=UserCode)
@@ -79,28 +77,27 @@ class Request:
         spec, retrier = self.engine.to_spec()[1], self.caller.retrier if self.caller else None
         return {"env": dict(self.env), "engine": spec, "trackers": self.trackers, "retrier": retrier}
 
-    def identity_of(
-        self,
-        train: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        found: Datasets | None = None,
-    ) -> Identity:
-        """Returns the identity of a training, if it is not known already.
+    def identity_of(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Identity:
+        """Returns the identity of a training. Spark computes the checksums of its DataFrames.
 
         Args:
             train: As for `Launcher.run`.
             args: As for `Launcher.run`.
             kwargs: As for `Launcher.run`.
-            found: Its datasets, if they are collected already; else Spark computes their checksums.
         """
-        if self.identity is not None:
-            return self.identity
-        read = found.digests if found else datasets.digests_of(self.sources, self.engine)
+        own = self.identity_without_datasets(train, args, kwargs)
+        return self.with_datasets(own, datasets.digests_of(self.sources, self.engine))
+
+    def identity_without_datasets(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Identity:
+        """Returns the identity of a training's code and arguments, as they are now. Takes the arguments of `run`."""
+        return identity_of(train, args, kwargs, self.num_processes, self.template.code_version, self.code)
+
+    def with_datasets(self, identity: Identity, digests: Iterable[tuple[str, str]]) -> Identity:
+        """Returns an identity with names and checksums of datasets."""
         if generation := self.template.generation:
             # The driver computes the rows of a query, so only its text is known here. A user's clear reads them again.
-            read = [(name, f"{text} {generation}" if self._is_query(name, text) else text) for name, text in read]
-        return identity_of(train, args, kwargs, self.num_processes, self.template.code_version, self.code, read)
+            digests = [(name, f"{text} {generation}" if self._is_query(name, text) else text) for name, text in digests]
+        return Identity.of({**dict(identity.parts), **{f"{DATASET}{name}": digest for name, digest in digests}})
 
     def _is_query(self, name: str, digest: str) -> bool:
         return isinstance(self.sources[name], str) and self.sources[name] == digest
@@ -143,6 +140,8 @@ def prepare(
             "give SparkEngine(master=...) or SparkConnectEngine(url) to submit(), or use run()"
         )
     parts = payload.build(train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1)
+    # Now, and not behind the datasets, for which Spark may take minutes: the code on the disk may change meanwhile.
+    own = request.identity_without_datasets(train, args, kwargs)
     if isinstance(train, (list, tuple)) and request.template.hang_timeout:
         raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()
@@ -157,8 +156,8 @@ def prepare(
         before = datasets.earlier(run) if request.sources else {}
         found = datasets.collect(request.sources, engine, run, job.num_processes, before)
         unless_started.callback(found.discard, before)
-        asked = request.asked(train, request.identity_of(train, args, kwargs, found))
-        identity = asked.identity
+        identity = request.with_datasets(own, found.digests)
+        asked = request.asked(train, identity)
         _note_changed_modules(identity)
         job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=dict(found.queries))
         submitted = _submit(run, job, asked, parts, request, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import inspect
 import os
 import runpy
@@ -36,11 +37,9 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
     from rankzero.values.envelope import open_packed
     from rankzero.values.ref import map_refs
 
-    if modules := start.modules:
-        # The caller's own modules come before installed ones, as in the caller's process.
-        sys.path.insert(0, modules)
-    if code := start.code:
-        _enter(code)
+    # The caller's own code comes before installed packages, as in the caller's process.
+    sent = _enter(start.code) if start.code else []
+    sys.path[:0] = [*sent, *filter(None, [start.modules])]
     # The agent has verified its digest, so it may be unpickled.
     payload = open_packed(start.payload)
     install_restart_on(payload.get("restart_on"))
@@ -64,13 +63,13 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
             return _call_function(payload, args, kwargs)
         line = [str(argument).replace(LOCAL_RANK_MACRO, os.environ["LOCAL_RANK"]) for argument in args]
         if payload["kind"] == "script":
-            _run_script(payload, line)
+            _run_script(payload, line, start.modules, len(sent))
         elif payload["kind"] == "module":
             sys.argv = [payload["name"], *line]
             runpy.run_module(payload["name"], run_name="__main__", alter_sys=True)
         else:
             for position, file in payload["files"].items():
-                line[position] = _place(file["path"], file["data"], file["mode"])
+                line[position] = _place(file["path"], file["data"], position, file["mode"])
             run_command(line)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
@@ -108,8 +107,8 @@ def _path_of(ref: ResultRef, start: Start, fetch: Callable[[str], str]) -> str:
     return fetch(name)
 
 
-def _enter(code: str) -> None:
-    """Changes to the user's working directory; puts it, then the user's Python files, first on the search path."""
+def _enter(code: str) -> list[str]:
+    """Changes to the user's working directory; returns it and the places of the user's Python files."""
     working_dir, py_files = os.path.join(code, "working_dir"), os.path.join(code, "py_files")
     places = []
     if os.path.isdir(working_dir):
@@ -118,8 +117,8 @@ def _enter(code: str) -> None:
     if os.path.isdir(py_files):
         archives = [name for name in sorted(os.listdir(py_files)) if name.endswith((".zip", ".egg", ".whl"))]
         places += [py_files, *(os.path.join(py_files, name) for name in archives)]
-    sys.path[:0] = places
     os.environ["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return places
 
 
 def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:
@@ -140,23 +139,57 @@ def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:
     return value
 
 
-def _run_script(payload: dict[str, Any], line: list[str]) -> None:
+def _run_script(payload: dict[str, Any], line: list[str], modules: str | None, sent: int) -> None:
+    """Runs a script with the modules that it was submitted with.
+
+    Args:
+        payload: The script.
+        line: Its arguments.
+        modules: The directory with its modules; None if it has none.
+        sent: The number of places of the search path that the user has sent, which come first.
+    """
     path = _place(payload["path"], payload["source"])
     module = types.ModuleType("__main__")
     module.__file__ = path
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
     sys.argv = [path, *line]
-    sys.path.insert(0, os.path.dirname(path))
+    directory = os.path.dirname(path)
+    # Modules beside the script find their data files there, unless they were edited since the submission.
+    is_edited = modules is not None and _differs(modules, directory)
+    sys.path.insert(sent + is_edited, directory)
     exec(compile(payload["source"], path, "exec"), module.__dict__)
 
 
-def _place(path: str, data: bytes, mode: int = 0o600) -> str:
-    """Returns the file's own path if it exists unchanged, so that code finds files beside it; else that of a copy."""
+def _differs(modules: str, directory: str) -> bool:
+    """Returns True if a directory has another version of one of these modules, or only a part of a package."""
+    for folder, inner, names in os.walk(modules):
+        is_top = folder == modules
+        # What is not there is found where it was sent.
+        is_here = {name: not is_top or os.path.isdir(os.path.join(directory, name)) for name in inner}
+        inner[:] = [name for name in inner if is_here[name] and name != "__pycache__"]
+        for name in names:
+            sent, here = os.path.join(folder, name), os.path.join(directory, os.path.relpath(folder, modules), name)
+            if not (filecmp.cmp(sent, here, shallow=False) if os.path.isfile(here) else is_top):
+                return True
+    return False
+
+
+def _place(path: str, data: bytes, number: int = 0, mode: int = 0o600) -> str:
+    """Returns the file's own path if it exists unchanged, so that code finds files beside it; else that of a copy.
+
+    Args:
+        path: Path of the file where it was submitted.
+        data: Its content.
+        number: Number of the file among those of this task, whose base names may be equal.
+        mode: Mode of a copy.
+    """
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if file.read() == data:
             return path
-    copy = os.path.join(os.environ["RANKZERO_SCRATCH"], os.path.basename(path))
+    folder = os.path.join(os.environ["RANKZERO_SCRATCH"], "sent", str(number))
+    os.makedirs(folder, exist_ok=True)
+    copy = os.path.join(folder, os.path.basename(path))
     temporary = f"{copy}.{os.getpid()}"
     with open(temporary, "wb") as file:
         file.write(data)
