@@ -106,6 +106,7 @@ def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: La
         time.sleep(1.0)
 
 
+@pytest.mark.soak
 def test_a_restart_finds_loaded_what_the_first_optimizer_step_imports(launcher: Launcher) -> None:
     def loaded(names: list[str], seconds: float) -> list[str]:
         import os

@@ -365,6 +365,7 @@ def test_ranks_may_leave_in_any_order(launcher: Launcher) -> None:
     assert launcher.options(num_processes=3).run(train) == 0
 
 
+@pytest.mark.soak
 def test_the_start_waits_for_every_rank(launcher: Launcher, tmp_path: Path) -> None:
     block = tmp_path / "torch_blocks"
     block.mkdir()
@@ -666,7 +667,7 @@ def save_and_return_when_asked() -> int:
 @pytest.mark.parametrize(
     "train",
     [
-        exit_when_asked,
+        pytest.param(exit_when_asked, marks=pytest.mark.soak),
         save_and_return_when_asked,
         ["bash", "-c", "trap 'exit 0' TERM; echo listens; while :; do sleep 0.05; done"],
     ],
@@ -700,6 +701,7 @@ def test_a_value_that_was_returned_before_a_cancel_is_the_result(launcher: Launc
     assert handle.result(WAIT) == "whole"
 
 
+@pytest.mark.soak
 def test_a_start_that_follows_a_restart_counts_among_the_timeout(launcher: Launcher, tmp_path: Path) -> None:
     block = tmp_path / "torch_blocks"
     block.mkdir()

@@ -21,7 +21,10 @@ SECRET = "hunter2-of-the-user"
 WAIT = 60.0
 
 
-@pytest.fixture(params=["a directory", "an object store"])
+PLACES = ["a directory", "an object store"]
+
+
+@pytest.fixture(params=["a directory", pytest.param("an object store", marks=pytest.mark.soak)])
 def secretive(request: pytest.FixtureRequest, launcher: Launcher, tmp_path: Path) -> Launcher:
     store = tmp_path / "store" if request.param == "a directory" else f"{request.getfixturevalue('bucket')}/store"
     env = {**(launcher.env or {}), "TOKEN": SECRET}
@@ -74,6 +77,7 @@ def test_a_run_that_succeeded(secretive: Launcher, tmp_path: Path, start: Callab
     assert files_with_the_secret(secretive.store) == []
 
 
+@pytest.mark.parametrize("secretive", PLACES, indirect=True)
 def test_a_run_that_failed(secretive: Launcher, tmp_path: Path) -> None:
     with pytest.raises(RankZeroError, match="wrong"):
         secretive.submit(fail).result(WAIT)

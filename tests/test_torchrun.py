@@ -79,6 +79,7 @@ def test_a_script_finds_all_that_torchrun_sets(launcher: Launcher, tmp_path: Pat
     assert int(found["OMP_NUM_THREADS"]) >= 1
 
 
+@pytest.mark.soak
 def test_processes_that_rank_0_spawns_meet_at_the_inherited_port(launcher: Launcher, tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -196,8 +197,8 @@ def leave_late(how: str, seconds: float, witness: str) -> str:
     ("how", "cut"),
     [
         ("thread", r"cut off the thread 'upload' in work, .*test_torchrun.py:\d+\."),
-        ("handler", r"cut off an exit handler in work, .*test_torchrun.py:\d+\."),
-        ("lock", "native code that holds the interpreter's lock"),
+        pytest.param("handler", r"cut off an exit handler in work, .*test_torchrun.py:\d+\.", marks=pytest.mark.soak),
+        pytest.param("lock", "native code that holds the interpreter's lock", marks=pytest.mark.soak),
     ],
 )
 def test_what_the_end_of_a_rank_cuts_off_is_in_its_log(launcher: Launcher, tmp_path: Path, how: str, cut: str) -> None:

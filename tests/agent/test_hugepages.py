@@ -74,6 +74,7 @@ def rank_parent() -> int:
     return psutil.Process(os.getppid()).ppid()
 
 
+@pytest.mark.soak
 @needs_kernel
 def test_an_idle_server_gathers_its_memory(launcher: Launcher) -> None:
     # A server of its own: of one that has served many runs, half of the pages have been split again.

@@ -135,7 +135,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("has_place", [True, False])
+@pytest.mark.parametrize("has_place", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_a_root_that_is_read_only(tmp_path: Path, marker: str, has_place: bool) -> None:
     """As in a pod with ``readOnlyRootFilesystem``, whose volumes are Spark's local directory and the store."""
     if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"]).returncode:

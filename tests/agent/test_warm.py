@@ -137,7 +137,7 @@ def server_of_this_rank() -> int:
     return psutil_free_parent(os.getppid())
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_drivers_share_the_server_of_a_process_that_outlives_them(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
@@ -265,6 +265,7 @@ def test_a_directory_of_caches_needs_no_server_of_its_own(launcher: Launcher, tm
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.soak
 def test_idle_servers_of_other_environments_end(own_warm_servers: None, launcher: Launcher) -> None:
     """A service whose runs differ in a variable that torch reads when it is loaded has two servers, not one a run."""
 
@@ -295,6 +296,7 @@ def test_what_a_process_list_shows_of_a_fork_is_its_own(launcher: Launcher, mark
     assert f"MARK={marker}\0" in environment
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("own_warm_servers")
 def test_the_death_of_the_server_is_a_lost_host(launcher: Launcher, tmp_path: Path) -> None:
     def wait(folder: str) -> None:
@@ -402,6 +404,7 @@ def lonely(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+@pytest.mark.soak
 def test_a_server_ends_when_nobody_comes(lonely: subprocess.Popen[str], tmp_path: Path) -> None:
     assert lonely.wait(60) == 0
     assert not (tmp_path / "server").exists()
@@ -454,6 +457,7 @@ def value_from_a_zip() -> int:
     return int(importlib.import_module("from_a_zip").VALUE)
 
 
+@pytest.mark.soak
 def test_an_archive_that_changes_is_read_again(tmp_path: Path) -> None:
     archive = tmp_path / "user.zip"
     launcher = Launcher(store=tmp_path / "store", env={"PYTHONPATH": str(archive)})
@@ -525,7 +529,7 @@ def leave_directories(place: str) -> None:
     kept.append(tempfile.TemporaryDirectory(dir=place))
 
 
-@pytest.mark.parametrize("warm_start", [True, False])
+@pytest.mark.parametrize("warm_start", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_what_a_rank_leaves_to_finalizers_is_done_last(tmp_path: Path, warm_start: bool) -> None:
     # Those of the server's libraries are out of the way, so that nobody goes through them.
     (tmp_path / "place").mkdir()
@@ -552,6 +556,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.soak
 def test_torchs_table_of_compile_times_is_made_for_who_reads_it() -> None:
     made, _, rest = run_python(TABLE_AT_EXIT).partition("INFO True")
     assert "TorchDynamo compilation metrics" in made

@@ -217,6 +217,7 @@ def ids() -> list[int]:
     return sorted(number for part in rt.all_gather_object(mine) for number in part)
 
 
+@pytest.mark.soak
 def test_the_ranks_of_a_barrier_stage_read_the_frame(session: Any, frame: Any, tmp_path: Path) -> None:
     launcher = Launcher(2, engine=SparkEngine(session=session), store=tmp_path)
     assert launcher.options(dataset=frame).run(ids) == list(range(1001))
@@ -252,6 +253,7 @@ def test_a_resumed_run_goes_on_in_the_rows_with_which_it_began(session: Any, fra
     assert glob.glob(f"{tmp_path}/again/datasets/*") == []
 
 
+@pytest.mark.soak
 def test_a_resumed_run_keeps_the_rows_of_its_query(session: Any, tmp_path: Path) -> None:
     """Its table has grown meanwhile, and the driver of the second submission has a Spark of its own."""
     source = str(tmp_path / "source")
@@ -366,6 +368,7 @@ def test_a_sweep_does_not_keep_its_rows_in_a_run(session: Any, tmp_path: Path) -
     assert image.exists()
 
 
+@pytest.mark.soak
 def test_spark_writes_nothing_for_a_training_that_resumes(session: Any, tmp_path: Path, written: list[str]) -> None:
     launcher = Launcher(1, store=tmp_path / "runs", run_id="r", dataset=session.range(100))
     with pytest.raises(Exception, match="no more"):
@@ -388,6 +391,7 @@ def test_a_driver_with_a_spark_of_its_own_computes_queries_and_writes_no_secret_
     assert files_with_the_secret(tmp_path / "store") == []
 
 
+@pytest.mark.soak
 def test_a_table_that_its_driver_does_not_find_ends_the_run_with_a_typed_error(tmp_path: Path) -> None:
     launcher = Launcher(2, engine=SparkEngine(master="local[2]"), dataset="no.such", store=tmp_path, max_restarts=3)
     with pytest.raises(InvalidJobError, match="TABLE_OR_VIEW_NOT_FOUND"):

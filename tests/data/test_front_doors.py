@@ -46,7 +46,10 @@ def partition_loader(num_samples: int, workers: int, is_prepared: bool = False) 
     return [[batch[0].tolist(), list(batch[1].shape)] for batch in loader]
 
 
-@pytest.mark.parametrize(("workers", "is_prepared"), [(0, False), (1, False), (0, True)])
+@pytest.mark.parametrize(
+    ("workers", "is_prepared"),
+    [(0, False), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, False), (0, True)))],
+)
 def test_pysparks_partition_loader_wraps_round(numbers: str, tmp_path: Path, workers: int, is_prepared: bool) -> None:
     launcher = Launcher(2, dataset=numbers, store=tmp_path / "runs")
     found = launcher.run(partition_loader, 7, workers, is_prepared)

@@ -59,6 +59,7 @@ def processes_of(handle: RunHandle[Any]) -> list[psutil.Process]:
     return [driver, *(each for each in driver.children(recursive=True) if each.name() == "java")]
 
 
+@pytest.mark.soak
 def test_a_cancel_while_the_drivers_own_spark_computes_leaves_nothing(tmp_path: Path) -> None:
     handle = submitted(tmp_path, STUCK)
     await_files(tmp_path)

@@ -162,6 +162,7 @@ def _whole() -> None:
     rt.barrier()
 
 
+@pytest.mark.soak
 def test_rows_of_all_ranks_do_not_belong_to_a_checkpoint_of_rank_0(launcher: Launcher) -> None:
     with pytest.raises(WorkerFailedError, match=r"rank 1 has written rows.*sharded=True"):
         launcher.run(_whole)
@@ -187,6 +188,7 @@ def test_rows_of_ranks_that_report_nothing_are_not_lost_at_a_restart(launcher: L
     assert (raised.value.rank, raised.value.exception_type) == (0, "ValueError")
 
 
+@pytest.mark.soak
 def test_rows_of_ranks_that_report_nothing_are_not_lost_on_an_object_store(bucket: str) -> None:
     with pytest.raises(WorkerFailedError, match=r"rank 1 has written rows.*sharded=True"):
         Launcher(2, store=f"{bucket}/runs", max_restarts=1).run(_scored_in_epochs)
@@ -216,6 +218,7 @@ def _trained_then_scored() -> Table:
     return table
 
 
+@pytest.mark.soak
 def test_all_ranks_write_rows_after_the_last_checkpoint_of_rank_0(launcher: Launcher) -> None:
     table = launcher.options(max_restarts=1).run(_trained_then_scored)
     assert sorted(table.to_pandas()["id"]) == [0, 1]
@@ -446,7 +449,11 @@ def _score_at_a_pace_of_its_own(cadence: list[int], part: int, through: str) -> 
 
 @pytest.mark.parametrize(
     ("cadence", "part", "through"),
-    [([2, 1], 0, "shard"), ([2, 1], 1, "shard"), ([1, 3], 0, "shard"), ([1, 2], 0, "loader")],
+    [
+        ([2, 1], 0, "shard"),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (([2, 1], 1, "shard"), ([1, 3], 0, "shard"))),
+        pytest.param([1, 2], 0, "loader", marks=pytest.mark.soak),
+    ],
 )
 def test_ranks_that_report_at_different_batches_lose_and_double_no_row(
     ids: Launcher, cadence: list[int], part: int, through: str
@@ -606,6 +613,7 @@ def test_ranks_with_other_columns_write_one_table(launcher: Launcher, session: A
         assert rows(plain) == rows(expected)
 
 
+@pytest.mark.soak
 def test_the_rank_whose_columns_do_not_fit_gets_the_error(launcher: Launcher) -> None:
     with pytest.raises(WorkerFailedError, match="Field a has incompatible types: int64 vs string") as raised:
         launcher.run(_other_columns, [({"a": [1]}, {"a": ["x"]})])
@@ -636,6 +644,7 @@ def test_spark_reads_times_and_half_precision(session: Any) -> None:
     assert (empty.t, [row.half, empty.half]) == (None, [0.5, 1.5])
 
 
+@pytest.mark.soak
 def test_rows_reach_an_object_store(bucket: str) -> None:
     handle = Launcher(2, store=f"{bucket}/runs").submit(score, False)
     table = handle.result(90)
@@ -663,6 +672,7 @@ def test_rows_of_before_a_checkpoint_are_carried_on_an_object_store(bucket: str)
     assert "/tables/0001/" in table.uri
 
 
+@pytest.mark.soak
 def test_rows_of_a_call_that_failed_are_not_in_the_table_on_an_object_store(bucket: str) -> None:
     table, kinds = Launcher(1, store=f"{bucket}/runs").run(_retried)
     assert kinds == ["RuntimeError: out of memory"] * 2

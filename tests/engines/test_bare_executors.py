@@ -59,10 +59,12 @@ def test_rankzero_train(on_bare: Launcher) -> None:
     assert torch.is_tensor(result["model"]["weight"])
 
 
+@pytest.mark.soak
 def test_whole_states_are_loaded_without_numpy(on_bare: Launcher) -> None:
     assert on_bare.run(load_whole_states) == [True, True]
 
 
+@pytest.mark.soak
 def test_a_restart_from_a_checkpoint(on_bare: Launcher) -> None:
     assert on_bare.options(max_restarts=1, restart_on=ConnectionError).run(fail_once) == 1
 
@@ -76,6 +78,7 @@ def test_a_script_and_its_module(on_bare: Launcher, tmp_path: Path) -> None:
     assert on_bare.run(script, "--lr", "0.1") == [42, "--lr", "0.1"]
 
 
+@pytest.mark.soak
 def test_the_front_door_of_ray_train(on_bare: Launcher) -> None:
     from rankzero.compat.ray_train import ScalingConfig, TorchTrainer
 
@@ -85,6 +88,7 @@ def test_the_front_door_of_ray_train(on_bare: Launcher) -> None:
     assert trainer.fit().metrics == {"world": 2, "lr": 0.5}
 
 
+@pytest.mark.soak
 def test_the_front_door_of_horovod(on_bare: Launcher) -> None:
     from rankzero.compat.horovod import HorovodRunner
 

@@ -100,6 +100,7 @@ def test_ranks_train_together_and_their_lines_come_back(
     assert sorted(lines) == ["[0] this is rank 0", "[1] this is rank 1"]
 
 
+@pytest.mark.soak
 def test_launches_of_fresh_processes_share_what_is_warm(
     server: ConnectServer, tmp_path: Path, suite_marker: str
 ) -> None:
@@ -126,17 +127,20 @@ def test_first_cause_of_a_failed_rank(on_connect: Launcher) -> None:
     assert (caught.value.rank, caught.value.exception_type) == (1, "ValueError")
 
 
+@pytest.mark.soak
 def test_a_killed_rank_is_named(on_connect: Launcher) -> None:
     with pytest.raises(WorkerFailedError) as caught:
         on_connect.run(die)
     assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
 
 
+@pytest.mark.soak
 def test_ranks_that_hang_end(on_connect: Launcher) -> None:
     with pytest.raises(HangError):
         on_connect.options(hang_timeout=1.0).run(stand_still)
 
 
+@pytest.mark.soak
 def test_arguments_and_results_larger_than_a_message(on_connect: Launcher) -> None:
     data = os.urandom(1 << 20) * (MESSAGE_LIMIT // (1 << 20) + 10)
     size, back = on_connect.run(size_of, data)
@@ -144,6 +148,7 @@ def test_arguments_and_results_larger_than_a_message(on_connect: Launcher) -> No
     assert back == data
 
 
+@pytest.mark.soak
 def test_cancelling_one_run_leaves_another_user_of_the_server_alone(
     launcher: Launcher, server: ConnectServer, tmp_path: Path
 ) -> None:
@@ -187,11 +192,13 @@ def test_more_ranks_than_slots_are_refused(on_connect: Launcher) -> None:
         on_connect.options(num_processes=5).run(reduce, 1.0)
 
 
+@pytest.mark.soak
 def test_gpus_that_tasks_do_not_get_are_refused(on_connect: Launcher) -> None:
     with pytest.raises(InvalidJobError, match="spark.task.resource.gpu.amount is not set"):
         on_connect.options(use_gpu=True).run(reduce, 1.0)
 
 
+@pytest.mark.soak
 def test_cores_that_tasks_do_not_get_are_refused(on_connect: Launcher) -> None:
     with pytest.raises(InvalidJobError, match="a local master has no resource profiles: set it to 2"):
         on_connect.options(cpus_per_process=2).run(reduce, 1.0)

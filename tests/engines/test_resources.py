@@ -66,6 +66,7 @@ def test_what_no_session_can_give_is_refused() -> None:
         Launcher(2, cpus_per_process=2, engine=SparkEngine("local[2]")).run(print)
 
 
+@pytest.mark.soak
 def test_cores_of_a_rank_on_this_machine(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert launcher.options(cpus_per_process=3).run(lambda: os.environ["OMP_NUM_THREADS"]) == "3"
@@ -121,6 +122,7 @@ def test_a_session_of_other_settings_gives_what_the_job_asks_for(launcher: Launc
         on_cluster.options(num_processes=3, cpus_per_process=2).run(what_ranks_have)
 
 
+@pytest.mark.soak
 def test_gpus_that_the_session_does_not_give_its_tasks(launcher: Launcher, fair: Any) -> None:
     on_gpus = launcher.options(engine=SparkEngine(session=fair), use_gpu=True, backend="gloo", num_processes=4)
     seen = [visible for _, visible in on_gpus.run(what_ranks_have)]

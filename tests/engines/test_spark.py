@@ -82,6 +82,7 @@ def test_a_run_uses_the_callers_session_and_leaves_it_alone(
     assert context.getLocalProperty("mine") == "untouched"
 
 
+@pytest.mark.soak
 def test_spark_reuses_its_python_workers(on_session: Launcher, session: Any) -> None:
     """The task drains its input; a task that does not costs Spark a fresh worker each time."""
 
@@ -262,6 +263,7 @@ print("value", launcher.run(train), "pyspark" in sys.modules)
     assert f"value [2.0, '{sys.executable}'] False" in done.stdout, done.stderr
 
 
+@pytest.mark.soak
 def test_the_death_of_the_caller_of_run_ends_the_run(tmp_path: Path, marker: str) -> None:
     program = f"""
 import time
@@ -322,6 +324,7 @@ def test_an_executor_without_torch_is_named(
         on_session.run(who_am_i)
 
 
+@pytest.mark.soak
 def test_executors_without_that_python_are_named(launcher: Launcher) -> None:
     engine = SparkEngine(master="local[2]", conf={"spark.pyspark.python": "/no/such/python"})
     with pytest.raises(EngineError, match="no Python at '/no/such/python'"):

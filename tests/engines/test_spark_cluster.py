@@ -127,6 +127,7 @@ def await_event(launcher: Launcher, sign: str) -> None:
     until(look, WAIT, sign)
 
 
+@pytest.mark.soak
 def test_a_cluster_that_grows_while_a_run_waits_is_used(
     on_session: Callable[..., Launcher], cluster: Standalone
 ) -> None:

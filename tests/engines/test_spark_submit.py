@@ -111,6 +111,7 @@ def wait_for_file(path: str) -> str:
     return "went on"
 
 
+@pytest.mark.soak
 def test_a_run_outlives_its_submitter_and_another_process_attaches_and_cancels(
     tmp_path: Path, cluster: Standalone, marker: str
 ) -> None:
@@ -241,6 +242,7 @@ def test_a_cluster_that_cannot_be_reached_fails_the_run_with_its_words(launcher:
     assert found.status().state == "failed"
 
 
+@pytest.mark.soak
 def test_a_run_that_waits_for_its_driver_can_be_cancelled(detached: Launcher, cluster: Standalone) -> None:
     huge = cluster_engine(cluster.url, **{"spark.driver.memory": "64g"})
     handle = detached.options(engine=huge, run_id="waits").submit(who_is_there)

@@ -107,6 +107,7 @@ def test_a_run_goes_on_when_every_process_of_its_client_is_killed(
     until((store / "run" / "report.html").exists, WAIT, "the report, which the driver there writes")
 
 
+@pytest.mark.soak
 def test_ranks_that_die_start_again_within_the_stage(on_connect: Launcher, tmp_path: Path) -> None:
     handle = on_connect.options(max_restarts=1).submit(train, str(tmp_path), dies=True)
     await_ranks(tmp_path)
@@ -155,6 +156,7 @@ def assert_resumed(launcher: Launcher, lost: RunHandle[Any], folder: Path, marke
     assert again.result(WAIT) == [1, 1]
 
 
+@pytest.mark.soak
 def test_the_next_submission_resumes_a_run_whose_driver_is_killed_in_its_stage(
     on_connect: Launcher, tmp_path: Path, marker: str
 ) -> None:
@@ -167,6 +169,7 @@ def test_the_next_submission_resumes_a_run_whose_driver_is_killed_in_its_stage(
     assert_resumed(launcher, handle, tmp_path, marker)
 
 
+@pytest.mark.soak
 def test_tasks_of_a_stage_end_when_its_driver_has_ended_the_trackers(on_connect: Launcher, tmp_path: Path) -> None:
     from rankzero.tracking import Tracker
 

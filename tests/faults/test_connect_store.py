@@ -69,6 +69,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.soak
 def test_the_next_submission_resumes_a_run_on_an_object_store_whose_client_is_killed(
     on_store: Launcher, server: ConnectServer, bucket: str, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_the_next_submission_resumes_a_run_on_an_object_store_whose_client_is_ki
     assert "from step 1" in set(again.logs(0))
 
 
+@pytest.mark.soak
 def test_the_first_cause_of_a_run_on_an_object_store(on_store: Launcher) -> None:
     handle = on_store.submit(fail)
     with pytest.raises(WorkerFailedError, match="this rank fails") as caught:
@@ -99,6 +101,7 @@ def test_the_first_cause_of_a_run_on_an_object_store(on_store: Launcher) -> None
     assert caught.value.rank == 0
 
 
+@pytest.mark.soak
 def test_a_run_on_an_object_store_is_cancelled(on_store: Launcher, tmp_path: Path) -> None:
     handle = on_store.submit(train, str(tmp_path), str(tmp_path / "never"))
     await_pids(tmp_path)

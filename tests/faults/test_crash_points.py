@@ -10,10 +10,10 @@ import pytest
 from tests.faults.crash.bench import SCENARIOS, Bench
 from tests.faults.crash.points import answers_of, points_of, spread
 
-POINTS = {"run": 5, "detached restart": 5, "resubmit": 5}
+POINTS = {"run": 2, "detached restart": 2, "resubmit": 2}
 """Points of each scenario that every suite tries."""
 
-ANSWERS = {"run": 8}
+ANSWERS = {"run": 2}
 """The same, of the wrong answers of an object store."""
 
 
@@ -42,7 +42,10 @@ def test_a_kill_at_any_operation_loses_nothing_and_leaves_nothing(local: Bench, 
 
 @pytest.mark.parametrize(
     ("scenario", "count"),
-    [*ANSWERS.items(), *(pytest.param(name, 20, marks=pytest.mark.soak) for name in ("restart", "cancel", "resubmit"))],
+    [
+        *ANSWERS.items(),
+        *(pytest.param(name, 20, marks=pytest.mark.soak) for name in ("run", "restart", "cancel", "resubmit")),
+    ],
 )
 def test_a_wrong_answer_of_a_store_loses_nothing(bucket: str, tmp_path: Path, scenario: str, count: int) -> None:
     bench = open_bench(tmp_path, bucket)

@@ -97,6 +97,7 @@ def test_a_run_that_was_asked_to_end_is_not_attached_to(single: Launcher, tmp_pa
     assert again.result(WAIT) == "attempt 1"
 
 
+@pytest.mark.soak
 def test_a_late_cancel_does_not_reach_the_next_submission(single: Launcher, tmp_path: Path) -> None:
     first = start(single, tmp_path)
     first.cancel()
@@ -141,6 +142,7 @@ def test_two_processes_follow_one_run(single: Launcher, tmp_path: Path) -> None:
     assert [json.loads(output) for output in outputs] == [[["[0] started"], "attempt 0"]] * 2
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("own_warm_servers")
 def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launcher, tmp_path: Path, marker: str) -> None:
     handle = start(single, tmp_path)
@@ -194,6 +196,7 @@ def test_a_follower_keeps_a_leased_run_alive(single: Launcher, tmp_path: Path) -
     assert handle.result(WAIT) == "attempt 0"
 
 
+@pytest.mark.soak
 def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -> None:
     handle = start(single.options(orphan_timeout=3600.0), tmp_path)
     last = RunHandle.attach(handle.directory)
@@ -234,6 +237,7 @@ Launcher(store=sys.argv[2], run_id="one").submit(count_and_wait, sys.argv[1])
 """
 
 
+@pytest.mark.soak
 def test_a_driver_that_just_starts_keeps_its_submission_when_its_submitter_has_exited(
     single: Launcher, tmp_path: Path
 ) -> None:
@@ -263,11 +267,11 @@ getattr(Launcher(store=sys.argv[2], run_id="one"), sys.argv[4])(count_and_wait, 
 @pytest.mark.parametrize(
     ("before", "how"),
     [
-        ("RunDirectory.write_submission", "submit"),
+        pytest.param("RunDirectory.write_submission", "submit", marks=pytest.mark.soak),
         ("drivers.start_driver", "submit"),
-        ("DriverThread.start", "run"),
+        pytest.param("DriverThread.start", "run", marks=pytest.mark.soak),
         # The status of the second submission lies beside the job of the first.
-        ("Job.to_json", "submit"),
+        pytest.param("Job.to_json", "submit", marks=pytest.mark.soak),
     ],
 )
 def test_the_run_id_of_a_killed_submitter_is_taken_over(

@@ -307,6 +307,7 @@ def test_a_class_of_the_callers_own_function_is_found_again(launcher: Launcher) 
     assert launcher.options(num_processes=1, max_restarts=1, restart_on=[LocalError]).run(fail_once) == 1
 
 
+@pytest.mark.soak
 def test_a_script_restarts_on_what_is_named(launcher: Launcher, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

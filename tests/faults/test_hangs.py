@@ -51,7 +51,11 @@ def lose_time() -> None:
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("python", "in lose_time"), ("holds the lock", "in wait_for_peers"), ("stopped", "is stopped (SIGSTOP)")],
+    [
+        ("python", "in lose_time"),
+        pytest.param("holds the lock", "in wait_for_peers", marks=pytest.mark.soak),
+        pytest.param("stopped", "is stopped (SIGSTOP)", marks=pytest.mark.soak),
+    ],
 )
 def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how: str, words: str) -> None:
     with pytest.raises(HangError) as caught:
@@ -105,11 +109,11 @@ def test_steps_and_reports_are_progress(launcher: Launcher) -> None:
         parameter = torch.nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([parameter], lr=0.1)
         # Each kind alone lasts longer than the timeout.
-        for _ in range(12):
+        for _ in range(9):
             time.sleep(HANG_TIMEOUT / 8)
             parameter.grad = torch.ones(1)
             optimizer.step()
-        for _ in range(12):
+        for _ in range(9):
             time.sleep(HANG_TIMEOUT / 8)
             rt.report({})
         return "moving"

@@ -56,7 +56,7 @@ def with_signals_blocked() -> Any:
 
 
 @pytest.mark.usefixtures("with_signals_blocked", "own_warm_servers")
-@pytest.mark.parametrize("warm_start", [True, False])
+@pytest.mark.parametrize("warm_start", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_killed_rank_is_noticed_though_the_caller_blocks_signals(launcher: Launcher, warm_start: bool) -> None:
     launcher = launcher.options(warm_start=warm_start, timeout=WAIT)
     for seen in launcher.options(num_processes=1).run(look_at_signals):

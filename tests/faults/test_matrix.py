@@ -146,8 +146,8 @@ CELLS = [
     Cell("worker", "training", "SIGKILL", "error", "killed", ranks=2, who=0, by_hand=True),
     Cell("worker", "checkpoint", "SIGKILL", "restart", "killed", ranks=2, by_hand=True),
     Cell("worker", "returned", "SIGKILL", "restart", "killed", ranks=2, by_hand=True),
-    Cell("worker", "half", "SIGKILL", "restart", "killed", ranks=2, who=1),
-    Cell("worker", "committed", "SIGKILL", "unharmed"),
+    Cell("worker", "half", "SIGKILL", "restart", "killed", ranks=2, who=1, by_hand=True),
+    Cell("worker", "committed", "SIGKILL", "unharmed", by_hand=True),
     Cell("worker", "rendezvous", "SIGTERM", "restart", "preempted", by_hand=True),
     Cell("worker", "training", "SIGTERM", "restart", "preempted", ranks=2, who=0, by_hand=True),
     Cell("worker", "training", "SIGTERM", "error", "preempted", ranks=2, who=1, by_hand=True),
@@ -192,9 +192,9 @@ CELLS = [
     # The driver: whoever is attached is told; the run id goes on where the last checkpoint was.
     Cell("driver", "rendezvous", "SIGKILL", "resubmit", "failed", by_hand=True),
     Cell("driver", "training", "SIGKILL", "resubmit", "failed", ranks=2),
-    Cell("driver", "checkpoint", "SIGKILL", "resubmit", "failed"),
+    Cell("driver", "checkpoint", "SIGKILL", "resubmit", "failed", by_hand=True),
     Cell("driver", "returned", "SIGKILL", "resubmit", "failed", by_hand=True),
-    Cell("driver", "committed", "SIGKILL", "kept", "succeeded"),
+    Cell("driver", "committed", "SIGKILL", "kept", "succeeded", by_hand=True),
     Cell("driver", "rendezvous", "SIGTERM", "resubmit", "cancelled", by_hand=True),
     Cell("driver", "training", "SIGTERM", "resubmit", "cancelled", ranks=2, by_hand=True),
     Cell("driver", "checkpoint", "SIGTERM", "resubmit", "cancelled", by_hand=True),
@@ -204,7 +204,7 @@ CELLS = [
     # The process that called `submit` owns nothing; the one that called `run` owns its run until it has the value.
     Cell("submitter", "rendezvous", "SIGKILL", "durable", by_hand=True),
     Cell("submitter", "training", "SIGKILL", "owned", "failed"),
-    Cell("submitter", "committed", "SIGKILL", "delivered"),
+    Cell("submitter", "committed", "SIGKILL", "delivered", by_hand=True),
     Cell("submitter", "training", "SIGTERM", "owned", "failed", by_hand=True),
     Cell("submitter", "training", "SIGSTOP", "durable", by_hand=True),
     # The connection of an agent: nothing is lost while it heals within 15 s, wherever it is cut.
@@ -221,7 +221,7 @@ CELLS = [
     Cell("store", "training", "full", "unharmed", by_hand=True),
     Cell("store", "checkpoint", "full", "no room", "ResultError"),
     Cell("store", "returned", "full", "no room", "ResultError", by_hand=True),
-    Cell("store", "committed", "full", "unharmed"),
+    Cell("store", "committed", "full", "unharmed", by_hand=True),
 ]
 
 ANY_PROCESS = ("worker", "agent", "executor", "driver", "submitter")
@@ -736,7 +736,10 @@ def test_cell(
 assert HOLD_AT < STEPS - 1
 
 
-@pytest.mark.parametrize(("max_preemptions", "how"), [(0, "exit"), (1, "exit"), (1, "return")])
+@pytest.mark.parametrize(
+    ("max_preemptions", "how"),
+    [*(pytest.param(*case, marks=pytest.mark.soak) for case in ((0, "exit"), (1, "return"))), (1, "exit")],
+)
 def test_a_preempted_place_counts_as_that_also_when_its_ranks_end_politely(
     launcher: Launcher, tmp_path: Path, max_preemptions: int, how: str
 ) -> None:

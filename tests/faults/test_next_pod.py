@@ -103,6 +103,7 @@ def test_the_next_pod_resumes_the_run_of_a_pod_that_was_lost(start: Callable[[],
     assert "resumed from 1" in following.lines
 
 
+@pytest.mark.soak
 @on_namespaces
 def test_a_drained_pod_does_not_exit_with_success_and_the_next_one_resumes(
     start: Callable[[], Pod], tmp_path: Path
@@ -117,6 +118,7 @@ def test_a_drained_pod_does_not_exit_with_success_and_the_next_one_resumes(
     assert "resumed from 1" in following.lines
 
 
+@pytest.mark.soak
 @on_namespaces
 def test_a_pod_that_starts_while_the_one_before_trains_is_refused(start: Callable[[], Pod], tmp_path: Path) -> None:
     training = start()

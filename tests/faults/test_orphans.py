@@ -32,7 +32,14 @@ def start_a_stranger(file: str) -> None:
 @pytest.mark.usefixtures("own_warm_servers")
 @pytest.mark.parametrize(
     ("warm_start", "who"),
-    [(False, "agent"), (False, "guard"), (True, "agent"), (True, "server"), (True, "guard")],
+    [
+        (True, "server"),
+        (True, "guard"),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in ((False, "agent"), (False, "guard"), (True, "agent"))
+        ),
+    ],
 )
 def test_what_a_rank_has_started_ends_with_the_run(
     launcher: Launcher, tmp_path: Path, warm_start: bool, who: str

@@ -180,6 +180,7 @@ def test_a_store_that_fails_when_the_driver_starts_delays_the_run(
     assert launcher.options(run_id="run").submit(max, 1, 2).result(WAIT) == 2
 
 
+@pytest.mark.soak
 def test_a_forked_child_of_the_submitter_knows_that_the_driver_lives(launcher: Launcher, tmp_path: Path) -> None:
     """The driver is no child process of its own."""
     handle = launcher.options(run_id="run").submit(wait_for, str(tmp_path / "go"))
@@ -204,7 +205,11 @@ class Apart(LocalEngine):
     prefers_own_process = True
 
 
-@pytest.mark.parametrize("engine", [LocalEngine(), Apart(), Elsewhere()], ids=["thread", "process", "leased"])
+@pytest.mark.parametrize(
+    "engine",
+    [LocalEngine(), Apart(), pytest.param(Elsewhere(), marks=pytest.mark.soak)],
+    ids=["thread", "process", "leased"],
+)
 def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp_path: Path, engine: Any) -> None:
     request = launcher.options(run_id="run", engine=engine)._request()
     parent = os.getpid()

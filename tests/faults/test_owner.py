@@ -69,6 +69,7 @@ def test_a_forked_child_does_not_keep_the_run_of_a_killed_caller(tmp_path: Path,
         assert handle.status().state == ("cancelled" if driver == "process" else "failed")
 
 
+@pytest.mark.soak
 def test_a_forked_child_does_not_keep_the_run_of_an_interrupted_caller(tmp_path: Path, marker: str) -> None:
     with caller(tmp_path, marker, "process") as process:
         process.send_signal(signal.SIGINT)
@@ -76,6 +77,7 @@ def test_a_forked_child_does_not_keep_the_run_of_an_interrupted_caller(tmp_path:
         assert RunHandle.attach(tmp_path / "store" / "one").wait(WAIT)
 
 
+@pytest.mark.soak
 def test_a_caller_whose_run_succeeds_does_not_mind_the_child(launcher: Launcher, tmp_path: Path, marker: str) -> None:
     with caller(tmp_path, marker, "process") as process:
         (tmp_path / "go").touch()

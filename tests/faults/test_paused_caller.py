@@ -54,7 +54,8 @@ def hold_the_lock(_: psutil.Process, folder: Path, seconds: float) -> None:
     until((folder / "held").exists, WAIT, "the end of a long call")
 
 
-@pytest.mark.parametrize("pause", [stop, pytest.param(hold_the_lock, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("pause", [stop, hold_the_lock])
 def test_a_caller_that_stands_still_for_long_loses_nothing(tmp_path: Path, pause: object) -> None:
     seconds = bounds.CONNECTION_LOST_AFTER + 2.0
     command = [sys.executable, "-c", CALLER, str(tmp_path), str(int(seconds))]

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -52,8 +53,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("how", CASES)
+FIRST = [("raise", 0), ("sys.exit", 0), ("os._exit", 1), ("os._exit(0)", 0), ("SIGKILL", 1)]
+"""Of each case, the rank that fails in every suite; the other one by hand, as a crash does that is no kill."""
+
+
+@pytest.mark.parametrize(
+    ("how", "who"),
+    [pytest.param(*case, marks=[pytest.mark.soak] * (case not in FIRST)) for case in product(CASES, (0, 1))],
+)
 def test_the_failing_rank_and_its_cause_are_named(launcher: Launcher, how: str, who: int) -> None:
     # By `run`: its warm server is there for all these tests, a detached driver would start one for each.
     launcher = launcher.options(run_id="failing")
@@ -165,8 +172,8 @@ def terminate_driver(handle: RunHandle[Any]) -> None:
     ("strike", "state", "words"),
     [
         (kill_driver, "failed", "died without ending the run"),
-        (kill_agent, "failed", "ended by signal 9"),
-        (terminate_driver, "cancelled", "SIGTERM"),
+        pytest.param(kill_agent, "failed", "ended by signal 9", marks=pytest.mark.soak),
+        pytest.param(terminate_driver, "cancelled", "SIGTERM", marks=pytest.mark.soak),
     ],
 )
 def test_whatever_dies_takes_the_ranks_along_and_is_named(

@@ -30,8 +30,8 @@ def close_descriptors(how: str, path: str) -> str:
     ("how", "message"),
     [
         ("return", "has lost the connection to its agent"),
-        ("raise", "ValueError: a bad learning rate"),
-        ("exec", "closed the connection to its agent and did not end"),
+        pytest.param("raise", "ValueError: a bad learning rate", marks=pytest.mark.soak),
+        pytest.param("exec", "closed the connection to its agent and did not end", marks=pytest.mark.soak),
     ],
 )
 def test_a_rank_that_closes_its_descriptors_fails_with_that_reason(
@@ -53,7 +53,7 @@ def fork_and_return(how: str) -> str:
     return f"{how} {os.waitstatus_to_exitcode(status)}"
 
 
-@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1)])
+@pytest.mark.parametrize(("how", "code"), [("return", 0), pytest.param("raise", 1, marks=pytest.mark.soak)])
 def test_a_forked_child_that_leaves_the_training_function_is_no_rank(launcher: Launcher, how: str, code: int) -> None:
     assert launcher.options(num_processes=1, timeout=60).run(fork_and_return, how) == f"{how} {code}"
 
@@ -71,7 +71,7 @@ def report_from(method: str) -> int | None:
     return child.exitcode
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_a_report_of_a_process_that_is_not_the_rank_raises(launcher: Launcher, tmp_path: Path, method: str) -> None:
     launcher = launcher.options(num_processes=1, run_id="run")
     assert launcher.run(report_from, method) == 1

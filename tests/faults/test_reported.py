@@ -35,7 +35,7 @@ def raises_behind_a_report(*, raising: int) -> int:
     return -1
 
 
-@pytest.mark.parametrize("raising", [0, 1])
+@pytest.mark.parametrize("raising", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_rank_that_raises_costs_no_checkpoint(launcher: Launcher, raising: int) -> None:
     launcher = launcher.options(num_processes=2, max_restarts=1, restart_on=(ValueError,), stop_grace=30.0)
     assert launcher.run(raises_behind_a_report, raising=raising) == 1

@@ -84,7 +84,10 @@ def run(launcher: Launcher, function: Callable[..., Any], *args: Any) -> tuple[A
     return value, handle
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "SIGTERM", "retryable", "agent"])
+@pytest.mark.parametrize(
+    "how",
+    ["SIGKILL", *(pytest.param(how, marks=pytest.mark.soak) for how in ("SIGSEGV", "SIGTERM")), "retryable", "agent"],
+)
 def test_a_loss_is_followed_by_an_attempt_from_the_last_checkpoint(
     launcher: Launcher, marker: str, tmp_path: Path, how: str
 ) -> None:
@@ -119,6 +122,7 @@ def test_the_budget_ends_and_the_last_failure_is_raised(launcher: Launcher, tmp_
     assert starts[-1][1] >= 2
 
 
+@pytest.mark.soak
 def test_a_delivered_run_is_trained_from_scratch(launcher: Launcher, tmp_path: Path) -> None:
     launcher = launcher.options(run_id="again")
     assert launcher.run(train, "none", 0, str(tmp_path / "witness")) == [[0, 0]]
@@ -276,8 +280,15 @@ def report_two(form: str) -> float:
     raise ValueError("behind two checkpoints")
 
 
-@pytest.mark.parametrize("form", ["state", "pieces", "directory"])
-@pytest.mark.parametrize("is_remote", [False, True])
+@pytest.mark.parametrize(
+    ("is_remote", "form"),
+    [
+        (False, "state"),
+        (True, "pieces"),
+        *(pytest.param(False, form, marks=pytest.mark.soak) for form in ("pieces", "directory")),
+        *(pytest.param(True, form, marks=pytest.mark.soak) for form in ("state", "directory")),
+    ],
+)
 def test_a_checkpoint_that_a_rank_finds_damaged_is_not_used_again(
     launcher: Launcher, form: str, is_remote: bool, request: pytest.FixtureRequest
 ) -> None:

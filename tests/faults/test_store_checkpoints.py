@@ -97,7 +97,12 @@ def train(steps: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("missing", "is_direct"), [(["fsspec"], True), (["pyarrow"], True), (["fsspec", "pyarrow"], False)]
+    ("missing", "is_direct"),
+    [
+        (["fsspec"], True),
+        pytest.param(["pyarrow"], True, marks=pytest.mark.soak),
+        pytest.param(["fsspec", "pyarrow"], False, marks=pytest.mark.soak),
+    ],
 )
 def test_ranks_write_and_read_parts_by_what_they_have(
     launcher: Launcher, bucket: str, without: Without, through_driver: list[str], missing: list[str], is_direct: bool
@@ -153,7 +158,7 @@ def test_a_rank_opens_only_the_parts_that_hold_its_pieces(
     assert len([line for line in s3_server.requests("GET", path) if "pieces.jsonl" in line]) == ranks
 
 
-@pytest.mark.parametrize("missing", [[], ["fsspec"], ["fsspec", "pyarrow"]])
+@pytest.mark.parametrize("missing", [[], ["fsspec"], pytest.param(["fsspec", "pyarrow"], marks=pytest.mark.soak)])
 def test_a_reference_to_an_object_store_is_an_argument_whatever_executors_have(
     launcher: Launcher, bucket: str, without: Without, missing: list[str]
 ) -> None:
@@ -210,7 +215,7 @@ def test_a_rank_uses_the_store_again_after_a_refusal(
     assert through_driver == ["checkpoint-0-0", "value"]
 
 
-@pytest.mark.parametrize("missing", [["fsspec"], ["fsspec", "pyarrow"]])
+@pytest.mark.parametrize("missing", [["fsspec"], pytest.param(["fsspec", "pyarrow"], marks=pytest.mark.soak)])
 def test_rank_0_writes_its_value_to_the_store(
     launcher: Launcher, bucket: str, without: Without, through_driver: list[str], missing: list[str]
 ) -> None:
@@ -303,6 +308,7 @@ def test_a_rank_that_dies_in_its_upload_costs_that_checkpoint_and_leaves_nothing
     assert unfinished(bucket) == []
 
 
+@pytest.mark.soak
 def test_a_driver_that_dies_between_parts_and_manifest_has_committed_nothing(
     launcher: Launcher, bucket: str, tmp_path: Path
 ) -> None:

@@ -59,7 +59,8 @@ def newest(handle: RunHandle[Any]) -> int:
 @pytest.mark.parametrize(
     ("moment", "seconds"),
     [
-        *((moment, OUTAGE) for moment in ("training", "checkpoint", "returned", "committed")),
+        ("training", OUTAGE),
+        *(pytest.param(moment, OUTAGE, marks=pytest.mark.soak) for moment in ("checkpoint", "returned", "committed")),
         *(pytest.param(moment, LONG_OUTAGE, marks=pytest.mark.soak) for moment in ("returned", "committed")),
     ],
 )

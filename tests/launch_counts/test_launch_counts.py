@@ -50,7 +50,7 @@ def counted_anywhere(engine: str, known: Counts) -> Counts:
         return counted(engine, known, Path(place))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.soak)])
 def test_a_warm_launch_costs_what_it_did(engine: str) -> None:
     known = json.loads(COUNTS.read_text())[engine]
     found = counted_anywhere(engine, known)

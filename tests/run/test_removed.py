@@ -34,7 +34,7 @@ def train(folder: str, name: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("submissions", [1, 2], ids=["first", "second"])
+@pytest.mark.parametrize("submissions", [1, pytest.param(2, marks=pytest.mark.soak)], ids=["first", "second"])
 def test_the_new_run_gets_nothing_of_the_removed_one(launcher: Launcher, tmp_path: Path, submissions: int) -> None:
     launcher = launcher.options(num_processes=1, run_id="same")
     place = str(tmp_path)
@@ -90,7 +90,7 @@ def write_and_wait(folder: str, name: str) -> Any:
     return table
 
 
-@pytest.mark.parametrize("place", ["local", "bucket"])
+@pytest.mark.parametrize("place", ["local", pytest.param("bucket", marks=pytest.mark.soak)])
 def test_ranks_of_a_removed_run_write_nothing_into_the_new_one(
     launcher: Launcher, request: pytest.FixtureRequest, tmp_path: Path, place: str
 ) -> None:

@@ -77,7 +77,7 @@ def write_everything() -> object:
     return table
 
 
-@pytest.mark.parametrize("place", ["local", "bucket"])
+@pytest.mark.parametrize("place", ["local", pytest.param("bucket", marks=pytest.mark.soak)])
 def test_a_directory_with_files_of_a_removed_run_becomes_a_run_directory(
     launcher: Launcher, request: pytest.FixtureRequest, tmp_path: Path, place: str
 ) -> None:

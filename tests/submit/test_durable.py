@@ -280,7 +280,11 @@ def test_rows_that_are_appended_between_two_tries_end_no_training(
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"), [("append", [10, False]), ("overwrite", [5, True]), ("other", [3, True])]
+    ("change", "expected"),
+    [
+        ("append", [10, False]),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("overwrite", [5, True]), ("other", [3, True]))),
+    ],
 )
 def test_an_automatic_try_of_a_training_that_failed_reads_the_files_of_before(
     counting: tuple[Launcher, Path, Path], tmp_path: Path, change: str, expected: list[Any]
