@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 from pathlib import Path
 from types import ModuleType
+
+from tests.loading import load_module
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
@@ -19,7 +20,7 @@ def modules_with_examples(package: Path) -> list[str]:
 
 def run_examples(name: str) -> None:
     """Runs every example of a module, which sees what the module sees. Raises AssertionError with what differed."""
-    module: ModuleType = importlib.import_module(name)
+    module: ModuleType = load_module(name)
     report: list[str] = []
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import secrets
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher, distributed
 
@@ -79,7 +79,7 @@ def test_a_module_of_a_decorated_function_exists_once_in_a_rank(
     name = f"jobs_{secrets.token_hex(4)}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module(name)
+    module = load_module(name)
     assert module.train() == (True, name)
     assert pickle.loads(pickle.dumps(module.train)) is module.train
 

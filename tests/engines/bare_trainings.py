@@ -1,10 +1,12 @@
 """What ranks run on executors that have torch alone: nothing of the suite is imported there."""
 
-import importlib
 import importlib.util
 import os
 import sys
 import time
+
+# As `tests.loading` does, which is not imported there.
+from importlib import import_module as load_module
 from typing import Any
 
 import rankzero.train as rt
@@ -29,7 +31,7 @@ def from_the_environment(name: str) -> list[dict[str, Any]]:
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
-    value = importlib.import_module(name).VALUE
+    value = load_module(name).VALUE
     found = {"python": sys.executable, "value": value, "sum": total.item(), "rankzero": own.__file__}
     return list(rt.all_gather_object({**found, "directory": os.getcwd()}))
 

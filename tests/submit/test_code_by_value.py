@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.loading import load_module
 
 from rankzero.run import compare
 from rankzero.submit import identity_of
@@ -63,7 +64,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
             os.utime(path, ns=(moment, moment))
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
-        return [importlib.import_module(name) for name in names]
+        return [load_module(name) for name in names]
 
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return write

@@ -20,6 +20,7 @@ import numpy
 import pytest
 import torch
 from tests.conftest import ROOT
+from tests.loading import load_module
 
 from rankzero import Launcher, ResultRef, SparkEngine
 from rankzero.run import Comparison, compare, describe
@@ -46,7 +47,7 @@ def test_it_is_the_same_in_every_process() -> None:
         (lambda: (1.0,), lambda: (2.0,)),
         (lambda: ({"a"},), lambda: (frozenset("a"),)),
         (lambda: ((1, 2),), lambda: (1, 2)),
-        (lambda: (__import__("numpy").zeros(100_000),), lambda: (__import__("numpy").ones(100_000),)),
+        (lambda: (numpy.zeros(100_000),), lambda: (numpy.ones(100_000),)),
     ],
 )
 def test_it_is_another_one_for_other_arguments(one: Callable[[], Any], other: Callable[[], Any]) -> None:
@@ -175,7 +176,7 @@ def test_a_function_without_a_module_is_looked_for_in_none(monkeypatch: pytest.M
 
 
 def test_what_differs_has_a_name(helper: Path) -> None:
-    module = importlib.import_module(helper.stem)
+    module = load_module(helper.stem)
     before = identity_of(module.scale, (1,), {}, 2)
     edited(helper.with_name(f"{helper.stem}_rates.py"), "RATE = 2", "RATE = 3")
     after = identity_of(module.scale, (2,), {}, 4)
@@ -196,7 +197,7 @@ def test_what_differs_has_a_name(helper: Path) -> None:
 def test_modules_do_not_count_for_a_try_that_nobody_asked_for(helper: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(helper=helper.stem))
-    function = importlib.import_module(helper.stem).scale
+    function = load_module(helper.stem).scale
     for train, args in ((str(script), ()), (function, (1,))):
         before = identity_of(train, args, {}, 2)
         edited(helper.with_name(f"{helper.stem}_rates.py"), "RATE = ", "RATE = 1")
@@ -285,7 +286,7 @@ def test_a_script_counts_by_content(helper: Path, tmp_path: Path, what: tuple[st
 
 
 def test_a_function_of_a_module_counts_with_its_module(helper: Path) -> None:
-    module = importlib.import_module(helper.stem)
+    module = load_module(helper.stem)
     before = of(module.scale, 1)
     assert of(f"{helper.stem}:scale", 1) == before
     edited(helper.with_name(f"{helper.stem}_rates.py"), "RATE = 2", "RATE = 3")
@@ -890,7 +891,7 @@ def train(lr):
 @pytest.mark.parametrize("made", ["random.random()", "threading.Lock()"])
 def test_a_distributed_function_counts_by_its_name_and_its_modules(helper: Path, made: str) -> None:
     (helper.parent / f"{helper.stem}_job.py").write_text(DECORATED.format(name=helper.stem, made=made))
-    module = importlib.import_module(f"{helper.stem}_job")
+    module = load_module(f"{helper.stem}_job")
     before = Launcher(1).identity(module.train, (0.1,), {})
     # Another process draws another number and makes another lock, too.
     importlib.reload(module)
@@ -901,7 +902,7 @@ def test_a_distributed_function_counts_by_its_name_and_its_modules(helper: Path,
 
 
 def test_the_modules_count_that_a_value_needs_which_cannot_be_pickled(helper: Path) -> None:
-    module = importlib.import_module(helper.stem)
+    module = load_module(helper.stem)
     parts = dict(identity_of(print_it, ([module.scale, threading.Lock()],), {}, 1).parts)
     assert {f"module {helper.stem}", f"module {helper.stem}_rates"} <= parts.keys()
 

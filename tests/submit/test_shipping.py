@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
 from rankzero.submit import identity_of, payload
@@ -58,7 +59,7 @@ def test_a_package_with_which_a_computed_name_begins_travels(project: Path, expr
     source = f"import importlib\ndef train(kind='small'):\n    return importlib.import_module({expression}).SIZE\n"
     if place == "module":
         write(project / "computing.py", source)
-        train = importlib.import_module("computing").train
+        train = load_module("computing").train
     else:
         # As a notebook's: it travels by value, and has no source that anybody reads.
         scope: dict[str, Any] = {"__name__": "__main__"}
@@ -74,7 +75,7 @@ def test_a_name_that_nobody_can_know_fails_with_what_to_do(launcher: Launcher, p
     write(project / "plugin.py", "SIZE = 1")
 
     def train(name: str) -> int:
-        return int(importlib.import_module(name).SIZE)
+        return int(load_module(name).SIZE)
 
     with pytest.raises(WorkerFailedError, match="No module named 'plugin'.*Write `import plugin` in"):
         launcher.options(num_processes=1).run(train, "plugin")
@@ -95,7 +96,7 @@ def test_a_subpackage_that_an_editable_install_has_elsewhere_travels(
     scope: dict[str, Any] = {"__name__": "__editable___acme_finder"}
     exec(editable._finder_template("acme", {"acme": str(package), "acme.parts": str(parts)}, {}), scope)
     scope["install"]()
-    train = importlib.import_module("acme.train").train
+    train = load_module("acme.train").train
     wanted = {"acme/__init__.py", "acme/train.py", "acme/parts/__init__.py", "acme/parts/wheel.py"}
     assert files_of(payload.build(train, (), {})) == wanted
     before = identity_of(train, (), {}, 1)
@@ -183,8 +184,8 @@ def test_a_loaded_module_below_an_ignored_folder_stays(project: Path) -> None:
     write(project / "acme" / "private" / "__init__.py")
     write(project / "acme" / "private" / "plans.py")
     write(project / "acme" / ".rankzeroignore", "/private/\n")
-    importlib.import_module("acme.private.plans")
-    built = payload.build(importlib.import_module("acme.train").train, (), {})
+    load_module("acme.private.plans")
+    built = payload.build(load_module("acme.train").train, (), {})
     assert files_of(built) == {"acme/__init__.py", "acme/train.py"}
     assert built.modules
     assert "left out  acme/private/plans\n" in built.modules.listing
@@ -195,7 +196,7 @@ def test_a_module_of_another_script_with_the_same_name_is_no_edited_one(
 ) -> None:
     write(project / "helper.py", "SIZE = 1\n")
     launcher = Launcher(1, store=tmp_path / "store")
-    importlib.import_module("helper")
+    load_module("helper")
     for number in range(2):
         script = write(tmp_path / f"scripts-{number}" / "train.py", "import helper\n")
         write(script.parent / "helper.py", f"SIZE = {number + 2}\n")
@@ -225,7 +226,7 @@ def test_a_module_that_was_edited_and_not_reloaded_is_named(
 ) -> None:
     write(project / "edited.py", "def train():\n    return 1\n")
     launcher = Launcher(1, store=tmp_path / "store")
-    module = importlib.import_module("edited")
+    module = load_module("edited")
     assert launcher.run(module.train) == 1
     write(project / "edited.py", "# A comment is no change.\ndef train():\n    return 1\n")
     launcher.run(module.train)

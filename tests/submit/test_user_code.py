@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher
 from rankzero.submit import UserCode, user_code
@@ -35,9 +36,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def look() -> dict[str, Any]:
-    import importlib
-
-    models = importlib.import_module("models")
+    models = load_module("models")
     return {
         "here": sorted(os.path.relpath(os.path.join(at, name)) for at, _, names in os.walk(".") for name in names),
         "first on the path": sys.path[0] == os.getcwd(),
@@ -64,9 +63,7 @@ def test_a_command_starts_there_too(launcher: Launcher, project: Path, capfd: py
 
 
 def use_files() -> list[str]:
-    import importlib
-
-    return [importlib.import_module(name).NAME for name in ("single", "package.part", "zipped")]
+    return [load_module(name).NAME for name in ("single", "package.part", "zipped")]
 
 
 def test_python_files_can_be_imported_by_ranks(launcher: Launcher, tmp_path: Path) -> None:
