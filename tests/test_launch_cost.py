@@ -82,6 +82,7 @@ def test_a_warm_launch_starts_no_interpreter_and_sleeps_never(launcher: Launcher
         time.sleep(0.01)
 
 
+@pytest.mark.soak
 def test_torch_is_imported_once_for_all_ranks_and_runs(launcher: Launcher) -> None:
     def imported_at() -> list[Any]:
         import sys

@@ -15,6 +15,7 @@ from tests.conftest import until
 from rankzero import Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError, store
 from rankzero.channel import Uploads
 from rankzero.cli import main
+from rankzero.submit import drivers
 
 
 @pytest.fixture
@@ -92,17 +93,24 @@ def test_a_failure_is_named_there_too(remote: Launcher) -> None:
 
 
 def test_a_cancel_does_not_wait_for_the_drivers_next_look_at_the_store(
-    launcher: Launcher, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def endless() -> None:
         import threading
 
         threading.Event().wait()
 
-    # The driver does not look at all while this test lasts.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    patch = "from rankzero.driver import recorder\nrecorder.pace = lambda _: 600.0\n"
-    (tmp_path / "sitecustomize.py").write_text(patch)
+    start = drivers.DriverProcess
+
+    def that_does_not_look(command: list[str], **options: Any) -> drivers.DriverProcess:
+        program = command.index("-c") + 1
+        begin, end = command[program].split("; import rank")
+        never = "from rankzero.driver import recorder; recorder.pace = lambda _: 600.0"
+        command[program] = f"{begin}; {never}; import rank{end}"
+        return start(command, **options)
+
+    # Not by an environment of its own, which would need a warm server of its own.
+    monkeypatch.setattr(drivers, "DriverProcess", that_does_not_look)
     handle = launcher.options(store=f"{bucket}/far", num_processes=1).submit(endless)
     until(lambda: handle.status().state == "running", 60, "a rank")
     handle.cancel()

@@ -87,6 +87,7 @@ assert TorchDistributorResource().options(cool_down=4.0).cool_down == 4.0
 """
 
 
+@pytest.mark.soak
 def test_a_new_option_is_one_entry(tmp_path: Path) -> None:
     for name in PACKAGES:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

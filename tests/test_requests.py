@@ -20,7 +20,7 @@ DAY = 86400.0
 SCALE = 10
 """A second of the test is so many of the day: what is due every 10 s comes every second."""
 
-LOOKS = 8
+LOOKS = 5
 
 WAIT = 60.0
 

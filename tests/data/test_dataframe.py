@@ -217,7 +217,6 @@ def ids() -> list[int]:
     return sorted(number for part in rt.all_gather_object(mine) for number in part)
 
 
-@pytest.mark.soak
 def test_the_ranks_of_a_barrier_stage_read_the_frame(session: Any, frame: Any, tmp_path: Path) -> None:
     launcher = Launcher(2, engine=SparkEngine(session=session), store=tmp_path)
     assert launcher.options(dataset=frame).run(ids) == list(range(1001))
@@ -338,6 +337,7 @@ def _fail_or_count(number: int, folder: str) -> int:
     return rows + number
 
 
+@pytest.mark.soak
 def test_spark_computes_the_frame_of_a_sweep_once(session: Any, tmp_path: Path, written: list[str]) -> None:
     launcher = Launcher(1, store=tmp_path / "runs", run_id="s", dataset=session.range(100))
     params = [{"number": number, "folder": str(tmp_path)} for number in range(3)]
@@ -368,7 +368,6 @@ def test_a_sweep_does_not_keep_its_rows_in_a_run(session: Any, tmp_path: Path) -
     assert image.exists()
 
 
-@pytest.mark.soak
 def test_spark_writes_nothing_for_a_training_that_resumes(session: Any, tmp_path: Path, written: list[str]) -> None:
     launcher = Launcher(1, store=tmp_path / "runs", run_id="r", dataset=session.range(100))
     with pytest.raises(Exception, match="no more"):
@@ -382,6 +381,7 @@ def both() -> list[Any]:
     return [ids(), rt.get_dataset_shard("eval").columns]
 
 
+@pytest.mark.soak
 def test_a_driver_with_a_spark_of_its_own_computes_queries_and_writes_no_secret_setting(tmp_path: Path) -> None:
     engine = SparkEngine(master="local[2]", conf={"spark.hadoop.fs.s3a.secret.key": SECRET})
     dataset = {"train": "SELECT id FROM range(500)", "eval": "SELECT id, id * 2 AS y FROM range(0, 30, 1, 3)"}

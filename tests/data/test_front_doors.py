@@ -56,6 +56,7 @@ def test_pysparks_partition_loader_wraps_round(numbers: str, tmp_path: Path, wor
     assert found == [[[0, 1, 2], [3, 2]], [[3, 4, 0], [3, 2]], [[1], [1, 2]]]
 
 
+@pytest.mark.soak
 def test_train_on_dataframe(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANKZERO_STORE", str(tmp_path))
     with pytest.raises(InvalidJobError, match=r"local_mode to False"):
@@ -71,6 +72,7 @@ def count() -> int:
     return rt.get_dataset_shard().num_rows
 
 
+@pytest.mark.soak
 def test_dagster_takes_a_path_and_an_object(numbers: str, tmp_path: Path, session: Any) -> None:
     # A row of the matrix of versions has Spark alone.
     dg = pytest.importorskip("dagster")

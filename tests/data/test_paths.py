@@ -482,8 +482,11 @@ def test_what_would_stack_batches_or_rows_says_what_to_call(parquet: Path, tmp_p
         list(shard)  # type: ignore[call-overload]
 
 
-def test_a_process_ends_in_the_middle_of_an_epoch(parquet: Path, tmp_path: Path) -> None:
+def test_a_process_ends_in_the_middle_of_an_epoch_and_with_it_rows_that_no_run_wrote(
+    parquet: Path, tmp_path: Path
+) -> None:
     program = f"""
+import rankzero.train as rt
 from rankzero.submit.paths import manifest_of_path
 from rankzero.train import batches, context, data_loader
 from rankzero.train.context import TrainContext
@@ -491,8 +494,14 @@ from rankzero.train.dataset import DatasetShard
 shard = DatasetShard(manifest_of_path({str(parquet)!r}, "train"), TrainContext(), {str(tmp_path)!r}, "train")
 batches = shard.iter_batches(10, shuffle=True)
 next(batches)
+print(len(rt.write_rows([{{"x": [1, 2]}}]).to_pandas()))
 """
-    assert subprocess.run([sys.executable, "-c", program], check=True).returncode == 0
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2"
+    assert os.listdir(temporary) == []
 
 
 def test_collate_and_drop_last(parquet: Path, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -498,6 +496,7 @@ def _score_two_datasets(directory: str) -> tuple[Table, Table]:
     return rt.write_rows([], "a"), rt.write_rows([], "b")
 
 
+@pytest.mark.soak
 def test_each_dataset_of_a_checkpoint_has_its_own_positions(launcher: Launcher, tmp_path: Path) -> None:
     for name in ("a", "b"):
         pq.write_table(pa.table({"id": list(range(60))}), tmp_path / f"{name}.parquet")
@@ -531,14 +530,6 @@ def test_every_kind_of_batch_is_rows() -> None:
     assert (
         rt.write_rows([pa.table({"a": [1]}), pa.RecordBatch.from_pydict({"a": [2]})], "t").to_arrow().count_rows() == 2
     )
-
-
-def test_rows_that_are_written_outside_of_a_run_end_with_the_process(tmp_path: Path) -> None:
-    program = "import rankzero.train as rt; print(len(rt.write_rows([{'x': [1, 2]}]).to_pandas()))"
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "2"
-    assert os.listdir(tmp_path) == []
 
 
 def test_the_name_of_each_file_of_rows_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:

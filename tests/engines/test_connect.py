@@ -220,6 +220,7 @@ def test_a_server_that_is_not_there_is_refused_at_once(launcher: Launcher) -> No
         launcher.options(engine=SparkConnectEngine(url)).run(reduce, 1.0)
 
 
+@pytest.mark.soak
 def test_another_kind_of_server_is_refused(launcher: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -238,6 +239,7 @@ def test_another_kind_of_server_is_refused(launcher: Launcher) -> None:
             launcher.options(engine=SparkConnectEngine(url)).run(reduce, 1.0)
 
 
+@pytest.mark.soak
 def test_a_server_of_a_spark_without_barrier_stages_is_refused(launcher: Launcher) -> None:
     import grpc
     from pyspark.sql.connect.proto import AnalyzePlanRequest, AnalyzePlanResponse

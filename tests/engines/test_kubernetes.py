@@ -69,6 +69,7 @@ def test_the_pod_mounts_a_secret_with_the_program_the_code_and_what_is_private(
     assert handle.status().state == "cancelled"
 
 
+@pytest.mark.soak
 def test_a_pod_that_is_refused_fails_the_run_and_leaves_no_secret(launcher: Launcher, api: KubernetesApi) -> None:
     api.refused = {"pods"}
     refused = on_kubernetes(launcher, api)

@@ -113,6 +113,7 @@ def what_ranks_have() -> list[list[str]]:
     return found
 
 
+@pytest.mark.soak
 def test_a_session_of_other_settings_gives_what_the_job_asks_for(launcher: Launcher, fair: Any) -> None:
     on_cluster = launcher.options(engine=SparkEngine(session=fair))
     # Two cores each: one task fills an executor.
@@ -131,6 +132,7 @@ def test_gpus_that_the_session_does_not_give_its_tasks(launcher: Launcher, fair:
     assert {visible for _, visible in two_each} == {"3,GPU-5a1b"}
 
 
+@pytest.mark.soak
 def test_a_run_waits_for_the_jobs_of_others_and_says_so(
     launcher: Launcher, fair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

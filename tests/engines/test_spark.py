@@ -296,6 +296,7 @@ def use_python(session: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return use
 
 
+@pytest.mark.soak
 def test_different_python_versions_are_named(on_session: Launcher, use_python: Callable[[str], None]) -> None:
     other = next((path for path in ("3.12.1", "3.11.7", "3.10.13") if _is_other(path)), None)
     if other is None:
@@ -331,6 +332,7 @@ def test_executors_without_that_python_are_named(launcher: Launcher) -> None:
         launcher.options(engine=engine).run(who_am_i)
 
 
+@pytest.mark.soak
 def test_a_master_that_does_not_answer_is_bounded_by_start_timeout(launcher: Launcher) -> None:
     engine = SparkEngine(master="spark://127.0.0.1:9")
     with pytest.raises((StartTimeoutError, EngineError), match=r"start_timeout=5|no SparkContext"):

@@ -41,6 +41,7 @@ def engine(master: str, **conf: str) -> SparkEngine:
     return SparkEngine(master=master, conf={"spark.executor.memory": "1g", **named})
 
 
+@pytest.mark.soak
 def test_a_task_with_two_gpus_runs_two_ranks(
     launcher: Launcher,
     standalone: str,

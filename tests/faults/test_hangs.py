@@ -153,7 +153,7 @@ def leave_rank_zero(does: str) -> str:
     if does == "waits":
         dist.all_reduce(torch.ones(1))
     # As an evaluation by rank 0 alone, or the upload of a model.
-    time.sleep(8.0)
+    time.sleep(6.0)
     return "evaluated"
 
 

@@ -77,6 +77,7 @@ print(handle.result(), flush=True)
 """
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("own_warm_servers")
 def test_a_driver_of_its_own_starts_with_default_signals_and_its_server_ends_with_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", IGNORING, str(tmp_path)]

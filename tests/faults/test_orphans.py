@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -34,11 +35,7 @@ def start_a_stranger(file: str) -> None:
     ("warm_start", "who"),
     [
         (True, "server"),
-        (True, "guard"),
-        *(
-            pytest.param(*case, marks=pytest.mark.soak)
-            for case in ((False, "agent"), (False, "guard"), (True, "agent"))
-        ),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in product((False, True), ("agent", "guard"))),
     ],
 )
 def test_what_a_rank_has_started_ends_with_the_run(

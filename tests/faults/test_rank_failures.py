@@ -168,12 +168,13 @@ def terminate_driver(handle: RunHandle[Any]) -> None:
     os.kill(pid, signal.SIGTERM)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("strike", "state", "words"),
     [
         (kill_driver, "failed", "died without ending the run"),
-        pytest.param(kill_agent, "failed", "ended by signal 9", marks=pytest.mark.soak),
-        pytest.param(terminate_driver, "cancelled", "SIGTERM", marks=pytest.mark.soak),
+        (kill_agent, "failed", "ended by signal 9"),
+        (terminate_driver, "cancelled", "SIGTERM"),
     ],
 )
 def test_whatever_dies_takes_the_ranks_along_and_is_named(

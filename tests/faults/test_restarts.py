@@ -324,6 +324,7 @@ def test_what_is_no_checkpoint_is_refused(launcher: Launcher, bad: object, messa
     assert caught.value.exception_type == "TypeError"
 
 
+@pytest.mark.soak
 def test_a_jvm_that_dies_is_replaced_by_a_new_one(launcher: Launcher, tmp_path: Path) -> None:
     import psutil
 

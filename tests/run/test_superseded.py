@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import InvalidJobError, Launcher, ResultError, RunHandle, RunNotFoundError, WorkerFailedError, store
+from rankzero import (
+    InvalidJobError,
+    Launcher,
+    ResultError,
+    RunHandle,
+    RunNotFoundError,
+    WorkerFailedError,
+    bounds,
+    store,
+)
 
 
 @pytest.fixture
@@ -117,7 +126,11 @@ def report_twice(folder: str) -> object:
     return None if found is None else (found.id, os.path.basename(found.load()["of"]))
 
 
-def test_a_run_whose_job_is_gone_leaves_its_checkpoints_to_no_other_training(single: Launcher, tmp_path: Path) -> None:
+def test_a_run_whose_job_is_gone_leaves_its_checkpoints_to_no_other_training(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As long as the removed job is waited for.
+    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.3)
     one = single.submit(report_twice, str(tmp_path / "one"))
     assert one.result(60) is None
     # As an interrupted removal leaves it.

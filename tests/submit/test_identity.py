@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import os
 import secrets
@@ -20,6 +21,7 @@ import numpy
 import pytest
 import torch
 from tests.conftest import ROOT
+from tests.kinds_of_values import KINDS, arguments
 from tests.loading import load_module
 
 from rankzero import Launcher, ResultRef, SparkEngine
@@ -89,37 +91,33 @@ def test_what_cannot_be_pickled_counts_by_its_type() -> None:
     assert digests != {identity_of(print_it, (threading.RLock(),), {}, 1).digest}
 
 
+def take(**_: object) -> None: ...
+
+
+def of_all_kinds() -> dict[str, str]:
+    values = {}
+    for name, make in {**KINDS, **arguments()}.items():
+        torch.manual_seed(1)
+        values[name] = make()
+    halves = [dict(itertools.islice(values.items(), first, None, 2)) for first in (0, 1)]
+    parts = dict(part for half in halves for part in identity_of(take, (), half, 1).parts)
+    return {name: parts[f"argument {name}"] for name in values}
+
+
 OF_ALL_KINDS = """
-import json, sys, torch
-from rankzero.submit.identity import identity_of
-from tests.kinds_of_values import KINDS, arguments
-
-def train(value): pass
-
-def of(make):
-    torch.manual_seed(1)
-    return dict(identity_of(train, (make(),), {}, 1).parts)["argument value"]
-
-json.dump({name: of(make) for name, make in {**KINDS, **arguments()}.items()}, sys.stdout)
+import json, sys
+from tests.submit.test_identity import of_all_kinds
+json.dump(of_all_kinds(), sys.stdout)
 """
 
 
 def test_every_kind_of_argument_counts_the_same_in_two_processes() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-c", OF_ALL_KINDS]
-    processes = [
-        subprocess.Popen(
-            command, env={**environment, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for seed in ("1", "2")
-    ]
-    made = []
-    for process in processes:
-        out, err = process.communicate()
-        assert process.returncode == 0, err.decode()
-        made.append(json.loads(out))
-        by_type = [line for line in err.decode().splitlines() if "counts by its type alone" in line]
-        assert [line.split()[8] for line in by_type] == ["(lock)"], by_type
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", OF_ALL_KINDS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    by_type = [line for line in done.stderr.splitlines() if "counts by its type alone" in line]
+    assert [line.split()[8] for line in by_type] == ["(lock)"], by_type
+    made = json.loads(done.stdout), of_all_kinds()
     different = {name for name in made[0] if made[0][name] != made[1][name]}
     assert different == set()
     assert len(set(made[0].values())) > 0.8 * len(made[0]), "many kinds count as one"

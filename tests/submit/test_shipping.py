@@ -132,6 +132,7 @@ def test_a_function_that_imports_a_module_made_by_hand_is_refused(by_hand: Any) 
         payload.build(train, (), {})
 
 
+@pytest.mark.soak
 def test_a_function_that_torch_has_compiled_is_refused_with_what_to_do() -> None:
     import torch
 

@@ -92,7 +92,6 @@ def reduce(run_directory: str) -> list[Any]:
     return [total.sum().item(), everyone]
 
 
-@pytest.mark.soak
 def test_ranks_on_two_hosts_reduce(cluster: Cluster, launcher: Launcher, submit: Submit) -> None:
     apart = launcher.options(store=cluster.hidden, run_id="reduce")
     handle = submit(apart, reduce, str(cluster.hidden / "reduce"))
@@ -291,6 +290,7 @@ def test_a_short_cut_costs_nothing(cluster: Cluster, launcher: Launcher, submit:
         assert reported == printed == list(range(1, len(printed) + 1))
 
 
+@pytest.mark.soak
 def test_a_host_that_is_cut_off_for_good_is_named_and_no_rank_is_left(
     cluster: Cluster, launcher: Launcher, submit: Submit, marker: str
 ) -> None:
