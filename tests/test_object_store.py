@@ -15,7 +15,7 @@ from tests.conftest import until
 from rankzero import Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError, store
 from rankzero.channel import Uploads
 from rankzero.cli import main
-from rankzero.submit import drivers
+from rankzero.submit import start_driver
 
 
 @pytest.fixture
@@ -100,17 +100,18 @@ def test_a_cancel_does_not_wait_for_the_drivers_next_look_at_the_store(
 
         threading.Event().wait()
 
-    start = drivers.DriverProcess
+    start = start_driver.__globals__["DriverProcess"]
 
-    def that_does_not_look(command: list[str], **options: Any) -> drivers.DriverProcess:
+    def that_does_not_look(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         program = command.index("-c") + 1
         begin, end = command[program].split("; import rank")
         never = "from rankzero.driver import recorder; recorder.pace = lambda _: 600.0"
         command[program] = f"{begin}; {never}; import rank{end}"
-        return start(command, **options)
+        process: subprocess.Popen[bytes] = start(command, **options)
+        return process
 
     # Not by an environment of its own, which would need a warm server of its own.
-    monkeypatch.setattr(drivers, "DriverProcess", that_does_not_look)
+    monkeypatch.setattr("rankzero.submit.drivers.DriverProcess", that_does_not_look)
     handle = launcher.options(store=f"{bucket}/far", num_processes=1).submit(endless)
     until(lambda: handle.status().state == "running", 60, "a rank")
     handle.cancel()

@@ -20,7 +20,7 @@ from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError, 
 from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.job import Job
 from rankzero.run import RunDirectory, RunStatus
-from rankzero.submit import payload, start_driver
+from rankzero.submit import start_driver
 
 WAIT = 90.0
 
@@ -67,7 +67,9 @@ def single(launcher: Launcher) -> Launcher:
 
 def test_a_run_id_submitted_by_many_at_once_starts_once(single: Launcher, tmp_path: Path) -> None:
     # Else each thread would parse all modules that travel.
-    payload.build(count_and_wait, (str(tmp_path),), {})
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "go").touch()
+    single.options(run_id="before").run(count_and_wait, str(tmp_path / "before"))
     handles: list[RunHandle[str]] = []
     threads = [
         threading.Thread(target=lambda: handles.append(single.submit(count_and_wait, str(tmp_path)))) for _ in range(8)
