@@ -291,9 +291,9 @@ SCENARIOS: dict[str, Callable[[Airflow], None]] = {
 
 
 SOAK = {
-    # A real scheduler does it at every run of the suite: `test_a_training_that_ended_while_nobody_looked_is_delivered`,
+    # The delivery is that of "unstored-retry"; a real scheduler does it with `make faults`, too.
     "ended-meanwhile",
-    # and `test_the_next_try_attaches_to_the_training_of_a_killed_one`.
+    # A real scheduler does it at every run of the suite: `test_the_next_try_attaches_to_the_training_of_a_killed_one`.
     "killed",
     "deployed",
     # What Airflow does is the same as for other arguments; the identity is core's, and has tests of its own.
@@ -301,6 +301,11 @@ SOAK = {
     "failed-other-ranks",
     "failed-equal-data",
     "failed-deployed",
+    # As "unstored-retry" and "ended-other-arguments", with a clear instead of a retry or of changed arguments.
+    "unstored",
+    "ended-again",
+    # In every run of the suite with Dagster, and `tests/submit/test_identity.py`.
+    "failed-other-arguments",
 }
 """Rows that run with `make faults` only: each training here begins with a driver that imports torch, some seconds."""
 
@@ -395,7 +400,7 @@ def test_a_clear_of_a_deferred_task_ends_its_training_although_its_trigger_is_go
 
 
 @pytest.mark.usefixtures("hangups")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
 def test_the_ranks_end_with_a_process_that_is_no_worker_s(airflow: Airflow, number: signal.Signals) -> None:
     """Of ``airflow tasks test`` or ``dag.test()``: nobody comes back for the training, and no other try starts."""
     with airflow.apart(worker=False) as process:

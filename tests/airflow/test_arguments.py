@@ -71,6 +71,23 @@ def test_a_connection_and_a_master_at_once_are_refused(dag: Any) -> None:
         TorchDistributorOperator(task_id="train", train=print, conn_id="cluster", master="yarn")
 
 
+def test_a_master_is_a_template_and_refused_with_its_name(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    """Before a JVM starts: a wrong one, and one without enough slots."""
+    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
+    from rankzero import InsufficientSlotsError
+
+    common: dict[str, Any] = {"train": print, "store": str(tmp_path)}
+    TorchDistributorOperator(task_id="small", master="local[{{ params.ranks - 1 }}]", **common)
+    TorchDistributorOperator(task_id="wrong", master="head:7077", **common)
+    errors = run_dag(dag).errors
+    assert isinstance(errors["small"], InsufficientSlotsError)
+    assert "local[1]" in str(errors["small"])
+    assert isinstance(errors["wrong"], AirflowFailException)
+    assert "master is 'head:7077'" in str(errors["wrong"])
+
+
+# By default: `test_a_master_is_a_template_and_refused_with_its_name`.
+@pytest.mark.soak
 def test_a_master_without_a_connection(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     from airflow_rankzero import AirflowFailException, TorchDistributorOperator
 

@@ -20,6 +20,8 @@ def connection(server: ConnectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_CONN_ID", CONNECTION)
 
 
+# By default: the connection's test below, and trainings on such a server in `tests/engines/test_connect.py`.
+@pytest.mark.soak
 def test_a_result_goes_from_task_to_task_also_of_a_deferred_one(
     dag: Any, run_dag: Callable[..., Any], tmp_path: Path
 ) -> None:

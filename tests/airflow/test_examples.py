@@ -127,6 +127,8 @@ def test_sweep_keeps_the_best_of_its_trainings(load_dag: LoadDag, run_dag: RunDa
     assert len(runs) == len(settings)
 
 
+# Embedded Spark by default: `test_values_travel_by_themselves_or_by_reference` and the DAG `shipped`.
+@pytest.mark.soak
 def test_script_runs_on_the_cluster_of_the_connection(
     load_dag: LoadDag, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +188,8 @@ class Person(threading.Thread):
             return session.scalar(asked)
 
 
+# By default: the rejection below, and the promotion of the nightly pipeline.
+@pytest.mark.soak
 def test_approved_model_is_promoted(load_dag: LoadDag, run_dag: RunDag, tmp_path: Path) -> None:
     person = Person("digits_approval", "approve", "Approve")
     person.start()
@@ -209,6 +213,8 @@ def test_rejected_model_is_not_promoted(load_dag: LoadDag, run_dag: RunDag, tmp_
     assert not (tmp_path / "digits").exists()
 
 
+# By default: `test_a_trainer_of_ray_and_a_function_of_horovod`, and the same example in Dagster.
+@pytest.mark.soak
 def test_a_training_of_horovods_is_a_task(load_dag: LoadDag, run_dag: RunDag) -> None:
     outcome = run_dag(load_dag("horovod_training.py"), run_conf={"epochs": 5})
     assert outcome.state == "success", outcome.errors
@@ -226,6 +232,8 @@ def test_trainings_of_other_launchers_are_tasks(
         assert 0.3 < outcome.xcom(task_id) <= 1, task_id
 
 
+# By default: the same example in Dagster, and Spark's tables in `tests/data`.
+@pytest.mark.soak
 @pytest.mark.usefixtures("own_jvm")
 def test_a_spark_table_becomes_a_scored_table(load_dag: LoadDag, run_dag: RunDag) -> None:
     handlers = signal_handlers()

@@ -34,7 +34,7 @@ def marks_settle(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return settle
 
 
-@pytest.mark.parametrize("mark", ["failed", "success"])
+@pytest.mark.parametrize("mark", ["failed", pytest.param("success", marks=pytest.mark.soak)])
 def test_a_mark_ends_a_training_that_nobody_follows(
     dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_mark_ends_no_run_that_was_submitted_after_it(
         assert after.wait(60)
 
 
-@pytest.mark.parametrize("end", ["failed", "success"])
+@pytest.mark.parametrize("end", ["failed", pytest.param("success", marks=pytest.mark.soak)])
 def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:

@@ -155,7 +155,7 @@ def test_failing_rank_fails_the_task_with_its_cause(dag: Any, run_dag: RunDag, t
     assert "ZeroDivisionError: rank one gave up" in str(error)
 
 
-@pytest.mark.parametrize("codes", [99, (98, 99)])
+@pytest.mark.parametrize("codes", [pytest.param(99, marks=pytest.mark.soak), (98, 99)])
 def test_a_training_skips_its_task_by_an_exit_code(dag: Any, run_dag: RunDag, tmp_path: Path, codes: Any) -> None:
     from airflow.sdk import task
 
@@ -288,6 +288,8 @@ def test_bad_input_fails_for_good_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
+# By default: `test_a_deferred_task_delivers_no_other_run_of_its_name`, and the deferred tasks of a real scheduler.
+@pytest.mark.soak
 def test_deferred_task_gives_the_same(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     from airflow_rankzero import TorchDistributorOperator
 
@@ -325,7 +327,9 @@ def test_a_deferred_task_delivers_no_other_run_of_its_name(dag: Any, run_dag: Ru
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("mark", ["AIRFLOW_IS_K8S_EXECUTOR_POD", "AIRFLOW_IS_EXECUTOR_CONTAINER"])
+@pytest.mark.parametrize(
+    "mark", ["AIRFLOW_IS_K8S_EXECUTOR_POD", pytest.param("AIRFLOW_IS_EXECUTOR_CONTAINER", marks=pytest.mark.soak)]
+)
 def test_a_task_whose_container_would_end_with_it_does_not_defer(
     dag: Any,
     run_dag: RunDag,

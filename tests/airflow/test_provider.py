@@ -1,21 +1,84 @@
 """What Airflow's managers see of the package, and what importing it costs."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.airflow import versions
 from tests.conftest import ROOT
 
+PROGRAM = """
+import contextlib, io, json, os, sys
 
-def test_airflow_lists_the_provider(airflow_home: Path) -> None:
-    command = [sys.executable, "-m", "airflow", "providers", "list", "--output", "json"]
-    listed = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert '"rankzero"' in listed.stdout
+shown = {}
+import airflow_rankzero
+shown["of airflow with the package"] = "airflow" in sys.modules
+import airflow.sdk
+before = set(sys.modules)
+
+try:
+    from airflow.sdk.plugins_manager import _get_plugins as load
+    from airflow.sdk import serde
+except ImportError:
+    from airflow.plugins_manager import ensure_plugins_loaded as load
+    from airflow.serialization import serde
+load()
+from rankzero import ResultRef
+ref = ResultRef("/x/value.json", "json", "0" * 64, 1, {"metrics": {"loss": float("nan"), "step": [3]}})
+back = serde.deserialize(json.loads(json.dumps(serde.serialize(ref), allow_nan=False)))
+shown["reference"] = [back == ref, back.summary, "airflow_rankzero.operators" in sys.modules]
+
+from airflow_rankzero import TorchDistributorOperator, torch_distributor
+import airflow_rankzero.plugin, airflow_rankzero.links, airflow_rankzero.connection.target
+import airflow_rankzero.hooks.rankzero, airflow_rankzero.openlineage.lineage
+heavy = {"torch", "pyspark", "py4j", "cloudpickle", "numpy", "pandas"}
+shown["heavy"] = sorted(heavy & (set(sys.modules) - before))
+
+from airflow_rankzero._compat import conf
+from airflow_rankzero import config
+
+def options():
+    return [[conf.get("rankzero", name) for name in config.OPTIONS], config.store(), config.retention_days()]
+
+shown["options"] = options()
+os.environ.update(AIRFLOW__RANKZERO__STORE="/data", AIRFLOW__RANKZERO__RETENTION_DAYS="0")
+shown["changed options"] = options()
+
+from airflow.cli import cli_parser
+asked = cli_parser.get_parser().parse_args(["providers", "list", "--output", "json"])
+with contextlib.redirect_stdout(io.StringIO()) as listed:
+    asked.func(asked)
+shown["providers"] = listed.getvalue()
+
+from airflow.providers_manager import ProvidersManager
+manager = ProvidersManager()
+if hasattr(manager, "iter_connection_type_hook_ui_metadata"):
+    found = {t.connection_type: t for t in manager.iter_connection_type_hook_ui_metadata()}["rankzero"]
+    fields = [n for n in manager._connection_form_widgets_from_metadata if n.startswith("extra__rankzero__")]
+    links = [n for n in manager.extra_links_class_names if "rankzero" in n]
+    relabeled = found.field_behaviour["relabeling"]["host"]
+    testable = manager.hooks["rankzero"].connection_testable
+    shown["connection type"] = [found.hook_name, relabeled, len(fields), len(links), testable]
+
+print(json.dumps(shown))
+"""
+"""One process for all: an import of Airflow takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def shown(airflow_home: Path) -> dict[str, Any]:
+    """What a process shows that knows this package as Airflow does, by its entry points."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_airflow_lists_the_provider(shown: dict[str, Any]) -> None:
+    assert '"rankzero"' in shown["providers"]
 
 
 def schema(name: str) -> Any:
@@ -56,72 +119,24 @@ def test_what_the_provider_names_is_there() -> None:
         assert hasattr(importlib.import_module(module), attribute), name
 
 
-def in_a_fresh_airflow(code: str, **env: str) -> str:
-    """What a process prints that knows this package as Airflow does, by its entry points."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+def test_airflow_knows_the_options_and_their_defaults(shown: dict[str, Any]) -> None:
+    assert shown["options"] == [["", "30", "", ""], None, 30]
+    assert shown["changed options"] == [["/data", "0", "", ""], "/data", None]
 
 
-def test_airflow_knows_the_options_and_their_defaults(airflow_home: Path) -> None:
-    code = (
-        "from airflow_rankzero._compat import conf\n"
-        "from airflow_rankzero import config\n"
-        "print([conf.get('rankzero', name) for name in config.OPTIONS], config.store(), config.retention_days())"
-    )
-    assert in_a_fresh_airflow(code) == "['', '30', '', ''] None 30"
-    changed = in_a_fresh_airflow(code, AIRFLOW__RANKZERO__STORE="/data", AIRFLOW__RANKZERO__RETENTION_DAYS="0")
-    assert changed == "['/data', '0', '', ''] /data None"
-
-
-def test_airflow_offers_the_connection_type_and_the_links(airflow_home: Path) -> None:
+def test_airflow_offers_the_connection_type_and_the_links(shown: dict[str, Any]) -> None:
     versions.needs(3, 3, "descriptions of connection types that need no hook")
-    code = (
-        "from airflow.providers_manager import ProvidersManager\n"
-        "manager = ProvidersManager()\n"
-        "types = {t.connection_type: t for t in manager.iter_connection_type_hook_ui_metadata()}\n"
-        "found = types['rankzero']\n"
-        "fields = [n for n in manager._connection_form_widgets_from_metadata if n.startswith('extra__rankzero__')]\n"
-        "links = [n for n in manager.extra_links_class_names if 'rankzero' in n]\n"
-        "hook = manager.hooks['rankzero']\n"
-        "print(found.hook_name, found.field_behaviour['relabeling']['host'], len(fields), len(links), "
-        "hook.connection_testable)"
-    )
-    assert in_a_fresh_airflow(code) == "rankzero Spark master 6 3 True"
+    assert shown["connection type"] == ["rankzero", "Spark master", 6, 3, True]
 
 
-def test_importing_the_operator_loads_neither_torch_nor_spark() -> None:
-    code = (
-        "import sys, airflow_rankzero\n"
-        "assert 'airflow' not in sys.modules\n"
-        "import airflow.sdk\n"
-        "before = set(sys.modules)\n"
-        "from airflow_rankzero import TorchDistributorOperator, torch_distributor\n"
-        "import airflow_rankzero.plugin, airflow_rankzero.links, airflow_rankzero.connection.target\n"
-        "import airflow_rankzero.hooks.rankzero, airflow_rankzero.openlineage.lineage\n"
-        "heavy = {'torch', 'pyspark', 'py4j', 'cloudpickle', 'numpy', 'pandas'}\n"
-        "print(sorted(heavy & (set(sys.modules) - before)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip().splitlines()[-1] == "[]"
+def test_importing_the_operator_loads_neither_torch_nor_spark(shown: dict[str, Any]) -> None:
+    assert not shown["of airflow with the package"]
+    assert shown["heavy"] == []
 
 
-def test_plugin_lets_a_reference_through_xcom(airflow_home: Path) -> None:
+def test_plugin_lets_a_reference_through_xcom(shown: dict[str, Any]) -> None:
     """Without importing the operator, and with a metric that JSON cannot hold."""
-    code = (
-        "import json\n"
-        "try:\n"
-        "    from airflow.sdk.plugins_manager import _get_plugins as load\n"
-        "    from airflow.sdk import serde\n"
-        "except ImportError:\n"
-        "    from airflow.plugins_manager import ensure_plugins_loaded as load\n"
-        "    from airflow.serialization import serde\n"
-        "load()\n"
-        "from rankzero import ResultRef\n"
-        "ref = ResultRef('/x/value.json', 'json', '0' * 64, 1, {'metrics': {'loss': float('nan'), 'step': [3]}})\n"
-        "back = serde.deserialize(json.loads(json.dumps(serde.serialize(ref), allow_nan=False)))\n"
-        "assert back == ref, back\n"
-        "assert back.summary == {'metrics': {'loss': 'nan', 'step': [3]}}\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    returned, summary, has_operator = shown["reference"]
+    assert returned
+    assert summary == {"metrics": {"loss": "nan", "step": [3]}}
+    assert not has_operator

@@ -1,10 +1,11 @@
-"""A program: pushes generated values the whole way that an XCom goes, and compares what comes back.
+"""Pushes generated values the whole way that an XCom goes, and compares what comes back; also as a program.
 
 Serialization, the messages between task and supervisor, the execution API, and the database that Airflow is configured
 for, all of them Airflow's own. Of the rendered arguments of the task that pulls, the messages and the request.
 """
 
 import math
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,8 +23,6 @@ from sqlalchemy import event, text
 from airflow_rankzero import RankZeroPlugin
 from rankzero import ResultRef
 from rankzero.values import find_unstorable
-
-DAG_ID, RUN_ID, TASK_ID = "round_trip", "run", "train"
 
 REFUSED: list[Any] = [
     2**64,
@@ -66,19 +65,28 @@ def through_messages(body: dict[str, Any]) -> Any:
     return comms.msgspec.msgpack.decode(bytes(frame.as_bytes())[4:])[1]
 
 
-def travel(value: Any) -> Any:
-    """Returns what a task gets that pulls the XCom."""
-    pushed = comms.SetXCom(
-        key="k", value=serde.serialize(value), dag_id=DAG_ID, run_id=RUN_ID, task_id=TASK_ID, map_index=-1
-    )
-    received = TypeAdapter(comms.SetXCom).validate_python(through_messages(pushed.model_dump()))
-    client.xcoms.set(DAG_ID, RUN_ID, TASK_ID, "k", received.value)
-    answer = comms.XComResult.from_xcom_response(client.xcoms.get(DAG_ID, RUN_ID, TASK_ID, "k"))
-    pulled = TypeAdapter(comms.XComResult).validate_python(through_messages(answer.model_dump()))
-    if is_sqlite and type(value) is float and type(pulled.value) in (int, float):
-        # A bare number is a number in SQLite, and no JSON text: 1.0 is 1 there, for any task.
-        return value if math.isclose(pulled.value, value, rel_tol=1e-15) else pulled.value
-    return serde.deserialize(pulled.value)
+@dataclass
+class Way:
+    """The task whose XCom carries the values, and whether Airflow's database is SQLite."""
+
+    dag_id: str
+    run_id: str
+    task_id: str
+    sqlite: bool
+
+    def travel(self, value: Any) -> Any:
+        """Returns what a task gets that pulls the XCom."""
+        key = {"dag_id": self.dag_id, "run_id": self.run_id, "task_id": self.task_id}
+        pushed = comms.SetXCom(key="k", value=serde.serialize(value), map_index=-1, **key)
+        received = TypeAdapter(comms.SetXCom).validate_python(through_messages(pushed.model_dump()))
+        xcoms = supervisor.InProcessTestSupervisor._api_client().xcoms
+        xcoms.set(self.dag_id, self.run_id, self.task_id, "k", received.value)
+        answer = comms.XComResult.from_xcom_response(xcoms.get(self.dag_id, self.run_id, self.task_id, "k"))
+        pulled = TypeAdapter(comms.XComResult).validate_python(through_messages(answer.model_dump()))
+        if self.sqlite and type(value) is float and type(pulled.value) in (int, float):
+            # A bare number is a number in SQLite, and no JSON text: 1.0 is 1 there, for any task.
+            return value if math.isclose(pulled.value, value, rel_tol=1e-15) else pulled.value
+        return serde.deserialize(pulled.value)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -94,28 +102,38 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@hypothesis.settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
-@hypothesis.given(values)
-def check(value: Any) -> None:
-    """What is pushed as itself is pulled unchanged, and can be an argument of the task that pulls it."""
-    hypothesis.assume(not find_unstorable(value))
-    assert same(travel(value), value)
-    rendered = comms.SetRenderedFields(rendered_fields={"op_args": [value]})
-    httpx.Request("PUT", "http://airflow", json=through_messages(rendered.model_dump())["rendered_fields"])
+def assert_values_come_back(way: Way) -> None:
+    """Pushes fixed and generated values. Raises AssertionError for one that is pulled changed."""
+    settings = hypothesis.settings(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+
+    @hypothesis.settings(settings, max_examples=100)
+    @hypothesis.given(values)
+    def check(value: Any) -> None:
+        """What is pushed as itself is pulled unchanged, and can be an argument of the task that pulls it."""
+        hypothesis.assume(not find_unstorable(value))
+        assert same(way.travel(value), value)
+        rendered = comms.SetRenderedFields(rendered_fields={"op_args": [value]})
+        httpx.Request("PUT", "http://airflow", json=through_messages(rendered.model_dump())["rendered_fields"])
+
+    @hypothesis.settings(settings, max_examples=30)
+    @hypothesis.given(values)
+    def check_summary(value: Any) -> None:
+        """A summary may hold any metric: it is pushed without an error, as what Airflow returns unchanged."""
+        ref = ResultRef("/x", "json", "", 1, {"metrics": {"m": value}})
+        pulled = way.travel(ref)
+        assert pulled == ref
+        assert way.travel(pulled).summary == pulled.summary
+
+    assert all(map(find_unstorable, REFUSED))
+    assert not any(map(find_unstorable, PUSHED))
+    for plain in PUSHED:
+        assert same(way.travel(plain), plain), plain
+    check()
+    check_summary()
 
 
-@hypothesis.settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
-@hypothesis.given(values)
-def check_summary(value: Any) -> None:
-    """A summary may hold any metric: it is pushed without an error, as what Airflow returns unchanged."""
-    ref = ResultRef("/x", "json", "", 1, {"metrics": {"m": value}})
-    pulled = travel(ref)
-    assert pulled == ref
-    assert travel(pulled).summary == pulled.summary
-
-
-def prepare() -> bool:
-    """Makes a DAG run to which XComs belong, without the row of a task instance; returns True on SQLite."""
+def prepare() -> Way:
+    """Makes a DAG run to which XComs belong, without the row of a task instance."""
     with create_session() as session:
         engine = session.get_bind()
         if engine.dialect.name == "postgresql":
@@ -123,19 +141,14 @@ def prepare() -> bool:
         else:
             event.listen(engine, "checkout", lambda connection, *_: connection.execute("PRAGMA foreign_keys=OFF"))
         now = datetime.now(UTC)
-        is_sqlite = engine.dialect.name == "sqlite"
-        session.add(DagRun(dag_id=DAG_ID, run_id=RUN_ID, run_type=DagRunType.MANUAL, run_after=now, state="running"))
-        return is_sqlite
+        way = Way("round_trip", "run", "train", sqlite=engine.dialect.name == "sqlite")
+        session.add(
+            DagRun(dag_id=way.dag_id, run_id=way.run_id, run_type=DagRunType.MANUAL, run_after=now, state="running")
+        )
+        return way
 
 
 if __name__ == "__main__":
     RankZeroPlugin.on_load()
-    is_sqlite = prepare()
-    client = supervisor.InProcessTestSupervisor._api_client()
-    assert all(map(find_unstorable, REFUSED))
-    assert not any(map(find_unstorable, PUSHED))
-    for plain in PUSHED:
-        assert same(travel(plain), plain), plain
-    check()
-    check_summary()
+    assert_values_come_back(prepare())
     print("every value came back")

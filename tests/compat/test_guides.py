@@ -168,6 +168,8 @@ def train_func() -> Any:
     return model.module.state_dict()
 
 
+# On Spark by default: the other guides of this file.
+@pytest.mark.parametrize("local_mode", [True, pytest.param(False, marks=pytest.mark.soak)], indirect=True)
 def test_a_converted_loop_of_ray_train(local_mode: bool, tmp_path: Path) -> None:
     # Without a launcher it is the active SparkSession.
     launcher = Launcher() if local_mode else None

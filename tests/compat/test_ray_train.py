@@ -339,7 +339,7 @@ def of_each_worker(config: dict[str, Any]) -> Any:
     return all_gather_object(sorted(os.listdir(checkpoint.path)))
 
 
-@pytest.mark.parametrize("workers", [[0, 1], [1]])
+@pytest.mark.parametrize("workers", [pytest.param([0, 1], marks=pytest.mark.soak), [1]])
 def test_the_checkpoint_has_the_files_of_all_workers(run_config: RunConfig, workers: list[int]) -> None:
     trainer = TorchTrainer(
         of_each_worker,

@@ -1,14 +1,12 @@
 """pyspark's TorchDistributor as its users call it, with only the import changed; `test_guides` has the guides'."""
 
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.conftest import restore_signal_handlers, signal_handlers
 
 from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, TorchDistributor, WorkerFailedError
 
@@ -79,55 +77,6 @@ def test_gpus_of_tasks_must_be_configured(session: Any) -> None:
         TorchDistributor(2, local_mode=False, use_gpu=True)
 
 
-GPU_SESSION = """
-    import os, sys
-    from pyspark.sql import SparkSession
-    from rankzero import TorchDistributor
-
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    conf = {
-        "spark.driver.resource.gpu.amount": "3", "spark.driver.resource.gpu.discoveryScript": sys.argv[1],
-        "spark.task.resource.gpu.amount": "2", "spark.executor.resource.gpu.amount": "2",
-        "spark.ui.enabled": "false", "spark.ssl.enabled": "true",
-    }
-    SparkSession.builder.master("local[2]").config(map=conf).getOrCreate()
-
-    def refused(call):
-        try:
-            call()
-        except Exception as error:
-            return f"{isinstance(error, RuntimeError)} {error}"
-
-    print(TorchDistributor(8).input_params)
-    print(TorchDistributor(8, local_mode=False).num_tasks)
-    print(refused(lambda: TorchDistributor(3, local_mode=False)))
-    plain = TorchDistributor(1, local_mode=False, use_gpu=False)
-    print(refused(lambda: plain.run(print)))
-    print(TorchDistributor(1, use_gpu=False).run(lambda: "local mode does not mind"))
-    plain.spark.conf.set(plain.ssl_conf, "true")
-    print(plain._check_encryption())
-"""
-
-
-def test_what_the_configuration_of_a_session_allows(tmp_path: Path) -> None:
-    script = tmp_path / "discover.sh"
-    script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2"]}\'\n')
-    script.chmod(0o755)
-    command = [sys.executable, "-c", textwrap.dedent(GPU_SESSION), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    params, tasks, multiple, encryption, local, allowed = done.stdout.splitlines()
-    assert params == "{'num_processes': 3, 'local_mode': True, 'use_gpu': True, 'num_tasks': 3}"
-    assert tasks == "4"
-    assert multiple.startswith(
-        "True num_processes=3 must be a multiple of 'spark.task.resource.gpu.amount', which is 2"
-    )
-    assert encryption.startswith("True the cluster has TLS encryption enabled")
-    assert local == "local mode does not mind"
-    assert allowed == "None"
-    assert "has TLS encryption enabled, but" in done.stderr
-
-
 def test_on_spark_without_a_session_says_what_to_do() -> None:
     from pyspark.sql import SparkSession
 
@@ -135,6 +84,42 @@ def test_on_spark_without_a_session_says_what_to_do() -> None:
         active.stop()
     with pytest.raises(EngineError, match="needs an active SparkSession"):
         TorchDistributor(local_mode=False, use_gpu=False).run(print)
+
+
+def test_what_the_configuration_of_a_session_allows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a session of its own, with GPUs and TLS, in the JVM of the one before."""
+    from pyspark.sql import SparkSession
+
+    if (active := SparkSession.getActiveSession()) is not None:
+        active.stop()
+    script = tmp_path / "discover.sh"
+    script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2"]}\'\n')
+    script.chmod(0o755)
+    conf = {
+        "spark.driver.resource.gpu.amount": "3", "spark.driver.resource.gpu.discoveryScript": str(script),
+        "spark.task.resource.gpu.amount": "2", "spark.executor.resource.gpu.amount": "2",
+        "spark.ui.enabled": "false", "spark.ssl.enabled": "true",
+    }  # fmt: skip
+    handlers = signal_handlers()
+    spark = SparkSession.builder.master("local[2]").config(map=conf).getOrCreate()
+    restore_signal_handlers(handlers)
+    try:
+        expected = {"num_processes": 3, "local_mode": True, "use_gpu": True, "num_tasks": 3}
+        assert TorchDistributor(8).input_params == expected
+        assert TorchDistributor(8, local_mode=False).num_tasks == 4
+        multiple = "num_processes=3 must be a multiple of 'spark.task.resource.gpu.amount', which is 2"
+        with pytest.raises(RuntimeError, match=f"^{multiple}"):
+            TorchDistributor(3, local_mode=False)
+        plain = TorchDistributor(1, local_mode=False, use_gpu=False)
+        with pytest.raises(RuntimeError, match="^the cluster has TLS encryption enabled"):
+            plain.run(print)
+        local = TorchDistributor(1, use_gpu=False).run(lambda: "local mode does not mind")
+        assert local == "local mode does not mind"
+        plain.spark.conf.set(plain.ssl_conf, "true")
+        assert plain._check_encryption() is None
+        assert "has TLS encryption enabled, but" in caplog.text
+    finally:
+        spark.stop()
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,15 @@ def train(scale: float) -> dict[str, Any]:
     return {"weight": total}
 
 
+def test_an_asset_trains_on_the_server(on_connect: TorchDistributorResource, tmp_path: Path) -> None:
+    @dg.asset
+    def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.run(context, train, scale=2.0)
+
+    resources = {"torch_distributor": on_connect, "io_manager": RankZeroIOManager(base_path=str(tmp_path / "assets"))}
+    assert value_of(dg.materialize([model], resources=resources), "model")["weight"].sum().item() == 2 * 3 * (2.0 + 4.0)
+
+
 @pytest.mark.soak
 def test_an_asset_that_calls_the_resource_one_of_ranks_and_an_op(
     on_connect: TorchDistributorResource, tmp_path: Path
@@ -70,6 +79,8 @@ def on_server(server: ConnectServer, place: Place, monkeypatch: pytest.MonkeyPat
     return place
 
 
+# By default, without Connect: `test_a_step_that_was_killed_is_retried_and_takes_its_training_up`.
+@pytest.mark.soak
 def test_the_next_try_takes_up_the_training_of_a_step_that_was_killed(
     on_server: Place,
     home_instance: dg.DagsterInstance,  # noqa: F811

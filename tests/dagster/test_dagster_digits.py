@@ -45,6 +45,8 @@ execution: {config: {multiprocess: {start_method: {forkserver: {preload_modules:
 """
 
 
+# By default: the two below, Airflow's nightly pipeline, and Spark in `test_sparks_handler_of_signals_does_not_stay`.
+@pytest.mark.soak
 def test_the_pipeline_trains_on_spark_and_promotes_a_good_model(digits_home: Path, tmp_path: Path) -> None:
     settings = tmp_path / "run.yaml"
     settings.write_text(FORKED)

@@ -118,13 +118,17 @@ def take_up(place: Place, job: Any, instance: dg.DagsterInstance, number: signal
     assert place.training().submission == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+# By default: `test_a_step_that_was_killed_is_retried_and_takes_its_training_up`, in a real `dagster dev`.
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_next_try_takes_up_the_training_of_a_step_that_died(
     place: Place, home_instance: dg.DagsterInstance, number: signal.Signals
 ) -> None:
     take_up(place, durable_training.durable_job, home_instance, number)
 
 
+# By default: the row "unstored-retry" of `test_dagster_tries_table.py`.
+@pytest.mark.soak
 def test_a_result_that_came_while_no_step_looked_is_delivered(place: Place, home_instance: dg.DagsterInstance) -> None:
     seen: dict[str, Any] = {}
     place.touch("hold")
@@ -211,7 +215,9 @@ def test_what_a_user_executes_again_goes_on_or_trains_anew(place: Place, home_in
     assert place.training().submission == 2
 
 
-@pytest.mark.parametrize("job", [durable_training.fragile_in_process, durable_training.fragile_job])
+@pytest.mark.parametrize(
+    "job", [durable_training.fragile_in_process, pytest.param(durable_training.fragile_job, marks=pytest.mark.soak)]
+)
 def test_a_user_trains_anew_although_the_run_that_stored_the_result_was_deleted(
     place: Place, home_instance: dg.DagsterInstance, job: Callable[[], dg.JobDefinition]
 ) -> None:

@@ -65,6 +65,8 @@ def test_each_day_starts_from_the_weights_of_the_day_before(load: Load, instance
     assert losses["2026-01-02"] < min(losses["2026-01-01"], losses["2026-01-04"])
 
 
+# By default: the same example in Airflow.
+@pytest.mark.soak
 def test_a_sweep_keeps_the_best_setting(load: Load, instance: dg.DagsterInstance) -> None:
     module, defs = load("sweep")
     run(defs, "sweep_scans", instance)
@@ -97,6 +99,8 @@ def test_a_training_of_horovods_is_an_asset(load: Load, instance: dg.DagsterInst
     assert accuracy > 0.8
 
 
+# By default: the same example in Airflow.
+@pytest.mark.soak
 def test_trainings_of_other_launchers_are_assets(
     load: Load, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

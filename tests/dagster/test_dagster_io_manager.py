@@ -246,7 +246,7 @@ def test_a_flipped_bit_is_found_and_not_retried(
     assert retries_of(result, "reader") == 0
 
 
-@pytest.mark.parametrize("dying_at", ["data-", "manifest.json"])
+@pytest.mark.parametrize("dying_at", [pytest.param("data-", marks=pytest.mark.soak), "manifest.json"])
 def test_a_process_killed_while_storing_leaves_the_version_before(
     dying_at: str, manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
 ) -> None:

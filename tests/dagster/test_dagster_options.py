@@ -96,7 +96,11 @@ def test_names_and_defaults_are_those_of_airflows_operator(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "checkpoints", [{"num_to_keep": None, "metric": "loss", "mode": "max"}, CheckpointConfig(None, "loss", "max")]
+    "checkpoints",
+    [
+        pytest.param({"num_to_keep": None, "metric": "loss", "mode": "max"}, marks=pytest.mark.soak),
+        CheckpointConfig(None, "loss", "max"),
+    ],
 )
 def test_they_reach_the_run(checkpoints: object, torch_distributor: TorchDistributorResource, tmp_path: Path) -> None:
     configured = torch_distributor.options(

@@ -93,6 +93,8 @@ def test_the_blocks_of_a_page_are_definitions(
     blocks.run_page(page, "dagster", given, request)
 
 
+# By default: `test_a_step_that_was_killed_is_retried_and_takes_its_training_up`.
+@pytest.mark.soak
 def test_the_first_training_outlives_its_step(tmp_path: Path, dagster_home: Path) -> None:
     (block,) = [block for block in blocks_of("docs/start-dagster.md") if block.language == "python"]
     (tmp_path / "first.py").write_text(block.text.replace("time.sleep(1)", "time.sleep(0.1)"))

@@ -99,6 +99,8 @@ def test_a_handle_of_a_disk_is_carried_to_the_bucket_and_verified(
     assert torch.equal(defs.load_asset_value("stored", python_type=object, instance=instance)["w"], torch.ones(4))
 
 
+# By default: the same on a disk, in `test_dagster_io_manager.py`.
+@pytest.mark.soak
 def test_a_process_killed_before_the_manifest_leaves_the_version_before(
     bucket: str, instance: dg.DagsterInstance
 ) -> None:

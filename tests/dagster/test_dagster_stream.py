@@ -128,7 +128,7 @@ def observed(result: dg.ExecuteInProcessResult) -> list[dict[str, Any]]:
     return [{"partition": o.partition, **{name: entry.value for name, entry in o.metadata.items()}} for o in seen]
 
 
-@pytest.mark.parametrize("form", ["run", "stream"])
+@pytest.mark.parametrize("form", [pytest.param("run", marks=pytest.mark.soak), "stream"])
 def test_an_asset_is_observed_while_its_ranks_train(
     one_rank: TorchDistributorResource, form: str, monkeypatch: pytest.MonkeyPatch, seen: Path
 ) -> None:
@@ -189,7 +189,7 @@ def test_an_op_streams_its_output_only(one_rank: TorchDistributorResource) -> No
     assert observed(result) == []
 
 
-@pytest.mark.parametrize("policy", [None, dg.RetryPolicy(max_retries=1)])
+@pytest.mark.parametrize("policy", [None, pytest.param(dg.RetryPolicy(max_retries=1), marks=pytest.mark.soak)])
 def test_leaving_a_stream_ends_its_ranks(
     one_rank: TorchDistributorResource, marker: str, policy: dg.RetryPolicy | None
 ) -> None:

@@ -33,6 +33,8 @@ PROGRAMS = {
     "dg.materialize in a script": ["-c", MATERIALIZE],
 }
 
+DEFAULT = {"dg.materialize in a script"}
+
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
@@ -52,7 +54,10 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     assert wait_until_gone(f"OF_RANK={mark}") == []
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# By default, a step with a process of its own ends in `test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs`.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.soak) for name in PROGRAMS]
+)
 def test_ctrl_c_ends_the_training(name: str, environment: dict[str, str], tmp_path: Path) -> None:
     terminal = Terminal([sys.executable, *PROGRAMS[name]], environment)
     try:

@@ -94,19 +94,11 @@ def dagster(root: Path, terminals: list[Terminal]) -> Iterator[Deployment]:
     }
     deployment = Deployment(home, DEFINITIONS, variables, start)
     try:
-        # Its tick comes while the other tests run.
-        deployment.start_schedule("often")
         yield deployment
     finally:
         deployment.stop()
         for terminal in terminals:
             terminal.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def backfill(dagster: Deployment) -> str:
-    """The id of one that the daemon takes up, and ends, while the other tests run."""
-    return dagster.start_backfill("lettered", ["a", "c"])
 
 
 @pytest.fixture
@@ -135,9 +127,12 @@ def instance(dagster: Deployment) -> Iterator[dg.DagsterInstance]:
     ("job", "asset"),
     [
         pytest.param("fragile_job", "fragile", id="the run would die with its step"),
-        # The same job is ended in `test_a_run_that_takes_too_long_is_ended_with_its_ranks`.
+        # The same job is ended in `test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs`.
         pytest.param("durable_job", "durable", id="the run would outlive its step", marks=pytest.mark.soak),
-        pytest.param("durable_in_process", "durable", id="a retry policy in the process of the run"),
+        # The row "ended-other-arguments" of `test_dagster_tries_table.py` ends a run in one process.
+        pytest.param(
+            "durable_in_process", "durable", id="a retry policy in the process of the run", marks=pytest.mark.soak
+        ),
         pytest.param("stubborn_job", "stubborn", id="ranks on Spark that ignore signals", marks=pytest.mark.soak),
     ],
 )
@@ -158,6 +153,8 @@ def test_terminating_a_run_ends_its_ranks_and_stores_nothing(
     assert launched.training().submission == 0
 
 
+# By default: `test_an_asset_is_observed_while_its_ranks_train`.
+@pytest.mark.soak
 def test_metrics_are_observed_while_the_ranks_train(
     launch: Any, dagster: Deployment, instance: dg.DagsterInstance
 ) -> None:
@@ -209,6 +206,8 @@ def test_a_run_that_dagster_starts_again_takes_its_training_up(launch: Any, dags
     assert launched.training().result()["pid"] in ranks
 
 
+# By default: the termination of a run, which the daemon asks for here.
+@pytest.mark.soak
 def test_a_run_that_takes_too_long_is_ended_with_its_ranks(
     launch: Any, dagster: Deployment, instance: dg.DagsterInstance
 ) -> None:
@@ -222,15 +221,20 @@ def test_a_run_that_takes_too_long_is_ended_with_its_ranks(
     assert launched.training().status().state == "cancelled"
 
 
-def test_a_backfill_trains_each_partition(dagster: Deployment, backfill: str, root: Path) -> None:
-    assert dagster.finish_backfill(backfill) == "COMPLETED_SUCCESS"
+# By default: `test_dagster_partitions.py`.
+@pytest.mark.soak
+def test_a_backfill_trains_each_partition(dagster: Deployment, root: Path) -> None:
+    assert dagster.finish_backfill(dagster.start_backfill("lettered", ["a", "c"])) == "COMPLETED_SUCCESS"
     stored = RankZeroIOManager(base_path=str(root / "assets"))
     loaded = dg.Definitions(assets=[lettered], resources={"io_manager": stored, "torch_distributor": object()})
     for key in ("a", "c"):
         assert loaded.load_asset_value("lettered", partition_key=key) == key.upper()
 
 
+# By default: the same job without a daemon, in many of `test_dagster_asset.py`.
+@pytest.mark.soak
 def test_a_schedule_trains(dagster: Deployment) -> None:
+    dagster.start_schedule("often")
     wait_until(lambda: dagster.runs_of("quick_job"), RUN_TIMEOUT, "a tick")
     assert dagster.finish(dagster.runs_of("quick_job")[-1]) == "SUCCESS"
 

@@ -307,6 +307,9 @@ SOAK = {
     # A real `dagster dev` does it at every run of the suite: `test_a_step_that_was_killed_is_retried_...`.
     "killed",
     "deployed",
+    # The delivery is that of "unstored-retry"; "ended-other-arguments" ends a run as well.
+    "ended-meanwhile",
+    "ended-again",
     # What Dagster does is the same as for other arguments; the identity is core's, and has tests of its own.
     "failed-other-code",
     "failed-other-ranks",

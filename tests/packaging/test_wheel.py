@@ -158,6 +158,7 @@ def test_the_sdist_holds_what_the_repository_does(built: Built) -> None:
     assert {name for name in tracked if name.endswith((".py", ".md", ".toml"))} <= names
 
 
+@pytest.mark.soak
 def test_the_quick_start_of_a_bare_environment(built: Built, tmp_path: Path) -> None:
     """With what the wheel names and no more; the packages themselves are those of this environment."""
     bare = Environment(tmp_path / "venv")

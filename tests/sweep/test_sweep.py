@@ -5,8 +5,6 @@ import io
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -201,34 +199,29 @@ def test_max_parallel_trials_run_at_the_same_time(tmp_path: Path) -> None:
     assert [trial.load() for trial in met] == [2, 2]
 
 
-SUBMITTER = """
-import sys
-from rankzero import Launcher
-from tests.sweep.test_sweep import train
-params = [{"lr": 0.1}, {"lr": 0.2, "steps": 100_000, "pause": 0.05}]
-Launcher(store=sys.argv[1], run_id="s").map(train, params, metric="loss", max_parallel=2)
-"""
-
-
 def directory_of(folder: Path, rate: float) -> Path:
     found = [place for place in folder.glob("s-*") if RunHandle[Any].attach(place).params["lr"] == rate]
     return found[0]
 
 
 def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", SUBMITTER, str(tmp_path)], start_new_session=True)
-    try:
-        # Each is started by a thread of its own.
-        until(lambda: len(list(tmp_path.glob("s-*/job.json"))) == 2, 120, "both trials")
-        first, second = (directory_of(tmp_path, rate) for rate in (0.1, 0.2))
-        handle = RunHandle.attach(second)
-        until(lambda: handle.status().metrics and RunHandle.attach(first).status().final, 120, "its metrics")
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-    finally:
-        process.kill()
-        process.wait()
-    assert handle.wait(60)
+    def interrupt() -> None:
+        try:
+            # Each is started by a thread of its own.
+            until(lambda: len(list(tmp_path.glob("s-*/job.json"))) == 2, 120, "both trials")
+            first, second = (RunHandle[Any].attach(directory_of(tmp_path, rate)) for rate in (0.1, 0.2))
+            until(lambda: second.status().metrics and first.status().final, 120, "its metrics")
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    begun: list[dict[str, Any]] = [{"lr": 0.1}, {"lr": 0.2, "steps": 100_000, "pause": 0.05}]
+    with pytest.raises(KeyboardInterrupt):
+        Launcher(store=tmp_path, run_id="s").map(train, begun, metric="loss", max_parallel=2)
+    thread.join()
+    first, second = (directory_of(tmp_path, rate) for rate in (0.1, 0.2))
+    assert RunHandle[Any].attach(second).wait(60)
     assert {one.status.state for one in list_runs(tmp_path)} == {"succeeded", "cancelled"}
     began = RunHandle.attach(first).created
     # A trial more, and another order.
@@ -257,6 +250,8 @@ def test_after_a_failed_trial_the_next_call_trains_only_that_one(tmp_path: Path)
     assert RunHandle.attach(launcher.map(train, [good])[0].directory).created > began[0]
 
 
+# By default: an interrupt, which is an exception in the caller as well.
+@pytest.mark.soak
 def test_an_exception_in_the_caller_ends_all_trials(tmp_path: Path) -> None:
     class Stop(Exception):
         pass
@@ -306,7 +301,7 @@ def report_all(curve: list[float]) -> float:
     return curve[-1]
 
 
-@pytest.mark.parametrize(("mode", "sign"), [("min", 1.0), ("max", -1.0)])
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1.0), pytest.param("max", -1.0, marks=pytest.mark.soak)])
 def test_value_and_result_are_of_one_moment_and_a_diverged_trial_is_the_worst(
     tmp_path: Path, mode: Any, sign: float
 ) -> None:

@@ -62,7 +62,14 @@ def test_the_gate(fake_trainings, tmp_path):
 """
 
 
-@pytest.mark.parametrize(("tests", "passed"), [(LAUNCHER, 3), (DAGSTER, 1)], ids=["launcher", "dagster"])
+@pytest.mark.parametrize(
+    ("tests", "passed"),
+    [
+        pytest.param(LAUNCHER, 3, id="launcher"),
+        # By default: the pipeline of `docs/testing.md`, in `tests/docs/test_blocks.py`.
+        pytest.param(DAGSTER, 1, id="dagster", marks=pytest.mark.soak),
+    ],
+)
 def test_a_session_of_the_users_passes(pytester: pytest.Pytester, tests: str, passed: int) -> None:
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(tests)

@@ -51,7 +51,7 @@ def _nothing_is_left() -> Any:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_ranks_meet_and_rank_0_is_this_very_thread(world_size: int) -> None:
     SEEN.clear()
     run = run_inline(reduce, (1.0,), world_size=world_size)
@@ -130,7 +130,9 @@ def leave_the_group_before_it_fails() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("function", [fail_on_rank_1, leave_the_group_before_it_fails])
+@pytest.mark.parametrize(
+    "function", [pytest.param(fail_on_rank_1, marks=pytest.mark.soak), leave_the_group_before_it_fails]
+)
 def test_the_first_cause_is_that_of_the_rank_that_failed_and_not_its_echo(function: Any) -> None:
     with pytest.raises(WorkerFailedError, match=r"rank 1 failed: ValueError: rank 1 has no data") as caught:
         run_inline(function, world_size=2)
@@ -172,7 +174,11 @@ def wait_for_a_rank_that_waits() -> None:
 @pytest.mark.timeout(120, method="thread")
 @pytest.mark.parametrize(
     ("function", "world_size"),
-    [(fail_before_there_is_a_group, 3), (come_when_the_others_have_failed, 2), (wait_for_a_rank_that_waits, 3)],
+    [
+        (fail_before_there_is_a_group, 3),
+        pytest.param(come_when_the_others_have_failed, 2, marks=pytest.mark.soak),
+        (wait_for_a_rank_that_waits, 3),
+    ],
 )
 def test_rank_0_does_not_wait_for_ranks_that_have_failed(function: Any, world_size: int) -> None:
     with pytest.raises(WorkerFailedError, match=r"rank 1 failed: ValueError: rank 1 has no data"):

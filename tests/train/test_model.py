@@ -10,7 +10,6 @@ from torch import nn
 
 import rankzero.train as rt
 from rankzero import Launcher, ResultError
-from rankzero.testing import run_inline
 
 
 @pytest.fixture
@@ -64,8 +63,15 @@ def alone() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("on_every_rank", [False, True])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "on_every_rank"),
+    [
+        ("ddp", False),
+        pytest.param("ddp", True, marks=pytest.mark.soak),
+        pytest.param("fsdp", False, marks=pytest.mark.soak),
+        ("fsdp", True),
+    ],
+)
 def test_two_ranks_train_as_one_would_and_go_on_from_the_whole_state(
     launcher: Launcher, strategy: Any, on_every_rank: bool
 ) -> None:
@@ -121,12 +127,12 @@ def load_state(momentum: float, has_gradients: bool) -> None:
             assert torch.equal(mine["momentum_buffer"], other["momentum_buffer"])
 
 
-def test_an_optimizer_gets_its_state_with_and_without_tensors_and_gradients() -> None:
+def test_an_optimizer_gets_its_state_with_and_without_tensors_and_gradients(launcher: Launcher) -> None:
     def train() -> None:
         for momentum, has_gradients in itertools.product((0.0, 0.9), (False, True)):
             load_state(momentum, has_gradients)
 
-    run_inline(train, world_size=2)
+    launcher.run(train)
 
 
 def resume_with_an_unused_branch(strategy: Any) -> None:
@@ -167,7 +173,7 @@ def resume_with_an_unused_branch(strategy: Any) -> None:
         rt.load_full_optimizer_state_dict(again, other, {**state, "param_groups": groups})
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
 def test_an_optimizer_resumes_where_a_parameter_never_had_a_gradient(launcher: Launcher, strategy: Any) -> None:
     launcher.run(resume_with_an_unused_branch, strategy)
 

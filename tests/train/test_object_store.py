@@ -144,7 +144,7 @@ def evaluate() -> int:
     return seen
 
 
-@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("is_local", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_workers_of_a_loader_read_rows_while_a_checkpoint_is_uploaded(
     bucket: str, tmp_path: Path, is_local: bool
 ) -> None:

@@ -99,7 +99,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_same_file_under_rankzero_torchrun_and_python(
     tmp_path: Path, world_size: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

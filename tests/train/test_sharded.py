@@ -107,7 +107,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunHandle[Any], d
     return handle, expected
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak), 4]
+)
 def test_a_state_of_two_ranks_is_read_by_any_number(
     launcher: Launcher, written: tuple[RunHandle[Any], dict[str, Any]], ranks: int
 ) -> None:
@@ -304,7 +306,7 @@ def test_what_torch_distributed_checkpoint_saved_is_loaded_by_any_number(
         assert launcher.options(num_processes=ranks).run(load) == dict(written[1]["model"])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_parts_that_only_the_training_understands_are_never_half_loaded(launcher: Launcher, ranks: int) -> None:
     def write_parts() -> None:
         import rankzero.train as rt
@@ -375,7 +377,7 @@ def _await_one_more(of_rank_zero: int) -> None:
     rt.await_checkpoint()
 
 
-@pytest.mark.parametrize("of_rank_zero", [0, 1])
+@pytest.mark.parametrize("of_rank_zero", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_no_rank_awaits_a_checkpoint_that_rank_zero_did_not_report(launcher: Launcher, of_rank_zero: int) -> None:
     launcher.options(timeout=100).run(_await_one_more, of_rank_zero)
 
@@ -388,7 +390,7 @@ def _report_in_two_ways(sharding_rank: int) -> None:
     time.sleep(20)
 
 
-@pytest.mark.parametrize("sharding_rank", [0, 1])
+@pytest.mark.parametrize("sharding_rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_ranks_that_report_whole_and_sharded_checkpoints_end_the_run(launcher: Launcher, sharding_rank: int) -> None:
     named = rf"rank {1 - sharding_rank} has reported a whole checkpoint, and rank {sharding_rank} a sharded one"
     with pytest.raises(ResultError, match=named):

@@ -88,8 +88,7 @@ def script(tmp_path: Path) -> Path:
 
 def test_it_goes_on_from_its_last_checkpoint(run: Run, script: Path, tmp_path: Path) -> None:
     place = str(tmp_path / "kept")
-    command = [sys.executable, script]
-    first = subprocess.run(command, env={**plain(), "RANKZERO_STORAGE": place}, capture_output=True, text=True)
+    first = run(script, RANKZERO_STORAGE=place)
     assert first.returncode == 3, first.stderr
     assert first.stdout.splitlines() == ["report 1: epoch=0", "report 2: epoch=1", "report 3: epoch=2"]
     second = run(script, RANKZERO_STORAGE=place)

@@ -92,6 +92,8 @@ def test_the_next_try_attaches_to_the_training_of_a_killed_one(durable: Training
     assert "[0] rank has seen it" in log
 
 
+# By default: the row "unstored-retry" of `test_airflow_tries_table.py`.
+@pytest.mark.soak
 def test_a_training_that_ended_while_nobody_looked_is_delivered(durable: Training) -> None:
     ranks = durable.await_ranks()
     task = durable.airflow.task_process("durable", durable.run_id, "train")
@@ -117,7 +119,9 @@ def test_a_worker_that_is_drained_leaves_the_training_to_another(durable: Traini
     assert durable.airflow.look("durable", durable.run_id, "train")["try_number"] == 1
 
 
-@pytest.mark.parametrize("state", ["failed", pytest.param("success", marks=pytest.mark.soak)])
+# By default: `test_marking_a_task_failed_ends_its_ranks`.
+@pytest.mark.soak
+@pytest.mark.parametrize("state", ["failed", "success"])
 def test_marking_a_running_task_ends_its_training(durable: Training, state: str) -> None:
     durable.await_ranks()
     durable.airflow.mark("durable", durable.run_id, "train", state)
@@ -136,6 +140,8 @@ def test_clearing_a_running_task_ends_its_training_and_goes_on_from_the_checkpoi
     assert made["epoch"] == 1
 
 
+# By default: the row "ended-other-arguments" of `test_airflow_tries_table.py`.
+@pytest.mark.soak
 def test_clearing_a_running_task_with_corrected_arguments_begins_from_scratch(durable: Training) -> None:
     ranks = durable.await_ranks()
     durable.airflow.call("POST", "/api/v2/variables", {"key": durable.marker, "value": "0.001"})
@@ -217,6 +223,8 @@ def test_a_deferred_task_that_was_cleared_delivers_the_training_of_its_next_try(
     assert training.finish()["pid"] not in ranks
 
 
+# By default: `test_marks.py`.
+@pytest.mark.soak
 def test_a_mark_while_no_triggerer_runs_ends_the_training(airflow: Deployment, tmp_path: Path) -> None:
     training = start(airflow, "deferred", tmp_path)
     training.await_ranks()

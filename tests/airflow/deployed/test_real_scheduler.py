@@ -33,6 +33,8 @@ def test_dag_file_function_trains_and_any_dag_pulls_its_result(airflow: Deployme
     assert airflow.xcom("pulling", pulled, "pull") == "85 nan"
 
 
+# By default: the mapped tasks of `test_operator.py`.
+@pytest.mark.soak
 def test_mapped_trainings_run_side_by_side(airflow: Deployment, tmp_path: Path) -> None:
     run_id = airflow.trigger("mapped", folder=str(tmp_path))
     assert airflow.finish("mapped", run_id) == "success"
@@ -82,6 +84,8 @@ def test_marking_a_task_failed_ends_its_ranks(airflow: Deployment, endless: tupl
     wait_until(lambda: not processes_with(marker), STOP_TIMEOUT, "the end of the ranks")
 
 
+# By default: the lease of a run in `tests/submit`.
+@pytest.mark.soak
 def test_a_run_without_a_try_that_could_come_back_ends_by_its_lease(
     airflow: Deployment, endless: tuple[str, str, RunHandle[Any]]
 ) -> None:

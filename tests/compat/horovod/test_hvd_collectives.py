@@ -9,7 +9,7 @@ from tests.faults.kit import TasksEngine
 from rankzero import Launcher
 
 
-@pytest.fixture(params=[1, 2, 3, 4])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)])
 def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Launcher:
     return Launcher(request.param, store=tmp_path)
 

@@ -150,8 +150,11 @@ def test_programs_that_a_rank_starts_find_horovod_and_its_variables(tmp_path: Pa
     (tmp_path / "child.py").write_text(CHILD)
 
     def train(script: str) -> str:
+        import os
         import subprocess
 
+        if os.environ["RANK"] != "0":
+            return ""
         return subprocess.run(["sh", "-c", f"python3 {script}"], check=True, capture_output=True, text=True).stdout
 
     # The interpreter of the ranks is the first on the path, as in an activated environment.

@@ -61,7 +61,9 @@ def build(shape: str, sparse: bool) -> Any:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
 
 
-@pytest.mark.parametrize(("shape", "size"), [("cnn", 2), ("accumulation", 2), ("lstm", 2), ("lstm", 4)])
+@pytest.mark.parametrize(
+    ("shape", "size"), [("cnn", 2), ("accumulation", 2), ("lstm", 2), pytest.param("lstm", 4, marks=pytest.mark.soak)]
+)
 def test_the_losses_of_plain_ddp(tmp_path: Path, shape: str, size: int) -> None:
     def train() -> Any:
         import torch
