@@ -230,6 +230,7 @@ def _whole_beside_a_rank_without_rows() -> Table:
     return table
 
 
+@pytest.mark.soak
 def test_a_checkpoint_of_rank_0_is_taken_where_the_others_had_no_row_to_write(launcher: Launcher) -> None:
     assert launcher.run(_whole_beside_a_rank_without_rows).to_arrow().count_rows() == 1
 
@@ -268,6 +269,7 @@ def test_a_table_does_not_lack_the_rows_of_before_its_cursor(ids: Launcher, tmp_
         ids.run(_score_behind_a_cursor, str(tmp_path / "cursor.json"))
 
 
+@pytest.mark.soak
 def test_rows_of_rank_0_alone_belong_to_its_whole_checkpoint(ids: Launcher) -> None:
     table = ids.run(_score_behind_a_cursor, "")
     assert table
@@ -623,6 +625,7 @@ def test_calls_and_batches_with_other_columns_write_one_table() -> None:
     assert len(table.to_pandas()) == 6, "what was refused is not in the table"
 
 
+@pytest.mark.soak
 def test_spark_reads_times_and_half_precision(session: Any) -> None:
     import pandas
 

@@ -51,6 +51,7 @@ def test_nothing_but_torch_is_installed_there(on_bare: Launcher, bare_python: st
     assert "rankzero.zip" in found["rankzero"]
 
 
+@pytest.mark.soak
 def test_rankzero_train(on_bare: Launcher) -> None:
     import torch
 

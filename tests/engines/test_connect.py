@@ -121,6 +121,7 @@ def test_launches_of_fresh_processes_share_what_is_warm(
     assert {jvm for _, jvm in launches} == {"no jvm"}
 
 
+@pytest.mark.soak
 def test_first_cause_of_a_failed_rank(on_connect: Launcher) -> None:
     with pytest.raises(WorkerFailedError, match="a bad batch") as caught:
         on_connect.run(fail)

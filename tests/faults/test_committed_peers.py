@@ -47,7 +47,9 @@ def committed(launcher: Launcher, value: Future[Any]) -> RunHandle[Any]:
     return run
 
 
-@pytest.mark.parametrize("engine", [LocalEngine(), TasksEngine()], ids=["one agent", "an agent each"])
+@pytest.mark.parametrize(
+    "engine", [LocalEngine(), pytest.param(TasksEngine(), marks=pytest.mark.soak)], ids=["one agent", "an agent each"]
+)
 def test_a_stop_does_not_wait_for_ranks_that_have_committed(
     launcher: Launcher, tmp_path: Path, marker: str, engine: Engine
 ) -> None:

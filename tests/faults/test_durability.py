@@ -216,6 +216,7 @@ def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -
         handle.result()
 
 
+@pytest.mark.soak
 def test_a_submitter_that_died_half_way_does_not_block_the_run_id(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +307,7 @@ RunDirectory(sys.argv[1]).claim(0)
 """
 
 
+@pytest.mark.soak
 def test_a_claim_whose_writer_was_killed_is_none_or_names_the_writer(single: Launcher, tmp_path: Path) -> None:
     """An empty claim would be waited for, since it may be that of a process on another host."""
     (tmp_path / "go").touch()
@@ -360,6 +362,7 @@ def test_a_submitter_that_was_held_up_does_not_write_over_the_one_who_came_after
     assert starts(tmp_path) == 1
 
 
+@pytest.mark.soak
 def test_submitters_whose_files_take_long_do_not_overtake_each_other_for_ever(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,6 +464,7 @@ def test_cancel_after_success_changes_nothing(single: Launcher, tmp_path: Path) 
     assert RunHandle.attach(handle.directory).result() == "attempt 0"
 
 
+@pytest.mark.soak
 def test_a_longer_grace_is_time_to_save(single: Launcher, tmp_path: Path) -> None:
     def save_late() -> None:
         import rankzero.train as rt

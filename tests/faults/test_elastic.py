@@ -95,6 +95,7 @@ def test_a_wait_can_be_cancelled(growing: Launcher, slots: Path) -> None:
     thread.join()
 
 
+@pytest.mark.soak
 def test_what_keeps_a_launched_attempt_from_starting_is_said(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,7 +157,7 @@ def leave_rank_zero(does: str) -> str:
     return "evaluated"
 
 
-@pytest.mark.parametrize("does", ["waits", "works alone"])
+@pytest.mark.parametrize("does", ["waits", pytest.param("works alone", marks=pytest.mark.soak)])
 def test_a_rank_that_returns_early_is_named_and_whoever_waits_for_it_hangs(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:

@@ -96,6 +96,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("own_warm_servers")
 def test_a_warm_server_ends_with_a_caller_that_blocks_signals(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OWNER_BLOCKS, str(tmp_path)]

@@ -284,9 +284,8 @@ def report_two(form: str) -> float:
     ("is_remote", "form"),
     [
         (False, "state"),
-        (True, "pieces"),
         *(pytest.param(False, form, marks=pytest.mark.soak) for form in ("pieces", "directory")),
-        *(pytest.param(True, form, marks=pytest.mark.soak) for form in ("state", "directory")),
+        *(pytest.param(True, form, marks=pytest.mark.soak) for form in ("state", "pieces", "directory")),
     ],
 )
 def test_a_checkpoint_that_a_rank_finds_damaged_is_not_used_again(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 from tests.faults.soak import Plan, Round
 
 
+@pytest.mark.soak
 def test_a_round_without_a_fault_is_right() -> None:
     # Short: torch's sockets lie below it.
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:

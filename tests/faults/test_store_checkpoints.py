@@ -189,6 +189,7 @@ def test_a_rank_that_the_store_refuses_sends_its_parts_to_the_driver(
     assert sorted(through_driver) == ["checkpoint-0-0", "checkpoint-0-1", "value"]
 
 
+@pytest.mark.soak
 def test_a_rank_uses_the_store_again_after_a_refusal(
     launcher: Launcher, bucket: str, through_driver: list[str]
 ) -> None:
@@ -326,6 +327,7 @@ def test_a_driver_that_dies_between_parts_and_manifest_has_committed_nothing(
     assert unfinished(bucket) == []
 
 
+@pytest.mark.soak
 def test_an_upload_that_a_rank_began_anew_leaves_nothing(launcher: Launcher, bucket: str) -> None:
     def train() -> None:
         import io
@@ -372,6 +374,7 @@ def proxy(s3_server: "S3Server", bucket: str, tmp_path: Path, monkeypatch: pytes
     made.close()
 
 
+@pytest.mark.soak
 def test_a_store_that_is_away_in_an_upload_has_it_when_it_is_back(
     launcher: Launcher, bucket: str, tmp_path: Path, proxy: Proxy
 ) -> None:

@@ -153,7 +153,9 @@ def fail_when_told(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "places", [r"/status\.json$", r"/cancel$", r"/logs/[^/]*$"], ids=["status", "a request", "a rank's first line"]
+    "places",
+    [r"/status\.json$", *(pytest.param(place, marks=pytest.mark.soak) for place in (r"/cancel$", r"/logs/[^/]*$"))],
+    ids=["status", "a request", "a rank's first line"],
 )
 def test_a_store_that_is_slow_does_not_hold_the_driver(
     launcher: Launcher, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch, places: str
