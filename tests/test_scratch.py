@@ -106,6 +106,7 @@ Launcher(1, store=sys.argv[1] + "/store").run(train, sys.argv[1])
 """
 
 
+@pytest.mark.soak
 def test_what_a_run_left_that_was_killed_as_a_whole_goes_with_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

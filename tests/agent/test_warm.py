@@ -49,6 +49,7 @@ def wait_until_gone(pids: set[int]) -> set[int]:
     return left
 
 
+@pytest.mark.soak
 def test_every_rank_has_the_same_order_of_texts_warm_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else code that walks a set works on one machine, and on several its ranks wait for each other."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
@@ -248,6 +249,7 @@ def test_an_agent_that_comes_after_the_cancel_is_ended(tmp_path: Path) -> None:
     assert killed.is_set()
 
 
+@pytest.mark.soak
 def test_a_directory_of_caches_needs_no_server_of_its_own(launcher: Launcher, tmp_path: Path) -> None:
     def caches() -> list[Any]:
         import torch

@@ -134,6 +134,7 @@ def _writes_on_rank_1() -> None:
         raise RetryableError("preempted")
 
 
+@pytest.mark.soak
 def test_a_rank_that_does_not_ask_for_the_checkpoint_does_not_write_rows_twice(launcher: Launcher) -> None:
     with pytest.raises(ResultError, match="would get them twice: call get_checkpoint"):
         launcher.options(max_restarts=1).run(_writes_on_rank_1)

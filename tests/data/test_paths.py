@@ -196,7 +196,7 @@ def test_processes_of_a_loader_lose_no_row_of_the_rest_of_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = []
-    for rows in range(1, 9):
+    for rows in range(1, 7):
         pq.write_table(pa.table({"id": list(range(rows))}), tmp_path / f"{rows}.parquet")
         manifest = manifest_of_path(str(tmp_path / f"{rows}.parquet"), "train")
         for consumed, world, processes in itertools.product(range(rows), range(1, 7), (1, 2)):

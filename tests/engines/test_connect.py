@@ -186,6 +186,7 @@ def test_a_session_of_a_jvm_of_our_own_beside_one_of_spark_connect(launcher: Lau
 # -- refusals ----------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_more_ranks_than_slots_are_refused(on_connect: Launcher) -> None:
     with pytest.raises(
         InsufficientSlotsError, match="needs 5 task slots at the same time, but the cluster behind sc://"

@@ -103,6 +103,7 @@ def where_much_lies() -> tuple[str, str]:
     return os.environ["RANKZERO_SCRATCH"], os.environ["SPARK_LOCAL_DIRS"]
 
 
+@pytest.mark.soak
 @pytest.mark.skipif("TMPDIR" in os.environ, reason="the user's choice counts more")
 def test_agents_write_much_where_spark_does(on_session: Launcher) -> None:
     scratch, local = on_session.run(where_much_lies)

@@ -381,6 +381,7 @@ def test_submitters_whose_files_take_long_do_not_overtake_each_other_for_ever(
     assert len({handle.result().submission for handle in handles}) == 1
 
 
+@pytest.mark.soak
 def test_a_cancel_reaches_a_submission_that_is_just_being_written(single: Launcher, tmp_path: Path) -> None:
     first = start(single, tmp_path)
     first.cancel()
@@ -428,6 +429,7 @@ def test_who_has_watched_a_driver_elsewhere_does_not_ask_the_clock_of_the_wall(
     assert RunHandle.attach(run.directory).status().state == "failed"
 
 
+@pytest.mark.soak
 def test_a_driver_that_comes_too_late_leaves_the_run_alone(single: Launcher, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     handle = single.submit(count_and_wait, str(tmp_path))

@@ -48,6 +48,7 @@ def full_store(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return room
 
 
+@pytest.mark.soak
 def test_a_store_that_takes_nothing_costs_a_run_neither_its_owner_nor_its_value(
     launcher: Launcher, tmp_path: Path, full_store: list[float]
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_driver_that_was_a_thread_is_dead_when_that_thread_is() -> None:
     assert process_lives(status_of(f"{threading.get_native_id()} 1")) is False
 
 
+@pytest.mark.soak
 def test_a_driver_that_starts_slowly_is_alive_as_long_as_its_process(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +209,7 @@ class Apart(LocalEngine):
 
 @pytest.mark.parametrize(
     "engine",
-    [LocalEngine(), Apart(), pytest.param(Elsewhere(), marks=pytest.mark.soak)],
+    [LocalEngine(), *(pytest.param(engine, marks=pytest.mark.soak) for engine in (Apart(), Elsewhere()))],
     ids=["thread", "process", "leased"],
 )
 def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp_path: Path, engine: Any) -> None:

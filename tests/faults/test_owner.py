@@ -56,7 +56,7 @@ def caller(folder: Path, marker: str, driver: str) -> Iterator[subprocess.Popen[
             os.kill(int(child.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("driver", ["thread", "process"])
+@pytest.mark.parametrize("driver", ["thread", pytest.param("process", marks=pytest.mark.soak)])
 def test_a_forked_child_does_not_keep_the_run_of_a_killed_caller(tmp_path: Path, marker: str, driver: str) -> None:
     with caller(tmp_path, marker, driver) as process:
         process.kill()

@@ -115,7 +115,10 @@ except Exception as error:
 
 @pytest.mark.parametrize(
     ("late", "answer"),
-    [("os.kill(os.getpid(), signal.SIGSTOP)", "raised EngineError"), ("time.sleep(3)", "gave 3")],
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "raised EngineError"),
+        pytest.param("time.sleep(3)", "gave 3", marks=pytest.mark.soak),
+    ],
     ids=["stopped", "slow"],
 )
 def test_a_caller_that_is_late_gets_no_result_of_another_training(

@@ -202,6 +202,7 @@ def test_whatever_dies_takes_the_ranks_along_and_is_named(
             handle.result()
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("own_warm_servers")
 def test_a_submitted_run_survives_the_death_of_its_submitter(tmp_path: Any, marker: str) -> None:
     import subprocess

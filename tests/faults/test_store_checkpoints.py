@@ -233,6 +233,7 @@ def test_rank_0_writes_its_value_to_the_store(
     assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-0.safetensors"]
 
 
+@pytest.mark.soak
 def test_the_value_of_an_attempt_that_fails_is_deleted(launcher: Launcher, bucket: str) -> None:
     def train() -> Any:
         import time

@@ -240,6 +240,7 @@ def test_a_store_that_refuses_what_a_restart_reads_delays_the_restart(
     assert set(refusal.refused) == set(READ_AT_A_RESTART)
 
 
+@pytest.mark.soak
 def test_a_run_can_be_cancelled_while_the_store_refuses_what_its_restart_reads(
     launcher: Launcher, tmp_path: Path, restarts: logging.Logger, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
