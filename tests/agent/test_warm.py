@@ -352,7 +352,7 @@ def test_a_server_ends_with_the_process_it_was_started_for(tmp_path: Path) -> No
         # A start on a busy machine may say that it waits.
         owner = int(next(line for line in process.stdout if line.strip().isdigit()))
         (server,) = servers(owner)
-        directory, path = map(Path, psutil.Process(server).cmdline()[-6:-4])
+        directory, path = map(Path, psutil.Process(server).cmdline()[-4:-2])
         assert directory.parent.stat().st_mode & 0o777 == 0o700
         assert path.is_socket()
         process.kill()
@@ -371,9 +371,9 @@ def server_of(owner: int, directory: Path, changes: str) -> Iterator[subprocess.
         listener.bind(str(directory / "socket"))
         listener.listen()
         places = [str(directory), str(directory / "socket")]
-        command = [sys.executable, "-c", program, *places, str(listener.fileno()), "0", str(owner), started]
+        command = [sys.executable, "-c", program, *places, str(owner), started]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(command, pass_fds=[listener.fileno()], text=True, **pipes)
+        process = subprocess.Popen(command, stdin=listener, text=True, **pipes)
     with process:
         try:
             yield process

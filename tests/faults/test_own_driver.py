@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import until
+from tests.conftest import ROOT, until
 
 from rankzero import EngineError, Launcher, LocalEngine, RunHandle
 from rankzero.host import process_namespace, process_start, this_thread
@@ -227,3 +228,41 @@ def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp
     finally:
         if os.getpid() != parent:
             os._exit(0)
+
+
+CLOSED = ["<&-", "<&- >&- 2>&-"]
+RUNS = """
+import sys, time
+from rankzero import Launcher
+from tests.faults.test_own_driver import Apart
+value = Launcher(1, store=sys.argv[1], engine=Apart(), start_timeout=240).run(time.sleep, 0.5)
+with open(sys.argv[1] + "/seen", "w") as file:
+    print(value, file=file)
+"""
+STARTS_SERVER = """
+import os, sys
+from rankzero.task import start
+from tests.conftest import ROOT
+config = {"warm_start": True, "owner": os.getpid(), "loaded": start.load_time(os.environ), "env": {}, "task": 0}
+config |= {"code_path": str(ROOT / "core"), "grace": 0, "exit_timeout": 0}
+agent = start.start_warm(config, os.open(os.devnull, os.O_WRONLY), dict(os.environ))
+with open(sys.argv[1] + "/seen", "w") as file:
+    print(agent and agent.kill(), agent and agent.wait(), file=file)
+"""
+
+
+def run_without_streams(program: str, closed: str, directory: Path) -> str:
+    command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", program, str(directory)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return (directory / "seen").read_text()
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_caller_without_standard_streams_has_a_driver_of_its_own(tmp_path: Path, closed: str) -> None:
+    assert run_without_streams(RUNS, closed, tmp_path) == "None\n"
+
+
+@pytest.mark.usefixtures("own_warm_servers")
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_process_without_standard_streams_starts_a_warm_server(tmp_path: Path, closed: str) -> None:
+    assert run_without_streams(STARTS_SERVER, closed, tmp_path) == "None -9\n"

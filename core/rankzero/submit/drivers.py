@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -142,6 +143,16 @@ def _open_private() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
+def _open_pipe() -> list[int]:
+    """Opens a pipe with descriptors above those of the standard streams, which may be closed in this process."""
+    ends = os.pipe()
+    try:
+        return [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
+    finally:
+        for end in ends:
+            os.close(end)
+
+
 def _open_driver_log(run: RunDirectory) -> IO[bytes]:
     # An object store cannot append: the starter of the driver can read a file without a name.
     return tempfile.TemporaryFile() if run.is_remote else open(run.path("driver.log"), "a+b")
@@ -208,7 +219,7 @@ def _process_driver(
     run: RunDirectory, job: Job, private: dict[str, Any], stop_timeout: float
 ) -> Iterator[RunHandle[Any]]:
     """Starts a driver process, which ends its run with the block or with this process."""
-    theirs, ours = os.pipe()
+    theirs, ours = _open_pipe()
     owner = os.getpid()
     handle: RunHandle[Any] | None = None
     try:

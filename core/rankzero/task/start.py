@@ -344,25 +344,24 @@ def _start_server(path: str, config: dict[str, Any], owner: int, loaded: dict[st
     with (
         socket.socket(socket.AF_UNIX) as listener,
         open(os.path.join(directory, "log"), "wb") as log,
-        open(os.path.join(directory, "alive"), "wb") as alive,
     ):
         # The server keeps this lock until it exits.
-        fcntl.flock(alive, fcntl.LOCK_EX)
+        fcntl.flock(log, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path + _NEW)
         listener.bind(path + _NEW)
         listener.listen(128)
         os.rename(path + _NEW, path)
-        arguments = [directory, path, *map(str, (listener.fileno(), alive.fileno(), owner)), start_time(owner)]
+        arguments = [directory, path, str(owner), start_time(owner)]
         command, env = _guarded([sys.executable, "-c", _BOOTSTRAP.format("warm.server"), code, *arguments], code, env)
         server = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            # As standard input: in a process without one, the socket may have its number, which Popen handles.
+            stdin=listener.fileno(),
             stdout=log,
             stderr=log,
             start_new_session=True,
             cwd="/",
-            pass_fds=[listener.fileno(), alive.fileno()],
             env=env,
         )
     # Reaps the server, should it exit before this process does.
@@ -390,13 +389,9 @@ def _remove_dead(base: str) -> None:
         else:
             os.unlink(path)
     for directory in glob.glob(os.path.join(glob.escape(base), "server-*")):
-        with contextlib.suppress(OSError):
-            alive = os.open(os.path.join(directory, "alive"), os.O_RDWR)
-            try:
-                if _locks(alive):
-                    shutil.rmtree(directory, ignore_errors=True)
-            finally:
-                os.close(alive)
+        with contextlib.suppress(OSError), open(os.path.join(directory, "log"), "ab") as log:
+            if _locks(log.fileno()):
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _await_readable(descriptors: list[int], timeout: float | None) -> list[int]:

@@ -379,10 +379,13 @@ def _tell(connection: socket.socket, message: dict[str, Any]) -> None:
 def main() -> None:
     """Entry point of the server process.
 
-    Its arguments: its directory, the path of its socket, the descriptors of that socket and of a lock that it keeps
-    until it exits, the process id and the start time of its owner.
+    Its arguments: its directory, the path of its socket, the process id and the start time of its owner. Its standard
+    input is the socket, and it keeps a lock on its standard output until it exits.
     """
-    directory, path, listener, _, owner, started = sys.argv[1:]
+    directory, path, owner, started = sys.argv[1:]
+    listener = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     settle_signals()
     descendants.become_subreaper()
     watched = os.pidfd_open(int(owner))
@@ -392,7 +395,7 @@ def main() -> None:
     with ending_with(watched, place):
         load(PRELOADED)
     os.environ.pop(forked.ROOM, None)
-    server = WarmServer(place, socket.socket(fileno=int(listener)), watched)
+    server = WarmServer(place, listener, watched)
     if "torch" in sys.modules and not touches_gpu():
         server.run()
     server.end()
