@@ -429,6 +429,20 @@ def test_who_has_watched_a_driver_elsewhere_does_not_ask_the_clock_of_the_wall(
     assert RunHandle.attach(run.directory).status().state == "failed"
 
 
+def test_a_dead_driver_whose_clock_was_ahead_is_replaced(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankzero.run.observer.DRIVER_DEAD_AFTER", 2.0)
+    (tmp_path / "go").touch()
+    run = RunDirectory(single.submit(count_and_wait, str(tmp_path)).directory)
+    RunHandle.attach(run.directory).result(WAIT)
+    beat = time.time() + 120.0
+    run.write_status(RunStatus("running", heartbeat=beat, interval=0.5, driver_host="elsewhere", driver_pid=1))
+    again = single.submit(count_and_wait, str(tmp_path))
+    assert again.submission == 1
+    assert again.result(WAIT) == "attempt 1"
+
+
 @pytest.mark.soak
 def test_a_driver_that_comes_too_late_leaves_the_run_alone(single: Launcher, tmp_path: Path) -> None:
     (tmp_path / "go").touch()

@@ -210,14 +210,14 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
     # The owner of a run may have died with its host a moment ago. Only that process can follow the run, so a young
     # heartbeat is not enough: the next one is awaited.
     may_be_young = job.owner is None and (not submitter_is_gone or status.patience > 0)
+    # With a clock that is ahead, an old heartbeat lies in the future.
+    is_young = may_be_young and abs(time.time() - status.heartbeat) < max(status.interval, status.patience)
     seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
     tick = threading.Event()
-    while not (status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
-        is_young = time.time() - status.heartbeat < max(status.interval, status.patience)
-        if status.heartbeat != seen or (is_young and may_be_young):
-            break
+    while not (is_young or status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
         tick.wait(bounds.SUBMIT_POLL_INTERVAL)
         status = handle.status()
+        is_young = status.heartbeat != seen
     return status
 
 
