@@ -300,6 +300,21 @@ def test_a_submitted_run_is_followed_and_cancelled_by_another_handle(launcher: L
     handle.cancel()
 
 
+def submit_in_a_rank(root: str) -> None:
+    Launcher(1, store=root, run_id="inner").submit(int)
+
+
+def run_in_a_rank(root: str) -> int:
+    return Launcher(1, store=root, run_id="inner").run(int)
+
+
+def test_a_rank_runs_and_does_not_submit(launcher: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match=r"InvalidJobError.*submit\(\) was called in a rank.*call run\(\)"):
+        launcher.options(num_processes=1).run(submit_in_a_rank, str(tmp_path / "inner"))
+    assert not (tmp_path / "inner").exists()
+    assert launcher.options(num_processes=1).run(run_in_a_rank, str(tmp_path / "inner")) == 0
+
+
 def test_a_run_that_takes_too_long_is_ended(launcher: Launcher) -> None:
     with pytest.raises(RunTimeoutError, match=r"timeout=0.5 s"):
         launcher.options(timeout=0.5).run(sleep_forever)

@@ -242,15 +242,13 @@ class Launcher(Options):
             A `RunHandle`; any other process gets one with ``RunHandle.attach(handle.directory)``.
 
         Raises:
-            InvalidJobError: the job was rejected before anything started.
+            InvalidJobError: the job was rejected before anything started. In a rank, that is every job whose engine
+                does not start the driver on a cluster.
             EngineError: a run of this ``run_id`` was cancelled and does not end.
         """
         from rankzero.submit import drivers
-        from rankzero.submit.prepare import prepare
 
-        request = self._for(train)._request()
-        run, job = prepare(request, train, args, kwargs, detached=True)
-        return drivers.start(run, job, request) if job else RunHandle.attach(run.directory)
+        return drivers.submit(self._for(train)._request(), train, args, kwargs)
 
     def owned(
         self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -29,6 +29,7 @@ from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.submit.prepare import Request, prepare
+from rankzero.task.hold import MARKER
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,21 @@ class DriverProcess(subprocess.Popen[bytes]):
 # poll() reap it even if no handle is left.
 _drivers: list[DriverProcess] = []
 _drivers_lock = fork_safe(threading.Lock())
+
+
+def submit(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunHandle[Any]:
+    """Starts a run that outlives this process, or attaches to the run that is there.
+
+    Raises:
+        InvalidJobError: the job was rejected before anything started, as in a rank: all its processes end with it.
+    """
+    if MARKER in os.environ and not request.engine.drives_elsewhere:
+        raise InvalidJobError(
+            "submit() was called in a rank, and the run would end with it: call run(), choose SparkSubmitEngine, whose "
+            "driver is on the cluster, or return a value with which the pipeline submits the run"
+        )
+    run, job = prepare(request, train, args, kwargs, detached=True)
+    return start(run, job, request) if job else RunHandle.attach(run.directory)
 
 
 def start(run: RunDirectory, job: Job, request: Request) -> RunHandle[Any]:

@@ -39,7 +39,7 @@ _PREFIX = "rankzero-agent-"
 _TAIL = 4096
 """Bytes of an agent's last output that its error shows."""
 
-_MARKER = "RANKZERO_AGENT"
+MARKER = "RANKZERO_AGENT"
 """Environment variable by which all processes that an agent has started are found."""
 
 
@@ -64,7 +64,7 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     log = tempfile.TemporaryFile(dir=scratch)
     config = {**config, "env": with_defaults(config), "temporary": temporary}
     # First, so that the marker is visible even if the environment is cut off (see `forked`).
-    own = {_MARKER: marker, "RANKZERO_SCRATCH": scratch}
+    own = {MARKER: marker, "RANKZERO_SCRATCH": scratch}
     env = {**own, **os.environ, **own}
     try:
         agent: Any = start_warm(config, log.fileno(), env)
@@ -93,7 +93,7 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
                 agent.kill()
                 agent.wait()
             if agent.returncode != 0:
-                _kill_marked(f"{_MARKER}={marker}")
+                _kill_marked(f"{MARKER}={marker}")
         if code_of_agent != 0:
             tail = os.pread(log.fileno(), _TAIL, max(0, os.fstat(log.fileno()).st_size - _TAIL))
             text = tail.decode(errors="replace").strip()
