@@ -20,7 +20,7 @@ def test_rows_are_the_reports_of_rank_zero() -> None:
     rows = reports.rows_of([*others, *events({"loss": 2.0}, {"loss": 1.0, "report": "mine"})])
     assert rows == [
         {"report": 1, "loss": 2.0, "time": 100.0},
-        {"report": 2, "loss": 1.0, "time": 101.0},
+        {"report": 2, "loss": 1.0, "metrics.report": "mine", "time": 101.0},
     ]
     assert reports.rows_of(others) == []
 

@@ -161,6 +161,8 @@ def test_the_metrics_are_those_of_rank_0s_last_report(run_config: RunConfig) -> 
     result = trainer.fit()
     assert result.metrics == {"loss": 1.0, "rank": 0}
     assert Result.from_path(result.path).metrics == {"loss": 1.0, "rank": 0}
+    columns = Result.from_path(result.path).metrics_dataframe.columns
+    assert list(columns) == ["time", "accuracy", "loss", "rank"]
 
 
 def test_a_share_of_a_data_set(run_config: RunConfig) -> None:

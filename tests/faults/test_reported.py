@@ -80,6 +80,18 @@ def test_a_status_holds_a_bounded_number_of_metrics(launcher: Launcher) -> None:
     assert len(handle.metrics()[-1]) == 1501 + 2
 
 
+def test_a_metric_may_have_the_name_of_an_own_column(launcher: Launcher) -> None:
+    launcher = launcher.options(num_processes=1, run_id="one")
+    before = time.time()
+    launcher.run(lambda: rt.report({"time": 12.5, "rank": 0.75, "loss": 1.0}))
+    handle = launcher.find()
+    assert handle
+    (row,) = handle.metrics()
+    assert before < row.pop("time") < time.time()
+    assert row == {"metrics.time": 12.5, "metrics.rank": 0.75, "loss": 1.0, "rank": 0}
+    assert handle.status().metrics == {"time": 12.5, "rank": 0.75, "loss": 1.0}
+
+
 def test_a_rank_that_is_stopped_for_another_one_loses_no_report(launcher: Launcher) -> None:
     """Rows that shortly follow each other are sent together, half a second later."""
 

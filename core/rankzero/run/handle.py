@@ -36,7 +36,7 @@ from rankzero.run.lease import Renewal
 from rankzero.run.lines import Line, LineReader
 from rankzero.run.names import EVENTS, LINES
 from rankzero.run.observer import Observer, OwnDriver
-from rankzero.run.reports import OfTraining
+from rankzero.run.reports import OfTraining, as_row
 from rankzero.run.status import RunStatus
 from rankzero.values.ref import ResultRef
 
@@ -528,9 +528,12 @@ class RunHandle(Generic[R]):
         yield status
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns the reports of the ranks of this training: rows with ``rank``, ``time`` and the metrics' names."""
+        """Returns the reports of the ranks of this training: rows with ``rank``, ``time`` and the metrics' names.
+
+        A metric that is itself named ``rank`` or ``time`` is ``metrics.rank`` or ``metrics.time`` there.
+        """
         return [
-            {**event["metrics"], "rank": event["rank"], "time": event["time"]}
+            as_row(event["metrics"], {"rank": event["rank"], "time": event["time"]})
             for event in self.events()
             if event["type"] == "metric"
         ]

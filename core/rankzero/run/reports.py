@@ -42,6 +42,16 @@ class OfTraining:
         return self._has_begun
 
 
+def as_row(metrics: Mapping[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Returns a report's metrics and rankzero's own columns; a metric of the same name is ``metrics.NAME``.
+
+    Args:
+        metrics: The metrics of one report.
+        own: The columns that rankzero adds.
+    """
+    return {f"metrics.{name}" if name in own else name: value for name, value in metrics.items()} | own
+
+
 class RowKeeper:
     """Keeps every n-th report of rank 0 and the last one, so that a long training does not fill the memory."""
 
@@ -52,8 +62,9 @@ class RowKeeper:
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Adds the next report of rank 0."""
-        # Set twice: first for the order of columns, then to override a metric of the same name.
-        self._last = {"report": 0} | event["metrics"] | {"report": self._count + 1, "time": event["time"]}
+        own = {"report": self._count + 1, "time": event["time"]}
+        # The number of the report is the first column.
+        self._last = {"report": 0} | as_row(event["metrics"], own)
         if self._count % self._every == 0:
             self._kept.append(self._last)
             if len(self._kept) > 2 * KEPT_ROWS:

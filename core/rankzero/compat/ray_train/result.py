@@ -39,8 +39,13 @@ class Result:
         """Returns rank 0's reports as a `pandas.DataFrame`."""
         import pandas
 
-        rows = RunHandle[Any].attach(self.path, follows=False).metrics()
-        return pandas.DataFrame([row for row in rows if row["rank"] == 0]).drop(columns="rank", errors="ignore")
+        events = RunHandle[Any].attach(self.path, follows=False).events()
+        rows = [
+            {"time": event["time"], **event["metrics"]}
+            for event in events
+            if event["type"] == "metric" and event["rank"] == 0
+        ]
+        return pandas.DataFrame(rows)
 
     @property
     def filesystem(self) -> Any:
