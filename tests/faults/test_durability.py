@@ -362,6 +362,31 @@ def test_a_submitter_that_was_held_up_does_not_write_over_the_one_who_came_after
     assert starts(tmp_path) == 1
 
 
+def test_an_interrupt_while_the_files_are_written_frees_the_run_id(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: RunDirectory, *what: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(RunDirectory, "write_files", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            single.submit(count_and_wait, str(tmp_path))
+    assert not RunDirectory(str(tmp_path / "store" / "one")).is_claimed(0)
+    (tmp_path / "go").touch()
+    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
+
+
+def test_a_submission_that_waits_for_another_says_for_whom(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.5)
+    assert RunDirectory(str(tmp_path / "store" / "one")).claim(0)
+    (tmp_path / "go").touch()
+    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
+    assert f"for process {os.getpid()}, which is submitting run" in caplog.text
+
+
 @pytest.mark.soak
 def test_submitters_whose_files_take_long_do_not_overtake_each_other_for_ever(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

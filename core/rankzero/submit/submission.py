@@ -278,24 +278,26 @@ def submit(
             store.prove(os.path.dirname(run.directory))
             job = None
             if run.claim(number):
-                # Another user may have created the directory meanwhile.
-                _check_owner(run)
-                store.remove_unfinished(run.directory)
-                began = time.monotonic()
-                run.write_files(number, files)
-                # Another submitter may need as long for its files, and must not count as dead meanwhile.
-                patience = max(patience, 2 * (time.monotonic() - began))
-                if run.newest_claim() == number:
-                    # Checkpoints of a run whose job was lost belong to another training.
-                    first_attempt = fresh_since = 1 + _last_attempt(run)
-                    if existing:
-                        first_attempt = max(1 + existing.status.attempt, first_attempt)
-                        fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
-                        run.keep_outcome(existing.status)
-                    job = make_job(number, first_attempt, fresh_since)
-                    if existing and existing.decision is Decision.RESUME:
-                        job = replace(job, metrics=_last_metrics(run, existing))
-                    with _releasing(run, number):
+                with _releasing(run, number):
+                    # Another user may have created the directory meanwhile.
+                    _check_owner(run)
+                    store.remove_unfinished(run.directory)
+                    began = time.monotonic()
+                    run.write_files(number, files)
+                    # Another submitter may need as long for its files, and must not count as dead meanwhile.
+                    patience = max(patience, 2 * (time.monotonic() - began))
+                    if run.newest_claim() == number:
+                        # Checkpoints of a run whose job was lost belong to another training.
+                        first_attempt = fresh_since = 1 + _last_attempt(run)
+                        if existing:
+                            first_attempt = max(1 + existing.status.attempt, first_attempt)
+                            fresh_since = (
+                                first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
+                            )
+                            run.keep_outcome(existing.status)
+                        job = make_job(number, first_attempt, fresh_since)
+                        if existing and existing.decision is Decision.RESUME:
+                            job = replace(job, metrics=_last_metrics(run, existing))
                         run.write_submission(job, start_timeout)
                 newest = run.newest_claim()
                 if newest == number:
@@ -340,6 +342,8 @@ def _await_submission(run: RunDirectory, number: int, timeout: float) -> bool:
     """Waits for another submitter to write ``job.json``; returns False if it died or the claim was removed."""
     deadline, tick = time.monotonic() + timeout, threading.Event()
     claimant = run.claimant(number)
+    who = f"process {claimant['pid']}" if claimant else "another process"
+    logger.warning("waiting at most %.0f s for %s, which is submitting run %s", timeout, who, run.directory)
     while _submission_of(run) < number and run.is_claimed(number) and time.monotonic() < deadline:
         if claimant and is_gone(claimant):
             break
