@@ -1,6 +1,8 @@
 """Models in parallel: the same weights as one process would get, gathered whole and loaded again."""
 
+import copy
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,61 @@ def test_two_ranks_train_as_one_would_and_go_on_from_the_whole_state(
     assert list(found) == list(alone()), "by the names of the plain module"
     for name, expected in alone().items():
         torch.testing.assert_close(found[name], expected)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_whole_states_are_copies_that_later_steps_do_not_change(launcher: Launcher, strategy: Any) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.train as rt
+
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+        module[2].weight = module[0].weight
+        model = rt.prepare_model(module, strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        step(model, optimizer, torch.ones(1, 4, 2))
+        weights, moments = rt.full_state_dict(model), rt.full_optimizer_state_dict(model, optimizer).get("state")
+        before = copy.deepcopy((weights, moments))
+        step(model, optimizer, torch.ones(1, 4, 2))
+        if weights:
+            torch.testing.assert_close((weights, moments), before, rtol=0, atol=0)
+        return [weights[name].data_ptr() for name in ("0.weight", "2.weight")] if weights else None
+
+    tied = launcher.run(train)
+    assert strategy == "fsdp" or tied[0] == tied[1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_weights_of_other_names_and_shapes_are_refused_on_every_rank(launcher: Launcher, strategy: Any) -> None:
+    def train() -> list[str]:
+        import torch
+
+        import rankzero.train as rt
+
+        def prepared(width: int) -> Any:
+            model = rt.prepare_model(torch.nn.Sequential(torch.nn.Linear(3, width)), strategy)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+            step(model, optimizer, torch.ones(1, 4, 3))
+            return model, optimizer
+
+        other, other_optimizer = prepared(1)
+        narrow, moments = rt.full_state_dict(other), rt.full_optimizer_state_dict(other, other_optimizer)
+        model, optimizer = prepared(4)
+        renamed = {f"module.{name}": value for name, value in rt.full_state_dict(model).items()}
+        errors = []
+        for state in (narrow, renamed):
+            with pytest.raises(RuntimeError) as caught:
+                rt.load_full_state_dict(model, state)
+            errors.append(str(caught.value))
+        with pytest.raises(ValueError, match="does not fit the optimizer by 4 tensors") as refused:
+            rt.load_full_optimizer_state_dict(model, optimizer, moments)
+        return [*errors, str(refused.value)]
+
+    narrow, renamed, moments = launcher.run(train)
+    assert re.search(r"0\.weight.* shape .*\[1, 3\]", narrow)
+    assert "the weights lack '0.weight'" in renamed
+    assert "'0.weight.exp_avg' has the shape [1, 3], and [4, 3] here" in moments
 
 
 def load_state(momentum: float, has_gradients: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import inspect
 from typing import Any
 
@@ -49,8 +49,7 @@ class _Training:
         return self.model.state_dict()
 
     def save(self) -> dict[str, Any]:
-        # Like torch's, on a CPU it shares the tensors of the optimizer.
-        return copy.deepcopy(rt.full_optimizer_state_dict(self.model, self.optimizer))
+        return rt.full_optimizer_state_dict(self.model, self.optimizer)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
@@ -96,3 +95,33 @@ def test_a_state_without_tensors_has_the_settings_of_each_group_of_its_parameter
     assert float(other.param_groups[1]["lr"]) == 0.5
     with pytest.raises(KeyError, match="that the model does not have"):
         rt.full_optimizer_state_dict(model[0], optimizer([0, 1], [0.1, 0.1]))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        ([[2, 3]], KeyError, "does not train the parameters"),
+        ([[0, 1, 2, 3]], ValueError, r"groups of \[4\] parameters are not those of its state, of \[2, 2\]"),
+        ([[0], [1], [2, 3]], ValueError, "group the parameters as before"),
+        ([[0, 2], [1, 3]], ValueError, "group the parameters as before"),
+        ([[2, 3], [0, 1]], None, ""),
+    ],
+)
+def test_parameters_in_other_groups_are_refused(steps: int, groups: Any, error: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def optimizer(members: list[list[int]]) -> torch.optim.Optimizer:
+        own = list(model.parameters())
+        return torch.optim.Adam([{"params": [own[index] for index in group], "lr": group[0] + 1} for group in members])
+
+    saved, other = optimizer([[0, 1], [2, 3]]), optimizer(groups)
+    for _ in range(steps):
+        model(torch.ones(1, 2)).sum().backward()
+        saved.step()
+    state = rt.full_optimizer_state_dict(model, saved)
+    is_lost = error is KeyError and not steps
+    with pytest.raises(error, match=message) if error and not is_lost else contextlib.nullcontext():
+        rt.load_full_optimizer_state_dict(model, other, state)
+    if not error:
+        assert [group["lr"] for group in other.param_groups] == [3, 1]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
 from rankzero.train.process_group import broadcast_object, ensure_process_group
+from rankzero.train.snapshot import is_plain
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +122,7 @@ def _broadcast(tensor: Any, mesh: Any) -> None:
         dist.broadcast(tensor.to_local(), src=dist.get_global_rank(group, 0), group=group)
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
+def _is_part(tensor: Any) -> bool:
     """Returns True for a DTensor, without importing its module."""
     return hasattr(tensor, "to_local")
 
@@ -163,13 +166,13 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def full_state_dict(model: nn.Module) -> State:
-    """Returns the whole weights of a model on rank 0's CPU, by the plain module's names. Every rank must call it.
+    """Returns a copy of a model's whole weights on rank 0's CPU, by the plain module's names. Every rank must call it.
 
     Args:
         model: Plain, in ``DistributedDataParallel``, or sharded.
 
     Returns:
-        Name to tensor; empty on other ranks.
+        Name to tensor, which later steps do not change; empty on other ranks.
 
     Example:
         >>> import torch
@@ -179,7 +182,8 @@ def full_state_dict(model: nn.Module) -> State:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return kept_on_rank_zero(get_model_state_dict(model, options=state_options()))
+    state = get_model_state_dict(model, options=state_options())
+    return copied_on_rank_zero(state, state.values(), itertools.chain(model.parameters(), model.buffers()))
 
 
 def load_full_state_dict(model: nn.Module, state: State) -> None:
@@ -188,10 +192,22 @@ def load_full_state_dict(model: nn.Module, state: State) -> None:
     Args:
         model: Plain, in ``DistributedDataParallel``, or sharded.
         state: The weights by name. Only rank 0's are used: the other ranks may pass the same dict or an empty one.
+
+    Raises:
+        RuntimeError: the weights have other names or shapes than the model's. Every rank raises it.
     """
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     ensure_process_group()
+    own: State = get_model_state_dict(model)
+    shapes = broadcast_object(shapes_of(state))
+    # torch broadcasts a tensor of another shape into a sharded parameter, and only some ranks notice other names.
+    differ = unlike(shapes, {name: tensor for name, tensor in own.items() if _is_part(tensor)})
+    if get_context().world_size > 1:
+        differ += [f"the weights lack {name!r}" for name in own if name not in shapes]
+        differ += [f"the model has no {name!r}" for name in shapes if name not in own]
+    if differ:
+        raise RuntimeError(f"the weights do not fit the model by {len(differ)} tensors: {'; '.join(differ[:3])}")
     sent, options = for_loading(dict(state))
     set_model_state_dict(model, sent, options=options)
 
@@ -217,6 +233,38 @@ def for_loading(state: State) -> tuple[State, Any]:
 def kept_on_rank_zero(state: State) -> State:
     """Returns a state on rank 0, and an empty one on every other rank."""
     return state if get_context().rank == 0 else {}
+
+
+def copied_on_rank_zero(state: State, tensors: Iterable[Any], live: Iterable[Any]) -> State:
+    """Returns a copy of a state on rank 0, whose shared tensors stay shared, and an empty one on every other rank.
+
+    Args:
+        state: The state.
+        tensors: Values of the state. The tensors that share no memory with live ones, such as those that were gathered
+            or come from a GPU, are copies already and are not copied again.
+        live: The tensors that training changes.
+    """
+    if get_context().rank != 0:
+        return {}
+    whole = [tensor.to_local() if _is_part(tensor) else tensor for tensor in live]
+    used = {tensor.untyped_storage().data_ptr() for tensor in whole if is_plain(tensor)}
+    plain = [tensor for tensor in tensors if is_plain(tensor)]
+    copies = [tensor for tensor in plain if tensor.untyped_storage().data_ptr() not in used]
+    return copy.deepcopy(state, {id(tensor): tensor for tensor in copies})
+
+
+def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """Returns the whole shape of each tensor by its name; None for other values."""
+    return {name: tuple(value.shape) if hasattr(value, "shape") else None for name, value in state.items()}
+
+
+def unlike(shapes: Mapping[str, tuple[int, ...] | None], own: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence about each tensor that has another shape than the one of that name in ``shapes``."""
+    return [
+        f"{name!r} has the shape {list(given)}, and {list(shape)} here"
+        for name, shape in shapes_of(own).items()
+        if shape is not None and (given := shapes.get(name, shape)) is not None and given != shape
+    ]
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

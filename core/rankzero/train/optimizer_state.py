@@ -7,7 +7,16 @@ import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rankzero.train.model import State, for_loading, kept_on_rank_zero, state_options, unwrap_model
+from rankzero.train.model import (
+    State,
+    copied_on_rank_zero,
+    for_loading,
+    kept_on_rank_zero,
+    shapes_of,
+    state_options,
+    unlike,
+    unwrap_model,
+)
 from rankzero.train.process_group import broadcast_object, ensure_process_group
 
 if TYPE_CHECKING:
@@ -16,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Returns the whole state of an optimizer on rank 0's CPU, by the names of the plain module's parameters.
+    """Returns a copy of an optimizer's whole state on rank 0's CPU, by the names of the plain module's parameters.
 
     Every rank must call it. The optimizer is not changed, not even before its first step.
 
@@ -25,13 +34,15 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         optimizer: Made after `prepare_model`.
 
     Returns:
-        ``{"state": ..., "param_groups": ...}``; empty on other ranks.
+        ``{"state": ..., "param_groups": ...}``, which later steps do not change; empty on other ranks.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     if not optimizer.state:
         return kept_on_rank_zero(_settings_of(model, optimizer))
-    return kept_on_rank_zero(get_optimizer_state_dict(model, optimizer, options=state_options()))
+    state: State = get_optimizer_state_dict(model, optimizer, options=state_options())
+    live = [tensor for each in optimizer.state.values() for tensor in each.values()]
+    return copied_on_rank_zero(state, _flat(state).values(), live)
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
@@ -45,21 +56,26 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
         state: The optimizer's state. Only rank 0's is used: the other ranks may pass the same dict or an empty one.
 
     Raises:
-        KeyError: the optimizer has a parameter that the dict does not contain.
+        KeyError: the optimizer has a parameter that the dict does not contain, or the other way around.
+        ValueError: the parameters are grouped in another way than in the dict, or tensors have other shapes. Every rank
+            raises these errors.
     """
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     ensure_process_group()
     names = _names(model, optimizer)
     # Plain SGD has settings and no tensors, so there are no shards that torch could distribute.
-    settings, known, stated = broadcast_object(_summary_of(state))
-    if missing := [each[0] for each in names.values() if known.isdisjoint(each)]:
-        raise KeyError(f"the optimizer's state does not contain the parameters {missing}")
+    settings, groups, stated, shapes = broadcast_object(_summary_of(state))
+    _check_groups(optimizer, names, groups, stated)
     optimizer.state.clear()
     if settings is not None:
         _load_settings(optimizer, names, settings)
         return
     with _without_gradients(optimizer):
+        # torch makes the tensors to load into, and would replace them by tensors of any shape.
+        if differ := unlike(shapes, _flat(dict(get_optimizer_state_dict(model, optimizer)))):
+            optimizer.state.clear()
+            raise ValueError(f"the state does not fit the optimizer by {len(differ)} tensors: {'; '.join(differ[:3])}")
         sent, options = for_loading(state)
         options.strict = False
         set_optimizer_state_dict(model, optimizer, sent, options=options)
@@ -104,19 +120,48 @@ def _load_settings(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, l
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
 
-def _summary_of(state: State) -> tuple[State | None, set[str], set[str]]:
-    """Returns the state if it has no tensors, the names of its parameters, and those that have a state."""
-    states = state.get("state", {})
-    known = {name for group in state.get("param_groups", ()) for name in group["params"]}
-    return None if any(states.values()) else state, known, {name for name in states if states[name]}
+def _summary_of(state: State) -> tuple[State | None, list[list[str]], set[str], Any]:
+    """Returns the state if it has no tensors, the names in each group, those that have a state, and the shapes."""
+    stated = {name for name, each in state.get("state", {}).items() if each}
+    groups = [list(group["params"]) for group in state.get("param_groups", ())]
+    return None if stated else state, groups, stated, shapes_of(_flat(state))
+
+
+def _flat(state: State) -> State:
+    return {f"{name}.{key}": value for name, each in state.get("state", {}).items() for key, value in each.items()}
+
+
+def _check_groups(
+    optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, list[str]], groups: list[list[str]], stated: set[str]
+) -> None:
+    """Raises KeyError or ValueError if the saved groups are not the optimizer's; their order may differ."""
+    saved = {name: index for index, group in enumerate(groups) for name in group}
+    trained = [each for parameter, each in names.items() if parameter.requires_grad]
+    if missing := [each[0] for each in trained if saved.keys().isdisjoint(each)]:
+        raise KeyError(f"the optimizer's state does not contain the parameters {missing}")
+    own = {
+        name: index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        for name in names.get(parameter, ())
+    }
+    if surplus := sorted(stated - own.keys()):
+        raise KeyError(f"the optimizer does not train the parameters {surplus}, which its state contains")
+    pairs = {(index, saved[name]) for name, index in own.items() if name in saved}
+    if any(len(set(side)) < len(pairs) for side in zip(*pairs, strict=True)):
+        sizes = [len(group["params"]) for group in optimizer.param_groups], [len(group) for group in groups]
+        raise ValueError(
+            f"the optimizer's groups of {sizes[0]} parameters are not those of its state, of {sizes[1]} parameters: "
+            "group the parameters as before"
+        )
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, list[str]]:
-    """Returns the names of each trained parameter in the plain module; a shared one has several."""
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    """Returns the names of each of the optimizer's parameters in the plain module; a shared one has several."""
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     names: dict[torch.Tensor, list[str]] = {}
     for name, parameter in unwrap_model(model).named_parameters(remove_duplicate=False):
-        if parameter in trained and parameter.requires_grad:
+        if parameter in own:
             names.setdefault(parameter, []).append(name.replace("_orig_mod.", ""))
     return names
 

@@ -71,7 +71,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
 def _copy_all(tensors: list[Any]) -> list[Any]:
     import torch
 
-    plain = [tensor for tensor in tensors if _is_plain(tensor)]
+    plain = [tensor for tensor in tensors if is_plain(tensor)]
     uses = Counter(_storage(tensor) for tensor in plain)
     longest: dict[Any, torch.UntypedStorage] = {}
     for tensor in plain:
@@ -91,7 +91,7 @@ def _copy_all(tensors: list[Any]) -> list[Any]:
             found = shards.pieces_of(tensor)
             pieces = [(offsets, _copy(local)) for offsets, local in found.pieces]
             return shards.Pieces(found.shape, found.dtype, pieces, found.replicas)
-        if _is_plain(tensor) and (uses[_storage(tensor)] > 1 or _is_larger_than_its_storage(tensor)):
+        if is_plain(tensor) and (uses[_storage(tensor)] > 1 or _is_larger_than_its_storage(tensor)):
             copied = view(tensor)
         else:
             copied = _copy(tensor)
@@ -104,7 +104,8 @@ def _copy_all(tensors: list[Any]) -> list[Any]:
     return [copy(tensor) for tensor in tensors]
 
 
-def _is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Any) -> bool:
+    """Returns True for a dense tensor, or parameter, of torch's own type with its data in one storage."""
     import torch
 
     ours = type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -131,7 +132,7 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "meta":
         return tensor
-    if _is_plain(tensor) and tensor.dtype in _without_copy():
+    if is_plain(tensor) and tensor.dtype in _without_copy():
         return _view(tensor, _copy_storage(tensor.untyped_storage()))
     return tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
 
