@@ -591,19 +591,26 @@ def _other_columns(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[T
     return tables
 
 
-def test_ranks_with_other_columns_write_one_table(launcher: Launcher, session: Any) -> None:
-    def rows(found: Any) -> list[Any]:
-        return sorted((tuple(row) for row in found), key=repr)
+def _sorted(found: Any) -> list[Any]:
+    return sorted((tuple(row) for row in found), key=repr)
 
+
+def test_ranks_with_other_columns_write_one_table(launcher: Launcher) -> None:
     tables = launcher.run(_other_columns, [case[:2] for case in OTHER_COLUMNS])
     for table, (_, _, expected) in zip(tables, OTHER_COLUMNS, strict=True):
-        assert rows(row.values() for row in table.to_arrow().to_table().to_pylist()) == rows(expected)
+        assert _sorted(row.values() for row in table.to_arrow().to_table().to_pylist()) == _sorted(expected)
         assert len(table.to_pandas()) == len(expected)
+
+
+@pytest.mark.soak
+def test_spark_reads_a_table_of_ranks_with_other_columns(launcher: Launcher, session: Any) -> None:
+    tables = launcher.run(_other_columns, [case[:2] for case in OTHER_COLUMNS])
+    for table, (_, _, expected) in zip(tables, OTHER_COLUMNS, strict=True):
         plain = (
             [value.asDict() if hasattr(value, "asDict") else value for value in row]
             for row in table.to_spark(session).collect()
         )
-        assert rows(plain) == rows(expected)
+        assert _sorted(plain) == _sorted(expected)
 
 
 @pytest.mark.soak
