@@ -232,7 +232,7 @@ def test_trainings_of_other_launchers_are_tasks(
         assert 0.3 < outcome.xcom(task_id) <= 1, task_id
 
 
-# By default: the same example in Dagster, and Spark's tables in `tests/data`.
+# By default: Spark's tables in `tests/data`.
 @pytest.mark.soak
 @pytest.mark.usefixtures("own_jvm")
 def test_a_spark_table_becomes_a_scored_table(load_dag: LoadDag, run_dag: RunDag) -> None:

@@ -115,6 +115,8 @@ def test_trainings_of_other_launchers_are_assets(
         assert 0.3 < (value.load() if isinstance(value, ResultRef) else value) <= 1, each.op.name
 
 
+# By default: Spark's tables in `tests/data`, and the examples above.
+@pytest.mark.soak
 def test_a_spark_table_becomes_a_scored_table(
     load: Load, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

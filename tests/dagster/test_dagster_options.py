@@ -81,6 +81,8 @@ def test_names_and_defaults_are_those_of_the_launcher() -> None:
     assert {name for name in shared if launcher[name] != resource[name]} == set(OTHER_THAN_THE_LAUNCHER)
 
 
+# By default: each of the two is compared with the launcher.
+@pytest.mark.soak
 def test_names_and_defaults_are_those_of_airflows_operator(tmp_path: Path) -> None:
     pytest.importorskip("airflow")
     environment = {**os.environ, "AIRFLOW_HOME": str(tmp_path)}

@@ -190,6 +190,8 @@ def deferred(airflow: Deployment, tmp_path: Path) -> Iterator[Training]:
     wait_until(lambda: not processes_with(training.marker), STOP_TIMEOUT, "the end of the ranks")
 
 
+# By default: `test_it_shows_the_lines_and_fires_at_the_end`, whose triggerer is restarted.
+@pytest.mark.soak
 def test_a_deferred_training_survives_the_death_of_its_triggerer(deferred: Training) -> None:
     ranks = deferred.await_ranks()
     deferred.airflow.kill("triggerer")
