@@ -62,7 +62,13 @@ def build(shape: str, sparse: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("shape", "size"), [("cnn", 2), ("accumulation", 2), ("lstm", 2), pytest.param("lstm", 4, marks=pytest.mark.soak)]
+    ("shape", "size"),
+    [
+        pytest.param("cnn", 2, marks=pytest.mark.soak),
+        ("accumulation", 2),
+        ("lstm", 2),
+        pytest.param("lstm", 4, marks=pytest.mark.soak),
+    ],
 )
 def test_the_losses_of_plain_ddp(tmp_path: Path, shape: str, size: int) -> None:
     def train() -> Any:
