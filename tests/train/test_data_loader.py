@@ -1,6 +1,7 @@
 """Each rank its share: every row once for each epoch, another order in each, arguments kept, resumable."""
 
 import itertools
+import json
 from collections import Counter, namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -258,6 +259,30 @@ def test_it_goes_on_in_the_middle_of_an_epoch(as_rank: Any, world_before: int, w
         assert loader.epoch == 2
         assert len(rows_of(loader)) == -(-ROWS // world_after), "the next epoch is whole"
     assert set(seen) == set(range(ROWS))
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Stateful])
+@pytest.mark.parametrize(
+    ("rows", "size", "seed", "begin"), [(40, 4, 0, 12), (40, 2, 0, 12), (40, 5, 0, 10), (44, 4, 0, 0), (40, 4, 1, 0)]
+)
+def test_a_position_is_converted_to_another_batch_size_and_belongs_to_its_data_and_order(
+    as_rank: Any, capsys: pytest.CaptureFixture[str], kind: Any, rows: int, size: int, seed: int, begin: int
+) -> None:
+    as_rank(0, 1)
+
+    def loader(rows: int, size: int, seed: int = 0) -> Any:
+        return rt.prepare_data_loader(kind(range(rows), size, shuffle=True), seed=seed)
+
+    first = loader(40, 4)
+    list(itertools.islice(first, 3))
+    state = json.loads(json.dumps(first.state_dict())) if kind is DataLoader else first.state_dict()
+    again = loader(rows, size, seed)
+    again.load_state_dict(state)
+    assert rows_of(again) == rows_of(loader(rows, size, seed))[begin:]
+    assert ("the epoch begins at its first batch" in capsys.readouterr().out) == (begin == 0)
+    old = loader(44, 4)
+    old.load_state_dict({"epoch": 0, "batches": 3, "world_size": 1})
+    assert len(rows_of(old)) == 32, "a state of an earlier version"
 
 
 @pytest.mark.parametrize("kind", [DataLoader, Stateful])

@@ -65,7 +65,7 @@ class PreparedDataLoader:
         for part in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), self.loader.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(at.epoch)
-        if at.skipped and at.order and (drawn := self._drawn()) and drawn.order() != at.order["order"]:
+        if at.done and at.order and (order := self._order()) and order != at.order["order"]:
             _begin_anew(at)
         at.order = {}
         if at.loader is not None:
@@ -101,10 +101,11 @@ class PreparedDataLoader:
             state = data.state(at.epoch, at.consumed, at.done)
             return state | current().tables.cursor(self, state)
         state = {"epoch": at.epoch, "batches": at.done, "world_size": get_context().world_size}
+        state["batch_size"] = self.loader.batch_size
         if at.done:
-            if not at.order and at.alone and at is not self._epochs.next and (drawn := self._drawn()):
+            if not at.order and at.alone and at is not self._epochs.next and (order := self._order()):
                 # All ranks have drawn this order when the iteration began.
-                at.order = {"order": drawn.order()}
+                at.order = {"order": order}
             state |= at.order
         if at.loader is not None:
             state["loader"] = at.loader
@@ -113,10 +114,16 @@ class PreparedDataLoader:
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
 
-    def _drawn(self) -> DrawnByRankZero | None:
-        """Returns the sampler whose order is drawn on rank 0, if there is one."""
-        samplers = (self.loader.sampler, getattr(self.loader.batch_sampler, "inner", None))
-        return next((sampler for sampler in samplers if isinstance(sampler, DrawnByRankZero)), None)
+    def _order(self) -> str | None:
+        """Returns the identity of the epoch's order, equal on all ranks, which all call this; None if it is unknown."""
+        sampler = self.loader.sampler
+        for each in (sampler, getattr(self.loader.batch_sampler, "inner", None)):
+            if isinstance(each, DrawnByRankZero):
+                return each.order()
+        # Data sets that are a rank's own may differ in length between ranks, which have to agree.
+        if type(sampler) is DistributedSampler and sampler.num_replicas == get_context().world_size:
+            return f"{len(cast(Any, sampler.dataset))} rows, seed {sampler.seed}, shuffle {sampler.shuffle}"
+        return None
 
     def _is_stateful(self) -> bool:
         """Returns True for a loader of torchdata, whose workers and data set have a state."""
@@ -125,29 +132,33 @@ class PreparedDataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes at the position of ``state``: the next iteration yields the rest of that epoch.
 
-        After a change of the world size the ranks resume at the same position of the epoch, rounded down to whole
-        batches. With the data of `DatasetShard.to_torch` every row is used exactly once.
+        After a change of the world size or of the batch size the ranks resume at the same position of the epoch,
+        rounded down to whole batches. If the data set has another length, or the rows another order, the epoch begins
+        at its first batch. With the data of `DatasetShard.to_torch` every row is used exactly once.
         """
         if isinstance(data := self.loader.dataset, BatchDataset):
             data.check(state)
             epoch, consumed = current().load_cursor(state)
             self._epochs.start_at(Position(epoch, consumed=consumed))
             return
-        world_size = get_context().world_size
-        done = state["batches"] * state["world_size"] // world_size
+        world_size, sizes = get_context().world_size, (state.get("batch_size"), self.loader.batch_size)
+        # States of earlier versions have no batch size, and neither have loaders with a batch sampler.
+        before, now = sizes if all(sizes) else (1, 1)
+        done = state["batches"] * state["world_size"] * before // (world_size * now)
         at = Position(state["epoch"], done, done, order={"order": state["order"]} if "order" in state else {})
-        if "loader" in state and self._is_stateful() and state["world_size"] == world_size:
+        if "loader" in state and self._is_stateful() and (state["world_size"], before) == (world_size, now):
             at.skipped, at.loader = 0, state["loader"]
         self._epochs.start_at(at)
 
 
 def _begin_anew(at: Position) -> None:
     """Begins the epoch at its first batch: in another order the first batches are not those that were used."""
-    at.done = at.skipped = 0
+    at.done, at.skipped, at.loader = 0, 0, None
     if get_context().rank == 0:
         print(
-            "rankzero: the sampler draws another order than before the checkpoint, so the epoch begins at its "
-            "first batch. Draw by the functions of torch, random or numpy, which are seeded for each epoch"
+            "rankzero: the data set or the order of its rows differs from those before the checkpoint, so the epoch "
+            "begins at its first batch. Samplers of your own have the same order after a restart if they draw by the "
+            "functions of torch, random or numpy, which are seeded for each epoch"
         )
 
 
