@@ -126,7 +126,7 @@ def test_every_argument_is_kept(as_rank: Any) -> None:
         "timeout": 7, "worker_init_fn": print, "collate_fn": list, "generator": generator, "in_order": False,
         "pin_memory": True, "pin_memory_device": "cuda:1",
     }  # fmt: skip
-    loader = rt.prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True, **given))
+    loader = rt.prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True, **given), seed=0)
     assert loader.batch_size == 3
     assert loader.multiprocessing_context.get_start_method() == "fork"
     for name in given.keys() - {"multiprocessing_context"}:
@@ -355,6 +355,25 @@ def test_a_drawn_order_is_the_same_when_it_goes_on(as_rank: Any) -> None:
     assert rows_of(again) != whole, "the next epoch has an order of its own"
 
 
+def test_an_order_follows_the_seed_of_the_loaders_generator(as_rank: Any) -> None:
+    as_rank(0, 1)
+    used = torch.Generator().manual_seed(1)
+    torch.rand(3, generator=used)
+    for sampler in (None, WeightedRandomSampler([1.0] * ROWS, ROWS, generator=used)):
+
+        def order(generator: torch.Generator, sampler: Any = sampler, **seed: int) -> list[int]:
+            if sampler:
+                sampler.generator = generator
+            loader = DataLoader(Numbers(), 4, shuffle=None if sampler else True, sampler=sampler, generator=generator)
+            return rows_of(rt.prepare_data_loader(loader, **seed))
+
+        first, second = order(torch.Generator().manual_seed(1)), order(torch.Generator().manual_seed(2))
+        assert first != second
+        assert order(used) == order(used) == first, "after a restart, too"
+        assert order(used, seed=2) == second
+        assert used.initial_seed() == 1
+
+
 def test_a_sampler_without_a_length(as_rank: Any) -> None:
     class Endless:
         def __iter__(self) -> Iterator[list[int]]:
@@ -429,6 +448,7 @@ def test_other_samplers_give_every_rank_its_part_of_rank_zeros_order(tmp_path: P
             DataLoader(Numbers(), batch_sampler=Shuffled(), num_workers=1),
             DataLoader(Numbers(), batch_sampler=plain),
             DataLoader(Numbers(), batch_size=None, sampler=[5, 6, 7, 8]),
+            DataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(rank)),
         ]
         shares = []
         for loader in loaders:
@@ -438,13 +458,14 @@ def test_other_samplers_give_every_rank_its_part_of_rank_zeros_order(tmp_path: P
             shares.append(share)
         return list(zip(*rt.all_gather_object(shares), strict=True))
 
-    rare, batches, plain, single = Launcher(2, store=str(tmp_path)).run(train)
+    rare, batches, plain, single, seeded = Launcher(2, store=str(tmp_path)).run(train)
     drawn = [row for share in rare for batch in share for row in batch]
     assert len(set(drawn)) == len(drawn) == 8, "drawn once, not once for each rank"
     assert {batch[0] for share in batches for batch in share} == set(range(7))
     assert [len(share) for share in batches] == [4, 4]
     assert sorted(row for share in plain for batch in share for row in batch) == list(range(8))
     assert [list(share) for share in single] == [[5, 7], [6, 8]]
+    assert {row for share in seeded for batch in share for row in batch} == set(range(ROWS)), "by rank 0's seed"
 
 
 def test_nested_batches_keep_their_types() -> None:

@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from rankzero.train.batches import ARE_BATCHES, BatchDataset, SampleDataset
 from rankzero.train.context import current, get_context
 from rankzero.train.epochs import Epochs, Position
+from rankzero.train.process_group import broadcast_object
 from rankzero.train.share import DrawnByRankZero, ShardedIterable, Share, Skipping, samplers_of
 
 Batch = Any
@@ -141,9 +142,10 @@ class PreparedDataLoader:
             epoch, consumed = current().load_cursor(state)
             self._epochs.start_at(Position(epoch, consumed=consumed))
             return
-        world_size, sizes = get_context().world_size, (state.get("batch_size"), self.loader.batch_size)
+        world_size = get_context().world_size
         # States of earlier versions have no batch size, and neither have loaders with a batch sampler.
-        before, now = sizes if all(sizes) else (1, 1)
+        before, now = state.get("batch_size") or 0, self.loader.batch_size or 0
+        before, now = (before, now) if before and now else (1, 1)
         done = state["batches"] * state["world_size"] * before // (world_size * now)
         at = Position(state["epoch"], done, done, order={"order": state["order"]} if "order" in state else {})
         if "loader" in state and self._is_stateful() and (state["world_size"], before) == (world_size, now):
@@ -163,7 +165,7 @@ def _begin_anew(at: Position) -> None:
 
 
 def prepare_data_loader(
-    loader: DataLoader[Any], *, shard: bool = True, move: bool = True, pad: bool = True, seed: int = 0
+    loader: DataLoader[Any], *, shard: bool = True, move: bool = True, pad: bool = True, seed: int | None = None
 ) -> PreparedDataLoader:
     """Gives each rank its share of a loader's data, on its device.
 
@@ -184,7 +186,7 @@ def prepare_data_loader(
         pad: Whether every rank gets the same number of items, so that no rank blocks in a collective. A few items then
             come twice, or with the loader's ``drop_last`` not at all. False: every item comes exactly once; see
             ``DistributedDataParallel.join``.
-        seed: Seed of the order.
+        seed: Seed of the order. None: the seed of the loader's ``generator``, that of rank 0 for all ranks; else 0.
 
     Returns:
         The loader to iterate over.
@@ -204,7 +206,13 @@ def prepare_data_loader(
     """
     context = get_context()
     share = Share(context.rank, context.world_size, pad) if shard else Share(0, 1, pad)
-    return prepared(loader, share, move=move, seed=seed)
+    if seed is None and isinstance(
+        generator := getattr(getattr(loader, "sampler", None), "generator", None), torch.Generator
+    ):
+        # The sum with the number of an epoch must remain a seed.
+        seed = generator.initial_seed() % 2**63
+        seed = broadcast_object(seed) if shard else seed
+    return prepared(loader, share, move=move, seed=seed or 0)
 
 
 def prepared(loader: DataLoader[Any], share: Share, *, move: bool, seed: int | None) -> PreparedDataLoader:

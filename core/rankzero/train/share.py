@@ -156,9 +156,11 @@ class DrawnByRankZero(Sampler[Any]):
         # Only where the user has imported it.
         numbers = getattr(sys.modules.get("numpy"), "random", None)
         numpy_state = numbers.get_state() if numbers else None
-        if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
-            generator.manual_seed(seed)
+        generator: Any = getattr(self._sampler, "generator", None)
+        own = generator.get_state() if isinstance(generator, torch.Generator) else None
         try:
+            if own is not None:
+                generator.manual_seed(seed)
             with torch.random.fork_rng(devices=[]):
                 # Unlike torch.manual_seed it leaves the random numbers of GPUs as they are, such as those of dropout.
                 torch.default_generator.manual_seed(seed)
@@ -167,6 +169,8 @@ class DrawnByRankZero(Sampler[Any]):
                     numbers.seed(seed % 2**32)
                 return list(self._sampler)
         finally:
+            if own is not None:
+                generator.set_state(own)
             random.setstate(state)
             if numbers:
                 numbers.set_state(numpy_state)
