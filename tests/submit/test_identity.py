@@ -717,6 +717,41 @@ def test_frames_and_arrays_count_by_their_values_however_they_lie_in_memory() ->
     assert digest_of(numpy.zeros((0, 3))) != digest_of(numpy.zeros((3, 0)))
 
 
+INDICES: dict[str, Callable[[Any], Any]] = {
+    "dates": lambda pd: pd.DatetimeIndex(["2024-01-01", "2024-01-02", "2024-01-03"]),
+    "a zone": lambda pd: pd.DatetimeIndex(["2024-01-01", "2024-01-02", "2024-01-03"], tz="Europe/Berlin"),
+    "a name": lambda pd: pd.DatetimeIndex(["2024-01-01", "2024-01-02", "2024-01-03"], name="at"),
+    "other dates": lambda pd: pd.DatetimeIndex(["2024-01-01", "2024-01-02", "2024-01-04"]),
+    "durations": lambda pd: pd.TimedeltaIndex(["1D", "2D", "3D"]),
+    "months": lambda pd: pd.PeriodIndex(["2024-01", "2024-02", "2024-03"], freq="M"),
+    "days": lambda pd: pd.PeriodIndex(["2024-01-01", "2024-01-02", "2024-01-03"], freq="D"),
+    "two levels": lambda pd: pd.MultiIndex.from_arrays([[1, 1, 2], pd.to_datetime(["2024-01-01", "2024-01-02", None])]),
+    "a gap": lambda pd: pd.Index([1, 2, None], dtype="Int64"),
+    "categories": lambda pd: pd.CategoricalIndex(["a", "b", "a"]),
+    "other categories": lambda pd: pd.CategoricalIndex(["a", "b", "a"], categories=["b", "a"]),
+    "range": lambda pd: pd.RangeIndex(3),
+}
+
+
+@pytest.mark.parametrize("kind", ["DataFrame", "Series", "Index"])
+def test_an_index_counts_by_type_names_and_values_also_after_it_was_used(kind: str) -> None:
+    import pandas
+
+    def made(name: str) -> Any:
+        index = INDICES[name](pandas)
+        return index if kind == "Index" else getattr(pandas, kind)([0.5, 1.5, 2.5], index=index)
+
+    before = {name: digest_of(made(name)) for name in INDICES}
+    assert len(set(before.values())) == len(INDICES)
+    for name, digest in before.items():
+        value = made(name)
+        index = value if kind == "Index" else value.index
+        repr(value), repr(index), value[1:], index.dtype, index.get_loc(index[1])
+        if kind != "Index" and name in ("dates", "durations"):
+            value.resample("2D").sum()
+        assert digest_of(value) == digest, name
+
+
 def test_models_of_pydantic_count_by_what_their_class_says_in_every_process() -> None:
     def digest(program: str, seed: str = "1") -> str:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONHASHSEED": seed}

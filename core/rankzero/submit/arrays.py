@@ -16,6 +16,8 @@ def facts_of_numbers(value: Any) -> Callable[[Any], Any] | None:
         return _tensor
     if _is_a("numpy", "ndarray", value) and not value.dtype.hasobject:
         return _array
+    if _is_extension_array(value):
+        return _extension_array
     return _frame if _is_a("pandas", "DataFrame", value) else None
 
 
@@ -36,6 +38,27 @@ def _frame(value: Any) -> Any:
     """Returns the columns of a DataFrame: its pickle also depends on what was read from it, which joins its blocks."""
     columns = [value.iloc[:, number].array for number in range(value.shape[1])]
     return "frame", value.columns, value.index, columns, value.attrs
+
+
+def _is_extension_array(value: Any) -> bool:
+    extension_array = getattr(sys.modules.get("pandas.api.extensions"), "ExtensionArray", None)
+    return extension_array is not None and isinstance(value, extension_array)
+
+
+def _extension_array(value: Any) -> Any:
+    """Returns the parts of an array of pandas: its pickle also depends on the properties that were read from it.
+
+    An index or a Series of pandas consists of such arrays, too. The frequency of dates follows from the dates.
+    """
+
+    def counted(part: Any) -> Any:
+        if type(part) is tuple:
+            return tuple(map(counted, part))
+        if type(part) is dict:
+            return {name: member for name, member in part.items() if name not in ("_cache", "_freq")}
+        return part
+
+    return "extension array", type(value), [counted(part) for part in value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[1:]]
 
 
 def _is_tensor(value: Any) -> bool:
