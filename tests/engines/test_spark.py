@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rankzero import (
     StartTimeoutError,
     WorkerFailedError,
 )
+from rankzero.engines import with_own_python
 
 WAIT = 120.0
 
@@ -284,6 +286,28 @@ Launcher(1, engine=SparkEngine(), store={str(tmp_path)!r}, env={{"MARK": {marker
     assert handle.wait(WAIT)
     assert handle.status().state == "cancelled"
     assert wait_until_gone(marker) == []
+
+
+def test_runs_side_by_side_leave_the_python_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+    context = types.SimpleNamespace(master="local[2]", pythonExec="python3")
+    entered, leave = threading.Event(), threading.Event()
+
+    def beside() -> None:
+        with with_own_python(context):
+            entered.set()
+            leave.wait(WAIT)
+
+    other = threading.Thread(target=beside, daemon=True)
+    with with_own_python(context):
+        other.start()
+        assert not entered.wait(0.3)
+        assert context.pythonExec == sys.executable
+    assert entered.wait(WAIT)
+    assert context.pythonExec == sys.executable
+    leave.set()
+    other.join()
+    assert context.pythonExec == "python3"
 
 
 @pytest.fixture

@@ -6,13 +6,18 @@ import contextlib
 import os
 import secrets
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd, words_of
 from rankzero.engines.spark.errors import explain
 from rankzero.errors import RankZeroError
+from rankzero.host.processes import fork_safe
 from rankzero.job import Job
+
+_python_lock = fork_safe(threading.Lock())
+"""Held while the Python of a context is replaced, which runs in several threads would restore in the wrong order."""
 
 
 class SparkGroup(AgentGroup):
@@ -126,10 +131,11 @@ def make_task(
 @contextlib.contextmanager
 def with_own_python(context: Any) -> Iterator[None]:
     """Makes executors on this machine run this process's Python, unless the user chose one."""
-    before = context.pythonExec
-    if "PYSPARK_PYTHON" not in os.environ and str(context.master).startswith("local"):
-        context.pythonExec = sys.executable
-    try:
-        yield
-    finally:
-        context.pythonExec = before
+    with _python_lock:
+        before = context.pythonExec
+        if "PYSPARK_PYTHON" not in os.environ and str(context.master).startswith("local"):
+            context.pythonExec = sys.executable
+        try:
+            yield
+        finally:
+            context.pythonExec = before
