@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import rankzero.train as rt
@@ -19,6 +21,14 @@ OPTIMIZERS = [
 ]
 NOT_LOADED_BY_TORCH = {"LBFGS", "SparseAdam"}
 """Optimizers that refuse the step by which torch makes the tensors that it loads into."""
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Ends the group of one rank that loading makes in this process: later tests make groups of their own."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Training:
