@@ -37,12 +37,14 @@ class Commits:
         # Everything else waits behind it.
         self.committer.do(self._gate.wait)
 
-    def add(self, index: int, rank: int = 0, *, sharded: bool = False, batch: int | None = None) -> None:
+    def add(
+        self, index: int, rank: int = 0, *, sharded: bool = False, batch: int | None = None, kind: str = "json"
+    ) -> None:
         folder = Path(self._run.path("checkpoints", f"0000-{index:06d}"))
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"rank-{rank}.json"
         file.write_text("{}")
-        part: dict[str, Any] = {"file": file.name, "format": "json", "size": 2, "sha256": ""}
+        part: dict[str, Any] = {"file": file.name, "format": kind, "size": 2, "sha256": ""}
         facts = {"id": folder.name, "index": index, "time": 0.0, "metrics": {}, "sharded": sharded}
         if batch is not None:
             file.write_text(f"{batch:02d}")
@@ -115,6 +117,34 @@ def test_a_sharded_checkpoint_that_lacks_a_part_of_a_finished_rank_is_given_up(
     assert work.lost == [1, 2]
     work.finish()
     assert work.committed == [0]
+
+
+@pytest.mark.parametrize(("kind", "batch", "warns"), [("shards", None, True), ("json", None, True), ("json", 3, False)])
+def test_a_rank_that_gives_no_parts_is_named_and_pieces_that_wait_for_it_are_few(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    batch: int | None,
+    warns: bool,
+) -> None:
+    """A rank that holds pieces of tensors trains in step with the others; whole parts may come at any time."""
+    work = Commits(tmp_path, monkeypatch, world_size=2)
+    work.open()
+    for index in range(2):
+        work.add(index, 0, sharded=True, batch=batch, kind=kind)
+    assert caplog.messages == []
+    for index in range(2, 8):
+        work.add(index, 0, sharded=True, batch=batch, kind=kind)
+    assert work.lost == (list(range(5)) if kind == "shards" else [])
+    # The late rank gives the same number of parts, one by one.
+    for index in range(6):
+        work.add(index, 1, sharded=True, batch=batch, kind=kind)
+    work.await_commit(5)
+    work.finish()
+    found = sorted(int(file.parent.name[-1]) for file in (tmp_path / "checkpoints").glob("*/rank-0.*"))
+    assert found == [5, 6, 7] or kind != "shards"
+    assert sum("rank 1 has given no part of them" in message for message in caplog.messages) == warns
 
 
 @pytest.fixture

@@ -36,6 +36,9 @@ from rankzero.values import formats
 
 logger = logging.getLogger(__name__)
 
+MAX_AHEAD = 3
+"""Sharded checkpoints of one rank that may wait for their first part of another rank."""
+
 T = TypeVar("T")
 
 
@@ -139,7 +142,10 @@ class Committer:
             # Parts of other ranks do not belong to an unsharded checkpoint, in whatever order they arrive.
             parts = {rank: part}
         if len(parts) < (self._world_size if part["sharded"] else 1):
-            return self._commit_without(part["index"]) if part["sharded"] and self._over - set(parts) else None
+            if self._over - set(parts):
+                return self._commit_without(part["index"])
+            self._limit_waiting(rank, part)
+            return None
         return self._commit_of(part["index"], parts)
 
     def _commit_of(self, given: int, parts: dict[int, dict[str, Any]]) -> Future[Manifest] | None:
@@ -156,10 +162,38 @@ class Committer:
         return commit
 
     def drop(self, index: int) -> None:
-        """Gives up a checkpoint of which a part will not arrive."""
-        self._incoming.pop(index, None)
+        """Gives up a checkpoint of which a part will not arrive, and deletes the parts that have arrived."""
+        for part in self._incoming.pop(index, {}).values():
+            # Not the folder, in which another rank may be writing.
+            places = part.get("uploaded"), self._run.path(FOLDER, part["id"], part["file"])
+            for place in filter(None, places):
+                self.do(functools.partial(store.remove, place), as_owner=True)
         self._lost.append(index)
         self.has_dropped = True
+
+    def _limit_waiting(self, rank: int, part: dict[str, Any]) -> None:
+        """Warns once about ranks that gave no part of a rank's last checkpoints, and gives up its oldest ones.
+
+        Ranks may report at their own pace if each part is complete by itself, with a position in a dataset. Ranks that
+        hold pieces of the same tensors train in step, so the newest checkpoints are enough.
+        """
+        waiting = sorted(index for index, parts in self._incoming.items() if rank in parts)
+        absent = set(range(self._world_size)).difference(*(self._incoming[index] for index in waiting))
+        has_pieces = _has_pieces(part)
+        if len(waiting) < MAX_AHEAD or not absent or (part.get("cursors") and not has_pieces):
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "checkpoint %s and %d before it are not complete: rank %s has given no part of them. A sharded "
+                "checkpoint consists of the parts of all ranks: call report(checkpoint=...) on every rank",
+                part["id"],
+                len(waiting) - 1,
+                ", ".join(map(str, sorted(absent))),
+            )
+        if has_pieces:
+            for index in waiting[:-MAX_AHEAD]:
+                self.drop(index)
 
     def note_over(self, rank: int) -> None:
         """Records that a rank has sent all its parts, and decides about sharded checkpoints that lack one of them."""
@@ -331,8 +365,15 @@ class Committer:
 
 def _fit(parts: Mapping[int, Mapping[str, Any]]) -> bool:
     """Returns True if each part is complete by itself, with positions in the same datasets."""
-    has_pieces = any(part["format"] in (formats.SHARDS, formats.DISTRIBUTED) for part in parts.values())
-    return not has_pieces and len({frozenset(part.get("cursors", {})) for part in parts.values()}) == 1
+    return (
+        not any(map(_has_pieces, parts.values()))
+        and len({frozenset(part.get("cursors", {})) for part in parts.values()}) == 1
+    )
+
+
+def _has_pieces(part: Mapping[str, Any]) -> bool:
+    """Returns True if a part has pieces of tensors, of which other ranks have the other ones."""
+    return part["format"] in (formats.SHARDS, formats.DISTRIBUTED)
 
 
 def _are_apart(parts: Mapping[int, Mapping[str, Any]]) -> bool:
