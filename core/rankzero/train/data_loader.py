@@ -131,7 +131,7 @@ class PreparedDataLoader:
         return hasattr(self.loader, "load_state_dict")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes at the position of ``state``: the next iteration yields the rest of that epoch.
+        """Resumes at the position of ``state``: the next iteration yields the rest of that epoch, which may be empty.
 
         After a change of the world size or of the batch size the ranks resume at the same position of the epoch,
         rounded down to whole batches. If the data set has another length, or the rows another order, the epoch begins
