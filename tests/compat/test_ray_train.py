@@ -165,6 +165,19 @@ def test_the_metrics_are_those_of_rank_0s_last_report(run_config: RunConfig) -> 
     assert list(columns) == ["time", "accuracy", "loss", "rank"]
 
 
+def test_metrics_that_are_no_numbers_or_strings_are_left_out_with_one_line_each(run_config: RunConfig) -> None:
+    def loop() -> None:
+        import numpy
+
+        for _ in range(2):
+            train.report({"loss": 1, "norm": numpy.float32(2), "empty": None, "classes": [0.1], "more": {"a": 1}})
+
+    result = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run_config).fit()
+    assert result.metrics == {"loss": 1, "norm": 2.0}
+    lines = list(RunHandle.attach(result.path).logs(rank=0))
+    assert [sum(f"'{name}'" in line for line in lines) for name in ("empty", "classes", "more", "norm")] == [1, 1, 1, 0]
+
+
 def test_a_share_of_a_data_set(run_config: RunConfig) -> None:
     def loop() -> Any:
         shard = train.get_dataset_shard("train")

@@ -312,7 +312,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics is {metrics!r:.100}; give a dict, such as report({{'loss': 0.5}})")
-    values = {_name(name): _scalar(name, value) for name, value in metrics.items()}
+    values = {_name(name): scalar(name, value) for name, value in metrics.items()}
     now = time.time()
     row = json.dumps([values, now], separators=(",", ":"))
     if len(row) > REPORT_LIMIT:
@@ -419,7 +419,8 @@ def _name(name: object) -> str:
     return encodable(name)
 
 
-def _scalar(name: str, value: Any) -> MetricValue:
+def scalar(name: str, value: Any) -> MetricValue:
+    """Returns the number or string of a metric. Raises TypeError for any other value."""
     item = getattr(value, "item", None)
     try:
         scalar = item() if callable(item) else value

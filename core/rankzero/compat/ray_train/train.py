@@ -25,7 +25,7 @@ from rankzero.errors import RankZeroError as TrainingFailedError
 from rankzero.errors import WorkerFailedError as WorkerGroupError
 from rankzero.run import checkpoints
 from rankzero.run.directory import RunDirectory
-from rankzero.train.context import await_checkpoint, current, follow_checkpoint
+from rankzero.train.context import await_checkpoint, current, follow_checkpoint, scalar
 
 if TYPE_CHECKING:
     from rankzero.compat.ray_train.dataset import DatasetShard, TableShard
@@ -142,7 +142,7 @@ def report(
     rank 0's lacks, the checkpoint consists of the files of all workers; else it is rank 0's.
 
     Args:
-        metrics: Name to number or string.
+        metrics: Name to number or string. Other values, such as None or lists, reach callbacks only.
         checkpoint: The checkpoint, usually from `Checkpoint.from_directory`; its directory may be deleted after this
             call.
         checkpoint_dir_name: Accepted for compatibility; the run names its checkpoints.
@@ -163,6 +163,7 @@ def report(
         raise TypeError(f"checkpoint is a {type(checkpoint).__name__}; give Checkpoint.from_directory(path)")
     if checkpoint is not None and checkpoint_upload_fn is not None:
         checkpoint = checkpoint_upload_fn(checkpoint, checkpoint_dir_name or f"checkpoint_{current().checkpoints:06d}")
+    kept = _scalars(metrics)
     with contextlib.ExitStack() as stack:
         directory = None if checkpoint is None else stack.enter_context(checkpoint.as_directory())
         has_callbacks = bool(callback.installed)
@@ -174,11 +175,11 @@ def report(
             empty = tempfile.TemporaryDirectory(dir=os.environ.get("RANKZERO_SCRATCH"))
             places, here = [files and files[0] for files in by_rank], rt.get_context().rank % len(by_rank)
             part = None if places.index(places[here]) < here else directory
-            rt.report(metrics, checkpoint=part or stack.enter_context(empty), sharded=True)
+            rt.report(kept, checkpoint=part or stack.enter_context(empty), sharded=True)
         elif is_any and rt.get_context().rank == 0:
-            rt.report(metrics, checkpoint=directory)
+            rt.report(kept, checkpoint=directory)
         else:
-            rt.report(metrics)
+            rt.report(kept)
             if is_any:
                 follow_checkpoint()
         if is_any:
@@ -193,6 +194,22 @@ def report(
             each.after_report(rt.get_context(), [row or {} for _, row in everyone], reported)
         # A worker that raises behind the report would end rank 0 in its callbacks.
         _gather(None)
+
+
+_left_out: set[str] = set()
+"""Names of metrics that this worker has left out with a line in its log."""
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, value in metrics.items():
+        try:
+            kept[name] = scalar(name, value)
+        except TypeError as error:
+            if name not in _left_out:
+                print(f"rankzero: the reports of this worker leave out a metric: {error}")
+            _left_out.add(name)
+    return kept
 
 
 def _gather(value: Any) -> list[Any]:
