@@ -39,13 +39,8 @@ class Result:
         """Returns rank 0's reports as a `pandas.DataFrame`."""
         import pandas
 
-        events = RunHandle[Any].attach(self.path, follows=False).events()
-        rows = [
-            {"time": event["time"], **event["metrics"]}
-            for event in events
-            if event["type"] == "metric" and event["rank"] == 0
-        ]
-        return pandas.DataFrame(rows)
+        reports = _reports(RunHandle[Any].attach(self.path, follows=False))
+        return pandas.DataFrame([{"time": event["time"], **event["metrics"]} for event in reports])
 
     @property
     def filesystem(self) -> Any:
@@ -106,18 +101,13 @@ def result_of(handle: RunHandle[Any], value: Any, error: Exception | None = None
     """Returns the result of a run, with what it has reported so far."""
     run = RunDirectory(handle.directory)
     config = run.job().checkpoints
-    kept = [
-        (Checkpoint.of_run(Stored(handle.directory, manifest.id)), manifest.metrics)
-        for manifest in handle.checkpoints()
-    ]
+    kept = [(Checkpoint.of_run(Stored(handle.directory, one.id)), one.metrics) for one in handle.checkpoints()]
     newest = kept[-1][0] if kept else None
     if metric := config.get("metric"):
         kept.sort(key=lambda pair: score(pair[1], metric, config["mode"]))
-    metrics = None
-    for event in handle.events():
-        # The status has the last value of every metric, also of those that the last report left out.
-        if event["type"] == "metric" and event["rank"] == 0:
-            metrics = event["metrics"]
+    # The status has the last value of every metric, also of those that the last report left out.
+    reports = _reports(handle)
+    metrics = reports[-1]["metrics"] if reports else None
     return Result(metrics, newest, error, handle.directory, kept, value)
 
 
@@ -126,3 +116,8 @@ def with_failures(error: RankZeroError) -> RankZeroError:
     if isinstance(error, WorkerFailedError) and error.rank is not None:
         vars(error)["worker_failures"] = {error.rank: error}
     return error
+
+
+def _reports(handle: RunHandle[Any]) -> list[dict[str, Any]]:
+    """Returns the events of rank 0's reports."""
+    return [event for event in handle.events() if event["type"] == "metric" and event["rank"] == 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import socket
@@ -196,8 +197,7 @@ def report(
         _gather(None)
 
 
-_left_out: set[str] = set()
-"""Names of metrics that this worker has left out with a line in its log."""
+_print_once = functools.cache(print)
 
 
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,9 +206,7 @@ def _scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
         try:
             kept[name] = scalar(name, value)
         except TypeError as error:
-            if name not in _left_out:
-                print(f"rankzero: the reports of this worker leave out a metric: {error}")
-            _left_out.add(name)
+            _print_once(f"rankzero: the reports of this worker leave out a metric: {error}")
     return kept
 
 
