@@ -380,9 +380,12 @@ def main() -> None:
     """Entry point of the server process.
 
     Its arguments: its directory, the path of its socket, the process id and the start time of its owner. Its standard
-    input is the socket, and it keeps a lock on its standard output until it exits.
+    input is the socket. A lock on its standard output shows that it or one of its forks, which import from its
+    directory, lives.
     """
     directory, path, owner, started = sys.argv[1:]
+    # Forks get another standard output.
+    os.dup(1)
     listener = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
