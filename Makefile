@@ -43,7 +43,7 @@ bench: setup
 	.venv/bin/python -m pip install --quiet --constraint $(LOCK) "ray[train]==2.*" || true
 	.venv/bin/python benchmarks/all.py $(BENCH)
 
-# The tests that take too long for every change: the rest of the fault matrix, of two hosts, of the fuzzing.
+# What `make test` leaves out: each behaviour with other engines, stores, sizes and faults. Runs every night.
 faults: setup
 	.venv/bin/python -m pytest -m soak
 
