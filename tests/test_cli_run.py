@@ -121,6 +121,15 @@ def test_a_detached_run_is_followed_and_cancelled_by_its_directory(script: Path,
     assert rankzero("status", directory).stdout.splitlines()[2].split() == ["state", "cancelled"]
 
 
+def test_a_detached_run_trains_again_after_its_success(script: Path, store: Path) -> None:
+    """As a line of cron with a fixed name, whose results nobody takes."""
+    line = ["run", "--store", store, "--detach", "-n", "1", "--run-id", "nightly", script]
+    for submission in range(2):
+        handle = RunHandle.attach(rankzero(*line).stdout.strip())
+        assert handle.wait(60)
+        assert handle.submission == submission
+
+
 def test_a_terminal_sees_progress_and_ctrl_c_cancels(script: Path, store: Path) -> None:
     ours, theirs = pty.openpty()
     line = ["--store", str(store), "-n", "1", "--run-id", "keyed", "--env", "STEPS=6000", "--env", "PAUSE=0.05"]

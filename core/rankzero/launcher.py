@@ -163,10 +163,11 @@ class Launcher(Options):
 
         Each trial is a run with its own directory, named after its arguments and ``run_id`` if this launcher has one. A
         trial that fails does not end the sweep; an interrupt of this call ends all trials. Called again with the same
-        ``run_id`` after an interrupt, or after a trial has failed, the sweep returns results that had succeeded, and
-        trains only the rest; trials may then be added, left out or reordered. A DataFrame is computed once for all
-        trials. Trials share this engine: with ``SparkEngine(session=...)`` one session, and the cluster needs slots for
-        ``max_parallel`` of them; with ``SparkEngine(master=...)`` each starts its own.
+        ``run_id`` after an interrupt, the sweep returns results that had succeeded, and trains only the rest; trials
+        may then be added, left out or reordered. After a call that has returned, the next one trains all trials again,
+        and resumes those that had failed. A DataFrame is computed once for all trials. Trials share this engine: with
+        ``SparkEngine(session=...)`` one session, and the cluster needs slots for ``max_parallel`` of them; with
+        ``SparkEngine(master=...)`` each starts its own.
 
         Args:
             train: As for `run`; a function that takes keyword arguments.
@@ -220,8 +221,7 @@ class Launcher(Options):
             # No trial can be resumed any more.
             remove_unread(rows.directory)
         for trial in sweep.trials:
-            # The results of a sweep with a failed trial belong to the call that repeats that trial, too.
-            if trial.result and is_complete:
+            if trial.result or trial.state == STOPPED:
                 self._acknowledge(RunHandle.attach(trial.directory))
         return sweep
 

@@ -234,20 +234,26 @@ def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(tmp
     assert RunHandle.attach(third[2].directory).created > began
 
 
-def test_after_a_failed_trial_the_next_call_trains_only_that_one(tmp_path: Path) -> None:
+def test_a_call_that_has_returned_is_delivered_whatever_failed_in_it(tmp_path: Path) -> None:
+    """Else a setting that fails each night would deliver the models of the first night for ever."""
     launcher = Launcher(store=tmp_path, run_id="s")
-    good, bad = {"lr": 0.1, "steps": 1}, {"lr": 0.9, "steps": 1, "fails": True}
-    first = launcher.map(train, [good, bad])
+    params = [{"lr": 0.1, "steps": 1}, {"lr": 0.9, "steps": 1, "fails": True}]
+    first = launcher.map(train, params)
     assert [trial.state for trial in first] == ["succeeded", "failed"]
     began = [RunHandle.attach(trial.directory).created for trial in first]
-    again = launcher.map(train, [good, bad])
-    assert [RunHandle.attach(trial.directory).created == when for trial, when in zip(again, began, strict=True)] == [
-        True,
-        False,
-    ]
-    # Without the trial that fails, the sweep is complete, and its results count as delivered.
-    assert launcher.map(train, [good])[0].state == "succeeded"
-    assert RunHandle.attach(launcher.map(train, [good])[0].directory).created > began[0]
+    again = launcher.map(train, params)
+    assert [trial.state for trial in again] == ["succeeded", "failed"]
+    assert all(RunHandle.attach(trial.directory).created > when for trial, when in zip(again, began, strict=True))
+
+
+def test_a_trial_that_a_rule_has_stopped_begins_anew_in_the_next_call(tmp_path: Path) -> None:
+    params = [{"lr": 0.3, "steps": 6}, {"lr": 0.31, "steps": 6}, {"lr": 9.0, "steps": 100_000, "pause": 0.05}]
+    rule = MedianRule(grace=2, min_trials=2)
+    launcher = Launcher(store=tmp_path, run_id="s")
+    launcher.map(train, params, metric="loss", stop=rule)
+    again = launcher.map(train, params, metric="loss", stop=rule)
+    assert [trial.state for trial in again] == ["succeeded", "succeeded", "stopped"]
+    assert RunHandle.attach(again[2].directory).fresh_since > 0
 
 
 # By default: an interrupt, which is an exception in the caller as well.

@@ -154,6 +154,9 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
             train, arguments = [*train, *arguments], ()
         launcher = _launcher(**options)
         if detach:
+            if launcher.run_id and (before := launcher.find()) and before.status().state == "succeeded":
+                # As without --detach: after a success it trains again.
+                launcher._acknowledge(before)
             handle = launcher.submit(train, *arguments)
             if as_json:
                 words.print_json({"id": handle.id, "directory": handle.directory})

@@ -380,7 +380,7 @@ def compare_job(job: Job, asked: Asked) -> Comparison:
         job: Job of the submission.
         asked: The requested training.
     """
-    if job.identity == asked.identity.digest:
-        return Comparison()
     before = Identity.of(job.identity_parts) if job.identity_parts else None
+    if job.identity == asked.identity.digest:
+        return Comparison(ignored=compare(before, asked.identity).ignored if before else ())
     return compare(before, asked.identity, automatic=asked.repeats(job.generation), same_python=job.python == PYTHON)

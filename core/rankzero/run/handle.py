@@ -325,16 +325,17 @@ class RunHandle(Generic[R]):
     def acknowledge(self) -> None:
         """Records that the receiver has stored the result, so that submitting this run id again trains from scratch.
 
-        Without this, another submission of the same training under this id gets this result and does not train.
+        Without this, another submission of the same training under this id gets this result and does not train. A run
+        that was cancelled for good can be acknowledged, too: without this, another submission resumes it.
 
         Raises:
-            ResultError: the run has no result yet, or has ended without one.
+            ResultError: the run has no result yet, or has failed.
             RunNotFoundError: the run was removed.
             OSError: the store cannot be written.
         """
         # On an object store a late heartbeat may have replaced the status of the end, which the observer knows.
         status = self.status()
-        if status.result is None:
+        if status.result is None and status.state != "cancelled":
             raise ResultError(f"run {self.id} has no result that could be acknowledged: it is {status.state}")
         deliveries.write(self.directory, replace(self.delivery(), acknowledged=True))
 

@@ -10,7 +10,7 @@ DIGITS = 16
 """Number of digits of a checksum that is shown to people."""
 
 TRAIN, NUM_PROCESSES, CODE_VERSION, SENT_CODE = "train", "num_processes", "code_version", "working_dir and py_files"
-ARGUMENT, MODULE, DATASET = "argument ", "module ", "dataset "
+ARGUMENT, MODULE, DATASET, VARIABLE = "argument ", "module ", "dataset ", "env "
 """Prefixes of the names of parts."""
 
 _MOST_NAMED = 5
@@ -24,6 +24,7 @@ class Identity:
     Attributes:
         parts: Name and checksum of each part: the function or script (``train``), each argument, each of the user's
             modules that the code imports, each dataset, and the number of ranks. ``code_version`` replaces the code.
+            Environment variables are parts that `compare` only names.
 
     Example:
         >>> one, other = Identity.of(train="ab", num_processes="2"), Identity.of(train="ab", num_processes="4")
@@ -41,7 +42,8 @@ class Identity:
     @property
     def digest(self) -> str:
         """Returns the hexadecimal digits that name the training."""
-        return hashlib.sha256(repr(self.parts).encode()).hexdigest()[:DIGITS]
+        parts = tuple(part for part in self.parts if not part[0].startswith(VARIABLE))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:DIGITS]
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Comparison:
 
     Attributes:
         differing: Names of the parts that differ, which make the two different trainings.
-        ignored: Names of parts that differ but are ignored: modules, if an orchestrator tries again by itself.
+        ignored: Names of parts that differ but are ignored: environment variables, and modules if an orchestrator tries
+            again by itself.
         unknown: True if some parts cannot be compared, since the run's identity is not recorded (another version of
             rankzero submitted it) or its code was compiled by another version of Python.
     """
@@ -109,7 +112,11 @@ def compare(before: Identity | None, now: Identity, *, automatic: bool = False, 
         names = [name for name in names if name not in (TRAIN, SENT_CODE) and not name.startswith(MODULE)]
     known = [name for name in names if same_python or not (name == TRAIN or name.startswith(MODULE))]
     unknown, names = len(known) < len(names), known
-    ignored = [name for name in names if automatic and (name == SENT_CODE or name.startswith(MODULE))]
+    ignored = [
+        name
+        for name in names
+        if name.startswith(VARIABLE) or (automatic and (name == SENT_CODE or name.startswith(MODULE)))
+    ]
     return Comparison(tuple(name for name in names if name not in ignored), tuple(ignored), unknown)
 
 

@@ -343,21 +343,21 @@ def remove_unfinished(directory: str, *, deep: bool = True, folders: bool = Fals
             below.clear()
 
 
-def remove_strays(directory: str, prefix: str, kept: Collection[str | None]) -> None:
-    """Removes the files in a directory with a prefix that were stored more than `UNFINISHED_AFTER` ago.
+def remove_strays(directory: str, names: re.Pattern[str], kept: Collection[str | None]) -> None:
+    """Removes the files in a directory with such names that were stored more than `UNFINISHED_AFTER` ago.
 
     Args:
         directory: A path or a URL.
-        prefix: Prefix of the files' names.
+        names: A pattern of the whole names.
         kept: Names of files that stay.
     """
     for name in list_names(directory):
-        if name.startswith(prefix) and name not in kept:
+        if names.fullmatch(name) and name not in kept:
             path = join(directory, name)
             # Another process may have removed it. The time of its content says nothing about a file that was linked.
             with contextlib.suppress(OSError):
                 stored = modified(path) if is_url(path) else os.lstat(path).st_ctime
-                if time.time() - stored > UNFINISHED_AFTER:
+                if time.time() - stored > UNFINISHED_AFTER and (is_url(path) or os.path.isfile(path)):
                     remove(path)
 
 

@@ -134,6 +134,6 @@ def _report(existing: submission.Existing, log: Any) -> None:
         log.info("the training begins from scratch: its result was delivered")
     elif comparison.ignored and existing.decision is Decision.ATTACH:
         changed = describe(comparison.ignored)
-        log.warning("the run continues with the code that it began with: changed since: %s", changed)
+        log.warning("the run continues as it began: changed since: %s", changed)
     elif comparison.ignored and existing.decision is Decision.RESUME:
-        log.warning("the training resumes with changed code: %s", describe(comparison.ignored))
+        log.warning("the training resumes although this has changed: %s", describe(comparison.ignored))

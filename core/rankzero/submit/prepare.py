@@ -19,9 +19,10 @@ from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError, located
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
+from rankzero.masking import is_secret
 from rankzero.run import growing, pieces
 from rankzero.run.directory import RunDirectory
-from rankzero.run.identity import DATASET, MODULE, Asked, Identity
+from rankzero.run.identity import DATASET, MODULE, VARIABLE, Asked, Identity
 from rankzero.run.names import LINES, log_name
 from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, payload, submission
@@ -31,6 +32,7 @@ from rankzero.submit.modules import changed_modules
 from rankzero.submit.params import params_of
 from rankzero.submit.payload import Payload
 from rankzero.submit.user_code import ARCHIVE, UserCode
+from rankzero.tracking import trace
 from rankzero.values.digest import digest_of
 from rankzero.values.envelope import Part
 
@@ -90,7 +92,13 @@ class Request:
 
     def identity_without_datasets(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Identity:
         """Returns the identity of a training's code and arguments, as they are now. Takes the arguments of `run`."""
-        return identity_of(train, args, kwargs, self.num_processes, self.template.code_version, self.code)
+        own = identity_of(train, args, kwargs, self.num_processes, self.template.code_version, self.code)
+        variables = {
+            f"{VARIABLE}{name}": digest_of([value.encode()])
+            for name, value in self.env.items()
+            if not (name.startswith("RANKZERO_") or name == trace.TRACEPARENT or is_secret(name))
+        }
+        return Identity.of(dict(own.parts) | variables)
 
     def with_datasets(self, identity: Identity, digests: Iterable[tuple[str, str]]) -> Identity:
         """Returns an identity with names and checksums of datasets."""

@@ -255,6 +255,10 @@ def submit(
                 continue
             if existing and existing.comparison.unknown:
                 logger.warning("%s", explain_unknown(existing))
+            # A pipeline step has compared them before.
+            if existing and existing.comparison.ignored and existing.decision is not Decision.FRESH and not caller:
+                changed = describe(existing.comparison.ignored)
+                logger.warning("run %s counts as the same training, although this differs: %s", run.directory, changed)
             if existing and existing.decision in (Decision.ATTACH, Decision.DELIVER):
                 state = existing.status.state
                 logger.warning("run %s is there already (%s); this submission attaches to it", run.directory, state)

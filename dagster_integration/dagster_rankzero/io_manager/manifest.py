@@ -24,6 +24,8 @@ MANIFEST = "manifest.json"
 
 _PREFIX = "data-"
 _NAME_DIGITS = 16
+_DATA = re.compile(rf"{_PREFIX}[0-9a-f]{{{_NAME_DIGITS}}}-[0-9a-f]{{8}}\.[a-z.]+")
+"""Names of the data files that `commit` makes. A folder of the user's may have other files that begin alike."""
 _CHUNK = 8 << 20
 
 
@@ -163,7 +165,7 @@ def commit(
     store.sync_directory(os.path.dirname(directory))
     if obsolete is not None:
         store.remove(store.join(directory, obsolete))
-    store.remove_strays(directory, _PREFIX, (name, superseded))
+    store.remove_strays(directory, _DATA, (name, superseded))
     return manifest.reference(directory)
 
 
