@@ -144,6 +144,7 @@ def test_the_callers_level_holds_in_ranks(
         logging.getLogger("model").info("begins")
 
     launcher = launcher.options(num_processes=1)
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
     launcher.run(train, False)
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)

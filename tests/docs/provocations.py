@@ -177,7 +177,8 @@ def fewer_gpus_than_ranks(launcher: Launcher, here: Path) -> None:
 
 @provocation
 def ranks_that_do_not_start(launcher: Launcher, here: Path) -> None:
-    launcher.options(start_timeout=0.01).run(train)
+    # Interpreters that import torch take longer.
+    launcher.options(start_timeout=0.5, warm_start=False).run(train)
 
 
 @provocation

@@ -242,6 +242,46 @@ def test_a_script_restarts_with_the_modules_that_it_was_submitted_with(
     assert launcher.run(folder / "train.py") == "submitted"
 
 
+@pytest.mark.parametrize("kind", ["function", "module", "script"])
+def test_a_module_is_where_it_came_from_and_has_the_code_that_was_submitted(
+    launcher: Launcher, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Projects find their data beside ``__file__``, and write there."""
+    source = folder / "src"
+    (source / "placed").mkdir(parents=True)
+    (source / "placed" / "__init__.py").write_text("from pathlib import Path\nROOT = Path(__file__).parents[2]\n")
+    (source / "placed" / "late.py").write_text("CODE = 'submitted'\n")
+    late = str(source / "placed" / "late.py")
+    (source / "placed" / "job.py").write_text(
+        "import rankzero.train as rt\nfrom placed import ROOT\n"
+        "def train():\n"
+        "    (ROOT / 'last.txt').write_text(rt.get_context().run_id)\n"
+        f"    open({late!r}, 'w').write('CODE = \"edited\"\\n')\n"
+        "    from placed import late\n"
+        "    rt.set_result(late.CODE)\n"
+        "    return late.CODE\n"
+        "if __name__ == '__main__':\n    train()\n"
+    )
+    (folder / "train.py").write_text("from placed.job import train\ntrain()\n")
+    monkeypatch.syspath_prepend(str(source))
+    train = {"function": "placed.job:train", "module": "-m placed.job", "script": "train.py"}[kind]
+    try:
+        assert launcher.options(num_processes=1, run_id="placed").run(train) == "submitted"
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "placed"]:
+            del sys.modules[name]
+    assert (folder / "last.txt").read_text() == "placed"
+
+
+def test_annotations_of_a_script_are_what_python_makes_of_them(launcher: Launcher, folder: Path) -> None:
+    (folder / "train.py").write_text(
+        "import dataclasses\nimport rankzero.train as rt\n"
+        "@dataclasses.dataclass\nclass Config:\n    amp: bool = False\n"
+        "rt.set_result(dataclasses.fields(Config)[0].type is bool)\n"
+    )
+    assert launcher.options(num_processes=1).run(folder / "train.py") is True
+
+
 def test_scripts_of_one_process_ship_the_modules_beside_them(tmp_path: Path) -> None:
     """Threads of a service launch scripts whose modules have equal names."""
     folders = [tmp_path / str(number) for number in range(8)]

@@ -105,10 +105,12 @@ class Inputs:
             if name in self.missing:
                 self._kept.keep(files[name]["digest"], self._here[name])
         directory = self._assigned.run_directory
+        modules, origins = self._unpack_modules()
         return Start(
             master_addr=self._assigned.master_addr,
             payload=self._here["payload.pkl"],
-            modules=self._unpack_modules(),
+            modules=modules,
+            origins=origins,
             code=self._unpack_code(),
             refs={file["uri"]: [name, self._here.get(name)] for name, file in files.items() if "uri" in file},
             result_directory=os.path.join(directory, "result") if self.shared else self._scratch,
@@ -122,13 +124,13 @@ class Inputs:
             ports=ports,
         )
 
-    def _unpack_modules(self) -> str | None:
+    def _unpack_modules(self) -> tuple[str | None, dict[str, str]]:
         if MODULES not in self._here:
-            return None
+            return None, {}
         directory = os.path.join(self._scratch, "modules")
         with _unpacking(MODULES, directory), zipfile.ZipFile(self._here[MODULES]) as archive:
             archive.extractall(directory)
-        return directory
+            return directory, json.loads(archive.comment or b"{}")
 
     def _unpack_code(self) -> str | None:
         """Returns a copy of the user's code for this task's ranks, which may write into it."""

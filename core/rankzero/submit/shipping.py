@@ -20,6 +20,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import json
 import logging
 import os
 import re
@@ -213,7 +214,18 @@ def _zip(files: tuple[tuple[str, str, str], ...]) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
         for archive_name, path, _ in files:
             archive.write(path, archive_name)
+        origins = json.dumps(_origins_of(files)).encode()
+        archive.comment = origins if len(origins) <= zipfile.ZIP_MAX_COMMENT else b"{}"
     return buffer.getvalue()
+
+
+def _origins_of(files: tuple[tuple[str, str, str], ...]) -> dict[str, str]:
+    """Returns the directory that each top-level module is in; none for one that is linked together of several."""
+    found: dict[str, set[str]] = {}
+    for archive_name, path, _ in files:
+        origin = path.removesuffix(f"{os.sep}{archive_name}")
+        found.setdefault(archive_name.split(os.sep)[0].partition(".")[0], set()).add("" if origin == path else origin)
+    return {root: origin for root, (origin, *others) in found.items() if origin and not others}
 
 
 def _is_known(name: str, files: Mapping[str, str]) -> bool:

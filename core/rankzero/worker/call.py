@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import filecmp
 import inspect
 import os
 import runpy
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rankzero.channel.messages import Start
 from rankzero.worker.command import run_command
 from rankzero.worker.failures import install_restart_on
+from rankzero.worker.sent import SentModules
 
 if TYPE_CHECKING:
     from rankzero.values.ref import ResultRef
@@ -38,8 +38,11 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
     from rankzero.values.ref import map_refs
 
     # The caller's own code comes before installed packages, as in the caller's process.
-    sent = _enter(start.code) if start.code else []
-    sys.path[:0] = [*sent, *filter(None, [start.modules])]
+    own = _enter(start.code) if start.code else []
+    if start.modules:
+        sys.meta_path.insert(0, SentModules(start.modules, start.origins, own))
+        own.append(start.modules)
+    sys.path[:0] = own
     # The agent has verified its digest, so it may be unpickled.
     payload = open_packed(start.payload)
     install_restart_on(payload.get("restart_on"))
@@ -63,7 +66,7 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
             return _call_function(payload, args, kwargs)
         line = [str(argument).replace(LOCAL_RANK_MACRO, os.environ["LOCAL_RANK"]) for argument in args]
         if payload["kind"] == "script":
-            _run_script(payload, line, start.modules, len(sent))
+            _run_script(payload, line, len(own))
         elif payload["kind"] == "module":
             sys.argv = [payload["name"], *line]
             runpy.run_module(payload["name"], run_name="__main__", alter_sys=True)
@@ -139,14 +142,13 @@ def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:
     return value
 
 
-def _run_script(payload: dict[str, Any], line: list[str], modules: str | None, sent: int) -> None:
-    """Runs a script with the modules that it was submitted with.
+def _run_script(payload: dict[str, Any], line: list[str], own: int) -> None:
+    """Runs a script in the module ``__main__`` of this process.
 
     Args:
         payload: The script.
         line: Its arguments.
-        modules: The directory with its modules; None if it has none.
-        sent: The number of places of the search path that the user has sent, which come first.
+        own: The number of places at the beginning of the search path with code that was sent.
     """
     path = _place(payload["path"], payload["source"])
     module = types.ModuleType("__main__")
@@ -154,25 +156,9 @@ def _run_script(payload: dict[str, Any], line: list[str], modules: str | None, s
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
     sys.argv = [path, *line]
-    directory = os.path.dirname(path)
-    # Modules beside the script find their data files there, unless they were edited since the submission.
-    is_edited = modules is not None and _differs(modules, directory)
-    sys.path.insert(sent + is_edited, directory)
-    exec(compile(payload["source"], path, "exec"), module.__dict__)
-
-
-def _differs(modules: str, directory: str) -> bool:
-    """Returns True if a directory has another version of one of these modules, or only a part of a package."""
-    for folder, inner, names in os.walk(modules):
-        is_top = folder == modules
-        # What is not there is found where it was sent.
-        is_here = {name: not is_top or os.path.isdir(os.path.join(directory, name)) for name in inner}
-        inner[:] = [name for name in inner if is_here[name] and name != "__pycache__"]
-        for name in names:
-            sent, here = os.path.join(folder, name), os.path.join(directory, os.path.relpath(folder, modules), name)
-            if not (filecmp.cmp(sent, here, shallow=False) if os.path.isfile(here) else is_top):
-                return True
-    return False
+    sys.path.insert(own, os.path.dirname(path))
+    # Not with the future statements of this module.
+    exec(compile(payload["source"], path, "exec", dont_inherit=True), module.__dict__)
 
 
 def _place(path: str, data: bytes, number: int = 0, mode: int = 0o600) -> str:
