@@ -50,8 +50,18 @@ class Disk:
         descriptor = os.open(self.path, os.O_RDONLY)
         fcntl.ioctl(descriptor, EXT4_IOC_SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
         os.close(descriptor)
+        # A mount namespace that another test makes meanwhile has this mount, too, and keeps the failed file system.
+        until(self._comes_back, WAIT, "a disk that works")
+
+    def _comes_back(self) -> bool:
         self.unmount()
         self.mount()
+        try:
+            (self.path / "probe").touch()
+            (self.path / "probe").unlink()
+        except OSError:
+            return False
+        return True
 
     @staticmethod
     def _run(*command: str) -> None:

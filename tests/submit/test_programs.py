@@ -252,12 +252,17 @@ def test_a_module_is_where_it_came_from_and_has_the_code_that_was_submitted(
     (source / "placed" / "__init__.py").write_text("from pathlib import Path\nROOT = Path(__file__).parents[2]\n")
     (source / "placed" / "late.py").write_text("CODE = 'submitted'\n")
     late = str(source / "placed" / "late.py")
+    (source / "placed" / "folder").mkdir()
+    (source / "placed" / "folder" / "inner.py").write_text("CODE = 'inner'\n")
     (source / "placed" / "job.py").write_text(
         "import rankzero.train as rt\nfrom placed import ROOT\n"
         "def train():\n"
         "    (ROOT / 'last.txt').write_text(rt.get_context().run_id)\n"
         f"    open({late!r}, 'w').write('CODE = \"edited\"\\n')\n"
+        "    import shutil; shutil.rmtree(ROOT / 'src' / 'placed' / 'folder')\n"
         "    from placed import late\n"
+        "    import inspect\n    assert 'submitted' in inspect.getsource(late)\n"
+        "    from placed.folder import inner\n    assert inner.CODE == 'inner'\n"
         "    rt.set_result(late.CODE)\n"
         "    return late.CODE\n"
         "if __name__ == '__main__':\n    train()\n"

@@ -174,6 +174,8 @@ def logs(
         raise click.UsageError(
             "--since, --attempt and --timestamps are for lines of ranks; those of --driver contain their times"
         )
+    if follow and attempt is not None:
+        raise click.UsageError("--attempt shows what an attempt has written so far: leave out --follow")
     if wrong := [one for one in rank if one >= world_size]:
         raise click.BadParameter(f"{wrong[0]} is no rank of this run, which has {world_size}", param_hint="--rank")
     positions = dict.fromkeys(rank or range(world_size), Position())

@@ -260,6 +260,9 @@ def changed_modules(digests: Mapping[str, str]) -> list[str]:
 def _is_older(spec: Any) -> bool:
     """Returns True if a module was compiled from an older file than the one on the disk."""
     with contextlib.suppress(OSError, TypeError):
+        if sys.dont_write_bytecode or not os.access(os.path.dirname(spec.cached), os.W_OK):
+            # The compiled file may be older than what was imported.
+            return False
         with open(spec.cached, "rb") as compiled:
             header = compiled.read(16)
         source = os.stat(spec.origin)

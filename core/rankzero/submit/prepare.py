@@ -94,9 +94,9 @@ class Request:
         """Returns the identity of a training's code and arguments, as they are now. Takes the arguments of `run`."""
         own = identity_of(train, args, kwargs, self.num_processes, self.template.code_version, self.code)
         variables = {
-            f"{VARIABLE}{name}": digest_of([value.encode()])
+            f"{VARIABLE}{name}": digest_of([value.encode(errors="surrogateescape")])
             for name, value in self.env.items()
-            if not (name.startswith("RANKZERO_") or name == trace.TRACEPARENT or is_secret(name))
+            if not (name.startswith(("RANKZERO_", "DAGSTER_PIPES_")) or name == trace.TRACEPARENT or is_secret(name))
         }
         return Identity.of(dict(own.parts) | variables)
 

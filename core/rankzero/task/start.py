@@ -338,7 +338,7 @@ def _start_server(path: str, config: dict[str, Any], owner: int, loaded: dict[st
     # The kernel shows the environment of its forks in the memory that its own environment takes.
     room = sum(len(name) + len(value) + 2 for name, value in {**os.environ, **config["env"]}.items())
     env = {**loaded, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "RANKZERO_ROOM": "." * min(room + 8192, 100_000)}
-    if "PYTHONPATH" in env:
+    if env.get("PYTHONPATH"):
         # The server works in another directory.
         env["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, env["PYTHONPATH"].split(os.pathsep)))
     with (

@@ -9,6 +9,7 @@ import runpy
 import sys
 import types
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 from rankzero.channel.messages import Start
@@ -40,7 +41,8 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
     # The caller's own code comes before installed packages, as in the caller's process.
     own = _enter(start.code) if start.code else []
     if start.modules:
-        sys.meta_path.insert(0, SentModules(start.modules, start.origins, own))
+        # Finders that others have installed come first, as before the search path.
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), SentModules(start.modules, start.origins, own))
         own.append(start.modules)
     sys.path[:0] = own
     # The agent has verified its digest, so it may be unpickled.

@@ -7,10 +7,11 @@ A rank runs the code that was submitted, also if the file was edited since. But 
 from __future__ import annotations
 
 import importlib.abc
+import linecache
 import os
 from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import spec_from_file_location
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import decode_source, spec_from_file_location
 from typing import Any
 
 
@@ -27,13 +28,11 @@ class SentModules(importlib.abc.MetaPathFinder):
         """
         self._directory = directory
         self._origins = {
-            root: origin
-            for root, origin in origins.items()
-            if not any(os.path.exists(os.path.join(place, each)) for place in sent for each in (root, f"{root}.py"))
+            root: origin for root, origin in origins.items() if not (sent and PathFinder.find_spec(root, [*sent]))
         }
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Returns the spec of a source that was sent; None for all other modules."""
+        """Returns the spec of a source or a compiled extension that was sent; None for all other modules."""
         origin = self._origins.get(name.partition(".")[0])
         if origin is None:
             return None
@@ -45,8 +44,11 @@ class SentModules(importlib.abc.MetaPathFinder):
             if not os.path.isfile(original):
                 original = sent
             loader = _Loader(name, original, sent)
-            inner = [os.path.dirname(original)] if file.endswith("__init__.py") else None
+            inner = [*map(os.path.dirname, (original, sent))] if file.endswith("__init__.py") else None
             return spec_from_file_location(name, original, loader=loader, submodule_search_locations=inner)
+        for suffix in EXTENSION_SUFFIXES:
+            if os.path.isfile(compiled := os.path.join(self._directory, f"{place}{suffix}")):
+                return spec_from_file_location(name, compiled)
         return None
 
 
@@ -58,7 +60,14 @@ class _Loader(SourceFileLoader):
         self._sent = sent
 
     def get_data(self, path: str) -> bytes:
-        return super().get_data(self._sent if path == self.path else path)
+        if path != self.path:
+            return super().get_data(path)
+        data = super().get_data(self._sent)
+        if super().get_data(path) != data:
+            # Tracebacks, inspect and what compiles from its sources (torch.jit) show the source that runs.
+            lines = decode_source(data).splitlines(keepends=True)
+            linecache.cache[path] = (len(data), None, lines, path)
+        return data
 
     def path_stats(self, path: str) -> Any:
         # Without the time of the source no compiled form is read, which counts as current by seconds and size alone.
