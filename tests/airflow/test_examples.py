@@ -236,10 +236,7 @@ def test_trainings_of_other_launchers_are_tasks(
 @pytest.mark.soak
 @pytest.mark.usefixtures("own_jvm")
 def test_a_spark_table_becomes_a_scored_table(load_dag: LoadDag, run_dag: RunDag) -> None:
-    handlers = signal_handlers()
     outcome = run_dag(load_dag("table_training.py"))
-    # A SparkContext takes SIGINT in the process of a task, which here is the test's.
-    restore_signal_handlers(handlers)
     assert outcome.state == "success", outcome.errors
     assert outcome.xcom("promote")["accuracy"] > 0.8
 
@@ -253,10 +250,12 @@ def train_function(name: str) -> str:
 
 @pytest.fixture
 def own_jvm() -> Iterator[None]:
-    """Ends the JVM that pyspark leaves in a process whose session was stopped."""
+    """Ends the JVM that pyspark leaves in a process whose session was stopped, and gives back the SIGINT it took."""
+    handlers = signal_handlers()
     yield
     from pyspark import SparkContext
 
+    restore_signal_handlers(handlers)
     if gateway := SparkContext._gateway:
         gateway.shutdown()
         gateway.proc.stdin.close()

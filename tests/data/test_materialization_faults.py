@@ -4,7 +4,8 @@ import glob
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,9 @@ def ids() -> list[int]:
     return sorted(number for part in rt.all_gather_object(mine) for number in part)
 
 
-def submitted(store: Path, query: str, master: str = "local[2]") -> RunHandle[Any]:
+def submitted(store: Path, query: str, master: str = "local[2]", train: Callable[[], Any] = ids) -> RunHandle[Any]:
     launcher = Launcher(2, engine=SparkEngine(master=master), dataset=query, store=store, run_id="q")
-    return launcher.submit(ids)
+    return launcher.submit(train)
 
 
 def await_files(store: Path) -> None:
@@ -86,14 +87,24 @@ def test_the_rows_of_a_driver_that_is_killed_are_computed_anew(tmp_path: Path) -
 @pytest.mark.soak
 def test_an_executor_that_is_killed_costs_no_row(tmp_path: Path) -> None:
     slow = "id % 100 != 0 OR java_method('java.lang.Thread', 'sleep', 2000L) != ''"
-    handle = submitted(tmp_path, f"SELECT id FROM range(0, 800, 1, 8) WHERE {slow}", "local-cluster[2,1,1024]")
+    go = str(tmp_path / "go")
+
+    def ids_later() -> list[int]:
+        while not os.path.exists(go):
+            time.sleep(0.05)
+        return ids()
+
+    query = f"SELECT id FROM range(0, 800, 1, 8) WHERE {slow}"
+    handle = submitted(tmp_path, query, "local-cluster[2,1,1024]", ids_later)
     await_files(tmp_path)
     executors = [each for each in processes_of(handle) if "CoarseGrainedExecutorBackend" in " ".join(each.cmdline())]
     assert len(executors) == 2
     os.kill(executors[0].pid, signal.SIGKILL)
-    expected = [number for number in range(800) if number % 100]
-    assert [number for number in handle.result(2 * WAIT) if number % 100] == expected
-    # What the dead one had begun is in no manifest, and not in the folder.
+    until(lambda: handle.status().state == "running", 2 * WAIT, "ranks")
+    # What the dead one had begun is in no manifest, and not in the folder, which goes with the success.
     [folder] = glob.glob(f"{tmp_path}/q/datasets/*")
     files = glob.glob(f"{folder}/*.arrow")
     assert len({os.path.basename(file)[:11] for file in files}) == len(files) == 8
+    Path(go).touch()
+    expected = [number for number in range(800) if number % 100]
+    assert [number for number in handle.result(2 * WAIT) if number % 100] == expected
