@@ -174,7 +174,7 @@ def test_the_quick_start_of_a_bare_environment(built: Built, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("extras", "program", "said"),
     [
-        pytest.param("", NO_TORCH, "EngineError True", id="no extra"),
+        pytest.param("", NO_TORCH, "InvalidJobError True", id="no extra"),
         pytest.param("[torch]", QUICK_START, "2 (1, 8)", id="torch"),
         pytest.param("[spark,torch]", QUICK_START, "2 (1, 8)", id="spark"),
         pytest.param("[airflow]", DAG, "True", id="airflow"),
