@@ -41,9 +41,11 @@ class SentModules(importlib.abc.MetaPathFinder):
             sent, original = os.path.join(self._directory, file), os.path.join(origin, file)
             if not os.path.isfile(sent):
                 continue
-            if not os.path.isfile(original):
+            loader = None
+            if os.path.isfile(original):
+                loader = _Loader(name, original, sent)
+            else:
                 original = sent
-            loader = _Loader(name, original, sent)
             inner = [*map(os.path.dirname, (original, sent))] if file.endswith("__init__.py") else None
             return spec_from_file_location(name, original, loader=loader, submodule_search_locations=inner)
         for suffix in EXTENSION_SUFFIXES:
