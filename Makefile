@@ -6,7 +6,7 @@ LOCK = constraints/$(shell .venv/bin/python -c 'import sys; print("{}.{}".format
 demo: setup
 	.venv/bin/python scripts/demo.py
 
-# Lint, types and the whole test suite.
+# Lint, types and the test suite; `make faults` has its slow variants.
 test: lint types unit
 
 setup:
