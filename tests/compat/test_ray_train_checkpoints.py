@@ -312,9 +312,10 @@ def test_callbacks_get_the_metrics_of_all_workers_and_exceptions(tmp_path: Path)
 
 def test_the_environment_names_the_device_and_the_node(tmp_path: Path) -> None:
     def loop() -> Any:
-        return os.environ["ACCELERATE_TORCH_DEVICE"], os.environ["NODE_RANK"], train.get_preemption_info()
+        names = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_CPU", "NODE_RANK")
+        return [os.environ[name] for name in names], train.get_preemption_info()
 
-    assert fit(tmp_path, loop, workers=1).return_value == ("cpu", "0", None)
+    assert fit(tmp_path, loop, workers=1).return_value == (["cpu", "true", "0"], None)
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,16 @@ def test_rows_that_are_no_dicts_are_a_column_of_items() -> None:
     assert rows == [0, 1, 2, 3], "a function of the rows themselves"
 
 
+def test_rows_of_lists_are_tensors_as_in_ray() -> None:
+    rows = [{"x": [number, number + 1], "name": [str(number)]} for number in range(3)]
+    dataset.install({"train": rows})
+    [batch] = dataset.shard("train").iter_torch_batches(dtypes={"x": torch.float32})
+    assert torch.equal(batch["x"], torch.tensor([[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]))
+    assert batch["name"] == [("0", "1", "2")], "texts are none"
+    [frame] = dataset.shard("train").iter_batches(batch_format="pandas")
+    assert [list(row) for row in frame["x"]] == [row["x"] for row in rows]
+
+
 def shares(config: dict[str, Any]) -> Any:
     mine = {
         name: [int(row) for batch in train.get_dataset_shard(name).iter_torch_batches() for row in batch]

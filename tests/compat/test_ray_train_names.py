@@ -49,7 +49,12 @@ ONLY_2_60 = {
     "ray.train.collective": "barrier broadcast_from_rank_zero",
 }
 
-SUBMODULES = {"ray": "data init train tune", "ray.train": "horovod jax lightgbm tensorflow torch v2 xgboost"}
+SUBMODULES = {
+    "ray": "data init runtime_env shutdown train tune",
+    "ray.train": "BaseTrainer DataParallelTrainer backend base_trainer data_parallel_trainer horovod jax lightgbm "
+    "tensorflow torch v2 xgboost",
+    "ray.air": "integrations",
+}
 """Modules and functions that scripts for Ray Train use beside its public names."""
 
 MODULES = {
@@ -107,6 +112,11 @@ def test_a_module_that_is_imported_as_one_says_what_to_use(name: str) -> None:
             importlib.import_module(f"{package}.{name}")
     with pytest.raises(ModuleNotFoundError, match="No module named"):
         importlib.import_module(f"{HERE}.no_such_module")
+
+
+def test_the_base_of_rays_trainers_says_what_to_use() -> None:
+    with pytest.raises(ImportError, match="trainer has no BaseTrainer: call fit"):
+        exec(f"from {HERE}.trainer import BaseTrainer", {})
 
 
 def test_the_package_and_its_train_module_have_the_same_names() -> None:

@@ -227,7 +227,7 @@ class TableWriter:
     def add(self, batch: Any) -> None:
         """Adds rows. Raises TypeError for a column whose type fits no earlier one, ResultError as `write_rows`."""
         with self._tables.lock:
-            table = schemas.portable(_table(batch))
+            table = schemas.portable(as_table(batch))
             if not table.num_rows:
                 return
             if self._schema is None or not table.schema.equals(self._schema):
@@ -349,7 +349,8 @@ def _iterable(batches: Any) -> Iterable[Any]:
     return [batches] if is_one else batches
 
 
-def _table(batch: Any) -> Any:
+def as_table(batch: Any) -> Any:
+    """Returns a batch of columns as an Arrow table. Raises TypeError if it is none."""
     import pyarrow as pa
 
     if isinstance(batch, pa.Table):

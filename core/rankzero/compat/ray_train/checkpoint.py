@@ -54,19 +54,18 @@ class Stored:
         """Copies the files of all workers to a local directory. Raises ResultError."""
         os.makedirs(target, exist_ok=True)
         if self.opened is not None:
-            ranks = range(self.opened.world_size) if self.opened.sharded else [0]
             # The last one wins: rank 0's.
-            for number in reversed(ranks):
-                self.opened.to_directory(target, number if self.opened.sharded else None)
+            for rank in reversed(range(self.opened.world_size)) if self.opened.sharded else [None]:
+                self.opened.to_directory(target, rank)
             return
         found = read_manifests(RunDirectory(self.run_directory), [self.id])
         if not found:
             raise ResultError(f"checkpoint {self.id} was deleted, since it is not kept")
-        parts = found[0].parts
-        if not {part["format"] for part in parts.values()} <= {formats.DIRECTORY, formats.DISTRIBUTED}:
+        parts = found[0].parts.items()
+        if not {part["format"] for _, part in parts} <= {formats.DIRECTORY, formats.DISTRIBUTED}:
             raise ResultError(f"checkpoint {self.id} is a state, not a directory: rankzero.train reported it")
         first: dict[str, str] = {}
-        for rank, part in parts.items():
+        for rank, part in parts:
             # Beside the files that it becomes, so that they are moved and not copied.
             with tempfile.TemporaryDirectory(prefix=".writing-", dir=target) as own:
                 _unpack_part(store.join(self.folder, part["file"]), part["sha256"], own)
@@ -85,17 +84,15 @@ class Stored:
                     "which one directory cannot hold: give the files of each rank their own names"
                 )
 
-    def already_unpacked(self) -> str | None:
-        """Returns the folder in the run directory with the unpacked files; None if there is none."""
-        if self.opened is not None or store.is_url(self.run_directory):
-            return None
-        target = os.path.join(self.folder, UNPACKED)
-        return target if os.path.isdir(target) else None
+    @property
+    def unpacked_folder(self) -> str | None:
+        """Returns the folder in the run directory for the unpacked files; None if they cannot be there."""
+        is_elsewhere = self.opened is not None or store.is_url(self.run_directory)
+        return None if is_elsewhere else os.path.join(self.folder, UNPACKED)
 
     def unpacked(self) -> str:
         """Unpacks the files into a directory that exists as long as the checkpoint does, or this process."""
-        if self.opened is None and not store.is_url(self.run_directory):
-            target = os.path.join(self.folder, UNPACKED)
+        if target := self.unpacked_folder:
             with contextlib.suppress(PermissionError, FileNotFoundError):
                 if not os.path.isdir(target):
                     with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.folder) as writing:
@@ -105,8 +102,7 @@ class Stored:
                         with contextlib.suppress(OSError):
                             os.rename(files, target)
                 return target
-        scratch = os.environ.get("RANKZERO_SCRATCH")
-        _temporary.append(tempfile.TemporaryDirectory(prefix=f"rankzero-{self.id}-", dir=scratch))
+        _temporary.append(_temporary_directory())
         self.unpack(_temporary[-1].name)
         return _temporary[-1].name
 
@@ -123,6 +119,10 @@ def _unpack_part(file: str, digest: str, target: str) -> None:
             formats.read_directory(local.name, digest, target)
     except FileNotFoundError:
         raise ResultError(f"{file} was deleted, since its checkpoint is not kept") from None
+
+
+def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="rankzero-checkpoint-", dir=os.environ.get("RANKZERO_SCRATCH"))
 
 
 def _tree(directory: str) -> Iterator[tuple[str, str]]:
@@ -148,7 +148,7 @@ class Checkpoint:
 
             filesystem, given = url_to_fs(given)
         self._path: str | None = given
-        self._filesystem = None if filesystem is None else _as_arrow(filesystem)
+        self._filesystem = None if filesystem is None else as_arrow(filesystem)
         self._stored: Stored | None = None
 
     @classmethod
@@ -180,11 +180,9 @@ class Checkpoint:
         Raises:
             ResultError: as `to_directory`.
         """
-        if (found := self._unpacked()) is not None:
-            return found
-        assert self._stored is not None
-        self._path = self._stored.unpacked()
-        return self._path
+        if self._unpacked() is None and self._stored is not None:
+            self._path = self._stored.unpacked()
+        return str(self._path)
 
     @property
     def filesystem(self) -> Any:
@@ -200,26 +198,21 @@ class Checkpoint:
             ResultError: the checkpoint is damaged, or was deleted since it is not kept; it is a state, or workers have
                 given different files one name.
         """
-        if path is not None:
-            return self._copied_to(os.fspath(path))
-        made = tempfile.mkdtemp(prefix="rankzero-checkpoint-")
-        try:
-            return self._copied_to(made)
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
+        with contextlib.ExitStack() as undo:
+            if path is None:
+                path = tempfile.mkdtemp(prefix="rankzero-checkpoint-")
+                undo.callback(shutil.rmtree, path, ignore_errors=True)
+            target, unpacked = os.fspath(path), self._unpacked()
+            if unpacked is None and self._stored is not None:
+                self._stored.unpack(target)
+            elif self._filesystem is None:
+                shutil.copytree(str(unpacked), target, dirs_exist_ok=True)
+            else:
+                from pyarrow import fs
 
-    def _copied_to(self, target: str) -> str:
-        unpacked = self._unpacked()
-        if unpacked is None and self._stored is not None:
-            self._stored.unpack(target)
-        elif self._filesystem is None:
-            shutil.copytree(str(unpacked), target, dirs_exist_ok=True)
-        else:
-            from pyarrow import fs
-
-            os.makedirs(target, exist_ok=True)
-            fs.copy_files(unpacked, os.path.abspath(target), self._filesystem, fs.LocalFileSystem())
+                os.makedirs(target, exist_ok=True)
+                fs.copy_files(unpacked, os.path.abspath(target), self._filesystem, fs.LocalFileSystem())
+            undo.pop_all()
         return target
 
     @contextlib.contextmanager
@@ -229,8 +222,7 @@ class Checkpoint:
         if found is not None and self._filesystem is None:
             yield found
             return
-        scratch = os.environ.get("RANKZERO_SCRATCH")
-        with tempfile.TemporaryDirectory(prefix="rankzero-checkpoint-", dir=scratch) as directory:
+        with _temporary_directory() as directory:
             yield self.to_directory(directory)
 
     def get_metadata(self) -> dict[str, Any]:
@@ -256,7 +248,8 @@ class Checkpoint:
         """Returns the path of the files; None if they are packed."""
         # The run may have deleted the checkpoint with its files.
         if self._stored is not None and not (self._path and os.path.isdir(self._path)):
-            self._path = self._stored.already_unpacked()
+            folder = self._stored.unpacked_folder
+            self._path = folder if folder and os.path.isdir(folder) else None
         return self._path
 
     def __getstate__(self) -> dict[str, Any]:
@@ -272,12 +265,7 @@ resumed: list[Checkpoint] = []
 """The checkpoint from which the run of this worker starts, if its trainer has one."""
 
 
-def is_local(filesystem: Any) -> bool:
-    """Returns True for this machine's filesystem, of pyarrow or fsspec."""
-    return Checkpoint("", filesystem)._filesystem is None
-
-
-def _as_arrow(filesystem: Any) -> Any:
+def as_arrow(filesystem: Any) -> Any:
     """Returns a filesystem of pyarrow or fsspec as one of pyarrow; None for this machine's."""
     from pyarrow import fs
 

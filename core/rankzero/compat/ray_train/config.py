@@ -27,6 +27,15 @@ def removed(what: str, value: object, instead: str) -> None:
         raise RemovedError(f"{what} is not supported: {instead}")
 
 
+def checked(what: str, value: Any, cls: type[Any]) -> Any:
+    """Returns a value, or a new object of its class if it is None. Raises InvalidJobError for a value of another."""
+    if value is None:
+        return cls()
+    if not isinstance(value, cls):
+        raise InvalidJobError(f"{what} is a {type(value).__name__}; give rankzero.compat.ray_train.{cls.__name__}")
+    return value
+
+
 @dataclass(frozen=True)
 class ScalingConfig:
     """The number of workers, and their resources.
@@ -57,25 +66,22 @@ class ScalingConfig:
     def __post_init__(self) -> None:
         removed("label_selector", self.label_selector, "choose the executors in Spark's configuration")
         removed("trainer_resources", self.trainer_resources, "the trainer runs in the process that calls fit()")
-        removed("topology", self.topology, "there are no TPUs here")
-        removed("use_tpu=True", self.use_tpu or None, "there are no TPUs here")
+        removed("use_tpu, or topology,", self.use_tpu or self.topology or None, "there are no TPUs here")
         removed("accelerator_type", self.accelerator_type, "choose the executors in Spark's configuration")
         kinds.FLAG.check("use_gpu", self.use_gpu)
         sizes = self.num_workers if isinstance(self.num_workers, tuple) else (self.num_workers,) * 2
         if len(sizes) != 2 or {type(size) for size in sizes} != {int} or not 0 <= sizes[0] <= sizes[1]:
             raise InvalidJobError(f"num_workers is {self.num_workers!r}; it must be a whole number, or (min, max)")
         resources = dict(self.resources_per_worker or {})
-        if self.gpus_per_worker not in (0, 1):
+        if self.num_gpus_per_worker not in (0, 1):
             raise InvalidJobError(f"resources_per_worker has GPU={resources['GPU']}; a worker has one GPU or none")
         if unknown := set(resources) - {"CPU", "GPU", "memory"}:
             raise InvalidJobError(f"resources_per_worker has {', '.join(sorted(unknown))}; it may have CPU and GPU")
 
     @property
-    def gpus_per_worker(self) -> float:
+    def num_gpus_per_worker(self) -> float:
         """Returns the number of GPUs of each worker, 0 or 1."""
         return (self.resources_per_worker or {}).get("GPU", 1 if self.use_gpu else 0)
-
-    num_gpus_per_worker = gpus_per_worker
 
     @property
     def num_cpus_per_worker(self) -> float:
@@ -95,7 +101,7 @@ class ScalingConfig:
     @property
     def _per_worker(self) -> dict[str, float]:
         given = dict(self.resources_per_worker or ({} if self.use_gpu else {"CPU": 1}))
-        return {**given, "GPU": self.gpus_per_worker} if self.gpus_per_worker else given
+        return {**given, "GPU": self.num_gpus_per_worker} if self.num_gpus_per_worker else given
 
 
 @dataclass(frozen=True)
@@ -234,9 +240,10 @@ class RunConfig:
         if self.name is not None:
             kinds.RUN_ID.check("run_id", self.name)
         removed("storage_filesystem", self.storage_filesystem, "give storage_path as an fsspec URL")
-        for name, kind in (("failure_config", FailureConfig), ("checkpoint_config", CheckpointConfig)):
-            if not isinstance(value := getattr(self, name), (kind, type(None))):
-                raise InvalidJobError(f"{name} is a {type(value).__name__}; give a {kind.__name__}")
+        checked("failure_config", self.failure_config, FailureConfig)
+        checked("checkpoint_config", self.checkpoint_config, CheckpointConfig)
+        options = str(self.storage_path).partition("://")[2].partition("?")[2]
+        removed(f"{options} in storage_path", options or None, "use the environment, such as AWS_ENDPOINT_URL")
         for callback in self.callbacks or ():
             if not isinstance(callback, UserCallback):
                 raise InvalidJobError(f"callbacks has {callback!r}; give objects of subclasses of UserCallback")

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import rankzero.train as rt
 from rankzero.compat.ray_train.config import DataConfig
+from rankzero.train.rows import as_table
 
 if TYPE_CHECKING:
     import torch
 
 ALL = 1 << 40  # Rows of a batch that has all rows.
 
-_datasets: dict[str, Any] = {}
-_epochs: Counter[str] = Counter()
-_whole: set[str] = set()
+_shards: dict[str, DatasetShard] = {}
+"""The torch data sets of this worker."""
 
 
 def install(datasets: Mapping[str, Any], config: DataConfig = DataConfig()) -> None:  # noqa: B008
     """Sets the data sets of this worker. Called before the training function."""
-    _datasets.clear()
-    _datasets.update(datasets)
-    _epochs.clear()
-    _whole.clear()
-    _whole.update(name for name in datasets if not config.splits(name))
+    _shards.clear()
+    _shards.update({name: DatasetShard(data, name, config.splits(name)) for name, data in datasets.items()})
 
 
 def shard(name: str) -> DatasetShard | TableShard:
@@ -34,10 +31,10 @@ def shard(name: str) -> DatasetShard | TableShard:
     tables = rt.dataset_names()
     if name in tables:
         return TableShard(rt.get_dataset_shard(name), name)
-    if name not in _datasets:
-        known = ", ".join(sorted([*_datasets, *tables])) or "none"
+    if name not in _shards:
+        known = ", ".join(sorted([*_shards, *tables])) or "none"
         raise KeyError(f"the trainer has no data set {name!r}; TorchTrainer(datasets=...) gave: {known}")
-    return DatasetShard(_datasets[name], name)
+    return _shards[name]
 
 
 class Batches:
@@ -72,9 +69,11 @@ class _Cut(NamedTuple):
 class Shard:
     """A worker's share of a data set, with the interface of Ray's ``DataIterator``."""
 
-    def __init__(self, data: Any, name: str) -> None:
+    def __init__(self, data: Any, name: str, is_split: bool = True) -> None:
         self._data = data
         self._name = name
+        self._is_split = is_split
+        self._epochs = itertools.count()
 
     def _epoch(self, cut: _Cut, make: Callable[[Any], Any]) -> Callable[[], Iterator[Any]]:
         """Returns a function that returns the batches of the next epoch, each made by ``make`` of its columns."""
@@ -187,12 +186,11 @@ class DatasetShard(Shard):
             self._data, cut.size, None if cut.shuffle is None else True, drop_last=cut.drop_last, collate_fn=collate
         )
         context = rt.get_context()
+        share = Share(context.rank, context.world_size, pad=True) if self._is_split else Share(0, 1, pad=True)
 
         def epoch() -> Iterator[Any]:
-            rank, world_size = (0, 1) if self._name in _whole else (context.rank, context.world_size)
-            batches = prepared(loader, Share(rank, world_size, pad=True), move=False, seed=cut.seed)
-            batches.set_epoch(_epochs[self._name])
-            _epochs[self._name] += 1
+            batches = prepared(loader, share, move=False, seed=cut.seed)
+            batches.set_epoch(next(self._epochs))
             return iter(batches)
 
         return epoch
@@ -216,7 +214,16 @@ def _collated(rows: Any) -> Any:
 
     if not isinstance(rows, dict):
         return default_collate(rows)
-    return {name: default_collate(values) if isinstance(values, list) else values for name, values in rows.items()}
+    return {name: _tensor(values) if isinstance(values, list) else values for name, values in rows.items()}
+
+
+def _tensor(values: list[Any]) -> Any:
+    """Returns the values of a column as torch's default collation does; those that are lists as one tensor, as Ray."""
+    import torch
+    from torch.utils.data import default_collate
+
+    array = _array(values) if isinstance(values[0], (list, tuple)) else None
+    return default_collate(values) if array is None or array.dtype.kind not in "biuf" else torch.from_numpy(array)
 
 
 def _cast(batch: Any, dtypes: Any) -> Any:
@@ -258,11 +265,5 @@ def _formatted(columns: dict[str, Any], batch_format: str | None) -> Any:
     if batch_format not in ("pandas", "pyarrow"):
         return columns
     # A column of arrays is one of lists there.
-    flat = {name: values if values.ndim == 1 else list(values) for name, values in columns.items()}
-    if batch_format == "pandas":
-        import pandas
-
-        return pandas.DataFrame(flat)
-    import pyarrow
-
-    return pyarrow.table(flat)
+    found = as_table(columns)
+    return found.to_pandas() if batch_format == "pandas" else found

@@ -27,11 +27,10 @@ def _package() -> str:
         ModuleNotFoundError: Lightning is not installed.
     """
     names = ("lightning.pytorch", "pytorch_lightning")
-    found = [name for name in names if name in sys.modules]
-    found += [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
+    found = [name for name in names if name in sys.modules or importlib.util.find_spec(name.partition(".")[0])]
     if not found:
         raise ModuleNotFoundError("rankzero.compat.ray_train.lightning needs Lightning: pip install lightning")
-    return found[0]
+    return min(found, key=lambda name: name not in sys.modules)
 
 
 _pl: Any = importlib.import_module(_package())
@@ -42,9 +41,6 @@ _environments: Any = importlib.import_module(f"{_pl.__name__}.plugins.environmen
 class _InWorker:
     """The part of a strategy that knows the worker."""
 
-    world_size: int
-    global_rank: int
-
     @property
     def root_device(self) -> Any:
         """Returns the device of the worker."""
@@ -53,7 +49,7 @@ class _InWorker:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Returns the share of the worker for a distributed sampler."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": rt.get_context().world_size, "rank": rt.get_context().rank}
 
 
 class RayDDPStrategy(_InWorker, _strategies.DDPStrategy):  # type: ignore[misc]

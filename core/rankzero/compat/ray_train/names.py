@@ -8,45 +8,43 @@ from collections.abc import Callable
 from typing import Any
 
 _TUNE = "Launcher.map runs a training for each of several parameters"
-_VALIDATE = "validate in the training function, or in a step of the pipeline behind the training"
-_PREDICT = "load the checkpoint with torch.load, and score with rankzero.train.write_rows"
 
-INSTEAD = {
-    "accelerate": "Ray has removed it: use rankzero.train.autocast() and grad_scaler()",
-    "backward": "Ray has removed it: call loss.backward(); see rankzero.train.grad_scaler",
-    "prepare_optimizer": "Ray has removed it: use the optimizer as it is",
-    "AcquiredResources": "the cluster's configuration decides about resources",
-    "BackendConfig": "give a TorchConfig as torch_config",
-    "DataBatchType": "annotate batches as dict[str, torch.Tensor]",
-    "DatasetConfig": "give DataConfig(datasets_to_split=[...]) as dataset_config",
-    "LoggingConfig": 'use logging.getLogger("rankzero").setLevel(...)',
-    "PreemptionError": 'catch TrainingFailedError, whose cause is "preempted"',
-    "PreemptionInfo": "get_preemption_info() returns None here: clusters give no notice of a preemption",
-    "ResourceRequest": "the cluster's configuration decides about resources",
-    "SyncConfig": "checkpoints are in the store when they are committed",
-    "TorchCheckpoint": "torch.save a state into a directory, and give Checkpoint.from_directory(directory)",
-    "TorchDetectionPredictor": _PREDICT,
-    "TorchPredictor": _PREDICT,
-    "TrainingIterator": "fit() follows the run; Launcher.submit returns a handle with its events and metrics",
-    "ValidationConfig": _VALIDATE,
-    "ValidationFn": _VALIDATE,
-    "ValidationTaskConfig": _VALIDATE,
-    "get_metadata": "put metadata into train_loop_config",
-    "get_trial_dir": f"there are no trials, and workers run in directories of their own; {_TUNE}",
-    "get_trial_id": f"there are no trials: use get_experiment_name(); {_TUNE}",
-    "get_trial_name": f"there are no trials: use get_experiment_name(); {_TUNE}",
-    "get_trial_resources": "the cluster's configuration decides about resources",
-    # Modules.
-    "data": "give torch data sets, Spark DataFrames or paths of tables as datasets",
-    "horovod": "use rankzero.compat.horovod",
-    "init": "the launcher connects to the cluster: TorchTrainer(launcher=Launcher(engine=...))",
-    "jax": "rankzero trains torch: use TorchTrainer",
-    "lightgbm": "rankzero trains torch: use TorchTrainer, or LightGBM's own Spark estimators",
-    "tensorflow": "rankzero trains torch: use TorchTrainer",
-    "tune": _TUNE,
-    "v2": "the names of Train V2 are in rankzero.compat.ray_train itself",
-    "xgboost": "rankzero trains torch: use TorchTrainer, or xgboost.spark",
+_NAMES = {
+    "Ray has removed it: use rankzero.train.autocast() and grad_scaler()": "accelerate",
+    "Ray has removed it: call loss.backward(); see rankzero.train.grad_scaler": "backward",
+    "Ray has removed it: use the optimizer as it is": "prepare_optimizer",
+    "annotate batches as dict[str, torch.Tensor]": "DataBatchType",
+    "call fit() of a TorchTrainer": "BaseTrainer DataParallelTrainer base_trainer data_parallel_trainer",
+    'catch TrainingFailedError, whose cause is "preempted"': "PreemptionError",
+    "checkpoints are in the store when they are committed": "SyncConfig",
+    "fit() follows the run; Launcher.submit returns a handle with its events and metrics": "TrainingIterator",
+    "get_preemption_info() returns None here: clusters give no notice of a preemption": "PreemptionInfo",
+    "give DataConfig(datasets_to_split=[...]) as dataset_config": "DatasetConfig",
+    "give a TorchConfig as torch_config": "BackendConfig backend",
+    "give torch data sets, Spark DataFrames or paths of tables as datasets": "data",
+    "load the checkpoint with torch.load, and score with rankzero.train.write_rows": "TorchDetectionPredictor "
+    "TorchPredictor",
+    "put metadata into train_loop_config": "get_metadata",
+    "rankzero trains torch: use TorchTrainer": "jax tensorflow",
+    "rankzero trains torch: use TorchTrainer, or LightGBM's own Spark estimators": "lightgbm",
+    "rankzero trains torch: use TorchTrainer, or xgboost.spark": "xgboost",
+    "the cluster's configuration decides about resources": "AcquiredResources ResourceRequest get_trial_resources",
+    "the launcher connects to the cluster: TorchTrainer(launcher=Launcher(engine=...))": "init shutdown",
+    "the names of Train V2 are in rankzero.compat.ray_train itself": "v2",
+    "torch.save a state into a directory, and give Checkpoint.from_directory(directory)": "TorchCheckpoint",
+    "use Launcher(trackers=[...]), or the tracker's own library in the training function": "integrations",
+    'use RunConfig(worker_runtime_env={"env_vars": {...}})': "runtime_env",
+    'use logging.getLogger("rankzero").setLevel(...)': "LoggingConfig",
+    "use rankzero.compat.horovod": "horovod",
+    "validate in the training function, or in a step of the pipeline behind the training": "ValidationConfig "
+    "ValidationFn ValidationTaskConfig",
+    f"there are no trials, and workers run in directories of their own; {_TUNE}": "get_trial_dir",
+    f"there are no trials: use get_experiment_name(); {_TUNE}": "get_trial_id get_trial_name",
+    _TUNE: "tune",
 }
+"""Names of Ray, those of modules too, by the advice that is given for them."""
+
+INSTEAD = {name: advice for advice, names in _NAMES.items() for name in names.split()}
 """Advice by name. Import and access raise it; names of each module stand in docs/migrate-ray-train.md."""
 
 
@@ -64,7 +62,7 @@ _advice = _Advice()
 sys.meta_path.append(_advice)
 
 
-def lookup(module: str, *submodules: str, **defined_in: str) -> Callable[[str], Any]:
+def lookup(module: str, *submodules: str) -> Callable[[str], Any]:
     """Returns a module's ``__getattr__``.
 
     It imports the named modules of this package when they are used, and raises ImportError with advice for a name that
@@ -73,15 +71,12 @@ def lookup(module: str, *submodules: str, **defined_in: str) -> Callable[[str], 
     Args:
         module: Name of the module.
         submodules: The modules in ``rankzero.compat.ray_train`` that are attributes of the module.
-        defined_in: Attributes of the module, each with the module in ``rankzero.compat.ray_train`` that defines it.
     """
     modules = {path.rpartition(".")[2]: path for path in submodules}
 
     def find(name: str) -> Any:
         if name in modules:
             return importlib.import_module(f"{__package__}.{modules[name]}")
-        if name in defined_in:
-            return getattr(importlib.import_module(f"{__package__}.{defined_in[name]}"), name)
         _advice.find_spec(f"{module}.{name}")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 

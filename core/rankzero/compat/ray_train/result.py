@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankzero.compat.ray_train.checkpoint import Checkpoint, Stored, is_local
+from rankzero.compat.ray_train.checkpoint import Checkpoint, Stored, as_arrow
 from rankzero.errors import RankZeroError, RunNotFoundError, WorkerFailedError
 from rankzero.run.checkpoints import MODES, score
 from rankzero.run.directory import RunDirectory
@@ -59,7 +59,7 @@ class Result:
             RuntimeError: the directory has no run.
             TypeError: another filesystem was given.
         """
-        if storage_filesystem is not None and not is_local(storage_filesystem):
+        if storage_filesystem is not None and as_arrow(storage_filesystem) is not None:
             raise TypeError("storage_filesystem is not supported: give path as an fsspec URL")
         try:
             handle = RunHandle[Any].attach(os.fspath(path), follows=False)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import rankzero.train as rt
 from rankzero.compat.ray_train.config import TorchConfig
 from rankzero.compat.ray_train.names import lookup
+from rankzero.compat.ray_train.trainer import TorchTrainer
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from rankzero.compat.ray_train.trainer import TorchTrainer
     from rankzero.train import PreparedDataLoader
 
 __all__ = [
@@ -96,4 +96,4 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-__getattr__ = lookup(__name__, TorchTrainer="trainer")
+__getattr__ = lookup(__name__)

@@ -177,11 +177,10 @@ def report(
             places, here = [files and files[0] for files in by_rank], rt.get_context().rank % len(by_rank)
             part = None if places.index(places[here]) < here else directory
             rt.report(kept, checkpoint=part or stack.enter_context(empty), sharded=True)
-        elif is_any and rt.get_context().rank == 0:
-            rt.report(kept, checkpoint=directory)
         else:
-            rt.report(kept)
-            if is_any:
+            is_first = rt.get_context().rank == 0
+            rt.report(kept, checkpoint=directory if is_first else None)
+            if is_any and not is_first:
                 follow_checkpoint()
         if is_any:
             # No worker returns before the checkpoints of all are copied.
@@ -272,7 +271,7 @@ def get_all_reported_checkpoints(
         removed = checkpoints.to_remove(found, checkpoints.CheckpointConfig(**run.job().checkpoints))
     except Exception as error:
         raise RuntimeError(f"this host cannot list the checkpoints in {directory}: {error}") from error
-    kept = [each for each in found if each not in removed]
+    kept = (each for each in found if each not in removed)
     return [ReportedCheckpoint(Checkpoint.of_run(Stored(directory, each.id)), each.metrics) for each in kept]
 
 

@@ -12,25 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import rankzero.train as rt
 from rankzero import store
-from rankzero.compat.ray_train import callback, checkpoint, dataset
+from rankzero.compat.ray_train import callback, checkpoint, config, dataset
 from rankzero.compat.ray_train.checkpoint import Checkpoint
-from rankzero.compat.ray_train.config import (
-    UNLIMITED,
-    CheckpointConfig,
-    DataConfig,
-    FailureConfig,
-    RunConfig,
-    ScalingConfig,
-    TorchConfig,
-    removed,
-)
-from rankzero.compat.ray_train.names import INSTEAD
+from rankzero.compat.ray_train.config import checked, removed
+from rankzero.compat.ray_train.names import INSTEAD, lookup
+from rankzero.compat.ray_train.result import Result, result_of, with_failures
 from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError
 from rankzero.run.directory import RunDirectory
 from rankzero.values.envelope import open_packed
 
 if TYPE_CHECKING:
-    from rankzero.compat.ray_train.result import Result
     from rankzero.launcher import Launcher
 
 
@@ -71,12 +62,12 @@ class TorchTrainer:
         train_loop_per_worker: Callable[..., Any],
         *,
         train_loop_config: Mapping[str, Any] | None = None,
-        torch_config: TorchConfig | None = None,
-        scaling_config: ScalingConfig | None = None,
-        run_config: RunConfig | None = None,
+        torch_config: config.TorchConfig | None = None,
+        scaling_config: config.ScalingConfig | None = None,
+        run_config: config.RunConfig | None = None,
         datasets: Mapping[str, Any] | None = None,
-        torch_backend: TorchConfig | None = None,
-        dataset_config: DataConfig | None = None,
+        torch_backend: config.TorchConfig | None = None,
+        dataset_config: config.DataConfig | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
         launcher: Launcher | None = None,
         metadata: None = None,
@@ -93,18 +84,18 @@ class TorchTrainer:
         self.train_loop_per_worker = train_loop_per_worker
         # Under this name core opens the references in it.
         self.launch_config = dict(train_loop_config or {})
-        self.torch_config = _checked("torch_config", torch_config, TorchConfig)
-        self.scaling_config = _checked("scaling_config", scaling_config, ScalingConfig)
-        self.run_config = _checked("run_config", run_config, RunConfig)
+        self.torch_config = checked("torch_config", torch_config, config.TorchConfig)
+        self.scaling_config = checked("scaling_config", scaling_config, config.ScalingConfig)
+        self.run_config = checked("run_config", run_config, config.RunConfig)
         self.datasets = dict(datasets or {})
-        self.dataset_config = _checked("dataset_config", dataset_config, DataConfig)
+        self.dataset_config = checked("dataset_config", dataset_config, config.DataConfig)
         if whole := [name for name in self._tables() if not self.dataset_config.splits(name)]:
             raise InvalidJobError(
                 f"datasets_to_split leaves out {whole[0]}, a table, of which every worker gets a share: read a table "
                 "that each worker needs as a whole in the training function"
             )
         if resume_from_checkpoint is not None:
-            _checked("resume_from_checkpoint", resume_from_checkpoint, Checkpoint)
+            checked("resume_from_checkpoint", resume_from_checkpoint, Checkpoint)
         self.resume_from_checkpoint = resume_from_checkpoint
         self._launcher = launcher
 
@@ -134,8 +125,6 @@ class TorchTrainer:
             InvalidJobError: the training was refused before it started.
             TrainingFailedError: a worker or the run failed; the error describes the first cause.
         """
-        from rankzero.compat.ray_train.result import result_of, with_failures
-
         try:
             value, handle = self._base().followed(self, (), {})
         except RankZeroError as error:
@@ -172,14 +161,23 @@ class TorchTrainer:
             InvalidJobError: the directory is another user's, or was not made by a trainer.
             RunNotFoundError: the directory has no run.
         """
-        given = os.fspath(path)
-        run = RunDirectory(given if store.is_url(given) else os.path.abspath(given))
-        job, trainer = run.job(), _trainer_of(run)
+        run = RunDirectory(os.fspath(path))
+        job = run.job()
+        if run.is_remote:
+            raise InvalidJobError(
+                f"{run.directory} is remote: make the trainer again, with the run's name and storage_path"
+            )
+        if why := store.why_untrusted(run.directory):
+            # The pickle is executed as this user.
+            raise InvalidJobError(f"the run directory {run.directory} {why}")
+        trainer = open_packed(run.submission_path(job.submission, "payload.pkl")).get("function")
+        if not isinstance(trainer, TorchTrainer):
+            raise InvalidJobError(f"the run in {run.directory} was not made by a TorchTrainer")
         storage, _, name = run.directory.rpartition("/")
-        failures = FailureConfig(job.max_restarts, max_preemption_failures=job.max_preemptions)
-        config = replace(trainer.run_config, name=name, storage_path=storage, failure_config=failures)
+        failures = config.FailureConfig(job.max_restarts, max_preemption_failures=job.max_preemptions)
+        run_config = replace(trainer.run_config, name=name, storage_path=storage, failure_config=failures)
         kept = ("torch_config", "scaling_config", "datasets", "dataset_config", "resume_from_checkpoint")
-        own = {"run_config": config, **{name: getattr(trainer, name) for name in kept}}
+        own = {"run_config": run_config, **{name: getattr(trainer, name) for name in kept}}
         function = trainer.train_loop_per_worker if train_loop_per_worker is None else train_loop_per_worker
         values = trainer.launch_config if train_loop_config is None else train_loop_config
         return cls(function, train_loop_config=values, **{**own, **options})
@@ -197,13 +195,15 @@ class TorchTrainer:
     def launch_options(self) -> dict[str, Any]:
         """Returns the options of `rankzero.Launcher` that this trainer sets, also for a launcher of the caller."""
         scaling, run = self.scaling_config, self.run_config
-        failures = run.failure_config or FailureConfig()
+        failures = run.failure_config or config.FailureConfig()
         options: dict[str, Any] = {
             "num_processes": scaling.num_workers or 1,
-            "use_gpu": bool(scaling.gpus_per_worker),
-            "max_restarts": _limit(failures.max_failures),
-            "max_preemptions": _limit(failures.max_preemption_failures),
-            "checkpoints": (run.checkpoint_config or CheckpointConfig()).kept(),
+            "use_gpu": bool(scaling.num_gpus_per_worker),
+            "max_restarts": config.UNLIMITED if failures.max_failures < 0 else failures.max_failures,
+            "max_preemptions": config.UNLIMITED
+            if failures.max_preemption_failures < 0
+            else failures.max_preemption_failures,
+            "checkpoints": (run.checkpoint_config or config.CheckpointConfig()).kept(),
         }
         given = {
             "restart_on": (Exception,) if failures.max_failures else (),
@@ -237,6 +237,9 @@ class TorchTrainer:
         context = rt.get_context()
         # Accelerate would take every GPU of the machine for its own.
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(context.device)
+        if context.device.type == "cpu":
+            # Accelerate would take the worker for the only one.
+            os.environ["ACCELERATE_USE_CPU"] = "true"
         os.environ["NODE_RANK"] = str(context.node_rank)
         rt.ensure_process_group(timedelta(seconds=self.torch_config.timeout_s))
         try:
@@ -255,34 +258,6 @@ def is_table(data: object) -> bool:
     return isinstance(data, (str, os.PathLike)) or type(data).__module__.startswith("pyspark.sql.")
 
 
-def _checked(name: str, value: Any, cls: type[Any]) -> Any:
-    if value is None:
-        return cls()
-    if not isinstance(value, cls):
-        raise InvalidJobError(f"{name} is a {type(value).__name__}; give rankzero.compat.ray_train.{cls.__name__}")
-    return value
-
-
-def _trainer_of(run: RunDirectory) -> TorchTrainer:
-    """Returns the trainer that has submitted a run. Raises like `TorchTrainer.restore`."""
-    job = run.job()
-    if store.is_url(run.directory):
-        raise InvalidJobError(
-            f"{run.directory} is remote: make the trainer again, with the run's name and storage_path"
-        )
-    if why := store.why_untrusted(run.directory):
-        # The pickle is executed as this user.
-        raise InvalidJobError(f"the run directory {run.directory} {why}")
-    trainer = open_packed(run.submission_path(job.submission, "payload.pkl")).get("function")
-    if not isinstance(trainer, TorchTrainer):
-        raise InvalidJobError(f"the run in {run.directory} was not made by a TorchTrainer")
-    return trainer
-
-
-def _limit(count: int) -> int:
-    return UNLIMITED if count == -1 else count
-
-
 def _wants_config(function: Callable[..., Any]) -> bool:
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -292,3 +267,6 @@ def _wants_config(function: Callable[..., Any]) -> bool:
     if len([p for p in positional if p.default is p.empty]) > 1:
         raise InvalidJobError(f"{function!r} has several arguments; a training function has none, or the configuration")
     return bool(positional)
+
+
+__getattr__ = lookup(__name__)

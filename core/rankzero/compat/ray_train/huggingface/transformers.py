@@ -17,7 +17,6 @@ __all__ = ["RayTrainReportCallback", "prepare_trainer"]
 
 try:
     _transformers: Any = importlib.import_module("transformers")
-    _trainer_utils: Any = importlib.import_module("transformers.trainer_utils")
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"rankzero.compat.ray_train.huggingface.transformers needs {error.name}: pip install transformers accelerate"
@@ -36,7 +35,9 @@ class RayTrainReportCallback(_transformers.TrainerCallback):  # type: ignore[mis
         # Each worker writes files into one folder: all are complete behind this.
         rt.barrier()
         # Not the folder with the highest number, which another training may have left.
-        saved = os.path.join(args.output_dir, f"{_trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        saved = os.path.join(
+            args.output_dir, f"{_transformers.trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        )
         is_there = os.path.isdir(saved)
         with tempfile.TemporaryDirectory() as folder:
             if is_there:
