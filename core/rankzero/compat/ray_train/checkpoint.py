@@ -55,8 +55,8 @@ class Stored:
         os.makedirs(target, exist_ok=True)
         if self.opened is not None:
             # The last one wins: rank 0's.
-            for rank in reversed(range(self.opened.world_size)) if self.opened.sharded else [None]:
-                self.opened.to_directory(target, rank)
+            for number in reversed(range(self.opened.world_size)) if self.opened.sharded else [None]:
+                self.opened.to_directory(target, number)
             return
         found = read_manifests(RunDirectory(self.run_directory), [self.id])
         if not found:
