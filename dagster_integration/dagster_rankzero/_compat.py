@@ -13,7 +13,7 @@ from dagster._config.field_utils import env_var_to_config_dict, is_dagster_env_v
 from dagster._core.errors import DagsterInvalidPropertyError, DagsterRunNotFoundError
 from dagster._core.execution.plan.outputs import StepOutputHandle
 from dagster._core.execution.stats import StepEventStatus
-from dagster._core.storage.tags import MAX_RETRIES_TAG, RETRY_NUMBER_TAG
+from dagster._core.storage.tags import MAX_RETRIES_TAG, RETRY_NUMBER_TAG, WILL_RETRY_TAG
 from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster.components.core.context import ComponentDeclLoadContext
 
@@ -215,6 +215,12 @@ def outputs_of(context: Any) -> list[OutputFacts]:
     ]
 
 
+def partitions_of(context: dg.AssetCheckExecutionContext, key: dg.AssetKey) -> dg.PartitionsDefinition[str] | None:
+    """Returns the partitions of an asset; None if it has none, or is defined in another code location."""
+    layer = context.op_execution_context.job_def.asset_layer
+    return layer.get(key).partitions_def if layer.has(key) else None
+
+
 def io_manager_of(context: Any, output: str) -> object:
     """Returns the IO manager of an output of a context's step."""
     step = getattr(context, "op_execution_context", context)._step_execution_context
@@ -266,3 +272,9 @@ def may_be_retried(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:
     except DagsterRunNotFoundError:
         return False
     return group is not None and len(list(group[1])) <= limit
+
+
+def is_retried(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:
+    """Returns True for a run that has failed and that Dagster retries by itself, or may: it decides a moment later."""
+    decided = run.tags.get(WILL_RETRY_TAG, str(instance.run_retries_enabled))
+    return run.status is dg.DagsterRunStatus.FAILURE and decided.lower() == "true"

@@ -10,6 +10,7 @@ from typing import Any
 
 import dagster as dg
 
+from dagster_rankzero import _compat
 from dagster_rankzero.metadata import METRIC_PREFIX
 from rankzero.pipeline import is_number
 
@@ -27,7 +28,8 @@ def build_metric_bounds_checks(
     """Makes one check for each metric that its last value is within bounds.
 
     The checks read the asset's metadata, not its value. A metric that is missing or not a finite
-    number fails. In a run of a partition, that partition's metric is checked.
+    number fails. In a run of a partition, that partition's metric is checked; that of the newest materialization if
+    the asset has no such partition.
 
     Args:
         asset: The trained asset, or its key.
@@ -106,16 +108,16 @@ def build_champion_check(
         blocking=blocking,
     )
     def beats_champion(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        partition = _partition_of(context)
-        found = _metric_of(_latest(context, challenger_key, None if partition is None else [partition]), metric)
+        latest = _latest(context, challenger_key, _judged(context, challenger_key))
+        found = _metric_of(latest, metric)
         if found is None:
-            return _unknown(metric, challenger_key, severity)
-        latest = _latest(context, champion_key, _comparable(context, champion_key, partitions, partition))
+            return _unknown(latest, metric, challenger_key, severity)
+        latest = _latest(context, champion_key, _comparable(context, champion_key, partitions))
         if latest is None:
             return dg.AssetCheckResult(passed=True, description="the first champion", metadata={"challenger": found})
         reigning = _metric_of(latest, metric)
         if reigning is None:
-            return _unknown(metric, champion_key, severity)
+            return _unknown(latest, metric, champion_key, severity)
         improvement = found - reigning if higher_is_better else reigning - found
         return dg.AssetCheckResult(
             passed=improvement >= min_improvement,
@@ -144,10 +146,10 @@ def _bounds_check(
         blocking=blocking,
     )
     def within_bounds(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        partition = _partition_of(context)
-        found = _metric_of(_latest(context, key, None if partition is None else [partition]), metric)
+        latest = _latest(context, key, _judged(context, key))
+        found = _metric_of(latest, metric)
         if found is None:
-            return _unknown(metric, key, severity)
+            return _unknown(latest, metric, key, severity)
         return dg.AssetCheckResult(
             passed=low <= found <= high,
             severity=severity,
@@ -158,24 +160,38 @@ def _bounds_check(
     return within_bounds
 
 
+def _judged(context: dg.AssetCheckExecutionContext, key: dg.AssetKey) -> list[str] | None:
+    """Returns the run's partition of a checked asset; None for the newest materialization, whatever its partition."""
+    if (partition := _partition_of(context)) is None:
+        return None
+    partitions = _compat.partitions_of(context, key)
+    if partitions is None:
+        # Only the materializations show whether an asset of another code location has partitions.
+        newest = _latest(context, key, None)
+        return None if newest is None or newest.partition is None else [partition]
+    return [partition] if _is_of(context, partitions, partition) else None
+
+
+def _is_of(context: dg.AssetCheckExecutionContext, partitions: dg.PartitionsDefinition[str], partition: str) -> bool:
+    """Returns True if a key is one of an asset's partitions: those of the run may be of other assets."""
+    if isinstance(partitions, dg.MultiPartitionsDefinition):
+        return partition.count("|") == len(partitions.partitions_defs) - 1
+    if isinstance(partitions, dg.DynamicPartitionsDefinition):
+        return partitions.name is not None and context.instance.has_dynamic_partition(partitions.name, partition)
+    return partitions.has_partition_key(partition)
+
+
 def _comparable(
-    context: dg.AssetCheckExecutionContext,
-    champion: dg.AssetKey,
-    partitions: dg.PartitionsDefinition[str] | None,
-    partition: str | None,
+    context: dg.AssetCheckExecutionContext, champion: dg.AssetKey, partitions: dg.PartitionsDefinition[str] | None
 ) -> list[str] | None:
-    """Returns the partitions of the champion that a challenger of one partition is compared with; None for all."""
+    """Returns the partitions of the champion that the challenger of a run is compared with; None for all."""
+    partition = _partition_of(context)
     if partition is None or partitions is None or isinstance(partitions, dg.TimeWindowPartitionsDefinition):
         return None
-    if not isinstance(partitions, dg.MultiPartitionsDefinition):
-        if isinstance(partitions, dg.DynamicPartitionsDefinition):
-            is_its = partitions.name is not None and context.instance.has_dynamic_partition(partitions.name, partition)
-        else:
-            is_its = partitions.has_partition_key(partition)
-        # The partitions of the challenger may be others.
-        return [partition] if is_its else None
-    if partition.count("|") != len(partitions.partitions_defs) - 1:
+    if not _is_of(context, partitions, partition):
         return None
+    if not isinstance(partitions, dg.MultiPartitionsDefinition):
+        return [partition]
     times = {
         dimension.name
         for dimension in partitions.partitions_defs
@@ -211,13 +227,15 @@ def _metric_of(materialization: dg.AssetMaterialization | None, metric: str) -> 
     return float(value) if is_number(value) else None
 
 
-def _unknown(metric: str, key: dg.AssetKey, severity: dg.AssetCheckSeverity) -> dg.AssetCheckResult:
-    return dg.AssetCheckResult(
-        passed=False,
-        severity=severity,
-        description=f"the latest materialization of {key.to_user_string()} has no finite number {metric!r}: report it "
-        "with rankzero.train.report, or give it as metadata",
-    )
+def _unknown(
+    latest: dg.AssetMaterialization | None, metric: str, key: dg.AssetKey, severity: dg.AssetCheckSeverity
+) -> dg.AssetCheckResult:
+    if latest is None:
+        why = f"{key.to_user_string()} has no materialization, or none of the run's partition"
+    else:
+        why = f"the latest materialization of {key.to_user_string()} has no finite number {metric!r}: report it with "
+        why += "rankzero.train.report, or give it as metadata"
+    return dg.AssetCheckResult(passed=False, severity=severity, description=why)
 
 
 def _partition_of(context: dg.AssetCheckExecutionContext) -> str | None:

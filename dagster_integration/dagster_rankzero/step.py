@@ -137,16 +137,25 @@ class Step:
         """Returns a name for the run of a training, the same in every try of the step."""
         return run_id_of(root, self.key, call)
 
-    def is_terminating(self) -> bool:
-        """Returns True if the Dagster run is being terminated: by a user, or by Dagster's limit of a run's time."""
+    def is_terminating(self, dagster_run: str = "") -> bool:
+        """Returns True if a Dagster run is being terminated or has ended: by a user, or by Dagster's limit of its time.
+
+        Args:
+            dagster_run: Id of the Dagster run; left out, the step's own.
+        """
         try:
-            run = self.instance.get_run_by_id(self.dagster_run)
+            run = self.instance.get_run_by_id(dagster_run or self.dagster_run)
         except Exception:
             # The whole deployment may be shutting down: the training's lease ends it if no try follows.
             logger.warning("cannot query Dagster whether the run is being terminated", exc_info=True)
             return False
         # Dagster marks a run that takes too long as failed while it interrupts the steps.
         return run is None or run.is_finished or run.status is dg.DagsterRunStatus.CANCELING
+
+    def is_run_retried(self) -> bool:
+        """Returns True if the Dagster run has failed and Dagster starts it again by itself."""
+        run = self.instance.get_run_by_id(self.dagster_run)
+        return run is not None and _compat.is_retried(run, self.instance)
 
     def is_alone(self) -> bool:
         """Returns False if another run of the group of re-executions is running, and may follow the same training."""

@@ -11,7 +11,7 @@ import dagster as dg
 from dagster_rankzero import _compat
 from dagster_rankzero.metadata import next_interval
 from dagster_rankzero.step import Step, stem_of
-from rankzero import Launcher, RunHandle
+from rankzero import Launcher, RankZeroError, RunHandle
 from rankzero.pipeline import EngineOpened, Follower, LineWritten, MetricsReported, Opened, attempt
 
 QUERY_INTERVAL = 60.0
@@ -55,6 +55,9 @@ def open_run(
     launcher = _named(launcher, step, _compat.calls_of(context), train, args, kwargs)
     try:
         with launcher.durable(train, args, kwargs, step, context.log) as opened:
+            if opened.attached and not opened.handle.status().final:
+                # From here on the training belongs to this Dagster run: see `_leave_or_end`.
+                offer(opened.handle, step, context.log)
             yield opened
     except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as interrupt:
         if step.executor == _compat.IN_PROCESS and step.is_retried and not step.detaches(interrupt):
@@ -111,7 +114,7 @@ def follow(
     *,
     whole: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Shows the output of the ranks until the run has ended; ends it if the Dagster run has ended or was deleted.
+    """Shows the output of the ranks until the run has ended; leaves or ends it once the Dagster run has ended.
 
     Args:
         opened: The run.
@@ -124,6 +127,9 @@ def follow(
 
     Yields:
         The last value of each of rank 0's metrics, whenever they have changed.
+
+    Raises:
+        rankzero.RankZeroError: the Dagster run has ended, and the training continues for another one.
     """
     follower = Follower(opened.handle, ranks=log_ranks, attached=opened.attached, whole=whole)
     latest: dict[str, Any] = {}
@@ -144,17 +150,49 @@ def follow(
         if step is not None and now >= next_query:
             next_query = now + QUERY_INTERVAL
             if step.is_terminating():
-                # Dagster does not interrupt the steps of a run that was deleted, or whose process it cannot reach.
-                log.warning("the Dagster run has ended or was deleted, so its training ends")
-                opened.handle.cancel()
+                _leave_or_end(opened, step, log)
         if interval is not None and latest != shown and now >= next_at:
             shown, next_at = latest, now + next_interval(interval, now - started)
             yield latest
         opened.handle.pause()
 
 
+def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
+    """Ends the training of a Dagster run that has ended, unless the training belongs to another run by now.
+
+    Dagster does not interrupt the steps of a run that was deleted, or whose process it cannot reach. A training belongs
+    to the Dagster run that has attached to it last, else to the one that has started it. If that run has failed and
+    Dagster retries it, the training waits for the retry, for as long as its lease lasts.
+
+    Raises:
+        rankzero.RankZeroError: the training continues for another Dagster run.
+    """
+    handle = opened.handle
+
+    def find_owner() -> str:
+        owner = handle.delivery().receiver.get("dagster_run", step.dagster_run)
+        return "its retry" if owner == step.dagster_run and step.is_run_retried() else str(owner)
+
+    # A store or an instance that cannot be queried now is queried again.
+    owner = attempt(log, "the query which Dagster run the training belongs to", find_owner, None)
+    if owner is None:
+        return
+    if owner == step.dagster_run:
+        log.warning("the Dagster run has ended or was deleted, so its training ends")
+        handle.cancel()
+        return
+    # Without another try, the driver ends with this process.
+    while not (opened.attached or step.is_followed_by_another or handle.wait(QUERY_INTERVAL)):
+        if step.is_terminating(owner):
+            break
+    raise RankZeroError(f"the Dagster run has ended, and its training is left to {owner}")
+
+
 def offer(handle: RunHandle[Any], step: Step, log: Any) -> None:
-    """Records the step that gets the value, before Dagster gets it. Without the record the next try gets it again."""
+    """Records the step that follows the run and gets its value, before Dagster gets the value.
+
+    Without the record the next try gets the value again, and an earlier try may end the run with its Dagster run.
+    """
     attempt(log, "the note of the delivery", lambda: handle.offer(step.receiver), None)
 
 

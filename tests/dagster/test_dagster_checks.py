@@ -162,6 +162,59 @@ def test_a_partition_is_judged_by_its_own_metric(resources: dict[str, object], i
     assert verdicts(result) == {"loss_within_bounds": False}
 
 
+SUNDAYS = dg.WeeklyPartitionsDefinition("2026-01-04")
+SITES = dg.DynamicPartitionsDefinition(name="sites")
+
+
+@pytest.mark.parametrize(
+    ("partitions", "models", "partition", "judged"),
+    [
+        # One model, trained by the job of a day.
+        pytest.param(None, {None: 0.7}, "2026-01-02", 0.7, id="none"),
+        pytest.param(DAYS, {"2026-01-01": 0.9}, "2026-01-02", None, id="the run's, not trained"),
+        pytest.param(SUNDAYS, {"2026-01-04": 0.5, "2026-01-11": 0.9}, "2026-01-14", 0.9, id="others than the run's"),
+        pytest.param(SITES, {"a": 0.9, "b": 0.5}, "a", 0.9, id="dynamic"),
+        pytest.param(BOTH, {"2026-01-01|eu": 0.9, "2026-01-01|us": 0.5}, "2026-01-01|eu", 0.9, id="two dimensions"),
+        pytest.param(BOTH, {"2026-01-01|eu": 0.9, "2026-01-01|us": 0.5}, "2026-01-01", 0.5, id="one of two dimensions"),
+        pytest.param("elsewhere", {"a": 0.9, "b": 0.5}, "a", 0.9, id="those of another code location"),
+        pytest.param("elsewhere", {None: 0.7}, "a", 0.7, id="none in another code location"),
+    ],
+)
+def test_the_checked_asset_s_own_partition_counts(
+    partitions: dg.PartitionsDefinition[str] | str | None,
+    models: dict[str | None, float],
+    partition: str,
+    judged: float | None,
+    instance: dg.DagsterInstance,
+) -> None:
+    instance.add_dynamic_partitions("sites", ["a", "b"])
+    for model, accuracy in models.items():
+        shown = dg.AssetMaterialization("challenger", partition=model, metadata={"accuracy": accuracy})
+        instance.report_runless_asset_event(shown)
+    instance.add_dynamic_partitions("any", [partition])
+    is_here = not isinstance(partitions, str)
+
+    @dg.asset(partitions_def=BOTH if "|" in partition else dg.DynamicPartitionsDefinition(name="any"))
+    def features() -> None: ...
+
+    checks = [
+        *build_metric_bounds_checks("challenger", {"accuracy": (0.0, None)}, blocking=False),
+        build_champion_check("challenger", "champion", "accuracy", blocking=False),
+    ]
+    job = dg.Definitions(
+        assets=[features, *([dg.AssetSpec("challenger", partitions_def=partitions)] if is_here else [])],
+        asset_checks=checks,
+        jobs=[dg.define_asset_job("daily", dg.AssetSelection.assets(features) | dg.AssetSelection.checks(*checks))],
+    ).resolve_job_def("daily")
+    evaluations = job.execute_in_process(partition_key=partition, instance=instance).get_asset_check_evaluations()
+    for evaluation in evaluations:
+        found = [evaluation.metadata[name].value for name in ("accuracy", "challenger") if name in evaluation.metadata]
+        assert found == ([] if judged is None else [judged])
+        assert evaluation.passed is (judged is not None)
+        assert judged is not None or "no materialization" in str(evaluation.description)
+    assert len(evaluations) == 2
+
+
 @pytest.mark.parametrize("pair", [(None, None), (2.0, 1.0)])
 def test_bounds_that_bound_nothing_are_refused(pair: tuple[float | None, float | None]) -> None:
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="accuracy"):

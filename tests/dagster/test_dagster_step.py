@@ -154,3 +154,22 @@ def test_what_a_blocking_check_of_the_step_rejects_is_not_delivered_again(
     assert not result.success
     step = replace(STEP, instance=instance)
     assert step.has_accepted({"dagster_run": result.run_id, "step": "model"}) is accepted
+
+
+@pytest.mark.parametrize(
+    ("status", "tags", "retries", "comes"),
+    [
+        pytest.param("FAILURE", {"dagster/will_retry": "true"}, True, True, id="it is decided"),
+        pytest.param("FAILURE", {"dagster/will_retry": "false"}, True, False, id="no retry of the run is left"),
+        pytest.param("FAILURE", {}, True, True, id="the run has failed a moment ago"),
+        pytest.param("FAILURE", {}, False, False, id="no run is retried"),
+        pytest.param("CANCELED", {"dagster/max_retries": "3"}, True, False, id="a user has ended it"),
+        pytest.param(None, {}, True, False, id="it was deleted"),
+    ],
+)
+def test_whether_a_run_that_has_ended_comes_again(
+    status: str | None, tags: dict[str, str], retries: bool, comes: bool
+) -> None:
+    run = status and dg.DagsterRun(job_name="job", status=dg.DagsterRunStatus(status), tags=tags)
+    instance: Any = SimpleNamespace(get_run_by_id=lambda _: run, run_retries_enabled=retries)
+    assert replace(STEP, instance=instance).is_run_retried() is comes

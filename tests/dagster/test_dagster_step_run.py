@@ -1,6 +1,7 @@
 """The run of a step's training: tries, re-executions one after the other, and at the same time."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pyarrow import parquet
 from tests.conftest import until
 
 from dagster_rankzero import DELEGATED, MULTIPROCESS, Step, open_run, step_run
-from rankzero import Launcher, RunHandle
+from rankzero import Launcher, RankZeroError, RunHandle
 from rankzero.pipeline import EngineOpened, LineWritten, Opened
 from rankzero.run import lease as leases
 
@@ -41,10 +42,17 @@ def unfinished() -> set[str]:
 
 
 @pytest.fixture
-def step(unfinished: set[str]) -> Step:
+def retried() -> set[str]:
+    """Dagster runs that Dagster starts again by itself once they have failed."""
+    return set()
+
+
+@pytest.fixture
+def step(unfinished: set[str], retried: set[str]) -> Step:
     def get_run_by_id(run_id: str) -> Any:
         status = dg.DagsterRunStatus.STARTED if run_id in unfinished else dg.DagsterRunStatus.FAILURE
-        return SimpleNamespace(run_id=run_id, is_finished=run_id not in unfinished, status=status)
+        tags = {"dagster/will_retry": "true"} if run_id in retried else {}
+        return SimpleNamespace(run_id=run_id, is_finished=run_id not in unfinished, status=status, tags=tags)
 
     def get_run_group(run_id: str) -> Any:
         return "one", [get_run_by_id(run_id) for run_id in ("one", "two", "three")]
@@ -59,7 +67,9 @@ def step(unfinished: set[str]) -> Step:
         is_retried=True,
         run_is_retried=False,
         lease=600.0,
-        instance=SimpleNamespace(get_run_by_id=get_run_by_id, get_run_group=get_run_group),  # type: ignore[arg-type]
+        instance=SimpleNamespace(  # type: ignore[arg-type]
+            get_run_by_id=get_run_by_id, get_run_group=get_run_group, run_retries_enabled=False
+        ),
     )
 
 
@@ -237,3 +247,65 @@ def test_a_training_ends_whose_dagster_run_was_deleted(
         unfinished.discard("one")
         assert list(step_run.follow(opened, step, LOG, print, None)) == []
     assert opened.handle.status().state == "cancelled"
+
+
+@pytest.mark.parametrize("comes", ["attached", "by itself"])
+def test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows(
+    step: Step,
+    open_step: Open,
+    unfinished: set[str],
+    retried: set[str],
+    comes: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_run, "QUERY_INTERVAL", 0.1)
+    unfinished.add("one")
+    with pytest.raises(RankZeroError, match="left to"), open_step(step) as left:  # noqa: PT012
+        # Its run's process was killed, and monitoring marks the run; the process of the step lives.
+        unfinished.discard("one")
+        if comes == "attached":
+            with open_step(replace(step, dagster_run="two", generation="two", is_retried=False)) as attached:
+                assert attached.attached
+                list(step_run.follow(left, step, LOG, print, None))
+        else:
+            retried.add("one")
+            list(step_run.follow(left, step, LOG, print, None))
+    assert not left.handle.status().final
+    # The one that has it now ends it with its own run.
+    if comes == "attached":
+        list(step_run.follow(attached, replace(step, dagster_run="two"), LOG, print, None))
+        assert left.handle.status().state == "cancelled"
+
+
+def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_ended(
+    step: Step, open_step: Open, unfinished: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_run, "QUERY_INTERVAL", 0.1)
+    last = replace(step, is_retried=False)
+    ended: list[str] = []
+
+    def follow_to_the_end() -> None:
+        with pytest.raises(RankZeroError, match="left to"), open_step(last) as left:  # noqa: PT012
+            opened.append(left)
+            unfinished.discard("one")
+            assert attached.wait(60)
+            list(step_run.follow(left, last, LOG, print, None))
+        ended.append(left.handle.status().state)
+
+    opened: list[Opened] = []
+    attached = threading.Event()
+    unfinished.add("one")
+    thread = threading.Thread(target=follow_to_the_end)
+    thread.start()
+    until(lambda: opened and "one" not in unfinished, 60, "a dead run")
+    unfinished.add("two")
+    with open_step(replace(last, dagster_run="two", generation="two")) as again:
+        attached.set()
+        assert again.attached
+        assert again.handle.directory == opened[0].handle.directory
+        thread.join(1.0)
+        assert not again.handle.status().final
+        assert thread.is_alive()
+    unfinished.discard("two")
+    thread.join(60)
+    assert ended == ["cancelled"]
