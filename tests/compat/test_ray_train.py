@@ -139,6 +139,13 @@ def test_as_many_workers_as_there_is_room_for(run_config: RunConfig) -> None:
     assert trainer.fit().return_value == 2
 
 
+def test_no_worker_in_a_rank_of_torchrun_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trainer = TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=0), run_config=run_config)
+    with pytest.raises(InvalidJobError, match="num_workers is 0 in a rank of torchrun: start the script with python"):
+        trainer.fit()
+
+
 def test_a_failure_raises_and_is_in_the_result(run_config: RunConfig, tmp_path: Path) -> None:
     def loop() -> None:
         train.report({"loss": 1.0})

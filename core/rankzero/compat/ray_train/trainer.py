@@ -189,6 +189,8 @@ class TorchTrainer:
 
         if self._launcher is not None:
             return self._launcher
+        if not self.scaling_config.num_workers and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise InvalidJobError("num_workers is 0 in a rank of torchrun: start the script with python, and give it")
         session = active_session() if self.scaling_config.num_workers else None
         return Launcher(engine=None if session is None else engine_of_session(session))
 
@@ -232,8 +234,7 @@ class TorchTrainer:
         """Creates the process group and calls the training function, in one worker."""
         dataset.install(self.datasets, self.dataset_config)
         checkpoint.resumed[:] = [self.resume_from_checkpoint] if self.resume_from_checkpoint else []
-        callbacks = self.run_config.callbacks or ()
-        callback.installed[:] = callbacks
+        callback.installed[:] = self.run_config.callbacks or ()
         context = rt.get_context()
         # Accelerate would take every GPU of the machine for its own.
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(context.device)
@@ -245,7 +246,7 @@ class TorchTrainer:
         try:
             return self.train_loop_per_worker(*([self.launch_config] if self._wants_config else []))
         except Exception as error:
-            for each in callbacks:
+            for each in callback.installed:
                 each.after_exception(context, {context.rank: error})
             raise
 
