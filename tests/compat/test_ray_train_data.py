@@ -221,3 +221,5 @@ def test_a_data_set_that_is_not_split_is_whole_on_each_worker(fit: Callable[...,
         DataConfig(datasets_to_split="train")
     with pytest.raises(InvalidJobError, match="execution_options is not supported: Spark"):
         DataConfig(execution_options={})
+    with pytest.raises(InvalidJobError, match="configure is not supported: give datasets_to_split"):
+        type("Own", (DataConfig,), {"configure": print})()

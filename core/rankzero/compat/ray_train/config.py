@@ -196,6 +196,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         removed("execution_options", self.execution_options, "Spark, or the torch data set, decides how rows are read")
+        removed("configure", getattr(self, "configure", None), "give datasets_to_split, or share rows in the data set")
         split = self.datasets_to_split
         if split != "all" and (isinstance(split, str) or not all(isinstance(name, str) for name in split)):
             raise InvalidJobError(f'datasets_to_split is {split!r}; it must be "all" or a list of names')
