@@ -36,7 +36,8 @@ _NAMES = {
     'use RunConfig(worker_runtime_env={"env_vars": {...}})': "runtime_env",
     'use logging.getLogger("rankzero").setLevel(...)': "LoggingConfig",
     "use rankzero.compat.horovod": "horovod",
-    "validate in the training function, or in a step behind it": "ValidationConfig ValidationFn ValidationTaskConfig",
+    "validate in the training function, or in a step of the pipeline behind the training": "ValidationConfig "
+    "ValidationFn ValidationTaskConfig",
     f"there are no trials, and workers run in directories of their own; {_TUNE}": "get_trial_dir",
     f"there are no trials: use get_experiment_name(); {_TUNE}": "get_trial_id get_trial_name",
     _TUNE: "tune",
