@@ -263,7 +263,8 @@ class TorchDistributorOperator(BaseOperator):
         with detaching(lambda: handle, task_try, self.stop_grace, self.log):
             push_links(task_try.ti, spark_ui=handle.status().engine_url, directory=handle.directory)
             if not handle.status().final:
-                # The trigger has lost sight of it; its training has not.
+                # The trigger cannot follow the run. If an earlier triggerer was blocked, it finds out by this record.
+                attempt(self.log, "the record of the follower", lambda: handle.offer(task_try.receiver), None)
                 self._task_log(handle, task_try, attached=True).follow()
         if task_try.is_replaced(handle):
             return self.execute(context)

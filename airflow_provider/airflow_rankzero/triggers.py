@@ -143,7 +143,8 @@ class RunTrigger(BaseTrigger):
         """Ends the run after a user has marked or cleared the task.
 
         Airflow also calls this in a triggerer that was blocked and whose triggers were assigned to another one; the
-        task is still deferred then. (A restart of the triggerer only calls `cleanup`.)
+        task is still deferred then, or a worker follows the run, since the other triggerer could not. (A restart of the
+        triggerer only calls `cleanup`.)
         """
         await asyncio.to_thread(self._end)
 
@@ -153,7 +154,11 @@ class RunTrigger(BaseTrigger):
             self.log.info("another triggerer follows the run in %s", self.directory)
             return
         with contextlib.suppress(OSError, RankZeroError):
-            self._attach().cancel(tries.TaskTry(ti).receiver if ti is not None else None)
+            handle, receiver = self._attach(), tries.TaskTry(ti).receiver if ti is not None else None
+            if receiver and handle.delivery().receiver == receiver:
+                self.log.info("a worker follows the run in %s for the task's same try", self.directory)
+                return
+            handle.cancel(receiver)
 
     async def _in_thread(self, action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls ``action`` in a thread of the run's store with the task's context, like `asyncio.to_thread`."""

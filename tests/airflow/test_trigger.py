@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.conftest import until
 
 from rankzero import Launcher, RunHandle
 from rankzero.job import Job
@@ -104,8 +105,41 @@ def test_a_run_that_is_not_the_triggers_to_end_goes_on(
     trigger = make_trigger(handle, nonce)
     trigger.task_instance = SimpleNamespace(id="i", try_number=1, dag_id="d", task_id="train", run_id="r", map_index=-1)
     asyncio.run(asyncio.wait_for(trigger.on_kill(), 120))
+    # A training that ends at once may succeed before its driver reads the request.
+    assert handle.cancelled_for() == {}
     (tmp_path / "go").touch()
     assert handle.result(120) == 7
+
+
+def test_a_trigger_that_was_blocked_leaves_the_run_to_a_worker_of_its_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another triggerer had the trigger meanwhile, and could not follow: the task follows the run itself."""
+    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    states = staticmethod(lambda **_: {"r": {"train": "running"}})
+    monkeypatch.setattr(RuntimeTaskInstance, "get_task_states", states)
+    handle = Launcher(1, store=tmp_path / "store").submit(train, str(tmp_path))
+    trigger = make_trigger(handle)
+    operator = TorchDistributorOperator(task_id="train", train=train, deferrable=True)
+    names = {"dag_id": "d", "task_id": "train", "run_id": "r", "map_index": -1}
+    ti = SimpleNamespace(id="i", try_number=1, max_tries=0, task=operator, xcom_push=lambda **_: None, **names)
+    trigger.task_instance = ti
+    # What a task records when it defers.
+    handle.offer({"task_instance": "i", "try": 1, "generation": "r#0"})
+    event = {"directory": handle.directory, "nonce": handle.nonce, "error": "OSError: no such mount"}
+    values: list[Any] = []
+    worker = threading.Thread(target=lambda: values.append(operator.execute_complete({"ti": ti}, event)))
+    worker.start()
+    until(lambda: "generation" not in handle.delivery().receiver, 60, "the worker's record")
+    asyncio.run(asyncio.wait_for(trigger.on_kill(), 120))
+    requested = handle.cancelled_for()
+    (tmp_path / "go").touch()
+    worker.join(120)
+    assert requested == {}
+    assert values == [7]
 
 
 def test_a_trigger_does_not_follow_another_run_of_the_same_name(tmp_path: Path) -> None:
