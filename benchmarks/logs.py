@@ -53,7 +53,7 @@ def main() -> None:
 
             started = time.perf_counter()
             with launcher.owned(talk, (LINES // RANKS,), {}) as handle:
-                for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
+                for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
                     take(line)
             rates.append(count / (time.perf_counter() - started))
             printed.append(handle.result())

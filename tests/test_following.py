@@ -92,6 +92,6 @@ def test_a_store_that_fails_when_a_run_is_followed_does_not_end_it(
     with launcher.options(num_processes=1, run_id="run", orphan_timeout=60.0).owned(max, (1, 2), {}) as handle:
         followed.append(True)
         monkeypatch.setattr(store, "read_bytes", fail_once)
-        assert list(handle.lines(handle.log_starts(), follow=True, prefix=True)) == []
+        assert list(handle.output.lines(handle.output.starts(), follow=True, prefix=True)) == []
         assert handle.result(60) == 2
     assert "job.json" not in names

@@ -59,7 +59,7 @@ def all_reduce(value: float, times: int = 1) -> dict[str, Any]:
 
 def follow_owned(launcher: Launcher, on_line: Callable[[str], None], train: Any, *args: Any) -> None:
     with launcher.owned(train, args, {}) as handle:
-        for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
+        for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
             on_line(line)
 
 

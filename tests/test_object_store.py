@@ -60,7 +60,7 @@ def test_the_report_is_there_too_with_the_last_lines_of_each_rank(remote: Launch
     every = {rank: ([f"line {number} of {rank}" for number in range(3)], False) for rank in range(2)}
 
     def tails(size: int) -> dict[int, tuple[list[str], bool]]:
-        found = handle.tails(range(2), size).items()
+        found = handle.output.tails(range(2), size).items()
         return {rank: ([line.text for line in lines], cut) for rank, (lines, cut) in found}
 
     assert tails(1000) == every

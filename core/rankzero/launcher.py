@@ -134,7 +134,7 @@ class Launcher(Options):
 
         with notebook.showing() as show, self.owned(train, args, kwargs) as handle:
             show(handle)
-            for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
+            for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
                 on_line(line, handle.id)
         value = handle.result()
         self._acknowledge(handle)

@@ -58,6 +58,7 @@ class Told:
 
     def __init__(self, events: list[dict[str, Any]]) -> None:
         self._events = events
+        self.output = self
 
     def status(self) -> RunStatus:
         return RunStatus()

@@ -43,7 +43,7 @@ def test_lines_are_in_the_order_of_their_times(place: str, tmp_path: Path, monke
     write(run, monkeypatch, LINES_OF_TWO)
     handle = RunHandle.attach(run.directory)
     assert list(handle.logs()) == ["[1] one", "[0] two", "[1] 2026-01-02 three", "[0] four"]
-    found = list(handle.timed_lines(dict.fromkeys(range(2), Position()), follow=False))
+    found = list(handle.output.timed_lines(dict.fromkeys(range(2), Position()), follow=False))
     assert [(round((line.time or 0) - BEGIN, 3), line.rank, line.text) for line in found] == LINES_OF_TWO
     assert list(handle.logs(1)) == ["one", "2026-01-02 three"]
 
@@ -54,7 +54,7 @@ def test_lines_of_an_earlier_version_have_no_time(tmp_path: Path) -> None:
         (tmp_path / f"run/logs/rank-{rank}.log").write_text(f"first {rank}\nlast {rank}\n")
     handle = RunHandle.attach(run.directory)
     assert list(handle.logs()) == ["[0] first 0", "[0] last 0", "[1] first 1", "[1] last 1"]
-    assert {line.time for line in handle.timed_lines({0: Position()}, follow=False)} == {None}
+    assert {line.time for line in handle.output.timed_lines({0: Position()}, follow=False)} == {None}
 
 
 def test_a_line_without_a_time_has_that_of_the_line_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_a_line_without_a_time_has_that_of_the_line_before(tmp_path: Path, monke
     write(run, monkeypatch, LINES_OF_TWO[:2])
     with open(run.path("logs/rank-1.log"), "a") as log:
         log.write("rankzero: 3 lines could not be written here\n")
-    found = list(RunHandle.attach(run.directory).timed_lines({1: Position()}, follow=False))
+    found = list(RunHandle.attach(run.directory).output.timed_lines({1: Position()}, follow=False))
     assert [line.text for line in found] == ["one", "rankzero: 3 lines could not be written here"]
     assert {line.time for line in found} == {BEGIN}
 
@@ -79,7 +79,7 @@ def test_the_note_about_lines_that_a_full_disk_refused_has_its_own_time(
     (tmp_path / "run/logs/rank-1.log").rmdir()
     monkeypatch.setattr(time, "time", lambda: BEGIN + HOUR)
     recorder.log(1, ["two"])
-    found = list(RunHandle.attach(run.directory).timed_lines({1: Position()}, follow=False))
+    found = list(RunHandle.attach(run.directory).output.timed_lines({1: Position()}, follow=False))
     note = "rankzero: 1 lines could not be written here"
     assert [(line.time, line.text) for line in found] == [(BEGIN + HOUR, note), (BEGIN + HOUR, "two")]
 
@@ -94,7 +94,9 @@ def test_stored_lines_of_a_stream_begin_with_their_rank(tmp_path: Path, monkeypa
 def test_a_line_that_only_begins_like_a_time_has_none(tmp_path: Path) -> None:
     run = made(str(tmp_path / "run"))
     (tmp_path / "run/logs/rank-0.log").write_text("2026-13-45T99:99:99.999Z\tno time\n")
-    assert [line.time for line in RunHandle.attach(run.directory).timed_lines({0: Position()}, follow=False)] == [None]
+    assert [
+        line.time for line in RunHandle.attach(run.directory).output.timed_lines({0: Position()}, follow=False)
+    ] == [None]
 
 
 def test_positions_advance_with_the_lines_that_were_yielded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,12 +106,12 @@ def test_positions_advance_with_the_lines_that_were_yielded(tmp_path: Path, monk
     monkeypatch.setattr("rankzero.run.growing.READ_MIN", 32)
     monkeypatch.setattr("rankzero.run.growing.READ", 64)
     handle, positions = RunHandle.attach(run.directory), dict.fromkeys(range(2), Position())
-    lines = handle.timed_lines(positions, follow=False)
+    lines = handle.output.timed_lines(positions, follow=False)
     assert [next(lines).text, next(lines).text] == ["one", "two"]
     lines.close()
     # Rank 1's first line was followed by another one, rank 0's was not.
     assert (positions[0].offset, positions[1].offset > 0) == (0, True)
-    rest = [line.text for line in handle.timed_lines(positions, follow=False)]
+    rest = [line.text for line in handle.output.timed_lines(positions, follow=False)]
     assert rest == ["two", "2026-01-02 three", "four"]
 
 
@@ -118,7 +120,7 @@ def test_the_lines_of_many_ranks_that_are_read_ahead_take_little_memory(tmp_path
     run = made(str(tmp_path / "run"), ranks)
     for rank in range(ranks):
         (tmp_path / f"run/logs/rank-{rank}.log").write_text(line * 1024)
-    lines = RunHandle.attach(run.directory).timed_lines(dict.fromkeys(range(ranks), Position()), follow=False)
+    lines = RunHandle.attach(run.directory).output.timed_lines(dict.fromkeys(range(ranks), Position()), follow=False)
     tracemalloc.start()
     next(lines)
     _, peak = tracemalloc.get_traced_memory()

@@ -164,7 +164,7 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
                 click.echo(handle.directory)
             return 0
         with launcher.owned(train, arguments, {}) as handle, foot.shown(handle) as show:
-            for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
+            for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
                 show(line)
         handle.result_ref()
         launcher._acknowledge(handle)

@@ -186,7 +186,7 @@ def logs(
         begin = max(begin, began)
 
     def lines(follow: bool) -> Iterator[Line]:
-        found = _driver_log(handle) if driver else handle.timed_lines(positions, follow)
+        found = _driver_log(handle) if driver else handle.output.timed_lines(positions, follow)
         return (
             line
             for line in found

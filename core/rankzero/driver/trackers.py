@@ -116,7 +116,7 @@ class _Feed(threading.Thread):
         status = self._handle.status()
         while True:
             before = self._position
-            events, after = self._handle.read_events(before, None if status.final else status)
+            events, after = self._handle.output.read_events(before, None if status.final else status)
             if not tracker.is_idempotent:
                 self._position = after
             tracker.add(self._handle, [event for event in events if self._is_of_training(event)])

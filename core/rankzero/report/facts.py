@@ -69,7 +69,7 @@ class Collector:
         is_ours = self._is_ours = self._is_ours or OfTraining(job.fresh_since)
         while True:
             before = self._position
-            events, self._position = handle.read_events(before, None if status.final else status)
+            events, self._position = handle.output.read_events(before, None if status.final else status)
             for event in events:
                 history.add(event)
                 if isinstance(event, dict) and is_ours(event):
@@ -159,6 +159,6 @@ def _logs(handle: RunHandle[Any], job: Job, status: RunStatus) -> list[dict[str,
             "times": [None if line.time is None else round(line.time - job.created, 1) for line in lines],
             "cut": is_cut,
         }
-        for rank, (lines, is_cut) in sorted(handle.tails(ranks, room).items())
+        for rank, (lines, is_cut) in sorted(handle.output.tails(ranks, room).items())
         if lines
     ]

@@ -35,8 +35,16 @@ class Followed(Protocol):
     def pace(self) -> float:
         """Seconds between two polls of the run."""
 
+    @property
+    def output(self) -> EventReader:
+        """The reader of its events."""
+
     def status(self) -> RunStatus:
         """Returns the current status of the run."""
+
+
+class EventReader(Protocol):
+    """The part of `rankzero.run.output.Output` that `Progress` uses."""
 
     def read_events(self, position: Position, status: RunStatus | None = None) -> tuple[list[dict[str, Any]], Position]:
         """Returns some events from a position on, and the new position."""
@@ -84,7 +92,7 @@ class Progress:
             self._is_ours = OfTraining(self._handle.fresh_since)
         while True:
             before = self._position
-            events, self._position = self._handle.read_events(before, None if status.final else status)
+            events, self._position = self._handle.output.read_events(before, None if status.final else status)
             for event in filter(self._is_ours, events):
                 self.add(event)
             if self._position == before:

@@ -117,9 +117,9 @@ class Follower:
         self._ranks = None if ranks is None else frozenset(ranks)
         self._whole = whole
         self._is_remote = is_url(handle.directory)
-        self._starts = positions = handle.log_starts()
+        self._starts = positions = handle.output.starts()
         if attached and not whole:
-            ends = handle.log_ends()
+            ends = handle.output.ends()
             positions = {
                 rank: start if self._is_near(start, ends[rank]) else ends[rank] for rank, start in positions.items()
             }
@@ -170,12 +170,12 @@ class Follower:
         """
         ends = None
         if not self._whole and self._positions:
-            ends = self._handle.log_ends(self._positions, status)
+            ends = self._handle.output.ends(self._positions, status)
             yield from self._skipped(ends, status)
         if status.final or self._is_remote:
             # A file server may still report an old size, so the files are read to their ends.
             ends = None
-        yield from self._handle.lines(self._positions, follow=False, prefix=True, status=status, ends=ends)
+        yield from self._handle.output.lines(self._positions, follow=False, prefix=True, status=status, ends=ends)
         error = error_from_json(status.error) if status.error else None
         if isinstance(error, WorkerFailedError) and error.rank is not None and not self._is_shown(error.rank):
             yield from self._lines_of_failed(error.rank, error.log_tail or [])
@@ -187,7 +187,7 @@ class Follower:
             most = max(most // len(self._positions), _LEAST_SHARE)
         # On an object store all ranks share a stream.
         for rank in [min(self._positions)] if self._is_remote else sorted(self._positions):
-            begin, left_out = self._handle.begin_of_last(self._positions[rank], ends[rank], most)
+            begin, left_out = self._handle.output.begin_of_last(self._positions[rank], ends[rank], most)
             if not left_out:
                 continue
             moved = dict.fromkeys(self._positions, begin) if self._is_remote else {rank: begin}
@@ -195,7 +195,7 @@ class Follower:
             size = f"{left_out / (1 << 20):.1f} MiB"
             whose = "" if self._is_remote else f"[{rank}] "
             yield f"{whose}({size} of lines left out: rankzero logs {self._handle.directory})"
-            lines = self._handle.lines(moved, follow=False, prefix=True, status=status, ends=ends)
+            lines = self._handle.output.lines(moved, follow=False, prefix=True, status=status, ends=ends)
             if begin.offset:
                 # The position may lie within a line, whose rest is dropped.
                 next(lines, None)
@@ -204,8 +204,8 @@ class Follower:
 
     def _lines_of_failed(self, rank: int, tail: list[str]) -> Iterator[str]:
         start = self._starts[rank]
-        if self._is_near(start, self._handle.log_ends()[rank]):
-            yield from self._handle.lines({rank: start}, follow=False, prefix=True)
+        if self._is_near(start, self._handle.output.ends()[rank]):
+            yield from self._handle.output.lines({rank: start}, follow=False, prefix=True)
         else:
             yield from (f"[{rank}] {line}" for line in tail)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -25,7 +24,6 @@ from rankzero.errors import (
 from rankzero.host.processes import process_namespace, process_state
 from rankzero.job import Job
 from rankzero.run import delivery as deliveries
-from rankzero.run import pieces
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.current import CurrentStatus
 from rankzero.run.delivery import Delivery
@@ -33,9 +31,8 @@ from rankzero.run.directory import RunDirectory, compare_job
 from rankzero.run.growing import Position
 from rankzero.run.identity import Asked, Comparison, Identity
 from rankzero.run.lease import Renewal
-from rankzero.run.lines import Line, LineReader
-from rankzero.run.names import EVENTS, LINES
 from rankzero.run.observer import Observer, OwnDriver
+from rankzero.run.output import Output
 from rankzero.run.reports import OfTraining, as_row
 from rankzero.run.status import RunStatus
 from rankzero.values.ref import ResultRef
@@ -53,6 +50,7 @@ class RunHandle(Generic[R]):
     Attributes:
         directory: Absolute path or URL of the run directory.
         id: The run's name.
+        output: What its ranks and its driver have written, by position.
     """
 
     def __init__(
@@ -80,8 +78,8 @@ class RunHandle(Generic[R]):
         self._tick = threading.Event()
         self._interval = bounds.SHORTEST_PACE
         self._is_ending = False
-        self._lines = LineReader(self._run, self._read_as_follower)
         self._lease = Renewal(self._run, job) if follows else None
+        self.output = Output(self._run, self._observer, job, self._read_as_follower, self._polls)
 
     @staticmethod
     def attach(directory: str | os.PathLike[str], *, follows: bool = True) -> RunHandle[Any]:
@@ -413,67 +411,7 @@ class RunHandle(Generic[R]):
             follow: Continues until the run ends. Lines of a rank that prints little come about twice a second.
         """
         ranks = range(self._observer.patiently(self._run.job).num_processes) if rank is None else [rank]
-        yield from self.lines(dict.fromkeys(ranks, Position()), follow, prefix=rank is None)
-
-    def log_ends(self, ranks: Iterable[int] | None = None, status: RunStatus | None = None) -> dict[int, Position]:
-        """Returns the current ends of ranks' lines. `lines` from there on yields the lines that are written later.
-
-        Args:
-            ranks: The ranks; None for all.
-            status: A status that was just read, which saves a request to an object store.
-        """
-        ranks = range(self._observer.patiently(self._run.job).num_processes) if ranks is None else ranks
-        return self._lines.ends(ranks, status or self._observer.patiently(self._run.status))
-
-    def log_starts(self) -> dict[int, Position]:
-        """Returns the positions at which the lines of the last submission begin, by rank."""
-        job = self._job or self._observer.patiently(self._run.job)
-        return {rank: Position(*job.log_starts.get(str(rank), ())) for rank in range(job.num_processes)}
-
-    def begin_of_last(self, start: Position, end: Position, most: int) -> tuple[Position, int]:
-        """Returns the position of the last ``most`` bytes between two positions, and the number of bytes before it."""
-        location = self._run.path(LINES)
-        return self._read_as_follower(lambda: pieces.begin_of_last(location, start, end, most))
-
-    def lines(
-        self,
-        positions: dict[int, Position],
-        follow: bool,
-        *,
-        prefix: bool,
-        status: RunStatus | None = None,
-        ends: Mapping[int, Position] | None = None,
-    ) -> Iterator[str]:
-        """Yields the lines of some ranks from given positions on. `logs` is built on this method.
-
-        Args:
-            positions: The position to read from, by rank. Updated as lines are read.
-            follow: Continues until the run ends.
-            prefix: Begins each line with ``[rank]``.
-            status: Without ``follow``: a status that was just read, which saves requests to an object store.
-            ends: Without ``follow``, on a disk: the position at which to stop, by rank.
-        """
-        for line in self.timed_lines(positions, follow, status=status, ends=ends):
-            yield line.prefixed if prefix else line.text
-
-    def timed_lines(
-        self,
-        positions: dict[int, Position],
-        follow: bool,
-        *,
-        status: RunStatus | None = None,
-        ends: Mapping[int, Position] | None = None,
-    ) -> Iterator[Line]:
-        """Yields lines as `lines` does, each with its rank and its time."""
-        if not follow:
-            yield from self._lines.of_ranks(positions, _running(status), ends=ends)
-            return
-        thorough_at = 0.0
-        for found in self._polls():
-            thorough = found.final or time.monotonic() >= thorough_at
-            if thorough:
-                thorough_at = time.monotonic() + bounds.THOROUGH_INTERVAL
-            yield from self._lines.of_ranks(positions, _running(found), thorough=thorough)
+        yield from self.output.lines(dict.fromkeys(ranks, Position()), follow, prefix=rank is None)
 
     def events(self, follow: bool = False) -> Iterator[dict[str, Any]]:
         """Yields state changes, metrics and failures of this training, in the order in which the driver received them.
@@ -487,39 +425,10 @@ class RunHandle(Generic[R]):
         for status in self._polls() if follow else [None]:
             while True:
                 before = position
-                events, position = self.read_events(before, status)
+                events, position = self.output.read_events(before, status)
                 yield from filter(is_ours, events)
                 if position == before:
                     break
-
-    def read_events(self, position: Position, status: RunStatus | None = None) -> tuple[list[dict[str, Any]], Position]:
-        """Returns some events from a position on, and the new position, which is unchanged if there are no more events.
-
-        Args:
-            position: The position to read from; ``Position()`` is the beginning.
-            status: A status that was just read, which saves requests to an object store.
-        """
-        lines, position = self._lines.of_file(EVENTS, position, _running(status))
-        events = []
-        for line in lines:
-            # A line that was cut by a full disk is not JSON.
-            with contextlib.suppress(ValueError):
-                events.append(json.loads(line))
-        return events, position
-
-    def tails(self, ranks: Iterable[int], size: int) -> dict[int, tuple[list[Line], bool]]:
-        """Returns the last lines of some ranks in the last submission.
-
-        Args:
-            ranks: The ranks.
-            size: Approximate number of bytes for each rank. On an object store, where all ranks share one stream, only
-                its last pieces are read.
-
-        Returns:
-            The lines, and whether there are earlier ones, by rank.
-        """
-        starts, status = self.log_starts(), self._observer.patiently(self._run.status)
-        return self._lines.tails({rank: starts[rank] for rank in ranks}, size, status, _running(status))
 
     def _polls(self) -> Iterator[RunStatus]:
         """Yields a status for every poll of the run; the last one is read after the end of the run."""
@@ -538,8 +447,3 @@ class RunHandle(Generic[R]):
             for event in self.events()
             if event["type"] == "metric"
         ]
-
-
-def _running(status: RunStatus | None) -> RunStatus | None:
-    """Returns the status of a running run, else None: a driver that died may have written more than it recorded."""
-    return None if status is None or status.final else status
