@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -51,8 +52,29 @@ LOOK = 0.02
 T = TypeVar("T")
 
 
+MEMORY = Path("/dev/shm")
+"""A file system in memory, where the suite keeps its files."""
+
+ROOM_IN_MEMORY = 8 << 30
+"""Bytes that must be free there. The suite needs about 1 GiB."""
+
+_in_memory = pytest.StashKey[str]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets an example of hypothesis take as long as it likes, beside other work."""
+    """Keeps temporary files in memory if there is room, and lets an example of hypothesis take as long as it likes.
+
+    Five processes that make a hundred thousand small files and flush most of them wait for one disk's journal.
+    ``TMPDIR`` names another place.
+    """
+    if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_IN_MEMORY:
+        for left in MEMORY.glob("rankzero-tests-*"):
+            # Of a suite that failed: its files were kept.
+            if not Path("/proc", left.name.rpartition("-")[2]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+        place = MEMORY / f"rankzero-tests-{os.getpid()}"
+        place.mkdir(0o700)
+        os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_in_memory] = str(place)
     # Each rank imports this module, most of them for a function that only waits.
     import hypothesis
 
@@ -92,6 +114,7 @@ ABANDONED = ("rankzero-agent-", "rankzero-driver-")
 
 _before = pytest.StashKey[set[str]]()
 _left = pytest.StashKey[list[str]]()
+_passed = pytest.StashKey[bool]()
 
 
 def temporary_files() -> set[str]:
@@ -132,6 +155,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if left:
         session.config.stash[_left] = sorted(left)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    session.config.stash[_passed] = session.exitstatus == pytest.ExitCode.OK
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Removes the files that were kept in memory; after a failure the next suite does."""
+    if (place := config.stash.get(_in_memory, None)) and config.stash.get(_passed, False):
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_much_goes_where_spark_has_room_and_sockets_where_they_fit(
     monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path}/not-there,/proc,{local}")
     found = launcher.options(num_processes=1).run(places)
     assert found["RANKZERO_SCRATCH"].startswith(f"{local}/rankzero-agent-")
-    assert found["TMPDIR"].startswith("/tmp/rankzero-agent-")
+    assert found["TMPDIR"].startswith(f"{tempfile.gettempdir()}/rankzero-agent-")
     assert not os.path.exists(found["RANKZERO_SCRATCH"])
     assert not os.path.exists(found["TMPDIR"])
 
@@ -108,11 +109,21 @@ def test_what_the_user_set_for_temporary_files_counts_more(
     assert found["RANKZERO_SCRATCH"].startswith(f"{tmp_path}/user/rankzero-agent-")
 
 
+def test_files_below_a_directory_that_the_user_set_are_removed(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="of-user-", dir="/tmp") as place:
+        monkeypatch.setenv("TMPDIR", place)
+        found = launcher.options(num_processes=1).run(places)
+        assert found["TMPDIR"].startswith(f"{place}/rankzero-agent-")
+        assert os.listdir(place) == []
+
+
 READ_ONLY = """
 mount --bind "$1" "$1"
-mount -t tmpfs none /dev/shm
+mountpoint -q /dev/shm || mount -t tmpfs none /dev/shm
 mount -o remount,bind,ro /
-mount -o remount,ro /dev/shm
+mount -o remount,bind,ro /dev/shm
 cd /
 shift
 exec "$@"

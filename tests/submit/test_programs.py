@@ -220,6 +220,38 @@ def test_a_launcher_in_a_process_that_multiprocessing_spawned_refuses(tmp_path: 
     assert RunHandle.attach(run).result() == 1
 
 
+def test_a_spawned_process_runs_a_script_that_imports_what_lies_beside_it(tmp_path: Path) -> None:
+    """The function needs no such module, so none is sent; multiprocessing runs the whole script again."""
+    (tmp_path / "beside.py").write_text("NUMBER = 7\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import multiprocessing
+            from beside import NUMBER
+            from rankzero import Launcher
+
+            class Row:
+                pass
+
+            def leave(row):
+                raise SystemExit(5)
+
+            def train():
+                process = multiprocessing.get_context("spawn").Process(target=leave, args=(Row(),))
+                process.start()
+                process.join()
+                return process.exitcode
+
+            if __name__ == "__main__":
+                print("value", Launcher(1, store={str(tmp_path / "store")!r}).run(train))
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert "value 5\n" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("sends_directory", [False, True])
 def test_a_script_restarts_with_the_modules_that_it_was_submitted_with(
     launcher: Launcher, folder: Path, sends_directory: bool

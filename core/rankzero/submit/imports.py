@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rankzero.host.processes import fork_safe
@@ -96,7 +96,7 @@ def globals_of_classes(code: types.CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
-def imports_of_tree(tree: ast.AST, package: str = "") -> set[str]:
+def imports_of_tree(tree: ast.Module, source: bytes, package: str = "") -> set[str]:
     """Returns the absolute names that a source imports anywhere; some may be no modules.
 
     A computed name, ``import_module(f"models.{kind}")``, is returned by its beginning: ``models.*``. If the beginning
@@ -105,10 +105,12 @@ def imports_of_tree(tree: ast.AST, package: str = "") -> set[str]:
 
     Args:
         tree: The syntax tree of the source.
+        source: The source. Expressions, nine of ten nodes, are only searched if it holds the name of a function that
+            imports.
         package: The package of the source; without it relative imports and unknown names are left out.
     """
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if _CALLS.search(source) else _statements(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -127,7 +129,45 @@ _IMPORTERS = frozenset({"import_module", "__import__"})
 _SEARCHERS = frozenset({"iter_modules", "walk_packages", "locate", "instantiate"})
 """Functions of pkgutil, pydoc and Hydra that find modules which no source names."""
 
+_CALLS = re.compile("|".join(_IMPORTERS | _SEARCHERS).encode())
+
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)*\.?")
+
+
+def modules_in_text(source: bytes, package: str) -> frozenset[str] | None:
+    """Returns the absolute names after ``import`` and ``from`` in a source, and in its texts and comments.
+
+    It takes a tenth of the time of parsing, and misses none: ``from a import b`` gives ``a`` alone, though. None if
+    only the syntax tree can tell: the source may compute names, or they are not ASCII.
+    """
+    if _CALLS.search(source):
+        return None
+    found: set[str] = set()
+    for origin, names in _IN_TEXT.findall(source.replace(b"\\\n", b" ").replace(b"\\\r\n", b" ")):
+        modules = [part.split()[0] for part in names.split(b",") if part.strip()]
+        for module in modules or [b"".join(origin.split())]:
+            if not module.isascii():
+                return None
+            name = module.decode().lstrip(".")
+            found |= names_of_import(package, len(module) - len(name), name, ())
+    return frozenset(found)
+
+
+_IN_TEXT = re.compile(rb"\bfrom\b([^\r\n;#]*?)\bimport\b|\bimport\b([^\r\n;#]*)")
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yields all statements of a tree, with the nested ones."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for field in _BLOCKS:
+            waiting += getattr(node, field, ())
+
+
+_BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
+"""Fields of statements that hold further statements."""
 
 
 def _name_of_call(node: ast.Call) -> str:

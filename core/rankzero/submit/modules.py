@@ -305,4 +305,4 @@ def _read(path: str, _fingerprint: str, package: str) -> tuple[str, frozenset[st
     except (SyntaxError, ValueError):
         return hashlib.sha256(source).hexdigest(), frozenset()
     # Without line numbers, so that comments and layout do not count.
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), frozenset(imports_of_tree(tree, package))
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), frozenset(imports_of_tree(tree, source, package))

@@ -31,7 +31,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.errors import InvalidJobError
-from rankzero.submit.imports import imports_of_tree, parse
+from rankzero.submit.imports import imports_of_tree, modules_in_text, parse
 from rankzero.submit.modules import spec_of
 
 logger = logging.getLogger(__name__)
@@ -69,13 +69,20 @@ class Shipped:
 
 
 @functools.lru_cache(maxsize=4096)
+def _modules_in_file(path: str, _fingerprint: str, package: str) -> frozenset[str] | None:
+    with open(path, "rb") as file:
+        return modules_in_text(file.read(), package)
+
+
+@functools.lru_cache(maxsize=4096)
 def _imports_of_file(path: str, _fingerprint: str, package: str) -> set[str]:
     """Returns the names that a source file imports. Raises OSError, which is not cached."""
-    with open(path, "rb") as source:
-        try:
-            return imports_of_tree(parse(source.read()), package)
-        except (SyntaxError, ValueError):
-            return set()
+    with open(path, "rb") as file:
+        source = file.read()
+    try:
+        return imports_of_tree(parse(source), source, package)
+    except (SyntaxError, ValueError):
+        return set()
 
 
 def zip_modules(names: Iterable[str], first: str | None = None) -> Shipped | None:
@@ -136,6 +143,14 @@ def _files_for(names: Iterable[str], first: str | None) -> tuple[dict[str, str],
     roots: dict[str, bool] = {}
     files: dict[str, str] = {}
     left_out: list[str] = []
+
+    def is_settled(module: str) -> bool:
+        """Returns True for a module that is never shipped, and for one whose file is packed; False for a package."""
+        root = module.partition(".")[0]
+        if root not in roots and not spec_of(root, first):
+            roots[root] = False
+        return not roots.get(root, True) or f"{module.replace('.', os.sep)}.py" in files
+
     while waiting:
         name = waiting.pop()
         if name in seen:
@@ -150,24 +165,31 @@ def _files_for(names: Iterable[str], first: str | None) -> tuple[dict[str, str],
         seen.add(name)
         if not roots[root] or _is_known(name, files) or not (spec := spec_of(name, first)):
             continue
-        found = list(_files_of(name, spec))
+        found = dict(_files_of(name, spec))
         if not found and spec.origin:
             left_out.append(name.replace(".", os.sep))
-        for archive_name, path in found:
-            if is_private(os.path.basename(path)):
-                left_out.append(archive_name)
-                continue
-            files[archive_name] = path
-            waiting += _imports_of(archive_name, path)
+        private = {archive_name for archive_name, path in found.items() if is_private(os.path.basename(path))}
+        left_out += private
+        new = {archive_name: path for archive_name, path in found.items() if archive_name not in private}
+        files |= new
+        for archive_name, path in new.items():
+            waiting += _imports_of(archive_name, path, is_settled)
     return files, left_out
 
 
-def _imports_of(archive_name: str, path: str) -> set[str]:
-    """Returns the names that a file imports; empty if it is no source, or was removed."""
+def _imports_of(archive_name: str, path: str, is_settled: Callable[[str], bool]) -> set[str]:
+    """Returns the names that a file imports; empty if it is no source, was removed, or imports nothing unsettled.
+
+    Most files of a package import what is installed or packed already: they are not parsed, which takes milliseconds
+    for each.
+    """
     if path.endswith(".py"):
         with contextlib.suppress(OSError):
             package = os.path.dirname(archive_name).replace(os.sep, ".")
-            return _imports_of_file(path, store.fingerprint(path), package)
+            fingerprint = store.fingerprint(path)
+            modules = _modules_in_file(path, fingerprint, package)
+            if modules is None or not all(map(is_settled, modules)):
+                return _imports_of_file(path, fingerprint, package)
     return set()
 
 

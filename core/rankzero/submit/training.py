@@ -51,8 +51,9 @@ class Script:
 
     def imports(self) -> set[str]:
         """Returns the names that the script imports. Raises InvalidJobError if it is not Python."""
+        source = self._source()
         try:
-            return imports_of_tree(parse(self._source(), self.path))
+            return imports_of_tree(parse(source, self.path), source)
         except (SyntaxError, ValueError) as error:
             raise InvalidJobError(f"train={self.path!r} is not Python: {error}") from None
 

@@ -65,7 +65,7 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
         function.launch_config = opened
     try:
         if is_function:
-            return _call_function(payload, args, kwargs)
+            return _call_function(payload, args, kwargs, len(own))
         line = [str(argument).replace(LOCAL_RANK_MACRO, os.environ["LOCAL_RANK"]) for argument in args]
         if payload["kind"] == "script":
             _run_script(payload, line, len(own))
@@ -126,15 +126,27 @@ def _enter(code: str) -> list[str]:
     return places
 
 
-def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:
+def _call_function(payload: dict[str, Any], args: Any, kwargs: Any, own: int) -> object:
+    """Calls the user's function.
+
+    Args:
+        payload: The function, and its name.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        own: The number of places at the beginning of the search path with code that was sent.
+    """
     function = payload["function"]
     sys.argv = [payload["name"]]
     if getattr(function, "__module__", None) == "__main__":
+        names = dict(getattr(function, "__globals__", {}))
+        if not os.path.isfile(file := names.get("__file__", "")):
+            names.pop("__file__", None)
+        elif not names.get("__package__"):
+            # Spawned processes run the caller's script again for its classes, with all that it imports.
+            sys.path.insert(own, os.path.dirname(file))
         # pickle and multiprocessing find classes of the caller's __main__ there.
-        for name, value in getattr(function, "__globals__", {}).items():
-            # Spawned processes run the caller's script again for its classes, if the file exists here.
-            if name != "__file__" or os.path.isfile(value):
-                sys.modules["__main__"].__dict__.setdefault(name, value)
+        for name, value in names.items():
+            sys.modules["__main__"].__dict__.setdefault(name, value)
     value = function(*args, **kwargs)
     if inspect.iscoroutine(value) or inspect.isasyncgen(value) or inspect.isgenerator(value):
         raise TypeError(
