@@ -68,12 +68,13 @@ def pytest_configure(config: pytest.Config) -> None:
     ``TMPDIR`` names another place.
     """
     if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_IN_MEMORY:
-        for left in MEMORY.glob("rankzero-tests-*"):
+        for left in MEMORY.glob("rz-*"):
             # Of a suite that failed: its files were kept.
             if not Path("/proc", left.name.rpartition("-")[2]).exists():
                 shutil.rmtree(left, ignore_errors=True)
-        place = MEMORY / f"rankzero-tests-{os.getpid()}"
-        place.mkdir(0o700)
+        # A short name, since the path of a socket has at most 107 characters.
+        place = MEMORY / f"rz-{os.getpid()}"
+        place.mkdir(0o711)
         os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_in_memory] = str(place)
     # Each rank imports this module, most of them for a function that only waits.
     import hypothesis
@@ -138,6 +139,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fails the suite if temporary directories are left; beside another suite, which has its own, it is not known."""
+    session.config.stash[_passed] = session.exitstatus == pytest.ExitCode.OK
     if hasattr(session.config, "workerinput") or processes_with("RANKZERO_TEST_SUITE=suite-"):
         return
     # Tests kill processes, and the next run of the host would remove what these left. None is being made now.
@@ -154,8 +156,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         time.sleep(LOOK)
     if left:
         session.config.stash[_left] = sorted(left)
+        session.config.stash[_passed] = False
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    session.config.stash[_passed] = session.exitstatus == pytest.ExitCode.OK
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
