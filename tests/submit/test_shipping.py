@@ -43,6 +43,32 @@ def write(path: Path, text: str = "") -> Path:
 
 
 @pytest.mark.parametrize(
+    "statement",
+    [
+        "import zoo.small",
+        "import os, zoo . small as size",
+        "import os, \\\n  zoo.small",
+        "from \\\n  zoo import small",
+        "from zoo . small import SIZE",
+        "import os; import zoo.small",
+        "try: import zoo.small\nexcept ImportError: pass",
+        "def count():\n\tif True:\n\t\tfrom zoo.small import (\n\t\t\tSIZE, # a comment\n)",
+        "class Shop:\r\n  import zoo.small as size # of the shop",
+    ],
+)
+def test_a_package_that_a_module_of_another_package_imports_travels(project: Path, statement: str) -> None:
+    """Most modules are not parsed, so every way to write an import is tried."""
+    write(project / "zoo" / "__init__.py")
+    write(project / "zoo" / "small.py", "SIZE = 1")
+    write(project / "shop" / "__init__.py", "from . import prices\n")
+    write(project / "shop" / "prices.py", "from shop.goods import GOODS\nimport json, os\n")
+    (project / "shop" / "goods.py").write_bytes(f"GOODS = 1\n{statement}\n".encode())
+    write(project / "job.py", "import shop\ndef train():\n    return shop.prices\n")
+    found = files_of(payload.build(load_module("job").train, (), {}))
+    assert {"zoo/small.py", "shop/goods.py", "shop/prices.py"} <= found
+
+
+@pytest.mark.parametrize(
     "expression",
     [
         "f'zoo.{kind}'",

@@ -29,7 +29,7 @@ AGENT_EXIT_TIMEOUT = 3.0
 """Seconds for an agent to exit once the task process has closed its standard input."""
 
 SOCKET_PATH_ROOM = 74
-"""Most characters of a temporary directory's path for multiprocessing's sockets to fit below it: they take 33 of 107."""
+"""Most characters of a temporary directory's path for multiprocessing's sockets (33 of 107) to fit below it."""
 
 NEW = 60.0
 """Seconds since its last change for which a directory may be unlocked, because it has just been created."""
