@@ -5,13 +5,13 @@ model in a separate asset after the check.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dagster as dg
 
 from dagster_rankzero import _compat
-from dagster_rankzero.metadata import METRIC_PREFIX
+from dagster_rankzero.metadata import METRIC_PREFIX, table
 from rankzero.pipeline import is_number
 
 Asset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition | dg.AssetSpec
@@ -29,7 +29,7 @@ def build_metric_bounds_checks(
 
     The checks read the asset's metadata, not its value. A metric that is missing or not a finite
     number fails. In a run of a partition, that partition's metric is checked; that of the newest materialization if
-    the asset has no such partition.
+    the asset has no such partition. In a run of a range of partitions, the metric of each must be within the bounds.
 
     Args:
         asset: The trained asset, or its key.
@@ -79,7 +79,9 @@ def build_champion_check(
     `ResultRef` keeps the metrics of its training.
 
     A champion with partitions other than times, such as regions, has a model for each: the challenger is compared with
-    that of its own partition. With partitions of time, or without any, it is compared with the newest champion.
+    that of its own partition, or of the dimensions that both have, such as the region of a day and region. With
+    partitions of time, or without any, it is compared with the newest champion. In a run of a range of partitions, each
+    challenger must be at least as good as its champion.
 
     Args:
         challenger: The trained asset, or its key.
@@ -108,22 +110,33 @@ def build_champion_check(
         blocking=blocking,
     )
     def beats_champion(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        latest = _latest(context, challenger_key, _judged(context, challenger_key))
-        found = _metric_of(latest, metric)
-        if found is None:
-            return _unknown(latest, metric, challenger_key, severity)
-        latest = _latest(context, champion_key, _comparable(context, champion_key, partitions))
-        if latest is None:
-            return dg.AssetCheckResult(passed=True, description="the first champion", metadata={"challenger": found})
-        reigning = _metric_of(latest, metric)
-        if reigning is None:
-            return _unknown(latest, metric, champion_key, severity)
-        improvement = found - reigning if higher_is_better else reigning - found
-        return dg.AssetCheckResult(
-            passed=improvement >= min_improvement,
-            severity=severity,
-            metadata={"challenger": found, "champion": reigning, "improvement": improvement},
-        )
+        def judge(partition: str | None) -> dg.AssetCheckResult:
+            latest = _latest(context, challenger_key, _judged(context, challenger_key, partition))
+            found = _metric_of(latest, metric)
+            if found is None:
+                return _unknown(latest, metric, challenger_key, severity)
+            latest = _latest(context, champion_key, comparable(partition))
+            if latest is None:
+                first = "the first champion"
+                return dg.AssetCheckResult(passed=True, description=first, metadata={"challenger": found})
+            reigning = _metric_of(latest, metric)
+            if reigning is None:
+                return _unknown(latest, metric, champion_key, severity)
+            improvement = found - reigning if higher_is_better else reigning - found
+            return dg.AssetCheckResult(
+                passed=improvement >= min_improvement,
+                severity=severity,
+                metadata={"challenger": found, "champion": reigning, "improvement": improvement},
+            )
+
+        def comparable(partition: str | None) -> list[str] | None:
+            return _comparable(
+                context, partition, _compat.partitions_of(context, challenger_key), champion_key, partitions
+            )
+
+        run = _partitions_of(context, challenger_key)
+        own = [key for key in run if _judged(context, challenger_key, key)]
+        return _judge_all(own or [key for key in run if comparable(key) is not None] or run[:1], judge, severity)
 
     return beats_champion
 
@@ -146,23 +159,70 @@ def _bounds_check(
         blocking=blocking,
     )
     def within_bounds(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        latest = _latest(context, key, _judged(context, key))
-        found = _metric_of(latest, metric)
-        if found is None:
-            return _unknown(latest, metric, key, severity)
-        return dg.AssetCheckResult(
-            passed=low <= found <= high,
-            severity=severity,
-            description=f"{metric} is {found:.6g}; it should be {described}",
-            metadata={metric: found},
-        )
+        def judge(partition: str | None) -> dg.AssetCheckResult:
+            latest = _latest(context, key, _judged(context, key, partition))
+            found = _metric_of(latest, metric)
+            if found is None:
+                return _unknown(latest, metric, key, severity)
+            return dg.AssetCheckResult(
+                passed=low <= found <= high,
+                severity=severity,
+                description=f"{metric} is {found:.6g}; it should be {described}",
+                metadata={metric: found},
+            )
+
+        run = _partitions_of(context, key)
+        return _judge_all([part for part in run if _judged(context, key, part)] or run[:1], judge, severity)
 
     return within_bounds
 
 
-def _judged(context: dg.AssetCheckExecutionContext, key: dg.AssetKey) -> list[str] | None:
-    """Returns the run's partition of a checked asset; None for the newest materialization, whatever its partition."""
-    if (partition := _partition_of(context)) is None:
+def _partitions_of(context: dg.AssetCheckExecutionContext, key: dg.AssetKey) -> Sequence[str | None]:
+    """Returns the partitions of a run that checks an asset; only None if the run has none."""
+    if context.has_partition_key:
+        return [context.partition_key]
+    if not context.has_partition_key_range:
+        return [None]
+    try:
+        return list(context.partition_keys) or [None]
+    except dg.DagsterInvariantViolationError:
+        # A job of checks alone has no partitions that would tell which keys are in the range.
+        if (partitions := _compat.partitions_of(context, key)) is None:
+            return [None]
+        with dg.partition_loading_context(dynamic_partitions_store=context.instance):
+            return list(partitions.get_partition_keys_in_range(context.partition_key_range)) or [None]
+
+
+def _judge_all(
+    partitions: Sequence[str | None],
+    judge: Callable[[str | None], dg.AssetCheckResult],
+    severity: dg.AssetCheckSeverity,
+) -> dg.AssetCheckResult:
+    """Returns the result of a check that passes if each partition does; that of the partition itself if it is one."""
+    if len(partitions) == 1:
+        return judge(partitions[0])
+    results = {str(partition): judge(partition) for partition in partitions}
+    failed = [partition for partition, result in results.items() if not result.passed]
+    rows = [
+        {
+            "partition": partition,
+            "passed": result.passed,
+            **{name: shown.value for name, shown in (result.metadata or {}).items()},
+            **({"description": result.description} if result.description else {}),
+        }
+        for partition, result in results.items()
+    ]
+    return dg.AssetCheckResult(
+        passed=not failed,
+        severity=severity,
+        description=f"{len(failed)} of {len(results)} partitions fail: {', '.join(failed)}" if failed else None,
+        metadata={"partitions": table(rows)},
+    )
+
+
+def _judged(context: dg.AssetCheckExecutionContext, key: dg.AssetKey, partition: str | None) -> list[str] | None:
+    """Returns a run's partition of a checked asset; None for the newest materialization, whatever its partition."""
+    if partition is None:
         return None
     partitions = _compat.partitions_of(context, key)
     if partitions is None:
@@ -182,28 +242,44 @@ def _is_of(context: dg.AssetCheckExecutionContext, partitions: dg.PartitionsDefi
 
 
 def _comparable(
-    context: dg.AssetCheckExecutionContext, champion: dg.AssetKey, partitions: dg.PartitionsDefinition[str] | None
+    context: dg.AssetCheckExecutionContext,
+    partition: str | None,
+    challengers: dg.PartitionsDefinition[str] | None,
+    champion: dg.AssetKey,
+    champions: dg.PartitionsDefinition[str] | None,
 ) -> list[str] | None:
-    """Returns the partitions of the champion that the challenger of a run is compared with; None for all."""
-    partition = _partition_of(context)
-    if partition is None or partitions is None or isinstance(partitions, dg.TimeWindowPartitionsDefinition):
+    """Returns the partitions of the champion that the challenger of a partition is compared with; None for all."""
+    if partition is None or champions is None:
         return None
-    if not _is_of(context, partitions, partition):
-        return None
-    if not isinstance(partitions, dg.MultiPartitionsDefinition):
-        return [partition]
-    times = {
-        dimension.name
-        for dimension in partitions.partitions_defs
-        if isinstance(dimension.partitions_def, dg.TimeWindowPartitionsDefinition)
-    }
+    own: dict[str, str] = {}
+    keys, trained, published = _keys_of(partition), _dimensions_of(challengers), _dimensions_of(champions)
+    for name, partitions in published.items():
+        if isinstance(partitions, dg.TimeWindowPartitionsDefinition):
+            continue
+        found = {name: keys[name]} if name and name in keys else {}
+        if not found:
+            # Dimensions of other names, or without one, correspond if their partitions are equal, else by the key.
+            others = {other: key for other, key in keys.items() if not other or other not in published}
+            having = {other: key for other, key in others.items() if _is_of(context, partitions, key)}
+            found = {other: key for other, key in having.items() if trained.get(other) == partitions} or having
+        if len(found) == 1:
+            own[name] = found.popitem()[1]
+    if not own or not isinstance(champions, dg.MultiPartitionsDefinition):
+        return list(own.values()) or None
+    stored = context.instance.get_materialized_partitions(champion)
+    return [key for key in stored if own.items() <= _keys_of(champions.get_partition_key_from_str(key)).items()]
 
-    def model_of(key: str) -> dict[str, str]:
-        names = partitions.get_partition_key_from_str(key).keys_by_dimension
-        return {name: value for name, value in names.items() if name not in times}
 
-    own = model_of(partition)
-    return [key for key in context.instance.get_materialized_partitions(champion) if model_of(key) == own]
+def _dimensions_of(partitions: dg.PartitionsDefinition[str] | None) -> dict[str, dg.PartitionsDefinition[str]]:
+    """Returns an asset's dimensions by name; a single one has an empty name."""
+    if isinstance(partitions, dg.MultiPartitionsDefinition):
+        return {dimension.name: dimension.partitions_def for dimension in partitions.partitions_defs}
+    return {} if partitions is None else {"": partitions}
+
+
+def _keys_of(partition: str) -> dict[str, str]:
+    """Returns the keys of a partition by the dimension's name; a single dimension has an empty name."""
+    return dict(partition.keys_by_dimension) if isinstance(partition, dg.MultiPartitionKey) else {"": partition}
 
 
 def _latest(
@@ -236,10 +312,6 @@ def _unknown(
         why = f"the latest materialization of {key.to_user_string()} has no finite number {metric!r}: report it with "
         why += "rankzero.train.report, or give it as metadata"
     return dg.AssetCheckResult(passed=False, severity=severity, description=why)
-
-
-def _partition_of(context: dg.AssetCheckExecutionContext) -> str | None:
-    return str(context.partition_key) if context.has_partition_key else None
 
 
 def _key_of(asset: Asset) -> dg.AssetKey:

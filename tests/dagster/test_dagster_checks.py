@@ -90,6 +90,11 @@ def test_what_counts_as_better(
 DAYS = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
 REGIONS = dg.StaticPartitionsDefinition(["eu", "us"])
 BOTH = dg.MultiPartitionsDefinition({"day": DAYS, "region": REGIONS})
+WIDER = dg.StaticPartitionsDefinition(["apac", "eu", "us"])
+TIERS = dg.MultiPartitionsDefinition({"region": REGIONS, "tier": dg.StaticPartitionsDefinition(["high", "low"])})
+AREAS = dg.MultiPartitionsDefinition({"area": REGIONS, "date": DAYS})
+NUMBERS = dg.StaticPartitionsDefinition(["1", "2"])
+FOLDS = dg.MultiPartitionsDefinition({"fold": NUMBERS, "seed": dg.StaticPartitionsDefinition(["1", "2", "3"])})
 
 
 @pytest.mark.parametrize(
@@ -128,6 +133,119 @@ def test_a_model_is_compared_with_the_champion_of_its_region_and_of_any_day(
 
     result = dg.materialize([train, check], instance=instance, partition_key=partition, raise_on_error=False)
     assert verdicts(result) == {"accuracy_beats_champion": passed}
+
+
+@pytest.mark.parametrize(
+    ("challengers", "partition", "partitions", "champions", "passed"),
+    [
+        pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.9, "us": 0.5}, False, id="worse than the region's"),
+        pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.5, "us": 0.9}, True, id="better than the region's"),
+        pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"us": 0.9}, True, id="the region's first"),
+        pytest.param(BOTH, "2026-01-02|eu", WIDER, {"eu": 0.9, "us": 0.5}, False, id="unequal regions"),
+        pytest.param(BOTH, "2026-01-02|eu", DAYS, {"2026-01-02": 0.9, "2026-01-01": 0.5}, True, id="the newest"),
+        pytest.param(BOTH, "2026-01-02|eu", TIERS, {"eu|high": 0.9, "us|low": 0.5}, False, id="a dimension in common"),
+        pytest.param(BOTH, "2026-01-02|eu", AREAS, {"eu|2026-01-01": 0.9, "us|2026-01-02": 0.5}, False, id="renamed"),
+        pytest.param(FOLDS, "1|2", NUMBERS, {"1": 0.9, "2": 0.5}, False, id="equal partitions, not equal keys"),
+        pytest.param(REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, False, id="of any day"),
+        pytest.param(
+            REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, True, id="better than any day's"
+        ),
+    ],
+)
+def test_assets_that_share_only_the_region_are_compared_by_it(
+    challengers: dg.PartitionsDefinition[str],
+    partition: str,
+    partitions: dg.PartitionsDefinition[str],
+    champions: dict[str, float],
+    passed: bool,
+    instance: dg.DagsterInstance,
+) -> None:
+    check = build_champion_check("challenger", dg.AssetSpec("champion", partitions_def=partitions), "accuracy")
+    for champion, accuracy in champions.items():
+        shown = dg.AssetMaterialization("champion", partition=champion, metadata={"accuracy": accuracy})
+        instance.report_runless_asset_event(shown)
+
+    @dg.asset(key="challenger", partitions_def=challengers)
+    def train() -> dg.MaterializeResult[None]:
+        return dg.MaterializeResult(metadata={"accuracy": 0.7})
+
+    result = dg.materialize([train, check], instance=instance, partition_key=partition, raise_on_error=False)
+    assert verdicts(result) == {"accuracy_beats_champion": passed}
+
+
+SINGLE_RUN = dg.BackfillPolicy.single_run()
+
+
+def over(first: str, last: str) -> dict[str, str]:
+    return {"dagster/asset_partition_range_start": first, "dagster/asset_partition_range_end": last}
+
+
+def rows_of(evaluation: dg.AssetCheckEvaluation) -> dict[str, dict[str, object]]:
+    table = evaluation.metadata["partitions"]
+    assert isinstance(table, dg.TableMetadataValue)
+    return {str(record.data["partition"]): dict(record.data) for record in table.records}
+
+
+@pytest.mark.parametrize(
+    ("partitions", "first", "last", "shown", "failing"),
+    [
+        (REGIONS, "eu", "us", {"eu": (0.7, 0.9), "us": (0.7, 0.6)}, ["eu"]),
+        (REGIONS, "us", "us", None, []),
+        (BOTH, "2026-01-02|eu", "2026-01-02|us", {"2026-01-02|eu": (0.7, 0.9), "2026-01-02|us": (0.7, 0.6)}, ["eu"]),
+        (None, "eu", "us", {"eu": (0.7, 0.9), "us": (0.7, 0.6)}, ["eu"]),
+    ],
+    ids=["regions", "a range of one", "days and regions", "one model for all regions"],
+)
+def test_in_a_run_of_a_range_each_partition_is_compared_with_its_own_champion(
+    partitions: dg.PartitionsDefinition[str] | None,
+    first: str,
+    last: str,
+    shown: dict[str, tuple[float, float]] | None,
+    failing: list[str],
+    instance: dg.DagsterInstance,
+) -> None:
+    for region, accuracy in (("eu", 0.9), ("us", 0.6)):
+        published = dg.AssetMaterialization("champion", partition=region, metadata={"accuracy": accuracy})
+        instance.report_runless_asset_event(published)
+
+    @dg.asset(key="challenger", partitions_def=partitions, backfill_policy=SINGLE_RUN if partitions else None)
+    def train() -> dg.MaterializeResult[None]:
+        return dg.MaterializeResult(metadata={"accuracy": 0.7})
+
+    @dg.asset(partitions_def=partitions or REGIONS, backfill_policy=SINGLE_RUN)
+    def features() -> None: ...
+
+    check = build_champion_check(train, dg.AssetSpec("champion", partitions_def=REGIONS), "accuracy")
+    result = dg.materialize([features, train, check], instance=instance, tags=over(first, last), raise_on_error=False)
+    (evaluation,) = result.get_asset_check_evaluations()
+    assert evaluation.passed is (failing == [])
+    if shown is None:
+        assert [evaluation.metadata[name].value for name in ("challenger", "champion")] == [0.7, 0.6]
+        return
+    rows = rows_of(evaluation)
+    assert {key: (row["challenger"], row["champion"]) for key, row in rows.items()} == shown
+    named = str(evaluation.description)
+    assert [key.split("|")[-1] for key in rows if key in named] == failing
+
+
+def test_in_a_run_of_a_range_each_partition_must_be_within_the_bounds(instance: dg.DagsterInstance) -> None:
+    @dg.asset(partitions_def=DAYS, backfill_policy=SINGLE_RUN)
+    def model(context: dg.AssetExecutionContext) -> None:
+        for key, loss in zip(context.partition_keys, (0.1, 9.0, 0.2), strict=True):
+            context.add_asset_metadata({"loss": loss}, partition_key=key)
+
+    checks = build_metric_bounds_checks(model, {"loss": (None, 1.0)}, blocking=False)
+    tags = over("2026-01-01", "2026-01-03")
+    trained = dg.materialize([model, *checks], instance=instance, tags=tags)
+    # A job of checks alone, of an asset that another program materializes.
+    spec = dg.AssetSpec("model", partitions_def=DAYS)
+    job = dg.define_asset_job("check", dg.AssetSelection.checks(*checks))
+    checked = dg.Definitions(assets=[spec], asset_checks=checks, jobs=[job]).resolve_job_def("check")
+    for result in (trained, checked.execute_in_process(instance=instance, tags=tags)):
+        (evaluation,) = result.get_asset_check_evaluations()
+        assert not evaluation.passed
+        assert evaluation.description == "1 of 3 partitions fail: 2026-01-02"
+        assert [row["loss"] for row in rows_of(evaluation).values()] == [0.1, 9.0, 0.2]
 
 
 def test_metrics_out_of_bounds_or_never_reported_stop_what_comes_after(
