@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import secrets
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from tests.loading import load_module
 
+from rankzero import Launcher
 from rankzero.run import compare
 from rankzero.submit import identity_of
 
@@ -207,3 +209,50 @@ def test_a_module_with_a_made_up_name_counts_by_the_name_of_its_file(
         identities.append(identity_of(job.train, (0.1, functools.partial(module.Model)), {}, 2))
     assert identities[0] == identities[1]
     assert "module dag_of_models" in dict(identities[0].parts)
+
+
+CLASSES = f"""{IMPORTS_AIRFLOW}
+import dataclasses, enum
+
+class Verdict(enum.Enum):
+    GOOD = "good"
+    BAD = "bad"
+
+@dataclasses.dataclass
+class Fitted:
+    verdict: Verdict
+
+    class Part:
+        pass
+
+def train():
+    return Verdict.BAD, Fitted(Verdict.GOOD), Fitted.Part()
+
+def is_same(values):
+    verdict, fitted, part = values
+    return [verdict is Verdict.BAD, type(fitted) is Fitted, fitted.verdict is Verdict.GOOD, type(part) is Fitted.Part]
+"""
+
+ELSEWHERE = """
+import pickle, sys
+from rankzero import Launcher, RunHandle
+job, run, store = sys.argv[1:]
+job, handle = __import__(job), RunHandle.attach(run)
+value = handle.result()
+print(job.is_same(value), job.is_same(pickle.loads(pickle.dumps(value))))
+print(Launcher(1, store=store).run(job.is_same, handle.result_ref()), "in a rank, which has not imported the module")
+"""
+
+
+def test_a_value_has_the_classes_of_its_module_wherever_it_is_loaded(
+    written: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    job = written("", CLASSES)[1]
+    launcher = Launcher(1, store=str(tmp_path / "runs"))
+    handle = launcher.submit(job.train)
+    assert job.is_same(handle.result()) == [True] * 4
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ELSEWHERE, job.__name__, handle.directory, launcher.store]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = [f"{[True] * 4} {[True] * 4}", f"{[True] * 4} in a rank, which has not imported the module"]
+    assert done.stdout.splitlines() == said, done.stderr

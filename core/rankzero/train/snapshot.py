@@ -49,7 +49,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
             # Handles storages outside of tensors, and tensors without data.
             return memory.reduce(obj) or pickled.saved(obj) or super().reducer_override(obj)
 
-    class Unpickler(pickled.Prover):
+    class Unpickler(pickled.Loader):
         def persistent_load(self, number: Any) -> Any:
             return copies[number]
 

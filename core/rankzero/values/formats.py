@@ -189,7 +189,7 @@ def _read(file: IO[bytes], location: str, file_format: str) -> Any:
     if file_format == JSON:
         return json.load(file)
     if file_format == CLOUDPICKLE:
-        return open_packed(file.fileno())
+        return open_packed(file.fileno(), pickled.Loader)
     raise ResultError(f"unknown result format {file_format!r} of {location}")
 
 

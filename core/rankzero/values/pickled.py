@@ -5,11 +5,12 @@ Runs inside workers too: standard library, torch and cloudpickle only.
 
 from __future__ import annotations
 
+import functools
 import io
 import operator
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from rankzero.errors import ResultError
@@ -79,7 +80,7 @@ def prove(file: IO[bytes], value: object) -> None:
         ResultError: the file cannot be loaded; the message has the value's type.
     """
     try:
-        open_packed(file.fileno(), Prover)
+        open_packed(file.fileno(), Loader)
     except Exception as error:
         raise ResultError(
             f"a value of type {_type(value)} was pickled, but cannot be read back: {_why(error)}. "
@@ -109,28 +110,62 @@ def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class Prover(pickle.Unpickler):
-    """An unpickler that keeps this process's classes, instead of copies of those that are pickled by value."""
+class Loader(pickle.Unpickler):
+    """An unpickler that keeps this process's classes, instead of copies of those that were pickled by value.
+
+    A class has an id of cloudpickle where it was pickled and where it was loaded from such a pickle. Elsewhere it is
+    known by its module and name if exactly one such class is here. Classes of scripts are not, since all scripts are
+    named ``__main__``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes the arguments of `pickle.Unpickler`."""
+        super().__init__(*args, **kwargs)
+        self._made: list[Any] = []
 
     def find_class(self, module: str, name: str) -> Any:
-        """Finds a class like `pickle.Unpickler`, or the class of this process that was pickled by value."""
-        if name in _SKELETONS and module.endswith("cloudpickle.cloudpickle"):
-            return _known(super().find_class(module, name), _SKELETONS[name])
-        if name == "_class_setstate" and module.endswith("cloudpickle.cloudpickle"):
-            return lambda cls, state: cls
-        return super().find_class(module, name)
+        """Finds a class like `pickle.Unpickler`; classes of this process take the place of cloudpickle's."""
+        found = super().find_class(module, name)
+        if not module.endswith("cloudpickle.cloudpickle"):
+            return found
+        if name == "_class_setstate":
+            return lambda cls, state: found(cls, state) if any(cls is made for made in self._made) else cls
+        return functools.partial(self._known_or_made, found, *_SKELETONS[name]) if name in _SKELETONS else found
+
+    def _known_or_made(self, make: Callable[..., Any], id_at: int, module_of: Callable[..., str], *args: Any) -> Any:
+        module, name = module_of(args), args[1]
+        known = _tracked().get(args[id_at])
+        if known is None and module not in _SCRIPTS:
+            loaded = {id(cls): cls for cls in (*_classes_in(module), *_tracked().values())}
+            same = [cls for cls in loaded.values() if (cls.__module__, cls.__name__) == (module, name)]
+            known = same[0] if len(same) == 1 else None
+        if known is None:
+            self._made.append(known := make(*args))
+        return known
 
 
-_SKELETONS = {"_make_skeleton_class": 4, "_make_skeleton_enum": 5}
-"""Functions of cloudpickle that create classes, with the position of the class's id among their arguments."""
+_SKELETONS: dict[str, tuple[int, Callable[..., str]]] = {
+    "_make_skeleton_class": (4, lambda args: args[3].get("__module__", "")),
+    "_make_skeleton_enum": (5, operator.itemgetter(4)),
+}
+"""Functions of cloudpickle that create classes: the position of the class's id among their arguments, and its module.
+The name is the second argument."""
+
+_SCRIPTS = ("", "__main__", "__mp_main__")
 
 
-def _known(make: Any, position: int) -> Any:
+def _tracked() -> Mapping[str, type]:
+    """Returns the classes of this process that have an id of cloudpickle."""
     import cloudpickle.cloudpickle
 
-    def known(*arguments: Any) -> Any:
-        classes = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
-        found = classes.get(arguments[position])
-        return make(*arguments) if found is None else found
+    return getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
 
-    return known
+
+def _classes_in(module: str) -> Iterator[type]:
+    """Yields the classes that a loaded module defines, with the nested ones; none if it is not loaded."""
+    waiting: list[object] = [sys.modules.get(module)]
+    while waiting:
+        for value in list(getattr(waiting.pop(), "__dict__", {}).values()):
+            if isinstance(value, type) and value.__module__ == module:
+                yield value
+                waiting.append(value)

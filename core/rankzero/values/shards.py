@@ -195,7 +195,7 @@ def _pickle(plain: Any) -> memoryview:
     return file.getbuffer()
 
 
-class _Prover(pickled.Prover):
+class _Prover(pickled.Loader):
     def persistent_load(self, name: Any) -> Any:
         return name
 
