@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import ROOT, until, wait_until_gone
 
-from rankzero import Launcher, RunHandle
+from rankzero import EngineError, Launcher, RunHandle
 
 WAIT = 120.0
 
@@ -83,3 +84,55 @@ def test_a_caller_whose_run_succeeds_does_not_mind_the_child(launcher: Launcher,
         (tmp_path / "go").touch()
         assert process.wait(WAIT) == 0
         assert RunHandle.attach(tmp_path / "store" / "one").result(0) == "attempt 0"
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from rankzero import Launcher, LocalEngine
+
+class Engine(LocalEngine):
+    prefers_own_process = sys.argv[2] == "process"
+
+def interrupt():
+    while not Path(sys.argv[1], "one", "job.json").exists():
+        time.sleep(0.0005)
+    os.kill(os.getpid(), signal.SIGINT)
+
+def train():
+    return "trained"
+
+threading.Thread(target=interrupt, daemon=True).start()
+launcher = Launcher(1, store=sys.argv[1], run_id="one", engine=Engine())
+try:
+    launcher.run(train)
+except KeyboardInterrupt:
+    print(launcher.find().status().state, launcher.run(train))
+"""
+
+
+@pytest.mark.parametrize("driver", ["thread", "process"])
+def test_a_call_that_was_interrupted_before_its_driver_started_can_be_repeated_in_the_same_process(
+    tmp_path: Path, driver: str
+) -> None:
+    """As in a notebook or a server, which lives on. The first launch of a process imports the driver for 0.2 s."""
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), driver]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
+    assert done.stdout.splitlines()[-1:] == ["cancelled trained"], done.stdout + done.stderr
+
+
+def test_a_driver_that_cannot_be_started_leaves_a_run_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = Launcher(1, store=str(tmp_path), run_id="one")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
+        )
+        with pytest.raises(RuntimeError, match="new thread"):
+            launcher.run(os.getpid)
+    handle = launcher.find()
+    assert handle is not None
+    with pytest.raises(EngineError, match="the driver could not be started: RuntimeError: can't start new thread"):
+        handle.result(WAIT)
+    assert launcher.run(os.getpid) > 0

@@ -29,6 +29,7 @@ from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.submit.prepare import Request, prepare
+from rankzero.submit.submission import recording_end
 from rankzero.task.hold import MARKER
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ def start(run: RunDirectory, job: Job, request: Request) -> RunHandle[Any]:
         EngineError: the cluster does not accept the driver.
     """
     if not request.engine.drives_elsewhere:
-        return RunHandle(run.directory, start_driver(run, job, request.private()), job=job)
+        with recording_end(run, job.nonce):
+            return RunHandle(run.directory, start_driver(run, job, request.private()), job=job)
     handle = RunHandle[Any](run.directory, job=job)
     try:
         with located(run.directory):
@@ -240,7 +242,8 @@ def _process_driver(
     handle: RunHandle[Any] | None = None
     try:
         try:
-            handle = RunHandle(run.directory, start_driver(run, job, private, theirs), job=job)
+            with recording_end(run, job.nonce):
+                handle = RunHandle(run.directory, start_driver(run, job, private, theirs), job=job)
         finally:
             os.close(theirs)
         yield handle
@@ -263,19 +266,21 @@ def _thread_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
     Raises:
         EngineError: another submitter has the directory by now: it counted this process, which was stopped, as dead.
     """
-    # Imported here, because a process that only submits does not drive.
-    from rankzero.driver.driver import Driver, DriverThread
-
-    if not owns(run, job.submission, job.nonce):
-        raise EngineError(f"the run in {run.directory} was removed or submitted again before its driver started")
-    # As other processes read it, with lists in place of tuples.
-    job = Job.from_json(job.to_json())
-    driver = Driver(run, job, request.engine, dict(request.env), trackers=request.trackers)
-    thread = DriverThread(driver)
     owner = os.getpid()
+    with recording_end(run, job.nonce):
+        # Imported here, because a process that only submits does not drive.
+        from rankzero.driver.driver import Driver, DriverThread
+
+        if not owns(run, job.submission, job.nonce):
+            raise EngineError(f"the run in {run.directory} was removed or submitted again before its driver started")
+        # As other processes read it, with lists in place of tuples.
+        job = Job.from_json(job.to_json())
+        driver = Driver(run, job, request.engine, dict(request.env), trackers=request.trackers)
+        thread = DriverThread(driver)
     try:
         # Within the block: an interrupt may arrive as soon as the thread has started.
-        thread.start()
+        with recording_end(run, job.nonce):
+            thread.start()
         yield RunHandle(run.directory, thread, job=job)
     except BaseException as interrupt:
         thread.driver.inbox.interrupt(

@@ -168,10 +168,12 @@ def prepare(
         asked = request.asked(train, identity)
         _note_changed_modules(identity)
         job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=dict(found.queries))
-        submitted = _submit(run, job, asked, parts, request, found)
-        if submitted:
-            unless_started.pop_all()
-            datasets.remove_replaced(before, found)
+        job = replace(job, nonce=secrets.token_hex(8))
+        with submission.recording_end(run, job.nonce):
+            submitted = _submit(run, job, asked, parts, request, found)
+            if submitted:
+                unless_started.pop_all()
+                datasets.remove_replaced(before, found)
     return run, submitted
 
 
@@ -211,7 +213,6 @@ def _submit(run: RunDirectory, job: Job, asked: Asked, parts: Payload, request: 
             job,
             files={**described, **arguments},
             submission=number,
-            nonce=secrets.token_hex(8),
             first_attempt=first_attempt,
             fresh_since=fresh_since,
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},

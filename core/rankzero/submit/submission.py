@@ -20,7 +20,7 @@ from typing import Any
 from rankzero import bounds, store
 from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.data.table import FOLDER as TABLES
-from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
+from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run import delivery
@@ -393,3 +393,31 @@ def _last_metrics(run: RunDirectory, existing: Existing) -> dict[str, Any]:
 def _submission_of(run: RunDirectory) -> int:
     job = _find_job(run)
     return job.submission if job else -1
+
+
+@contextlib.contextmanager
+def recording_end(run: RunDirectory, nonce: str) -> Iterator[None]:
+    """Records the end of a submission if the block, which writes it or starts its driver, is interrupted or fails.
+
+    Until its driver's first status, a run counts as living for as long as the process that has submitted it.
+
+    Args:
+        run: The run's directory.
+        nonce: `Job.nonce` of the submission. Nothing is recorded for another one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        if isinstance(error, Exception):
+            end: RankZeroError = EngineError(f"the driver could not be started: {what}")
+        else:
+            end = RunCancelledError(f"the caller was interrupted by {what} before the driver started")
+        with contextlib.suppress(OSError, RankZeroError):
+            job, status = run.find_job(), run.status()
+            is_ours = job is not None and job.nonce == nonce and status.driver_pid is None and not status.final
+            # A driver process that has started nevertheless finds its role taken, and exits.
+            if job is not None and is_ours and run.claim_driver(job.submission):
+                state = "failed" if isinstance(end, EngineError) else "cancelled"
+                run.write_status(replace(status, state=state, error=end.to_json(), ended=time.time()))
+        raise
