@@ -32,6 +32,7 @@ from rankzero.submit.params import named_arguments
 from rankzero.submit.shipping import Shipped, zip_modules
 from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
 from rankzero.values.envelope import Part, beside, pack
+from rankzero.values.pickled import with_qualname
 from rankzero.values.ref import ResultRef, map_refs
 from rankzero.values.tensors import Tensors
 
@@ -235,7 +236,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             # triggers modules that load lazily. A function that names no module belongs to none.
             reduced = self._dynamic_function_reduce(obj)
         else:
-            reduced = super().reducer_override(obj)
+            reduced = with_qualname(super().reducer_override(obj), obj)
         if isinstance(obj, types.FunctionType) and isinstance(reduced, tuple):
             _, facts = reduced[2]
             names = globals_of_classes(obj.__code__) & obj.__globals__.keys()

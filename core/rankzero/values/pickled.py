@@ -10,7 +10,7 @@ import io
 import operator
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from rankzero.errors import ResultError
@@ -37,7 +37,7 @@ def pickled(value: object) -> Sequence[Part]:
                     f"a value of type {_type(value)} holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
-            return tensors.reduce(obj) or saved(obj) or super().reducer_override(obj)
+            return tensors.reduce(obj) or saved(obj) or with_qualname(super().reducer_override(obj), obj)
 
     stream = io.BytesIO()
     buffers: list[memoryview] = []
@@ -114,8 +114,8 @@ class Loader(pickle.Unpickler):
     """An unpickler that keeps this process's classes, instead of copies of those that were pickled by value.
 
     A class has an id of cloudpickle where it was pickled and where it was loaded from such a pickle. Elsewhere it is
-    known by its module and name if exactly one such class is here. Classes of scripts are not, since all scripts are
-    named ``__main__``.
+    known by its module and qualified name. Classes of scripts are not, since all scripts are named ``__main__``, and
+    classes that a function makes are not, since it makes another one at each call.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -132,40 +132,61 @@ class Loader(pickle.Unpickler):
             return lambda cls, state: found(cls, state) if any(cls is made for made in self._made) else cls
         return functools.partial(self._known_or_made, found, *_SKELETONS[name]) if name in _SKELETONS else found
 
-    def _known_or_made(self, make: Callable[..., Any], id_at: int, module_of: Callable[..., str], *args: Any) -> Any:
-        module, name = module_of(args), args[1]
-        known = _tracked().get(args[id_at])
-        if known is None and module not in _SCRIPTS:
-            loaded = {id(cls): cls for cls in (*_classes_in(module), *_tracked().values())}
-            same = [cls for cls in loaded.values() if (cls.__module__, cls.__name__) == (module, name)]
-            known = same[0] if len(same) == 1 else None
+    def _known_or_made(self, make: Callable[..., Any], id_at: int, place_of: Callable[..., Any], *args: Any) -> Any:
+        tracked = _tracked()
+        known = tracked.get(args[id_at])
+        module, name = place_of(args)
+        if known is None and name and "<locals>" not in name and module not in _SCRIPTS:
+            known = _class_in(module, name)
+            same = [cls for cls in tracked.values() if (cls.__module__, cls.__qualname__) == (module, name)]
+            if known is None and len(same) == 1:
+                known = same[0]
         if known is None:
             self._made.append(known := make(*args))
         return known
 
 
-_SKELETONS: dict[str, tuple[int, Callable[..., str]]] = {
-    "_make_skeleton_class": (4, lambda args: args[3].get("__module__", "")),
-    "_make_skeleton_enum": (5, operator.itemgetter(4)),
+_SKELETONS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "_make_skeleton_class": (4, lambda args: (args[3].get("__module__", ""), (args[5] or {}).get("__qualname__", ""))),
+    "_make_skeleton_enum": (5, lambda args: (args[4], args[2])),
 }
-"""Functions of cloudpickle that create classes: the position of the class's id among their arguments, and its module.
-The name is the second argument."""
+"""Functions of cloudpickle that create classes: the position of the class's id among their arguments, and its module
+and qualified name."""
 
 _SCRIPTS = ("", "__main__", "__mp_main__")
 
 
-def _tracked() -> Mapping[str, type]:
-    """Returns the classes of this process that have an id of cloudpickle."""
+def with_qualname(reduced: Any, cls: Any) -> Any:
+    """Adds the qualified name of a class to how cloudpickle reduces the class by value, which leaves the name out.
+
+    Args:
+        reduced: The value of cloudpickle's ``reducer_override``.
+        cls: The object that was reduced, a class or any other.
+    """
+    if not (
+        isinstance(cls, type)
+        and isinstance(reduced, tuple)
+        and getattr(reduced[0], "__name__", "") == "_make_skeleton_class"
+    ):
+        return reduced
+    make, (*args, _), (attributes, slots), *rest = reduced
+    name = {"__qualname__": cls.__qualname__}
+    return make, (*args, name), ({**attributes, **name}, slots), *rest
+
+
+def _tracked() -> dict[str, type]:
+    """Returns the classes of this process that have an id of cloudpickle, by the id."""
     import cloudpickle.cloudpickle
 
-    return getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+    found = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", None)
+    # Other threads may load classes meanwhile: this list is made in one step.
+    references: Any = found.valuerefs() if found is not None else []
+    return {reference.key: cls for reference in references if (cls := reference()) is not None}
 
 
-def _classes_in(module: str) -> Iterator[type]:
-    """Yields the classes that a loaded module defines, with the nested ones; none if it is not loaded."""
-    waiting: list[object] = [sys.modules.get(module)]
-    while waiting:
-        for value in list(getattr(waiting.pop(), "__dict__", {}).values()):
-            if isinstance(value, type) and value.__module__ == module:
-                yield value
-                waiting.append(value)
+def _class_in(module: str, name: str) -> type | None:
+    """Returns a class by its qualified name in a module that has been imported here, else None."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) and (found.__module__, found.__qualname__) == (module, name) else None
