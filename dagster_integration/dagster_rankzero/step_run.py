@@ -14,6 +14,8 @@ from dagster_rankzero.step import Step, stem_of
 from rankzero import Launcher, RankZeroError, RunHandle
 from rankzero.pipeline import EngineOpened, Follower, LineWritten, MetricsReported, Opened, attempt
 
+_RETRY = "its retry"
+
 QUERY_INTERVAL = 60.0
 """Seconds between two queries of the state of the Dagster run."""
 
@@ -171,7 +173,7 @@ def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
 
     def find_owner() -> str:
         owner = handle.delivery().receiver.get("dagster_run", step.dagster_run)
-        return "its retry" if owner == step.dagster_run and step.is_run_retried() else str(owner)
+        return _RETRY if owner == step.dagster_run and step.is_run_retried() else str(owner)
 
     # A store or an instance that cannot be queried now is queried again.
     owner = attempt(log, "the query which Dagster run the training belongs to", find_owner, None)
@@ -183,7 +185,7 @@ def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
         return
     # Without another try, the driver ends with this process.
     while not (opened.attached or step.is_followed_by_another or handle.wait(QUERY_INTERVAL)):
-        if step.is_terminating(owner):
+        if owner != _RETRY and step.is_terminating(owner):
             break
     raise RankZeroError(f"the Dagster run has ended, and its training is left to {owner}")
 

@@ -225,18 +225,20 @@ class Fitted:
     class Part:
         pass
 
-def other():
+def other(number):
     class Fitted:
-        depth = 3
-    return Fitted()
+        depth = number
+    return Fitted(), dataclasses.make_dataclass("Fitted", [], namespace=dict(depth=number))()
 
 def train():
-    return Verdict.BAD, Fitted(Verdict.GOOD), Fitted.Part(), other()
+    return Verdict.BAD, Fitted(Verdict.GOOD), Fitted.Part(), [*other(3), *other(4)]
 
 def is_same(values):
-    verdict, fitted, part, other = values
+    verdict, fitted, part, others = values
     is_known = verdict is Verdict.BAD and type(fitted) is Fitted and fitted.verdict is Verdict.GOOD
-    return [is_known, type(part) is Fitted.Part, type(other) is not Fitted and other.depth == 3]
+    return [is_known, type(part) is Fitted.Part, [(type(x) is Fitted, x.depth) for x in others] == OTHERS]
+
+OTHERS = [(False, 3), (False, 3), (False, 4), (False, 4)]
 """
 
 ELSEWHERE = """

@@ -53,6 +53,7 @@ def write(path: Path, text: str = "") -> Path:
         "import os; import zoo.small",
         "try: import zoo.small\nexcept ImportError: pass",
         "def count():\n\tif True:\n\t\tfrom zoo.small import (\n\t\t\tSIZE, # a comment\n)",
+        "if 'import' == 'from': import zoo.small",
         "class Shop:\r\n  import zoo.small as size # of the shop",
     ],
 )

@@ -237,7 +237,8 @@ def _process_driver(
     run: RunDirectory, job: Job, private: dict[str, Any], stop_timeout: float
 ) -> Iterator[RunHandle[Any]]:
     """Starts a driver process, which ends its run with the block or with this process."""
-    theirs, ours = _open_pipe()
+    with recording_end(run, job.nonce):
+        theirs, ours = _open_pipe()
     owner = os.getpid()
     handle: RunHandle[Any] | None = None
     try:
@@ -279,13 +280,15 @@ def _thread_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
         thread = DriverThread(driver)
     try:
         # Within the block: an interrupt may arrive as soon as the thread has started.
-        with recording_end(run, job.nonce):
-            thread.start()
+        thread.start()
         yield RunHandle(run.directory, thread, job=job)
     except BaseException as interrupt:
         thread.driver.inbox.interrupt(
             f"the caller was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": ")
         )
+        if thread.ident is None:
+            with recording_end(run, job.nonce):
+                raise
         raise
     else:
         if not (driver.status.final or driver.status.certain):

@@ -138,21 +138,23 @@ def modules_in_text(source: bytes, package: str) -> frozenset[str] | None:
     """Returns the absolute names after ``import`` and ``from`` in a source, and in its texts and comments.
 
     It takes a tenth of the time of parsing, and misses none: ``from a import b`` gives ``a`` alone, though. None if
-    only the syntax tree can tell: the source may compute names, or they are not ASCII.
+    only the syntax tree can tell: the source may compute names, or a word behind these is no plain name.
     """
     if _CALLS.search(source):
         return None
     found: set[str] = set()
     for origin, names in _IN_TEXT.findall(source.replace(b"\\\n", b" ").replace(b"\\\r\n", b" ")):
-        modules = [part.split()[0] for part in names.split(b",") if part.strip()]
-        for module in modules or [b"".join(origin.split())]:
-            if not module.isascii():
+        modules = [re.split(rb"\s+as\s", part)[0] for part in names.split(b",") if part.strip()]
+        for module in (b"".join(part.split()) for part in modules or [origin]):
+            # Words of a comment or a text may hide an import behind them.
+            if not _MODULE.fullmatch(module):
                 return None
             name = module.decode().lstrip(".")
             found |= names_of_import(package, len(module) - len(name), name, ())
     return frozenset(found)
 
 
+_MODULE = re.compile(rb"\.+|\.*[A-Za-z_]\w*(\.\w+)*")
 _IN_TEXT = re.compile(rb"\bfrom\b([^\r\n;#]*?)\bimport\b|\bimport\b([^\r\n;#]*)")
 
 

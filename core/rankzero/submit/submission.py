@@ -413,7 +413,8 @@ def recording_end(run: RunDirectory, nonce: str) -> Iterator[None]:
             end: RankZeroError = EngineError(f"the driver could not be started: {what}")
         else:
             end = RunCancelledError(f"the caller was interrupted by {what} before the driver started")
-        with contextlib.suppress(OSError, RankZeroError):
+        # A store may raise anything, and the interrupt must not be replaced.
+        with contextlib.suppress(Exception):
             job, status = run.find_job(), run.status()
             is_ours = job is not None and job.nonce == nonce and status.driver_pid is None and not status.final
             # A driver process that has started nevertheless finds its role taken, and exits.

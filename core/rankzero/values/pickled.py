@@ -113,10 +113,12 @@ def _why(error: Exception) -> str:
 class Loader(pickle.Unpickler):
     """An unpickler that keeps this process's classes, instead of copies of those that were pickled by value.
 
-    A class has an id of cloudpickle where it was pickled and where it was loaded from such a pickle. Elsewhere it is
-    known by its module and qualified name. Classes of scripts are not, since all scripts are named ``__main__``, and
-    classes that a function makes are not, since it makes another one at each call.
+    A class has an id of cloudpickle where it was pickled and where it was loaded from such a pickle. Elsewhere a class
+    that was an attribute of its module where the job was submitted is known by its module and qualified name.
     """
+
+    is_payload = False
+    """True for the function and arguments of a rank. Values that the rank opens later have the classes of these."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `pickle.Unpickler`."""
@@ -132,56 +134,59 @@ class Loader(pickle.Unpickler):
             return lambda cls, state: found(cls, state) if any(cls is made for made in self._made) else cls
         return functools.partial(self._known_or_made, found, *_SKELETONS[name]) if name in _SKELETONS else found
 
-    def _known_or_made(self, make: Callable[..., Any], id_at: int, place_of: Callable[..., Any], *args: Any) -> Any:
-        tracked = _tracked()
-        known = tracked.get(args[id_at])
-        module, name = place_of(args)
-        if known is None and name and "<locals>" not in name and module not in _SCRIPTS:
-            known = _class_in(module, name)
-            same = [cls for cls in tracked.values() if (cls.__module__, cls.__qualname__) == (module, name)]
-            if known is None and len(same) == 1:
-                known = same[0]
+    def _known_or_made(self, make: Callable[..., Any], id_at: int, module_of: Callable[..., str], *args: Any) -> Any:
+        import cloudpickle.cloudpickle
+
+        module, name = module_of(args), (args[id_at + 1] or {}).get(_NAME)
+        known = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {}).get(args[id_at])
+        if known is None and name:
+            known = _class_in(module, name) or _of_payload.get((module, name))
         if known is None:
             self._made.append(known := make(*args))
+            if name and self.is_payload:
+                _of_payload[module, name] = known
         return known
 
 
-_SKELETONS: dict[str, tuple[int, Callable[..., Any]]] = {
-    "_make_skeleton_class": (4, lambda args: (args[3].get("__module__", ""), (args[5] or {}).get("__qualname__", ""))),
-    "_make_skeleton_enum": (5, lambda args: (args[4], args[2])),
-}
-"""Functions of cloudpickle that create classes: the position of the class's id among their arguments, and its module
-and qualified name."""
+_NAME = "__qualname__"
 
-_SCRIPTS = ("", "__main__", "__mp_main__")
+_of_payload: dict[tuple[str, str], Any] = {}
+"""Classes that came with the function of this rank, by module and qualified name."""
+
+_SKELETONS: dict[str, tuple[int, Callable[..., str]]] = {
+    "_make_skeleton_class": (4, lambda args: args[3].get("__module__", "")),
+    "_make_skeleton_enum": (5, operator.itemgetter(4)),
+}
+"""Functions of cloudpickle that create classes: the position of the class's id among their arguments, and its module.
+Behind the id is a place for further facts, which cloudpickle leaves empty."""
+
+_SCRIPTS = ("__main__", "__mp_main__")
+
+
+class PayloadLoader(Loader):
+    """A `Loader` for the function and arguments of a rank."""
+
+    is_payload = True
 
 
 def with_qualname(reduced: Any, cls: Any) -> Any:
-    """Adds the qualified name of a class to how cloudpickle reduces the class by value, which leaves the name out.
+    """Adds the qualified name of a module's class to how cloudpickle reduces the class by value, which leaves it out.
+
+    Classes of scripts are left as they are, since all scripts are named ``__main__``, and so are those that a function
+    makes, which makes another one at each call.
 
     Args:
         reduced: The value of cloudpickle's ``reducer_override``.
         cls: The object that was reduced, a class or any other.
     """
-    if not (
-        isinstance(cls, type)
-        and isinstance(reduced, tuple)
-        and getattr(reduced[0], "__name__", "") == "_make_skeleton_class"
-    ):
+    if not (isinstance(cls, type) and isinstance(reduced, tuple) and cls.__module__ not in _SCRIPTS):
         return reduced
-    make, (*args, _), (attributes, slots), *rest = reduced
-    name = {"__qualname__": cls.__qualname__}
-    return make, (*args, name), ({**attributes, **name}, slots), *rest
-
-
-def _tracked() -> dict[str, type]:
-    """Returns the classes of this process that have an id of cloudpickle, by the id."""
-    import cloudpickle.cloudpickle
-
-    found = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", None)
-    # Other threads may load classes meanwhile: this list is made in one step.
-    references: Any = found.valuerefs() if found is not None else []
-    return {reference.key: cls for reference in references if (cls := reference()) is not None}
+    if getattr(reduced[0], "__name__", "") not in _SKELETONS:
+        return reduced
+    names = (name for (_, name), known in _of_payload.items() if known is cls)
+    name = cls.__qualname__ if _class_in(cls.__module__, cls.__qualname__) is cls else next(names, None)
+    make, (*args, _), *rest = reduced
+    return (make, (*args, {_NAME: name}), *rest) if name else reduced
 
 
 def _class_in(module: str, name: str) -> type | None:

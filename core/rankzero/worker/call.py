@@ -36,6 +36,7 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
     """
     from rankzero.train.context import RANK_PROCESS
     from rankzero.values.envelope import open_packed
+    from rankzero.values.pickled import PayloadLoader
     from rankzero.values.ref import map_refs
 
     # The caller's own code comes before installed packages, as in the caller's process.
@@ -46,7 +47,7 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
         own.append(start.modules)
     sys.path[:0] = own
     # The agent has verified its digest, so it may be unpickled.
-    payload = open_packed(start.payload)
+    payload = open_packed(start.payload, PayloadLoader)
     install_restart_on(payload.get("restart_on"))
     is_function = payload["kind"] == "function"
 
