@@ -189,6 +189,16 @@ def test_a_step_that_was_killed_is_retried_and_takes_its_training_up(
     assert launched.training().result()["pid"] in ranks
 
 
+def check_that_it_is_taken_up(launched: Any, dagster: Deployment, again: str, ranks: set[int]) -> None:
+    """Checks that a run has the value of the ranks that another run, which has failed, had started."""
+    assert ranks <= set(processes_with(launched.rank_mark))
+    launched.let_go()
+    assert dagster.finish(again) == "SUCCESS"
+    assert dagster.status(launched.run_id) == "FAILURE"
+    assert launched.training().submission == 0
+    assert launched.training().result()["pid"] in ranks
+
+
 @pytest.mark.soak
 def test_a_run_that_dagster_starts_again_takes_its_training_up(launch: Any, dagster: Deployment) -> None:
     # The step itself has no retry policy.
@@ -198,12 +208,7 @@ def test_a_run_that_dagster_starts_again_takes_its_training_up(launch: Any, dags
     os.kill(int((launched.folder / "step-0").read_text()), signal.SIGKILL)
     (again,) = wait_until(lambda: set(dagster.runs_of("fragile_job")) - before, RUN_TIMEOUT, "the next run")
     wait_until(lambda: dagster.status(again) == "STARTED", RUN_TIMEOUT, "its start")
-    assert ranks <= set(processes_with(launched.rank_mark))
-    launched.let_go()
-    assert dagster.finish(again) == "SUCCESS"
-    assert dagster.status(launched.run_id) == "FAILURE"
-    assert launched.training().submission == 0
-    assert launched.training().result()["pid"] in ranks
+    check_that_it_is_taken_up(launched, dagster, again, ranks)
 
 
 # By default: `test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows`.
@@ -220,12 +225,7 @@ def test_a_step_that_outlives_its_run_leaves_its_training_to_the_next_run(launch
     (again,) = wait_until(lambda: set(dagster.runs_of("durable_job")) - before, RUN_TIMEOUT, "the next run")
     wait_until(note.exists, RUN_TIMEOUT, "its step")
     wait_until(lambda: not orphan.exists(), RUN_TIMEOUT, "the end of the step that was left")
-    assert ranks <= set(processes_with(launched.rank_mark))
-    launched.let_go()
-    assert dagster.finish(again) == "SUCCESS"
-    assert dagster.status(launched.run_id) == "FAILURE"
-    assert launched.training().submission == 0
-    assert launched.training().result()["pid"] in ranks
+    check_that_it_is_taken_up(launched, dagster, again, ranks)
 
 
 # By default: the termination of a run, which the daemon asks for here.
