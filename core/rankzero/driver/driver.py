@@ -32,6 +32,7 @@ from rankzero.errors import (
     RunTimeoutError,
     WorkerFailedError,
 )
+from rankzero.host.flag import Flag
 from rankzero.host.processes import allow_open_files
 from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
@@ -242,7 +243,7 @@ class DriverThread(threading.Thread):
         self.error: BaseException | None = None
         # join() with a timeout and is_alive() are unusable: before CPython 3.13, an exception that a signal handler
         # raises inside join() makes a running thread look finished.
-        self._ended = threading.Event()
+        self._ended = Flag()
 
     def run(self) -> None:
         """Runs the driver until the run has ended."""

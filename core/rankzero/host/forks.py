@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 
 from rankzero import bounds
 
-_changed = threading.Condition()
+_lock = threading.Lock()
+_changed = threading.Condition(_lock)
+# `with _lock`, and not `with _changed`: a signal handler's exception inside Condition.__enter__ leaves the lock held.
 _holds: Counter[int] = Counter()
 """Number of `held` blocks that each thread is in, by the thread's identifier."""
 
@@ -29,11 +31,12 @@ _is_unsafe = False
 def held() -> Iterator[None]:
     """Runs the block while no other thread forks: a fork waits for its end, at most `FORK_TIMEOUT` seconds."""
     thread = threading.get_ident()
-    _enter(thread, 1)
+    before = _holds[thread]
     try:
+        _enter(thread, before + 1)
         yield
     finally:
-        _leave(thread, 1)
+        _leave(thread, before)
 
 
 def pause(settle: Callable[[], object]) -> None:
@@ -45,7 +48,7 @@ def pause(settle: Callable[[], object]) -> None:
     thread = threading.get_ident()
     if _forking and (count := _holds[thread]):
         settle()
-        _leave(thread, count)
+        _leave(thread, 0)
         _enter(thread, count)
 
 
@@ -59,16 +62,16 @@ def check() -> None:
 
 
 def _enter(thread: int, count: int) -> None:
-    with _changed:
+    with _lock:
         # A thread that a fork waits for, in an outer block, must not wait for the fork.
         _changed.wait_for(lambda: not _forking or _holds[thread])
-        _holds[thread] += count
+        _holds[thread] = count
 
 
 def _leave(thread: int, count: int) -> None:
-    with _changed:
-        _holds[thread] -= count
-        if not _holds[thread]:
+    with _lock:
+        _holds[thread] = count
+        if not count:
             del _holds[thread]
         _changed.notify_all()
 
@@ -79,22 +82,23 @@ def _others() -> bool:
 
 def _before() -> None:
     global _forking
-    with _changed:
+    with _lock:
         _forking += 1
         _changed.wait_for(lambda: not _others(), bounds.FORK_TIMEOUT)
 
 
 def _after_in_parent() -> None:
     global _forking
-    with _changed:
+    with _lock:
         _forking -= 1
         _changed.notify_all()
 
 
 def _after_in_child() -> None:
-    global _changed, _forking, _is_unsafe
+    global _lock, _changed, _forking, _is_unsafe
     _is_unsafe = _is_unsafe or _others()
-    _changed, _forking = threading.Condition(), 0
+    _lock, _forking = threading.Lock(), 0
+    _changed = threading.Condition(_lock)
     for thread in _holds.keys() - {threading.get_ident()}:
         del _holds[thread]
 

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -75,7 +74,6 @@ class RunHandle(Generic[R]):
         self._observer = Observer(self._run, driver, job.submission if job else -1, self._current)
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
-        self._tick = threading.Event()
         self._interval = bounds.SHORTEST_PACE
         self._is_ending = False
         self._lease = Renewal(self._run, job) if follows else None
@@ -240,8 +238,7 @@ class RunHandle(Generic[R]):
         if self._driver is not None and self._driver.poll() is None:
             self._driver.await_end(interval)
         else:
-            # An exception from a signal handler interrupts this wait immediately.
-            self._tick.wait(interval)
+            time.sleep(interval)
 
     def renew_lease(self) -> None:
         """Reports to the driver that the run is followed. Methods that wait for the run or read its lines do this, too.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -38,4 +37,4 @@ def patiently(
         except Exception as error:
             if give_up(error) or time.monotonic() > deadline:
                 raise
-        threading.Event().wait(interval)
+        time.sleep(interval)

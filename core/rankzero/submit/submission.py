@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -213,9 +212,8 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
     # With a clock that is ahead, an old heartbeat lies in the future.
     is_young = may_be_young and abs(time.time() - status.heartbeat) < max(status.interval, status.patience)
     seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
-    tick = threading.Event()
     while not (is_young or status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
-        tick.wait(bounds.SUBMIT_POLL_INTERVAL)
+        time.sleep(bounds.SUBMIT_POLL_INTERVAL)
         status = handle.status()
         is_young = status.heartbeat != seen
     return status
@@ -344,26 +342,26 @@ def _report_earlier(run: RunDirectory, existing: Existing) -> None:
 
 def _await_submission(run: RunDirectory, number: int, timeout: float) -> bool:
     """Waits for another submitter to write ``job.json``; returns False if it died or the claim was removed."""
-    deadline, tick = time.monotonic() + timeout, threading.Event()
+    deadline = time.monotonic() + timeout
     claimant = run.claimant(number)
     who = f"process {claimant['pid']}" if claimant else "another process"
     logger.warning("waiting at most %.0f s for %s, which is submitting run %s", timeout, who, run.directory)
     while _submission_of(run) < number and run.is_claimed(number) and time.monotonic() < deadline:
         if claimant and is_gone(claimant):
             break
-        tick.wait(bounds.SUBMIT_POLL_INTERVAL)
+        time.sleep(bounds.SUBMIT_POLL_INTERVAL)
     return _submission_of(run) >= number
 
 
 def await_end(run: RunDirectory, job: Job) -> None:
     """Waits for the end of a run that was asked to stop. Raises EngineError if it does not end in time."""
     bound = job.stop_grace + CANCEL_TIMEOUT
-    deadline, tick = time.monotonic() + bound, threading.Event()
+    deadline = time.monotonic() + bound
     # Ends also when another submitter that waited for the same has submitted the run again.
     while (found := _state(run)) and found.ending:
         if time.monotonic() > deadline:
             raise EngineError(f"the run in {run.directory} was asked to stop and is still running after {bound:g} s")
-        tick.wait(bounds.SUBMIT_POLL_INTERVAL)
+        time.sleep(bounds.SUBMIT_POLL_INTERVAL)
 
 
 def _last_attempt(run: RunDirectory) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ class WandB(Tracker):
             # W&B's service writes most of the file after that, and gives no notice.
             deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT
             while not _has_ended(self._run.settings.sync_file) and time.monotonic() < deadline:
-                threading.Event().wait(bounds.WANDB_POLL_INTERVAL)
+                time.sleep(bounds.WANDB_POLL_INTERVAL)
         finally:
             self._folder.close()
 

@@ -13,6 +13,7 @@ from rankzero import bounds
 from rankzero.engines.spark import part
 from rankzero.engines.spark.errors import first_lines
 from rankzero.errors import EngineError
+from rankzero.host.flag import Flag
 
 _FULL = ("No space left on device", "Disk quota exceeded")
 
@@ -46,7 +47,7 @@ def action(
     tag = f"rankzero-data-{secrets.token_hex(8)}"
     found: list[Any] = []
     failed: list[BaseException] = []
-    done = threading.Event()
+    done = Flag()
 
     def act() -> None:
         try:
@@ -106,7 +107,7 @@ def _tagged(frame: Any, tag: str) -> Iterator[None]:
         frame.sparkSession.removeTag(tag)
 
 
-def _cancel_until(done: threading.Event, frame: Any, tag: str) -> None:
+def _cancel_until(done: Flag, frame: Any, tag: str) -> None:
     while not done.is_set():
         _cancel(frame, tag)
         done.wait(bounds.DATAFRAME_POLL_INTERVAL)
