@@ -13,22 +13,28 @@ _CHECKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_FUNCTION_EX", "CALL_KW"}
 """The instructions of CPython after which the interpreter runs signal handlers."""
 
 
-class Interrupt(BaseException):
+class Interrupt(KeyboardInterrupt):
     """Raised after one instruction."""
 
 
-def everywhere(make: Callable[[], Callable[[], object]]) -> Iterator[int]:
+_NEVER = ("<frozen importlib", "weakref")
+"""Parts of the names of CPython's files where an exception of a handler is lost, or leaves the lock of imports held."""
+
+
+def everywhere(make: Callable[[], Callable[[], object]], file: str = "", step: int = 1) -> Iterator[int]:
     """Calls functions, each of which is interrupted one moment later than the one before, until one completes.
 
     Args:
         make: Makes the function; called for every interrupt.
+        file: Part of the name of the file whose moments count.
+        step: Number of moments from one interrupt to the next.
 
     Yields:
         The number of the moment, after the function has been interrupted there.
     """
-    for number in itertools.count():
+    for number in itertools.count(step=step):
         try:
-            _call(make(), number)
+            _call(make(), file, number)
         except Interrupt:
             pass
         else:
@@ -36,7 +42,7 @@ def everywhere(make: Callable[[], Callable[[], object]]) -> Iterator[int]:
         yield number
 
 
-def _call(function: Callable[[], object], left: int) -> None:
+def _call(function: Callable[[], object], file: str, left: int) -> None:
     """Calls a function, in which Interrupt is raised after ``left`` moments."""
     last: dict[FrameType, str] = {}
 
@@ -44,7 +50,8 @@ def _call(function: Callable[[], object], left: int) -> None:
         nonlocal left
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
-            is_moment = last.get(frame) in _CHECKS
+            name = frame.f_code.co_filename
+            is_moment = last.get(frame) in _CHECKS and file in name and not any(never in name for never in _NEVER)
             last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
             if is_moment and not left:
                 # An interrupt comes once.

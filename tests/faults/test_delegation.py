@@ -24,6 +24,7 @@ from rankzero.job import Job
 from rankzero.run import RunDirectory
 from rankzero.submit import drivers
 from rankzero.submit.prepare import prepare
+from rankzero.submit.submission import Written
 from rankzero.task import ATTEMPT, OVER, put, run_task, sealed
 
 WAIT = 30.0
@@ -244,7 +245,7 @@ def test_the_error_of_a_stage_without_a_driver_counts_as_that_of_the_first_attem
     launcher: Launcher, restarts: int
 ) -> None:
     request = launcher.options(num_processes=1, max_restarts=restarts, engine=LocalEngine())._request()
-    run, job = prepare(request, lambda: "done", (), {}, detached=False)
+    run, job = prepare(request, lambda: "done", (), {}, Written(), detached=False)
     assert job
     driver = Driver(run, job, request.engine, dict(request.env), leased=True)
     driver.run(EngineError("the server was lost", cause=LOST))
@@ -271,7 +272,7 @@ def test_a_stage_that_waits_for_slots_is_reported_to_followers(
 
 def test_a_reader_detects_the_death_of_a_driver_in_its_stage_while_the_submitter_lives(launcher: Launcher) -> None:
     request = launcher.options(num_processes=1, engine=LocalEngine())._request()
-    run, job = prepare(request, lambda: "done", (), {}, detached=False)
+    run, job = prepare(request, lambda: "done", (), {}, Written(), detached=False)
     assert job
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with drivers.DriverProcess(command) as submitter, subprocess.Popen(command) as driver:

@@ -122,23 +122,29 @@ class RunDirectory:
         store.make_directory(self.directory)
         store.create(self.path("token"), _new_token())
 
-    def claim(self, submission: int) -> bool:
-        """Returns True to the one caller that may write this submission. Raises OSError."""
+    def claim(self, submission: int, text: bytes = b"") -> bool:
+        """Returns True to the one caller that may write this submission. Raises OSError.
+
+        Args:
+            submission: Number of the submission.
+            text: A result of `new_claim`, which `claim_text` returns from now on; empty for a new one.
+        """
+        text = text or new_claim()
         try:
-            return self._write_claim(submission)
+            return self._write_claim(submission, text)
         except FileNotFoundError:
             # An old run was removed at the same time; see `rankzero.run.retention`.
-            return self._write_claim(submission)
+            return self._write_claim(submission, text)
 
-    def _write_claim(self, submission: int) -> bool:
+    def _write_claim(self, submission: int, text: bytes) -> bool:
         for part in ("", "logs", "result", "checkpoints", f"submissions/{submission}"):
             store.make_directory(self.path(part).rstrip("/"))
-        return store.create(self.submission_path(submission, "claim"), _new_claim())
+        return store.create(self.submission_path(submission, "claim"), text)
 
     def claim_removal(self, submission: int) -> bool:
         """Returns True to the one caller that may remove this run, unless a later submission is claimed."""
         store.make_directory(self.submission_path(submission))
-        return store.create(self.submission_path(submission, "claim"), _new_claim(_REMOVAL))
+        return store.create(self.submission_path(submission, "claim"), new_claim(_REMOVAL))
 
     def is_claimed(self, submission: int) -> bool:
         """Returns True if this submission, or the removal of the run before it, is claimed."""
@@ -368,7 +374,7 @@ def _new_token() -> bytes:
     return f"rankzero-{secrets.token_hex(16)}".encode()
 
 
-def _new_claim(kind: str = "") -> bytes:
+def new_claim(kind: str = "") -> bytes:
     """Returns a unique text with which this process claims a submission or a removal."""
     return f"{kind}{secrets.token_hex(8)} {json.dumps(this_process())}".encode()
 

@@ -76,36 +76,39 @@ def submit(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str
             "submit() was called in a rank, and the run would end with it: call run(), choose SparkSubmitEngine, whose "
             "driver is on the cluster, or return a value with which the pipeline submits the run"
         )
-    run, job = prepare(request, train, args, kwargs, detached=True)
-    return start(run, job, request) if job else RunHandle.attach(run.directory)
+    return start(request, train, args, kwargs)[0]
 
 
-def start(run: RunDirectory, job: Job, request: Request) -> RunHandle[Any]:
-    """Starts the driver of a run that outlives this process, and returns a handle of the run.
+def start(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[RunHandle[Any], bool]:
+    """Starts a run that outlives this process, or attaches to the run that is there.
 
-    Args:
-        run: The run.
-        job: The submitted job.
-        request: The request that was submitted.
+    Returns:
+        The run, and True if it was started.
 
     Raises:
+        InvalidJobError: the job was rejected before anything started.
         EngineError: the cluster does not accept the driver.
     """
-    if not request.engine.drives_elsewhere:
-        with recording_end(run, job.nonce):
-            return RunHandle(run.directory, start_driver(run, job, request.private()), job=job)
+    with recording_end() as written:
+        run, job = prepare(request, train, args, kwargs, written, detached=True)
+        if job is None:
+            return RunHandle.attach(run.directory), False
+        if request.engine.drives_elsewhere:
+            return _start_elsewhere(run, job, request), True
+        return RunHandle(run.directory, start_driver(run, job, request.private()), job=job), True
+
+
+def _start_elsewhere(run: RunDirectory, job: Job, request: Request) -> RunHandle[Any]:
+    """Starts the driver of a run on the cluster. Raises EngineError if the cluster does not accept it."""
     handle = RunHandle[Any](run.directory, job=job)
     try:
         with located(run.directory):
             request.engine.start_driver(run, {**request.private(), "nonce": job.nonce})
-    except BaseException as error:
-        problem = error if isinstance(error, RankZeroError) else EngineError(f"{type(error).__name__} while submitting")
+    except RankZeroError as error:
         # The process that claims the driver's role controls the run: a driver that was accepted despite the error
         # finds it claimed and exits.
         if run.claim_driver(job.submission):
-            run.write_status(replace(run.status(), state="failed", error=problem.to_json(), ended=time.time()))
-            raise
-        if problem is not error:
+            run.write_status(replace(run.status(), state="failed", error=error.to_json(), ended=time.time()))
             raise
         logger.warning("the driver of run %s has started although its submission reported: %s", handle.id, error)
     return handle
@@ -193,28 +196,29 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
         lease = min(bounds.OWNER_LEASE, template.orphan_timeout or bounds.OWNER_LEASE)
         template = replace(template, orphan_timeout=lease)
     request = replace(request, template=template)
-    run, job = prepare(request, train, args, kwargs, detached=engine.prefers_own_process)
-    if job is None:
-        handle = RunHandle.attach(run.directory)
-        if not handle.status().final:
-            raise InvalidJobError(
-                f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or choose "
-                "another run_id"
-            ).locate(run.directory)
-        # The run succeeded, and its caller died before the result was delivered.
-        yield handle
-        return
-    if engine.drives_elsewhere:
-        driver = _leased_driver(run, job, request, stop_timeout)
-    elif engine.prefers_own_process:
-        driver = _process_driver(run, job, request.private(), stop_timeout)
-    else:
-        driver = _thread_driver(run, job, request, stop_timeout)
-    with located(run.directory), driver as handle:
-        yield handle
-        if request.trackers:
-            # The container may be removed when this process exits.
-            handle.await_driver(bounds.TRACKERS_TIMEOUT)
+    with recording_end() as written:
+        run, job = prepare(request, train, args, kwargs, written, detached=engine.prefers_own_process)
+        if job is None:
+            handle = RunHandle.attach(run.directory)
+            if not handle.status().final:
+                raise InvalidJobError(
+                    f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or "
+                    "choose another run_id"
+                ).locate(run.directory)
+            # The run succeeded, and its caller died before the result was delivered.
+            yield handle
+            return
+        if engine.drives_elsewhere:
+            driver = _leased_driver(run, job, request, stop_timeout)
+        elif engine.prefers_own_process:
+            driver = _process_driver(run, job, request.private(), stop_timeout)
+        else:
+            driver = _thread_driver(run, job, request, stop_timeout)
+        with located(run.directory), driver as handle:
+            yield handle
+            if request.trackers:
+                # The container may be removed when this process exits.
+                handle.await_driver(bounds.TRACKERS_TIMEOUT)
 
 
 @contextlib.contextmanager
@@ -222,7 +226,7 @@ def _leased_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
     """Starts a driver on the cluster, which ends its run with the block, or when no process follows the run."""
     owner = os.getpid()
     try:
-        yield start(run, job, request)
+        yield _start_elsewhere(run, job, request)
     finally:
         # The driver's own status decides: this process may only have counted the driver as dead. A forked child that
         # leaves the block does not own the run.
@@ -237,14 +241,12 @@ def _process_driver(
     run: RunDirectory, job: Job, private: dict[str, Any], stop_timeout: float
 ) -> Iterator[RunHandle[Any]]:
     """Starts a driver process, which ends its run with the block or with this process."""
-    with recording_end(run, job.nonce):
-        theirs, ours = _open_pipe()
+    theirs, ours = _open_pipe()
     owner = os.getpid()
     handle: RunHandle[Any] | None = None
     try:
         try:
-            with recording_end(run, job.nonce):
-                handle = RunHandle(run.directory, start_driver(run, job, private, theirs), job=job)
+            handle = RunHandle(run.directory, start_driver(run, job, private, theirs), job=job)
         finally:
             os.close(theirs)
         yield handle
@@ -267,17 +269,16 @@ def _thread_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
     Raises:
         EngineError: another submitter has the directory by now: it counted this process, which was stopped, as dead.
     """
-    owner = os.getpid()
-    with recording_end(run, job.nonce):
-        # Imported here, because a process that only submits does not drive.
-        from rankzero.driver.driver import Driver, DriverThread
+    # Imported here, because a process that only submits does not drive.
+    from rankzero.driver.driver import Driver, DriverThread
 
-        if not owns(run, job.submission, job.nonce):
-            raise EngineError(f"the run in {run.directory} was removed or submitted again before its driver started")
-        # As other processes read it, with lists in place of tuples.
-        job = Job.from_json(job.to_json())
-        driver = Driver(run, job, request.engine, dict(request.env), trackers=request.trackers)
-        thread = DriverThread(driver)
+    owner = os.getpid()
+    if not owns(run, job.submission, job.nonce):
+        raise EngineError(f"the run in {run.directory} was removed or submitted again before its driver started")
+    # As other processes read it, with lists in place of tuples.
+    job = Job.from_json(job.to_json())
+    driver = Driver(run, job, request.engine, dict(request.env), trackers=request.trackers)
+    thread = DriverThread(driver)
     try:
         # Within the block: an interrupt may arrive as soon as the thread has started.
         thread.start()
@@ -286,9 +287,6 @@ def _thread_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
         thread.driver.inbox.interrupt(
             f"the caller was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": ")
         )
-        if thread.ident is None:
-            with recording_end(run, job.nonce):
-                raise
         raise
     else:
         if not (driver.status.final or driver.status.certain):

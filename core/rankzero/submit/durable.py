@@ -16,7 +16,7 @@ from rankzero.run.reconcile import Decision
 from rankzero.run.tries import PipelineTry, attempt, detaching
 from rankzero.submit import datasets, drivers, submission
 from rankzero.submit.drivers import open_owned
-from rankzero.submit.prepare import Request, prepare
+from rankzero.submit.prepare import Request
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,9 @@ def open_durable(
         if not kept or (decision is Decision.RESUME and datasets.are_readable(kept, request.sources, request.engine)):
             request = repeated
         if caller.is_followed_by_another:
-            _, job = prepare(request, train, args, kwargs, detached=True)
-            handle = drivers.start(run, job, request) if job else RunHandle.attach(run.directory)
+            handle, is_new = drivers.start(request, train, args, kwargs)
             log.info("started the run in %s; it outlives this process, for the next try", run.directory)
-            yield Opened(handle, attached=job is None)
+            yield Opened(handle, attached=not is_new)
             if request.trackers:
                 attempt(log, "the wait for its trackers", functools.partial(_await_trackers, handle), None)
             return

@@ -123,7 +123,13 @@ class Request:
 
 
 def prepare(
-    request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool
+    request: Request,
+    train: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    written: submission.Written,
+    *,
+    detached: bool,
 ) -> tuple[RunDirectory, Job | None]:
     """Checks the whole request, then writes the run directory. Nothing has started when this raises.
 
@@ -132,6 +138,7 @@ def prepare(
         train: As for `Launcher.run`.
         args: As for `Launcher.run`.
         kwargs: As for `Launcher.run`.
+        written: Set to the submission before it is written, for `submission.recording_end`.
         detached: True if the driver is not in this process.
 
     Returns:
@@ -169,11 +176,11 @@ def prepare(
         _note_changed_modules(identity)
         job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=dict(found.queries))
         job = replace(job, nonce=secrets.token_hex(8))
-        with submission.recording_end(run, job.nonce):
-            submitted = _submit(run, job, asked, parts, request, found)
-            if submitted:
-                unless_started.pop_all()
-                datasets.remove_replaced(before, found)
+        written.run, written.nonce = run, job.nonce
+        submitted = _submit(run, job, asked, parts, request, found)
+        if submitted:
+            unless_started.pop_all()
+            datasets.remove_replaced(before, found)
     return run, submitted
 
 

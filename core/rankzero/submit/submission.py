@@ -24,7 +24,7 @@ from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run import delivery
 from rankzero.run.checkpoints import list_folders, read_manifests
-from rankzero.run.directory import RunDirectory, compare_job
+from rankzero.run.directory import RunDirectory, compare_job, new_claim
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, Comparison, describe
 from rankzero.run.observer import dead_after
@@ -278,9 +278,9 @@ def submit(
             else:
                 _refuse_others(run)
             store.prove(os.path.dirname(run.directory))
-            job = None
-            if run.claim(number):
-                with _releasing(run, number):
+            job, claim = None, new_claim()
+            with _releasing(run, number, claim):
+                if run.claim(number, claim):
                     # Another user may have created the directory meanwhile.
                     _check_owner(run)
                     store.remove_unfinished(run.directory)
@@ -301,27 +301,33 @@ def submit(
                         if existing and existing.decision is Decision.RESUME:
                             job = replace(job, metrics=_last_metrics(run, existing))
                         run.write_submission(job, start_timeout)
-                newest = run.newest_claim()
-                if newest == number:
-                    if existing:
-                        _report_earlier(run, existing)
-                    return job
-                # This took so long that another submitter counted this one as dead and submitted the run.
-                number = newest
-                with contextlib.suppress(FileNotFoundError):
-                    run.restore(newest)
+                    newest = run.newest_claim()
+                    if newest == number:
+                        if existing:
+                            _report_earlier(run, existing)
+                        return job
+                    # This took so long that another submitter counted this one as dead and submitted the run.
+                    number = newest
+                    with contextlib.suppress(FileNotFoundError):
+                        run.restore(newest)
             if not _await_submission(run, number, patience):
                 number += 1
 
 
 @contextlib.contextmanager
-def _releasing(run: RunDirectory, number: int) -> Iterator[None]:
-    """Removes a submission that the block could not complete, so that the next one does not wait for it."""
+def _releasing(run: RunDirectory, number: int, claim: bytes) -> Iterator[None]:
+    """Removes a submission that the block could not complete, so that the next one does not wait for it.
+
+    Args:
+        run: The run's directory.
+        number: Number of the submission.
+        claim: The text of the claim, in case that another submitter has claimed it.
+    """
     try:
         yield
     except BaseException:
         with contextlib.suppress(Exception):
-            if _submission_of(run) < number:
+            if run.claim_text(number) == claim and _submission_of(run) < number:
                 run.release(number)
         raise
 
@@ -394,29 +400,48 @@ def _submission_of(run: RunDirectory) -> int:
 
 
 @contextlib.contextmanager
-def recording_end(run: RunDirectory, nonce: str) -> Iterator[None]:
-    """Records the end of a submission if the block, which writes it or starts its driver, is interrupted or fails.
+def recording_end() -> Iterator[Written]:
+    """Records the end of the submission that the block writes if the block ends before a driver has begun.
 
     Until its driver's first status, a run counts as living for as long as the process that has submitted it.
 
-    Args:
-        run: The run's directory.
-        nonce: `Job.nonce` of the submission. Nothing is recorded for another one.
+    Yields:
+        The submission, which `rankzero.submit.prepare.prepare` fills in before it writes anything.
     """
+    written, owner = Written(), os.getpid()
     try:
-        yield
+        yield written
     except BaseException as error:
-        what = f"{type(error).__name__}: {error}".rstrip(": ")
-        if isinstance(error, Exception):
-            end: RankZeroError = EngineError(f"the driver could not be started: {what}")
-        else:
-            end = RunCancelledError(f"the caller was interrupted by {what} before the driver started")
-        # A store may raise anything, and the interrupt must not be replaced.
-        with contextlib.suppress(Exception):
-            job, status = run.find_job(), run.status()
-            is_ours = job is not None and job.nonce == nonce and status.driver_pid is None and not status.final
-            # A driver process that has started nevertheless finds its role taken, and exits.
-            if job is not None and is_ours and run.claim_driver(job.submission):
-                state = "failed" if isinstance(end, EngineError) else "cancelled"
-                run.write_status(replace(status, state=state, error=end.to_json(), ended=time.time()))
+        # A forked child that leaves the block has submitted nothing. A store may raise anything, and the exception of
+        # the block must not be replaced.
+        if written.run and os.getpid() == owner:
+            with contextlib.suppress(Exception):
+                _record_end(written.run, written.nonce, error)
         raise
+
+
+@dataclass
+class Written:
+    """A submission that is being written.
+
+    Attributes:
+        run: The run's directory; None before anything is written.
+        nonce: `Job.nonce` of the submission.
+    """
+
+    run: RunDirectory | None = None
+    nonce: str = ""
+
+
+def _record_end(run: RunDirectory, nonce: str, error: BaseException) -> None:
+    what = f"{type(error).__name__}: {error}".rstrip(": ")
+    if isinstance(error, Exception):
+        end: RankZeroError = EngineError(f"the driver could not be started: {what}")
+    else:
+        end = RunCancelledError(f"the caller was interrupted by {what} before the driver started")
+    job, status = run.find_job(), run.status()
+    is_ours = job is not None and job.nonce == nonce and status.driver_pid is None and not status.final
+    # A driver process that has started nevertheless finds its role taken, and exits.
+    if job is not None and is_ours and run.claim_driver(job.submission):
+        state = "failed" if isinstance(end, EngineError) else "cancelled"
+        run.write_status(replace(status, state=state, error=end.to_json(), ended=time.time()))

@@ -1,0 +1,50 @@
+"""An interrupt of ``run`` is that exception wherever it arrives; it ends the run, whose id the next one can use."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests import interrupted
+
+from rankzero import Launcher, RunHandle, RunNotFoundError
+
+
+@pytest.mark.parametrize(
+    ("file", "step"),
+    [
+        ("rankzero/submit/drivers.py", 1),
+        ("rankzero/submit/submission.py", 3),
+        pytest.param("", 20, marks=pytest.mark.soak),
+    ],
+)
+def test_a_run_may_be_interrupted_anywhere(
+    launcher: Launcher, tmp_path: Path, file: str, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = (f"run-{number}" for number in itertools.count())
+    local = launcher.options(num_processes=1, stop_grace=0.5)
+    one = local
+    local.run(abs, -1)
+
+    def running() -> Callable[[], object]:
+        nonlocal one
+        one = local.options(run_id=next(names))
+        return lambda: one.run(abs, -3)
+
+    last = None
+    for last in interrupted.everywhere(running, file, step):
+        directory = tmp_path / "store" / str(one.run_id)
+        try:
+            state = RunHandle.attach(directory, follows=False).status().state
+        except RunNotFoundError:
+            state = None
+        assert state in {None, "cancelled", "succeeded"}, f"moment {last}"
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert one.run(abs, -3) == 3, f"moment {last}"
+        # A submission that was left behind would be waited for.
+        assert "waiting at most" not in caplog.text, f"moment {last}"
+    assert last is not None
