@@ -22,9 +22,8 @@ from rankzero.errors import LOST
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.job import Job
 from rankzero.run import RunDirectory
-from rankzero.submit import drivers
+from rankzero.submit import Written, drivers
 from rankzero.submit.prepare import prepare
-from rankzero.submit.submission import Written
 from rankzero.task import ATTEMPT, OVER, put, run_task, sealed
 
 WAIT = 30.0

@@ -57,6 +57,25 @@ def test_ranks_start_in_a_copy_of_the_working_directory(launcher: Launcher, proj
     assert found["directory"] != str(project)
 
 
+def test_links_to_directories_stay_and_are_named(
+    launcher: Launcher, project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (project / "elsewhere").symlink_to(tmp_path)
+    (project / "ignored").symlink_to(tmp_path)
+    (project / "linked.yaml").symlink_to(project / "settings.yaml")
+    found = launcher.options(working_dir=project, excludes=["ignored", "*.csv"]).run(look)
+    assert [name for name in found["here"] if "__pycache__" not in name] == [
+        "linked.yaml",
+        "models.py",
+        "run.sh",
+        "settings.yaml",
+    ]
+    lines = [line.getMessage() for line in caplog.records if "a link to a directory" in line.getMessage()]
+    assert lines == [
+        f"{project}/elsewhere: a link to a directory, whose files do not travel with the job (py_files= takes a directory)"
+    ]
+
+
 def test_a_command_starts_there_too(launcher: Launcher, project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     launcher.options(working_dir=project).run(["sh", "-c", "cat settings.yaml; ./run.sh"])
     assert "lr: 0.1" in capfd.readouterr().out

@@ -15,5 +15,5 @@ lazy_names(
     __name__,
     "content.digest_of datasets.of_earlier_try drivers.start_driver identity.identity_of imports.imports_of_code "
     "params.MAX_PARAMS params.MAX_TEXT params.params_of paths.manifest_of_path payload.build payload.Payload "
-    "submission.submit trackers.pack user_code.UserCode",
+    "submission.Written submission.submit trackers.pack user_code.UserCode",
 )

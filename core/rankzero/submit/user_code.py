@@ -73,22 +73,28 @@ class UserCode:
     def files(self) -> dict[str, str]:
         """The files to ship: name in the archive to local path."""
         found: dict[str, str] = {}
+        linked: list[str] = []
         if self.working_dir is not None:
             ignored = matcher(self.excludes, os.path.join(self.working_dir, IGNORE_FILE))
             _refuse_homes("working_dir", self.working_dir, ignored)
-            found |= {f"{WORKING_DIR}/{name}": path for name, path in _walk(self.working_dir, ignored)}
+            found |= {f"{WORKING_DIR}/{name}": path for name, path in _walk(self.working_dir, ignored, linked)}
         for path in self.py_files:
             root = os.path.basename(os.path.abspath(path))
             if os.path.isdir(path):
                 ignored = matcher(self.excludes)
                 _refuse_homes("py_files", path, ignored)
-                found |= {f"{PY_FILES}/{root}/{name}": file for name, file in _walk(path, ignored)}
+                found |= {f"{PY_FILES}/{root}/{name}": file for name, file in _walk(path, ignored, linked)}
             else:
                 found[f"{PY_FILES}/{root}"] = path
         if settings := [path for path in found.values() if _is_setting(path)]:
             raise InvalidJobError(
                 f"working_dir or py_files would send {settings[0]}, the configuration of an orchestrator, to the "
                 f"cluster: give the folder of your code, or name what stays in excludes= or {IGNORE_FILE}"
+            )
+        if linked:
+            logger.warning(
+                "%s: a link to a directory, whose files do not travel with the job (py_files= takes a directory)",
+                ", ".join(linked),
             )
         return dict(sorted(found.items()))
 
@@ -168,11 +174,14 @@ def _entry(name: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarIn
     return entry
 
 
-def _walk(root: str, ignored: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+def _walk(root: str, ignored: Callable[[str], bool], linked: list[str]) -> Iterator[tuple[str, str]]:
+    """Yields the files to ship, with names relative to ``root``; adds links to directories to ``linked``."""
     for directory, children, names in os.walk(root):
         below = os.path.relpath(directory, root)
         prefix = "" if below == os.curdir else f"{below}/"
         children[:] = sorted(name for name in children if not (is_skipped(name) or ignored(f"{prefix}{name}/")))
+        # They may lead to large datasets, or back here.
+        linked += [path for name in children if os.path.islink(path := os.path.join(directory, name))]
         for name in sorted(names):
             path = os.path.join(directory, name)
             if os.path.isfile(path) and not is_private(name) and not ignored(prefix + name):
