@@ -73,9 +73,9 @@ class Launcher(Options):
         if self.run_id is None:
             raise InvalidJobError("find() looks for the run that run_id names: give Launcher(run_id=...)")
         from rankzero.run.directory import RunDirectory
-        from rankzero.submit import submission
+        from rankzero.submit import existing
 
-        return submission.find(RunDirectory(store.join(self._root(), self.run_id)))
+        return existing.find(RunDirectory(store.join(self._root(), self.run_id)))
 
     @overload
     def run(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...

@@ -14,7 +14,7 @@ from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, describe
 from rankzero.run.reconcile import Decision
 from rankzero.run.tries import PipelineTry, attempt, detaching
-from rankzero.submit import datasets, drivers, submission
+from rankzero.submit import datasets, drivers, existing
 from rankzero.submit.drivers import open_owned
 from rankzero.submit.prepare import Request
 
@@ -62,10 +62,10 @@ def open_durable(
     run = RunDirectory(request.directory)
     handle: RunHandle[Any] | None = None
     # The handle, once there is one: under the same id there may be a later submission by then.
-    with detaching(lambda: handle or submission.find(run), caller, request.template.stop_grace, log):
+    with detaching(lambda: handle or existing.find(run), caller, request.template.stop_grace, log):
         template = replace(request.template, generation=caller.generation)
         request = replace(request, template=template, caller=caller)
-        before = submission.find(run)
+        before = existing.find(run)
         repeated = as_repeated(request, before, caller.generation) if before else request
         kept = {name: source for name, source in repeated.sources.items() if source is not request.sources[name]}
         decision = Decision.FRESH
@@ -113,26 +113,26 @@ def _await_trackers(handle: RunHandle[Any]) -> None:
 def _reconcile(before: RunHandle[Any], asked: Asked, caller: PipelineTry, log: Any) -> Decision:
     """Decides what the run is to this try, as `submission.submit` does. A living run of another training is ended."""
     run = RunDirectory(before.directory)
-    existing = submission.assess(run, asked, caller)
-    assert existing
-    _report(existing, log)
-    if existing.decision is Decision.FRESH and not existing.status.final:
+    found = existing.assess(run, asked, caller)
+    assert found
+    _report(found, log)
+    if found.decision is Decision.FRESH and not found.status.final:
         before.cancel()
-        submission.await_end(run, existing.job)
-    return existing.decision
+        existing.await_end(run, found.job)
+    return found.decision
 
 
-def _report(existing: submission.Existing, log: Any) -> None:
+def _report(found: existing.Existing, log: Any) -> None:
     """Logs why the training begins from scratch, or which changes do not affect the run."""
-    comparison = existing.comparison
-    if existing.decision is Decision.FRESH and comparison.differing:
+    comparison = found.comparison
+    if found.decision is Decision.FRESH and comparison.differing:
         log.info("the training begins from scratch: other than before: %s", describe(comparison.differing))
     elif comparison.unknown:
-        log.warning("%s", submission.explain_unknown(existing))
-    elif existing.decision is Decision.FRESH:
+        log.warning("%s", existing.explain_unknown(found))
+    elif found.decision is Decision.FRESH:
         log.info("the training begins from scratch: its result was delivered")
-    elif comparison.ignored and existing.decision is Decision.ATTACH:
+    elif comparison.ignored and found.decision is Decision.ATTACH:
         changed = describe(comparison.ignored)
         log.warning("the run continues as it began: changed since: %s", changed)
-    elif comparison.ignored and existing.decision is Decision.RESUME:
+    elif comparison.ignored and found.decision is Decision.RESUME:
         log.warning("the training resumes although this has changed: %s", describe(comparison.ignored))

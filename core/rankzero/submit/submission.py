@@ -17,51 +17,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.data.table import FOLDER as TABLES
-from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError, RunNotFoundError
+from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
-from rankzero.run import delivery
 from rankzero.run.checkpoints import list_folders, read_manifests
-from rankzero.run.directory import RunDirectory, compare_job, new_claim
-from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Asked, Comparison, describe
-from rankzero.run.observer import dead_after
-from rankzero.run.reconcile import Decision, decide
-from rankzero.run.status import RunStatus
+from rankzero.run.directory import RunDirectory, new_claim
+from rankzero.run.identity import Asked, describe
+from rankzero.run.reconcile import Decision
 from rankzero.run.tries import PipelineTry
+from rankzero.submit.existing import Existing, assess, await_end, check_owner, explain_unknown, find_job_of
 from rankzero.values.envelope import Part
 
 logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 5
 """Most checkpoints that a line of the log names."""
-
-
-@dataclass(frozen=True)
-class Existing:
-    """An existing run, compared with a new request under its id.
-
-    Attributes:
-        job: The job of its last submission.
-        status: Its current status; ``"failed"`` if its driver died.
-        decision: The effect of submitting a training under its id.
-        ending: True if it is live but was asked to stop, or its owner has exited: a new submission waits for its end.
-        comparison: Comparison of its training with the requested one.
-    """
-
-    job: Job
-    status: RunStatus
-    decision: Decision
-    ending: bool
-    comparison: Comparison
-
-
-def _check_owner(run: RunDirectory) -> None:
-    """Raises InvalidJobError for a directory of another user, since its content is executed as this user."""
-    if why := store.why_untrusted(run.directory):
-        raise InvalidJobError(f"the run directory {run.directory} {why}", code="RZ-1010")
 
 
 def make(run: RunDirectory) -> None:
@@ -72,7 +43,7 @@ def make(run: RunDirectory) -> None:
             rankzero has not written.
     """
     with _storing(run):
-        _check_owner(run)
+        check_owner(run)
         _refuse_others(run)
         store.prove(os.path.dirname(run.directory))
         run.make()
@@ -97,126 +68,6 @@ def _storing(run: RunDirectory) -> Iterator[None]:
         raise
     except (OSError, ImportError, ValueError) as error:
         raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}", code="RZ-1008") from error
-
-
-def find(run: RunDirectory) -> RunHandle[Any] | None:
-    """Returns a handle of the run in this directory, or None if there is none yet. Starts nothing.
-
-    Raises:
-        InvalidJobError: the store cannot be read, or the directory belongs to another user.
-    """
-    _check_owner(run)
-    try:
-        return RunHandle.attach(run.directory) if _find_job(run) else None
-    except RunNotFoundError:
-        # Removed in between.
-        return None
-    except OSError as error:
-        raise InvalidJobError(f"the store cannot be read: {run.directory}: {error}") from error
-
-
-def _find_job(run: RunDirectory) -> Job | None:
-    """Returns the job of the run's last submission, or None. Raises InvalidJobError for one that cannot be read."""
-    try:
-        return run.find_job()
-    except RunNotFoundError as error:
-        raise InvalidJobError(
-            f"{run.path('job.json')} is there and cannot be read ({error}): a run of this name may be running or hold "
-            "a result, so it is not replaced: remove its directory, or choose another run_id"
-        ) from error
-
-
-def assess(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -> Existing | None:
-    """Returns what submitting a training under this run id would mean now; None if there is no such run.
-
-    A driver on another host is polled until it shows a heartbeat or counts as dead.
-
-    Args:
-        run: The run's directory.
-        asked: The requested training.
-        caller: A pipeline step. If its orchestrator has stored the result, the result is acknowledged.
-    """
-    found = _state(run)
-    if found is None:
-        return None
-    job, status, ending = found.job, found.status, found.ending
-    delivered = delivery.read(run.directory, job.submission)
-    if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
-        delivered = replace(delivered, acknowledged=True)
-        delivery.write(run.directory, delivered)
-    comparison = compare_job(job, asked)
-    decision = decide(
-        status.state,
-        same_training=comparison.same,
-        acknowledged=delivered.acknowledged,
-        ending=ending,
-        same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
-        by_name=asked.by_name,
-        unknown=comparison.unknown and not asked.repeats(job.generation),
-    )
-    if decision is Decision.DELIVER and status.result and not store.exists(run.result_path(status.result["uri"])):
-        logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", run.directory)
-        decision = Decision.RESUME
-    return Existing(job, status, decision, ending, comparison)
-
-
-def explain_unknown(existing: Existing) -> str:
-    """Returns a sentence about a run whose training cannot be compared with the requested one."""
-    fresh = existing.decision is Decision.FRESH
-    return (
-        f"it is unknown whether run {existing.job.run_id!r} is the same training, since another version of Python or "
-        f"rankzero submitted it: {'its result and checkpoints are not used' if fresh else 'it counts as the same'}"
-    )
-
-
-@dataclass(frozen=True)
-class _State:
-    job: Job
-    status: RunStatus
-    ending: bool
-
-
-def _state(run: RunDirectory) -> _State | None:
-    """Returns job and status of the last submission, and whether the run is ending; None if there is none."""
-    _check_owner(run)
-    if (job := _find_job(run)) is None:
-        return None
-    owner_is_gone = bool(job.owner and is_gone(job.owner))
-    status = _await_certainty(RunHandle(run.directory), job, owner_is_gone)
-    ending = not status.final and (owner_is_gone or run.cancel_requested(job.submission))
-    return _State(job, status, ending)
-
-
-def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -> RunStatus:
-    """Returns the status once the driver has shown a heartbeat or counts as dead.
-
-    A submitter that was killed before it started the driver has left its own heartbeat. On a disk this process then
-    claims the driver's role, so no time needs to pass: a driver claims that role before it does anything.
-    """
-    status = handle.status()
-    never_driven = not (status.final or status.driver_pid)
-    if never_driven and owner_is_gone and not status.patience:
-        # A driver that starts now exits, because its owner has exited.
-        return replace(status, state="failed")
-    run = RunDirectory(handle.directory)
-    claimant = run.claimant(status.submission) if never_driven else None
-    submitter_is_gone = bool(claimant and is_gone(claimant))
-    # On a disk a submitter records the process of its driver. If it was killed before that, a driver that starts later
-    # finds the role claimed, and exits.
-    has_no_driver = submitter_is_gone and not (status.patience or run.is_remote or handle.driver_lives(status))
-    if has_no_driver and run.claim_driver(status.submission):
-        return replace(status, state="failed")
-    # The owner of a run may have died with its host a moment ago. Only that process can follow the run, so a young
-    # heartbeat is not enough: the next one is awaited.
-    may_be_young = job.owner is None and (not submitter_is_gone or status.patience > 0)
-    # With a clock that is ahead, an old heartbeat lies in the future.
-    is_young = may_be_young and abs(time.time() - status.heartbeat) < max(status.interval, status.patience)
-    seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
-    while not (is_young or status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
-        time.sleep(bounds.SUBMIT_POLL_INTERVAL)
-        status = handle.status()
-        is_young = status.heartbeat != seen
-    return status
 
 
 def submit(
@@ -282,7 +133,7 @@ def submit(
             with _releasing(run, number, claim):
                 if run.claim(number, claim):
                     # Another user may have created the directory meanwhile.
-                    _check_owner(run)
+                    check_owner(run)
                     store.remove_unfinished(run.directory)
                     began = time.monotonic()
                     run.write_files(number, files)
@@ -359,17 +210,6 @@ def _await_submission(run: RunDirectory, number: int, timeout: float) -> bool:
     return _submission_of(run) >= number
 
 
-def await_end(run: RunDirectory, job: Job) -> None:
-    """Waits for the end of a run that was asked to stop. Raises EngineError if it does not end in time."""
-    bound = job.stop_grace + CANCEL_TIMEOUT
-    deadline = time.monotonic() + bound
-    # Ends also when another submitter that waited for the same has submitted the run again.
-    while (found := _state(run)) and found.ending:
-        if time.monotonic() > deadline:
-            raise EngineError(f"the run in {run.directory} was asked to stop and is still running after {bound:g} s")
-        time.sleep(bounds.SUBMIT_POLL_INTERVAL)
-
-
 def _last_attempt(run: RunDirectory) -> int:
     """Returns the highest attempt that left checkpoints, rows or a value: the status may be older than those."""
     numbers = [name.partition("-")[0] for name in list_folders(run)]
@@ -395,7 +235,7 @@ def _last_metrics(run: RunDirectory, existing: Existing) -> dict[str, Any]:
 
 
 def _submission_of(run: RunDirectory) -> int:
-    job = _find_job(run)
+    job = find_job_of(run)
     return job.submission if job else -1
 
 
