@@ -155,7 +155,7 @@ def test_an_interrupted_submission_leaves_no_run_that_waits_for_its_driver(tmp_p
         launcher.submit(len, "abc")
     found = launcher.find()
     assert found is not None
-    assert found.status().state == "failed"
-    assert "KeyboardInterrupt while submitting" in str(found.status().error)
+    assert found.status().state == "cancelled"
+    assert "interrupted by KeyboardInterrupt before the driver started" in str(found.status().error)
     # A driver that the cluster has taken all the same does nothing.
     assert not RunDirectory(found.directory).claim_driver(0)
