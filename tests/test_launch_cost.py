@@ -107,6 +107,20 @@ def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: La
         time.sleep(1.0)
 
 
+def test_a_server_loads_in_a_pause_what_its_environment_names(launcher: Launcher) -> None:
+    def loaded() -> bool:
+        import sys
+
+        return "xmlrpc.server" in sys.modules
+
+    named = launcher.options(env={"RANKZERO_PRELOAD": "no_such_module,xmlrpc.server"})
+    assert not launcher.run(loaded)
+    deadline = time.monotonic() + 60
+    while not named.run(loaded):
+        assert time.monotonic() < deadline
+        time.sleep(1.0)
+
+
 @pytest.mark.soak
 def test_a_restart_finds_loaded_what_the_first_optimizer_step_imports(launcher: Launcher) -> None:
     def loaded(names: list[str], seconds: float) -> list[str]:

@@ -52,7 +52,8 @@ _NEW = ".new"
 _LINE = 4096
 """Most bytes of an answer that one call receives."""
 
-# Variables that torch and the libraries below it read while they are imported; all others are set after a fork.
+# Variables that torch and the libraries below it read while they are imported, and the names of further modules to
+# load; all others are set after a fork.
 # Cache directories are excluded: they are read when used, and many jobs set one for each run.
 _LOAD_TIME = re.compile(
     r"(?!TORCHINDUCTOR_CACHE_DIR$|TRITON_CACHE_DIR$|TORCH_HOME$|XDG_CACHE_HOME$)"
@@ -60,7 +61,7 @@ _LOAD_TIME = re.compile(
     r"PYTORCH|ATEN_|TRITON_|CUDA(?!_VISIBLE_DEVICES$)|CUBLAS|CUDNN|NVIDIA_|HIP|HSA_|ROC|MIOPEN_|DNNL_|ONEDNN_|IPEX_|XLA_|"
     r"KINETO_|GFORTRAN_|I_MPI_|ACC_|INDUCTOR_|AOT|SYMPY_|MPMATH_|CUTLASS_|CUTEDSL_|ENABLE_|FX_|PARTITIONER_|COMPILE_|"
     r"LOG_AUTOTUNE|LOG_TLPARSE|UNSAFE_SKIP_FSDP|DUMP_AOTI|FAKE_ALLOW_META|"
-    r"LC_|SSL_|OPENSSL_|XDG_|CONDA_).*|PATH|HOME|LANG|LANGUAGE|TZ|USER|LOGNAME|VIRTUAL_ENV|CXX|CI)"
+    r"LC_|SSL_|OPENSSL_|XDG_|CONDA_).*|PATH|HOME|LANG|LANGUAGE|TZ|USER|LOGNAME|VIRTUAL_ENV|CXX|CI|RANKZERO_PRELOAD)"
 )
 
 _BOOTSTRAP = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "

@@ -60,6 +60,8 @@ PRELOADED_LATER = (
     "rankzero.engines.local",
     "rankzero.engines.spark.engine",
 )
+PRELOAD = "RANKZERO_PRELOAD"
+"""Environment variable with the names of further installed modules, separated by commas, that a server loads later."""
 
 _READ = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
@@ -171,7 +173,7 @@ class WarmServer:
         signal.signal(signal.SIGCHLD, lambda *_: self._collect())
         try:
             with contextlib.nullcontext() if self._agents else ending_with(self._owner, self._place):
-                load(PRELOADED_LATER)
+                load((*PRELOADED_LATER, *filter(None, os.environ.get(PRELOAD, "").split(","))))
                 settle_dynamo()
         except Exception:
             # A half imported module would be in every fork.
