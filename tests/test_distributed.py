@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import secrets
+import types
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,24 @@ def test_a_decorated_function_of_main_keeps_its_options_in_another_process() -> 
     again = pickle.loads(cloudpickle.dumps(made["train"]))
     assert again.launcher.num_processes == 3
     assert again.local() == 1
+
+
+@distributed(num_processes=2)
+def scaled(lr: float) -> float:
+    """Returns a multiple."""
+    return 2 * lr
+
+
+def test_ranks_have_the_methods_of_a_decorated_function_that_is_pickled_by_value() -> None:
+    # As in a notebook.
+    own = types.FunctionType(scaled.launch_function.__code__, {"__name__": "__main__"}, "scaled")
+    fit = Launcher(1)
+    decorated = type(scaled)(own, fit)
+
+    def train() -> list[Any]:
+        return [decorated(1.0), decorated.local(lr=1.5), decorated.options(num_processes=4)(lr=2.0), decorated.__name__]
+
+    assert fit.run(train) == [2.0, 3.0, 4.0, "scaled"]
 
 
 def test_a_wrong_use_is_refused() -> None:

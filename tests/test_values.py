@@ -155,6 +155,31 @@ def test_what_cannot_be_read_back_is_refused_when_it_is_written(tmp_path: Path) 
     assert not [path for path in tmp_path.iterdir() if path.is_file()]
 
 
+def does_not_fit() -> Any:
+    import resource
+    import signal
+
+    # As on a disk with 1 MiB left.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return {"weights": torch.zeros(1 << 20)}
+
+
+def is_unreadable() -> Any:
+    return {"error": TwoWords("a", "b"), "weights": torch.zeros(1 << 20)}
+
+
+@pytest.mark.parametrize(
+    ("train", "reason"), [(does_not_fit, "could not be written"), (is_unreadable, "cannot be read back")]
+)
+def test_a_value_that_cannot_be_stored_takes_no_room(
+    launcher: Launcher, tmp_path: Path, train: Any, reason: str
+) -> None:
+    with pytest.raises(ResultError, match=reason):
+        launcher.options(num_processes=1, run_id="one").run(train)
+    assert list((tmp_path / "store" / "one" / "result").iterdir()) == []
+
+
 def test_a_proof_leaves_classes_as_they_are(tmp_path: Path) -> None:
     made: list[str] = []
 

@@ -63,7 +63,11 @@ def _end_all(dag_id: str, run_id: str) -> None:
         for task_id, map_index in _rows(
             _XCOMS, "task_id", "map_index", dag_id=dag_id, run_id=run_id, key=DIRECTORY_KEY
         ):
-            _threads.submit(_end, dag_id, run_id, task_id, map_index)
+            try:
+                _threads.submit(_end, dag_id, run_id, task_id, map_index)
+            except RuntimeError:
+                # This process is exiting, as that of ``airflow dags test``: it awaits this thread, and starts no other.
+                _end(dag_id, run_id, task_id, map_index)
     except Exception:
         logger.warning("the trainings of the DAG run %s are left to their leases", run_id, exc_info=True)
 

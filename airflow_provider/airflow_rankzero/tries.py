@@ -86,11 +86,12 @@ class TaskTry:
     def generation(self) -> str:
         """Identifies the chain of automatic retries.
 
-        A clear raises ``max_tries``, and a retry does not. If the worker of a running task had died before the task was
-        cleared, Airflow leaves ``max_tries`` and starts another try, even one beyond it. While retries are left, that
-        try looks like an automatic one.
+        A clear sets ``max_tries`` to the number of tries so far and the task's ``retries``; a retry leaves it. Without
+        ``retries``, which may have been lowered before a clear, the number is that of the tries before the chain. If
+        the worker of a running task had died before the task was cleared, Airflow leaves ``max_tries`` and starts
+        another try, even one beyond it. While retries are left, that try looks like an automatic one.
         """
-        return f"{self.ti.run_id}#{max(self.ti.max_tries, self.ti.try_number - 1)}"
+        return f"{self.ti.run_id}#{max(self.ti.max_tries, self.ti.try_number - 1) - (self.ti.task.retries or 0)}"
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
         """Returns False: Airflow's listener (`airflow_rankzero.delivery`) has already acknowledged a stored result."""

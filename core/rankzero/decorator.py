@@ -68,6 +68,10 @@ class DistributedFunction(Generic[P, R]):
         """Returns a copy with changed options of the launcher. Raises InvalidJobError for one that does not exist."""
         return type(self)(self.launch_function, self.launcher.options(**changes))
 
+    def in_ranks(self) -> tuple[Any, ...]:
+        """Returns how `rankzero.submit` pickles the function for ranks: without the launcher, which stays here."""
+        return _in_rank, (type(self), self.launch_function)
+
     def __repr__(self) -> str:
         return f"<distributed {self.launch_function!r} by {self.launcher!r}>"
 
@@ -76,6 +80,10 @@ class DistributedFunction(Generic[P, R]):
         name: str = self.__qualname__  # type: ignore[attr-defined]
         is_importable = self.__module__ != "__main__" and "<locals>" not in name
         return name if is_importable else (type(self), (self.launch_function, self.launcher))
+
+
+def _in_rank(kind: type[DistributedFunction[P, R]], function: Callable[P, R]) -> DistributedFunction[P, R]:
+    return kind(function, Launcher(1))
 
 
 @dataclass(frozen=True)

@@ -124,15 +124,20 @@ def test_a_mark_ends_no_run_that_was_submitted_after_it(
         assert after.wait(60)
 
 
-@pytest.mark.parametrize("end", ["failed", pytest.param("success", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("end", "is_exiting"),
+    [("failed", False), ("failed", True), pytest.param("success", False, marks=pytest.mark.soak)],
+)
 def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
-    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, is_exiting: bool
 ) -> None:
     from airflow.models.dagrun import DagRun
     from airflow.models.taskinstance import TaskInstance
     from airflow.sdk import task
     from airflow.utils.session import create_session
     from sqlalchemy import select
+
+    from airflow_rankzero import marks
 
     settle = marks_settle(monkeypatch)
 
@@ -161,6 +166,16 @@ def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     # Another task has ended the DAG run, and a user has cleared this one.
     tell("queued")
     assert not handle.status().final
+    if is_exiting:
+        # An interpreter that exits, as after `airflow dags test`, runs what its threads were given, and takes no more.
+        submit = marks._threads.submit
+
+        def refuse(call: Any, *args: Any) -> Any:
+            if call is marks._end:
+                raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+            return submit(call, *args)
+
+        monkeypatch.setattr(marks._threads, "submit", refuse)
     # By `dagrun_timeout`, of a task that waited for its retry.
     tell("skipped")
     assert handle.wait(60)

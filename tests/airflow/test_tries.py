@@ -46,22 +46,29 @@ def test_a_lease_is_as_long_as_the_next_try_may_take(task: Any, ti: Any, deferre
     ("first", "second", "is_same"),
     [
         # An automatic retry.
-        ((1, 3), (2, 3), True),
-        ((3, 3), (4, 3), True),
+        ((1, 3, 3), (2, 3, 3), True),
+        ((3, 3, 3), (4, 3, 3), True),
+        ((3, 5, 3), (4, 5, 3), True),
         # A clear.
-        ((1, 3), (2, 4), False),
-        ((1, 0), (2, 1), False),
+        ((1, 3, 3), (2, 4, 3), False),
+        ((1, 0, 0), (2, 1, 0), False),
+        # A clear after `retries` was lowered.
+        ((1, 1, 1), (2, 1, 0), False),
+        ((2, 2, 2), (3, 2, 0), False),
         # A clear of a task whose worker had died: Airflow starts another try beyond the most.
-        ((1, 0), (2, 0), False),
-        ((4, 3), (5, 3), False),
+        ((1, 0, 0), (2, 0, 0), False),
+        ((4, 3, 3), (5, 3, 3), False),
     ],
 )
 def test_a_clear_begins_another_chain_of_automatic_tries(
-    first: tuple[int, int], second: tuple[int, int], is_same: bool
+    first: tuple[int, int, int], second: tuple[int, int, int], is_same: bool
 ) -> None:
     from airflow_rankzero import TaskTry
 
-    tries = [SimpleNamespace(run_id="r", try_number=number, max_tries=most) for number, most in (first, second)]
+    tries = [
+        SimpleNamespace(run_id="r", try_number=number, max_tries=most, task=SimpleNamespace(retries=retries))
+        for number, most, retries in (first, second)
+    ]
     names = [TaskTry(each).generation for each in tries]
     assert (names[0] == names[1]) is is_same
 

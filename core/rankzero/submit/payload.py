@@ -222,8 +222,8 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             )
         module = getattr(obj, "__module__", None)
         if _is_distributed(obj) and not (self.travels(str(module)) and _is_global(obj, str(module))):
-            # In a rank it is the plain function.
-            return functools.partial, (obj.launch_function,)
+            for_ranks: tuple[Any, ...] = obj.in_ranks()
+            return for_ranks
         if isinstance(obj, functools.cached_property):
             # Before Python 3.12 it holds a lock.
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}

@@ -249,8 +249,13 @@ def _commit(value: object, start: messages.Start, files: Parts) -> messages.Fini
             files.check_directory()
             os.makedirs(start.result_directory, exist_ok=True)
             size, digest = formats.write(value, file_format, path)
-    except OSError as error:
-        raise ResultError(f"rank 0 returned, but its value could not be written: {error}") from error
+    except BaseException as error:
+        # A part of a large value may fill the disk, and the status of this run and others then finds no room.
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        if isinstance(error, OSError):
+            raise ResultError(f"rank 0 returned, but its value could not be written: {error}") from error
+        raise
     summary = formats.summarize(value)
     result = {"format": file_format, "size": size, "digest": digest, "path": path, "summary": summary}
     if file_format == formats.JSON and size <= INLINE_LIMIT:
