@@ -1,6 +1,7 @@
 """Opens and follows the run of a step's training."""
 
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -9,10 +10,11 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero import _compat
+from dagster_rankzero.io_manager.manifest import hold
 from dagster_rankzero.metadata import next_interval
 from dagster_rankzero.step import Step, stem_of
-from rankzero import Launcher, RankZeroError, RunHandle
-from rankzero.pipeline import EngineOpened, Follower, LineWritten, MetricsReported, Opened, attempt
+from rankzero import Launcher, RankZeroError, ResultRef, RunHandle
+from rankzero.pipeline import EngineOpened, Follower, LineWritten, MetricsReported, Opened, attempt, map_refs
 
 _RETRY = "its retry"
 
@@ -60,6 +62,7 @@ def open_run(
             if opened.attached and not opened.handle.status().final:
                 # From here on the training belongs to this Dagster run: see `_leave_or_end`.
                 offer(opened.handle, step, context.log)
+            _hold_inputs(opened.handle.directory, args, kwargs, context.log)
             yield opened
     except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as interrupt:
         if step.executor == _compat.IN_PROCESS and step.is_retried and not step.detaches(interrupt):
@@ -104,6 +107,14 @@ def _root_of(launcher: Launcher, step: Step, call: int) -> str:
     own, shared = (launcher.options(run_id=step.run_id(root, call)).find() for root in (apart, step.root))
     # If two re-executions of one run are running, the second must not end the training of the first.
     return apart if own or (shared and not shared.status().final and not step.is_alone()) else step.root
+
+
+def _hold_inputs(run_directory: str, args: tuple[Any, ...], kwargs: dict[str, Any], log: Any) -> None:
+    """Keeps the stored versions that a training reads, since a restarted attempt opens them again."""
+    refs: list[ResultRef] = []
+    map_refs([args, kwargs], refs.append)
+    for ref in refs:
+        attempt(log, f"the mark that {ref.uri} is read", functools.partial(hold, ref.uri, run_directory), None)
 
 
 def follow(

@@ -10,14 +10,16 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import dagster as dg
 import pytest
 import torch
+from tests.conftest import until
 from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
 
-from dagster_rankzero import RankZeroIOManager
+from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
 from rankzero import ResultRef
 from rankzero.bounds import UNFINISHED_AFTER
 from rankzero.pipeline import store as storage
@@ -325,6 +327,59 @@ def test_superseded_versions_go_after_one_more(
     assert refs[2].load() == {"version": 2}
     assert refs[3].load() == {"version": 3}
     assert len(list((assets_path / "stored").glob("data-*"))) == 2
+
+
+def test_a_version_that_a_training_reads_stays_until_it_has_ended(
+    manager: RankZeroIOManager,
+    instance: dg.DagsterInstance,
+    assets_path: Path,
+    torch_distributor: TorchDistributorResource,
+    tmp_path: Path,
+) -> None:
+    """Ranks are killed after three further versions; their next attempt opens the same file."""
+    (began := tmp_path / "began").mkdir()
+    may_end = tmp_path / "may-end"
+
+    def train(stored: dict[str, torch.Tensor]) -> int:
+        import rankzero.train as rt
+
+        if (context := rt.get_context()).attempt == 0:
+            (began / str(context.rank)).touch()
+            while not may_end.exists():
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return int(stored["version"])
+
+    model = torch_asset(name="model", options={"max_restarts": 1})(train)
+    resources = {"io_manager": manager, "torch_distributor": torch_distributor}
+
+    def trained() -> dg.ExecuteInProcessResult:
+        return dg.materialize([asset_of(0), model], selection="model", resources=resources, instance=instance)
+
+    def store_version(number: int) -> None:
+        store({"version": torch.tensor(number)}, manager, instance)
+
+    def versions() -> int:
+        return len([name for name in os.listdir(assets_path / "stored") if name.startswith("data-")])
+
+    store_version(1)
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(trained)
+        try:
+            until(lambda: len(list(began.iterdir())) == 2, 120, "the ranks")
+            for number in (2, 3, 4):
+                store_version(number)
+            assert versions() == 3
+        finally:
+            may_end.touch()
+        result = outcome.result(120)
+    assert result.success
+    (value,) = (assets_path / "model").glob("data-*")
+    assert value.read_text() == "1"
+    store_version(5)
+    # The version that was held is a stray now, which goes after an hour.
+    assert versions() == 3
+    assert not [name for name in os.listdir(assets_path / "stored") if name.startswith("held-")]
 
 
 def test_files_that_no_version_names_go_after_an_hour(

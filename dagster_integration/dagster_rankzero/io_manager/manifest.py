@@ -2,13 +2,16 @@
 
     <asset>[/<partition>]/data-<sha16>-<nonce>.<format>
     <asset>[/<partition>]/manifest.json      written last, atomically
+    <asset>[/<partition>]/held-<sha8>-data-<sha16>-<nonce>.<format>      names a run that reads this data file
 
 Until the new manifest is written, readers see the complete previous version; a crash, or commits at the same time,
 leave at most data files that no manifest names and temporary files, which a commit removes after an hour. A committed
 version survives a power failure. The previous version stays until the next one is committed, since handles of it may
-still be in use. Each name is written once, so no commit removes the file that another one is about to commit.
+still be in use, and one that a training reads until that has ended, since each of its attempts opens the file. Each
+name is written once, so no commit removes the file that another one is about to commit.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -17,7 +20,7 @@ import tempfile
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from rankzero import ResultError, ResultRef
+from rankzero import ResultError, ResultRef, RunHandle, RunNotFoundError
 from rankzero.pipeline import fingerprint_of, formats, split, store, verify
 
 MANIFEST = "manifest.json"
@@ -26,6 +29,8 @@ _PREFIX = "data-"
 _NAME_DIGITS = 16
 _DATA = re.compile(rf"{_PREFIX}[0-9a-f]{{{_NAME_DIGITS}}}-[0-9a-f]{{8}}\.[a-z.]+")
 """Names of the data files that `commit` makes. A folder of the user's may have other files that begin alike."""
+_HELD = re.compile(rf"held-[0-9a-f]{{8}}-({_DATA.pattern})")
+"""Names of the files that `hold` makes."""
 _CHUNK = 8 << 20
 
 
@@ -163,10 +168,47 @@ def commit(
     manifest = Manifest(name, file_format, digest, size, summary, run_id, superseded, fingerprint, owner)
     store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode(), durable=True)
     store.sync_directory(os.path.dirname(directory))
-    if obsolete is not None:
+    held = _held(directory)
+    if obsolete is not None and obsolete not in held:
         store.remove(store.join(directory, obsolete))
-    store.remove_strays(directory, _DATA, (name, superseded))
+    store.remove_strays(directory, _DATA, (name, superseded, *held))
     return manifest.reference(directory)
+
+
+def hold(uri: str, run_directory: str) -> None:
+    """Keeps the data file of a version until a run has ended. Other files are not affected. Raises OSError.
+
+    Args:
+        uri: The file that a `ResultRef` names.
+        run_directory: Directory of a run that has the handle among its arguments.
+    """
+    directory, _, name = uri.rpartition("/")
+    if _DATA.fullmatch(name):
+        mark = f"held-{hashlib.sha256(run_directory.encode()).hexdigest()[:8]}-{name}"
+        store.write_bytes(store.join(directory, mark), run_directory.encode())
+
+
+def _held(directory: str) -> set[str]:
+    """Returns the names of the data files that living runs read, and removes the marks of runs that have ended."""
+    held = set()
+    for mark in store.list_names(directory):
+        if found := _HELD.fullmatch(mark):
+            path = store.join(directory, mark)
+            if _is_living(store.read_bytes(path).decode()):
+                held.add(found[1])
+            else:
+                store.remove(path)
+    return held
+
+
+def _is_living(run_directory: str) -> bool:
+    try:
+        return not RunHandle.attach(run_directory, follows=False).status().final
+    except RunNotFoundError:
+        return False
+    except Exception:
+        # The store of the runs cannot be read from here or now.
+        return True
 
 
 def check_format(file_format: str, allow_pickle: bool) -> None:
