@@ -18,12 +18,24 @@ def wait_long() -> None:
     time.sleep(120)
 
 
-def marks_settle(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+class Threads(ThreadPoolExecutor):
+    """One thread, as the listeners have several."""
+
+    is_exiting = False
+    """Makes it those of an interpreter that exits, as after `airflow dags test`: they take nothing more."""
+
+    def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self.is_exiting and call.__name__ == "_end":
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        return super().submit(call, *args, **kwargs)
+
+
+def marks_settle(monkeypatch: pytest.MonkeyPatch, threads: Threads | None = None) -> Callable[[], None]:
     """Gives the listeners one thread and no grace. Returns a wait for what they were called for."""
     from airflow_rankzero import marks
 
     monkeypatch.setattr(marks, "FOLLOWER_GRACE", 0.1)
-    threads = ThreadPoolExecutor(1)
+    threads = threads or Threads(1)
     monkeypatch.setattr(marks, "_threads", threads)
 
     def settle() -> None:
@@ -84,9 +96,8 @@ def test_a_mark_ends_no_run_that_was_submitted_after_it(
     from airflow.utils.session import create_session
     from sqlalchemy import select
 
-    from airflow_rankzero import marks
-
-    settle = marks_settle(monkeypatch)
+    threads = Threads(1)
+    settle = marks_settle(monkeypatch, threads)
 
     @task(task_id="train")
     def note(**context: Any) -> None:
@@ -137,8 +148,6 @@ def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     from airflow.utils.session import create_session
     from sqlalchemy import select
 
-    from airflow_rankzero import marks
-
     settle = marks_settle(monkeypatch)
 
     @task(task_id="train")
@@ -166,16 +175,7 @@ def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     # Another task has ended the DAG run, and a user has cleared this one.
     tell("queued")
     assert not handle.status().final
-    if is_exiting:
-        # An interpreter that exits, as after `airflow dags test`, runs what its threads were given, and takes no more.
-        submit = marks._threads.submit
-
-        def refuse(call: Any, *args: Any) -> Any:
-            if call is marks._end:
-                raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-            return submit(call, *args)
-
-        monkeypatch.setattr(marks._threads, "submit", refuse)
+    threads.is_exiting = is_exiting
     # By `dagrun_timeout`, of a task that waited for its retry.
     tell("skipped")
     assert handle.wait(60)
