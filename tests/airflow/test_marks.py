@@ -96,8 +96,9 @@ def test_a_mark_ends_no_run_that_was_submitted_after_it(
     from airflow.utils.session import create_session
     from sqlalchemy import select
 
-    threads = Threads(1)
-    settle = marks_settle(monkeypatch, threads)
+    from airflow_rankzero import marks
+
+    settle = marks_settle(monkeypatch)
 
     @task(task_id="train")
     def note(**context: Any) -> None:
@@ -148,7 +149,8 @@ def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     from airflow.utils.session import create_session
     from sqlalchemy import select
 
-    settle = marks_settle(monkeypatch)
+    threads = Threads(1)
+    settle = marks_settle(monkeypatch, threads)
 
     @task(task_id="train")
     def note(**context: Any) -> None:
