@@ -23,13 +23,16 @@ _COUNTS = frozenset(
     re.split(
         r"\s+",
         "max min num n count tokens length bits size limit interval timeout period ttl lifetime expiry expires "
-        "expiration age days hours minutes seconds ms ratio port per retries validity duration",
+        "expiration age days hours minutes seconds ms ratio port per retries validity duration dim dims rate prob "
+        "dropout",
     )
 )
 """Words in names of numbers that are no secrets, such as ``MAX_TOKENS`` and ``spark.authenticate.secretBitLength``."""
+_ID = re.compile(r"[._-]ids?$", re.IGNORECASE)
+"""End of the names of numbers that are no secrets, such as ``pad_token_id``."""
 # Values that are too common to mask: log lines would become unreadable.
 _NO_SECRET = re.compile(r"true|false|.{0,3}", re.IGNORECASE)
-_NUMBER = re.compile(r"[\d.,]*")
+_NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?", re.IGNORECASE)
 _SHORT = 8
 """Characters of a secret below which it is masked only as a whole word."""
 
@@ -54,7 +57,7 @@ def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
             # Not a password, and Python may refuse to convert it to text.
             continue
         text = str(value)
-        if is_secret(name) and not (_NUMBER.fullmatch(text) and _counts(name)):
+        if hides(name, text):
             found.append(text)
         else:
             found += credentials_in(text)
@@ -69,8 +72,12 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _NO_SECRET_NAME.search(name)
 
 
-def _counts(name: str) -> bool:
-    return not _COUNTS.isdisjoint(word.lower() for word in _WORDS.findall(name))
+def hides(name: str, value: object) -> bool:
+    """Returns True if the value of a setting must not be shown. A count such as ``max_tokens=4096`` may be shown."""
+    if not is_secret(name):
+        return False
+    is_count = not _COUNTS.isdisjoint(word.lower() for word in _WORDS.findall(name)) or _ID.search(name)
+    return not (is_count and isinstance(value, (str, int, float)) and _NUMBER.fullmatch(str(value)))
 
 
 _PASSWORD = re.compile(r"(://[^/@:\s]*:)([^/\s]+)@")
@@ -89,7 +96,7 @@ def without_credentials(text: str) -> str:
     text = _PASSWORD.sub(rf"\1{MASK}@", text)
 
     def masked(found: re.Match[str]) -> str:
-        return f"{found[1]}{MASK}" if is_secret(found[2]) or _SIGNATURE.fullmatch(found[2]) else found[0]
+        return f"{found[1]}{MASK}" if hides(found[2], found[3]) or _SIGNATURE.fullmatch(found[2]) else found[0]
 
     return _SETTING.sub(masked, text)
 
@@ -102,7 +109,7 @@ def credentials_in(text: str) -> list[str]:
         ['ge%2Fheim', 'ge/heim']
     """
     found = [password for _, password in _PASSWORD.findall(text)]
-    found += [value for _, name, value in _SETTING.findall(text) if is_secret(name) or _SIGNATURE.fullmatch(name)]
+    found += [value for _, name, value in _SETTING.findall(text) if hides(name, value) or _SIGNATURE.fullmatch(name)]
     return list(dict.fromkeys(each for secret in found for each in (secret, unquote(secret))))
 
 

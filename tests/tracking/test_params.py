@@ -23,6 +23,17 @@ def test_a_functions_arguments_by_name_with_defaults() -> None:
     assert params_of(print, ("a",), {}, {})["args.0"] == "a"
 
 
+def test_counts_of_tokens_are_no_secrets() -> None:
+    counts = {"max_tokens": -1, "token_dim": 768, "num_tokens": 10**9, "token_dropout": 1e-05, "pad_token_id": 0}
+    assert params_of(train, (1,), counts, {}) == {"lr": 1, "model": None, **counts}
+    secrets = {"token": 84930218, "max_token": "geheim", "id_password": 84930218}
+    assert params_of(train, (1,), secrets, {}) == {"lr": 1, "model": None, **dict.fromkeys(secrets, "***")}
+    line = ("--max_tokens", "4096", "--url", "http://h/?token=geheim&max_tokens=4096")
+    assert params_of(Path(__file__), line, {}, {}) == {
+        "max_tokens": "4096", "url": "http://h/?token=***&max_tokens=4096",
+    }  # fmt: skip
+
+
 def test_no_password_of_an_address_and_no_secret_of_another_argument_is_shown() -> None:
     given = {
         "db": "jdbc:postgresql://db/x?user=me&password=geheim-1",

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rankzero.masking import MASK, Mask, is_secret, secrets_of, without_credentials
+from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
 from rankzero.submit.training import Command, Module, Script, resolve
 from rankzero.values.ref import ResultRef
 
@@ -104,11 +104,11 @@ def _flat(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[
 
 
 def _plain(name: str, value: Any, mask: Mask) -> Any:
-    if is_secret(name):
-        return MASK
     if isinstance(value, int) and value.bit_length() > _BITS:
         # More digits than Python writes would fail the submission.
         return f"an integer of {value.bit_length()} bits"
+    if hides(name, value):
+        return MASK
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, ResultRef):
