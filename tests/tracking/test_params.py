@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+from pydantic import BaseModel
 
 from rankzero.submit import MAX_PARAMS, MAX_TEXT, params_of
 
@@ -21,6 +27,37 @@ def test_a_functions_arguments_by_name_with_defaults() -> None:
         "sizes": "[1, 2]",
     }
     assert params_of(print, ("a",), {}, {})["args.0"] == "a"
+
+
+@dataclass
+class Settings:
+    lr: float
+    head: SimpleNamespace
+    hidden: str = field(default="geheim", repr=False)
+
+    @property
+    def unused(self) -> None:
+        raise AssertionError
+
+
+@dataclass(frozen=True, slots=True)
+class SlottedSettings:
+    lr: float
+    head: SimpleNamespace
+
+
+class ModelSettings(BaseModel):
+    lr: float
+    head: Any
+
+
+@pytest.mark.parametrize("kind", [SimpleNamespace, Namespace, Settings, SlottedSettings, ModelSettings])
+def test_each_setting_of_a_namespace_a_dataclass_or_a_model_is_a_param(kind: Any) -> None:
+    config = kind(lr=0.1, head=SimpleNamespace(api_key="geheim", max_tokens=4096))
+    assert params_of(train, (0.2,), {"config": config}, {}) == {
+        "lr": 0.2, "model": None, "config.lr": 0.1, "config.head.api_key": "***", "config.head.max_tokens": 4096,
+    }  # fmt: skip
+    assert params_of(train, (kind,), {"empty": SimpleNamespace()}, {})["empty"] == "SimpleNamespace"
 
 
 def test_counts_of_tokens_are_no_secrets() -> None:

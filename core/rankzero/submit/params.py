@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import re
@@ -27,6 +28,9 @@ _DEPTH = 4
 _BITS = 1024
 """Most bits of an integer that is written out."""
 
+_NAMESPACES = frozenset({"types.SimpleNamespace", "argparse.Namespace", "pydantic.main.BaseModel"})
+"""Classes whose instances, also those of subclasses, keep their settings in ``__dict__``."""
+
 _ASSIGNED = re.compile(r"(?:--(?P<long>[^=]+)|[-+~]*(?P<name>\w[\w.@-]*))=(?P<value>.*)", re.DOTALL)
 """A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
 
@@ -41,7 +45,8 @@ def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env:
         env: The ranks' variables. Their secrets are masked, and those of the arguments and of URLs in them.
 
     Returns:
-        Values by name; for a mapping among the arguments, each of its values by ``argument.key``.
+        Values by name; for a dict, namespace, dataclass or pydantic model among the arguments, each of its values by
+        ``argument.key``.
 
     Example:
         >>> def train(lr, *, model, token=""): ...
@@ -97,10 +102,26 @@ def _of_line(words: list[str]) -> Iterator[tuple[str, Any]]:
 def _flat(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if type(value) is dict and value and depth:
-            yield from _flat(value, f"{name}.", depth - 1)
+        if depth and (entries := _entries_of(value)):
+            yield from _flat(entries, f"{name}.", depth - 1)
         else:
             yield name, value
+
+
+def _entries_of(value: Any) -> Mapping[Any, Any]:
+    """Returns the settings in a value by name; empty for a value of another kind. No code of the value's class runs."""
+    if type(value) is dict:
+        return value
+    if any(f"{cls.__module__}.{cls.__qualname__}" in _NAMESPACES for cls in type(value).__mro__):
+        return dict(vars(value))
+    if not dataclasses.is_dataclass(value) or isinstance(value, (type, ResultRef)):
+        return {}
+    state = object.__getstate__(value)
+    # A class with slots has its values in the second part.
+    parts = state if isinstance(state, tuple) else (state,)
+    found = {name: item for part in parts if part for name, item in part.items()}
+    # A field that its class leaves out of its representation may be a secret.
+    return {field.name: found[field.name] for field in dataclasses.fields(value) if field.repr and field.name in found}
 
 
 def _plain(name: str, value: Any, mask: Mask) -> Any:
