@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal
 import dagster as dg
 from pydantic import Field
 
-from dagster_rankzero.arguments.inputs import without_annotations
 from dagster_rankzero.arguments.partitions import PARTITION_KEY, PARTITION_KEYS
 from dagster_rankzero.decorators.asset import torch_asset
-from dagster_rankzero.decorators.compute import CONFIG, check_function
+from dagster_rankzero.decorators.compute import BOUND, CONFIG, check_function
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, TorchDistributorResource
 
 _TRAIN = '''"""Runs on every rank. What rank 0 returns is the asset's value."""
@@ -261,14 +260,11 @@ def _bind(function: Callable[..., Any], kwargs: Mapping[str, Any], ins: Mapping[
         raise dg.DagsterInvalidDefinitionError(
             f"kwargs has {', '.join(unknown)}, but {function.__name__} takes {takes}"
         )
-    # The annotations may refer to Dagster, which executors may not have.
-    bare = without_annotations(function)
 
     @functools.wraps(function)
     def train(**inputs: Any) -> Any:
-        return bare(**kwargs, **inputs)
+        return function(**kwargs, **inputs)
 
-    del train.__wrapped__
     kept = {*ins, CONFIG, PARTITION_KEY, PARTITION_KEYS}
     rest = [
         parameter
@@ -276,4 +272,6 @@ def _bind(function: Callable[..., Any], kwargs: Mapping[str, Any], ins: Mapping[
         if name not in kwargs and (parameter.default is inspect.Parameter.empty or name in kept)
     ]
     train.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+    # The run gets the values as its arguments, so that trackers and reports show them.
+    setattr(train, BOUND, (function, kwargs))
     return train

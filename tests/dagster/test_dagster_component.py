@@ -16,6 +16,7 @@ from tests.conftest import ROOT
 from tests.dagster.dagster_events import value_of
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, TorchTrainingComponent
+from rankzero import RunHandle
 
 TRAIN = """
 import dagster as dg
@@ -85,6 +86,18 @@ def test_a_folder_becomes_an_asset_whose_helpers_travel_and_dagster_does_not(
         assert trained.op.retry_policy == policy
         result = whole.resolve_implicit_global_asset_job_def().execute_in_process()
         assert value_of(result, "models__digits") == {"w": 4.0, "dagster": []}
+    (made,) = result.asset_materializations_for_node("models__digits")
+    params = RunHandle.attach(str(made.metadata["run_directory"].value)).params
+    assert (params["lr"], params["factor"], params["config.bias"]) == (0.5, 1, 1)
+
+
+def test_annotations_may_be_strings(sandbox: DefsFolderSandbox) -> None:
+    folder = component(sandbox, train_fn=".train.train", kwargs={"lr": 0.5}, asset={"key": "model"})
+    (folder / "train.py").write_text(f"from __future__ import annotations\n{TRAIN}")
+    with sandbox.load_component_and_build_defs(folder) as (_, defs):
+        (trained,) = defs.assets or ()
+        assert isinstance(trained, dg.AssetsDefinition)
+        assert set(trained.op.config_schema.config_type.fields) == {"bias"}
 
 
 def test_options_change_fields_of_the_projects_resource(

@@ -22,6 +22,9 @@ CHECK_PREFIX = "check/"
 """Prefix of a check's name in `rankzero.train.report`."""
 
 CONFIG = "config"
+BOUND = "_rankzero_bound"
+"""Attribute of a training function that stands for another one with fixed arguments: that function, and those."""
+
 _EMPTY = inspect.Parameter.empty
 
 
@@ -58,14 +61,16 @@ def build_compute(
     if context_type is dg.AssetExecutionContext:
         partitions.check(arguments.get("partitions_def"), arguments.get("backfill_policy"))
     returns_nothing = inspect.signature(train).return_annotation in (None, "None")
+    bound: tuple[Callable[..., Any], dict[str, Any]] = getattr(train, BOUND, (train, {}))
 
     def compute(context: Any, **inputs: Any) -> Any:
+        function, fixed = bound
         given = partitions.fill(context)
         resource: TorchDistributorResource = getattr(context.resources, resource_key).options(**options)
         if PARTITION_KEYS in given:
             # The value is needed, since it is split by partition.
             resource = resource.options(by_reference=False)
-        result = resource._run(context, train, (), {**inputs, **given})
+        result = resource._run(context, function, (), {**fixed, **inputs, **given})
         return finish(context, result, given.get(PARTITION_KEYS, []))
 
     parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=context_type)]
