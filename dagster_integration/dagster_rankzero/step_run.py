@@ -56,7 +56,7 @@ def open_run(
     if step.dagster_run in _interrupted or (step.number and step.is_terminating()):
         # A retry policy treats an interrupt as a failure, also if a user has caused it.
         raise dg.Failure("the run is being ended, so no training begins", allow_retries=False)
-    launcher = _named(launcher, step, _compat.calls_of(context), train, args, kwargs)
+    launcher = _named(launcher, step, context, train, args, kwargs)
     try:
         with launcher.durable(train, args, kwargs, step, context.log) as opened:
             if opened.attached and not opened.handle.status().final:
@@ -73,13 +73,15 @@ def open_run(
 
 
 def _named(
-    launcher: Launcher, step: Step, calls: _compat.Calls, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    launcher: Launcher, step: Step, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Launcher:
     """Returns the launcher with a run id by which every try of the step finds the run."""
     program = str(getattr(train, "__qualname__", train))
     labels = {"dagster_run": step.dagster_run, "generation": step.generation, "step": step.key, "train": program}
     orphan_timeout = step.lease if launcher.orphan_timeout is None else launcher.orphan_timeout
     launcher = launcher.options(labels=labels, orphan_timeout=orphan_timeout)
+
+    differing: dict[str, str] = {}
 
     def of_call(call: int) -> Launcher:
         return launcher.options(run_id=step.run_id(_root_of(launcher, step, call), call))
@@ -88,7 +90,10 @@ def _named(
         if (before := of_call(call).find()) is None:
             return None
         identity = launcher.identity(train, args, kwargs, before, step.generation)
-        return before.compare(identity, step.generation).same
+        comparison = before.compare(identity, step.generation)
+        if not comparison.same:
+            differing[before.id] = ", ".join(comparison.differing)
+        return comparison.same
 
     def is_replaced(call: int) -> bool:
         # A retry repeats the same calls, perhaps in another order, so the run may belong to a later call. A user who
@@ -96,7 +101,11 @@ def _named(
         labels = before.labels if (before := of_call(call).find()) else {}
         return labels.get("generation", step.generation) != step.generation and labels.get("train") == program
 
-    return of_call(calls.claim(is_same, is_replaced))
+    named = of_call(_compat.calls_of(context).claim(is_same, is_replaced))
+    if differing and named.find() is None:
+        others = "; ".join(f"{run_id} ({what})" for run_id, what in differing.items())
+        context.log.info("the training begins from scratch: the step's earlier runs are of other trainings: %s", others)
+    return named
 
 
 def _root_of(launcher: Launcher, step: Step, call: int) -> str:

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 from tests.conftest import until
 
-from dagster_rankzero import DELEGATED, MULTIPROCESS, Step, open_run, step_run
+from dagster_rankzero import DELEGATED, MULTIPROCESS, Step, TorchDistributorResource, open_run, step_run
 from rankzero import Launcher, RankZeroError, RunHandle
 from rankzero.pipeline import EngineOpened, LineWritten, Opened
 from rankzero.run import lease as leases
@@ -309,3 +309,23 @@ def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_
     unfinished.discard("two")
     thread.join(60)
     assert ended == ["cancelled"]
+
+
+def test_a_retry_with_other_arguments_logs_what_differs(
+    torch_distributor: TorchDistributorResource, capfd: pytest.CaptureFixture[str]
+) -> None:
+    numbers = iter([-1, -2])
+
+    @dg.op(retry_policy=dg.RetryPolicy(max_retries=1))
+    def fit(context: dg.OpExecutionContext, torch_distributor: TorchDistributorResource) -> None:
+        torch_distributor.options(num_processes=1).run(context, abs, number := next(numbers))
+        if number == -1:
+            raise ConnectionError("after the training")
+
+    @dg.job(resource_defs={"torch_distributor": torch_distributor})
+    def fitting() -> None:
+        fit()
+
+    assert fitting.execute_in_process().success
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "runs are of other trainings" in line]
+    assert line.endswith("(argument x)")
