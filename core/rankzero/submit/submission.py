@@ -110,7 +110,7 @@ def submit(
                 logger.warning("run %s counts as the same training, although this differs: %s", run.directory, changed)
             if existing and existing.decision in (Decision.ATTACH, Decision.DELIVER):
                 state = existing.status.state
-                logger.warning("run %s is there already (%s); this submission attaches to it", run.directory, state)
+                logger.warning("run %s is there already (%s), and is not started again", run.directory, state)
                 if existing.job.owner and not existing.status.final:
                     pid = existing.job.owner["pid"]
                     logger.warning("the run ends with the process %s, which called run(), and not with this one", pid)
