@@ -1,11 +1,12 @@
 """Rows, throughput, table and curves of what rank 0 reported."""
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 
-from rankzero.report import curves
+from rankzero.report import History, curves
 from rankzero.run import reports
 
 
@@ -51,6 +52,23 @@ def test_a_long_training_keeps_some_and_the_last() -> None:
 )
 def test_throughput(metrics: list[dict[str, Any]], expected: dict[str, float]) -> None:
     assert reports.throughput(reports.rows_of(events(*metrics))) == expected
+
+
+def test_the_wait_for_an_attempt_is_no_training_time() -> None:
+    def attempt(number: int, start: float, *steps: int) -> list[dict[str, Any]]:
+        state = {"type": "state", "state": "starting", "attempt": number, "time": start}
+        told = events(*({"step": step} for step in steps))
+        return [state, *({**each, "time": start + each["time"]} for each in told)]
+
+    # The second attempt resumes at a checkpoint, the third one behind the last report; the last one reports once.
+    trained = [attempt(0, 0, 0, 10, 20), attempt(1, 1000, 10, 20), attempt(2, 5000, 30, 30, 60), attempt(3, 9000, 61)]
+    told = [*itertools.chain.from_iterable(trained)]
+    rows, history = reports.rows_of(told), History(0)
+    for event in told:
+        history.add(event)
+    assert history.throughput() == {"steps_per_second": 12.0}
+    assert reports.throughput(rows) == {"steps_per_second": 12.0}
+    assert curves.table(rows)[0].split() == ["report", "step"]
 
 
 def test_table_and_curve_are_plain_text() -> None:

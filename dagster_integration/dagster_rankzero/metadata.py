@@ -118,7 +118,8 @@ def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
     if not rows:
         return {}
     shown = rows[-1:] if len(rows) == 1 else curves.evenly(rows, TABLE_ROWS)
-    return {"reports": table([{name: value for name, value in row.items() if name != "time"} for row in shown])}
+    hidden = reports.UNSHOWN
+    return {"reports": table([{name: value for name, value in row.items() if name not in hidden} for row in shown])}
 
 
 def _draw_losses(rows: Sequence[dict[str, Any]]) -> _Entries:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankzero.run.reports import is_number
+from rankzero.run.reports import UNSHOWN, is_number
 from rankzero.texts import encodable
 
 Row = Mapping[str, Any]
@@ -119,7 +119,7 @@ def text(rows: Sequence[Row], name: str) -> str | None:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Returns the rows as aligned lines of text below the names of the first `TABLE_COLUMNS` columns."""
-    names = list(dict.fromkeys(name for row in rows for name in row if name != "time"))[:TABLE_COLUMNS]
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in UNSHOWN))[:TABLE_COLUMNS]
     cells = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]

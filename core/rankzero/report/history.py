@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankzero.run.reports import PROGRESS, STEP_NAMES, TOTALS, OfTraining, is_number, throughput
+from rankzero.run.reports import PROGRESS, STEP_NAMES, TOTALS, OfTraining, RowKeeper, is_number, throughput
 
 MAX_METRICS = 60
 """Curves that a report draws; the names of the others are listed."""
@@ -46,6 +46,7 @@ class History:
     def __init__(self, fresh_since: int) -> None:
         self._is_ours = OfTraining(fresh_since)
         self._attempt = 0
+        self._counts = RowKeeper()
         self.names: dict[str, None] = {}
         self._curves: dict[str, dict[int, Curve]] = {}
         self._reports: dict[int, int] = defaultdict(int)
@@ -66,6 +67,7 @@ class History:
         kind = event["type"]
         if kind == "state" and isinstance(event.get("attempt"), int):
             self._attempt = event["attempt"]
+            self._counts.add(event)
         if kind == "metric":
             self._add_metrics(event)
         elif kind == "usage":
@@ -79,6 +81,8 @@ class History:
         rank, row, when = event.get("rank"), event.get("metrics"), event["time"]
         if not isinstance(rank, int) or not isinstance(row, dict):
             return
+        if counts := {name: row[name] for name in PROGRESS if name in row}:
+            self._counts.add({**event, "metrics": counts})
         self._reports[rank] += 1
         if rank in self._reported:
             self._gaps[rank].append(when - self._reported[rank])
@@ -173,11 +177,8 @@ class History:
         ]
 
     def throughput(self) -> dict[str, float]:
-        """See `rankzero.run.reports.throughput`; of rank 0."""
-        for name in PROGRESS:
-            if curve := self._curves.get(name, {}).get(0):
-                return throughput([{"time": when, name: value} for when, _, value in curve.points])
-        return {}
+        """Returns the throughput of rank 0: see `rankzero.run.reports.throughput`."""
+        return throughput(self._counts.rows)
 
     def ranks(self) -> list[dict[str, Any]]:
         """Each rank in each attempt."""

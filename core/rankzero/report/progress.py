@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rankzero.run.growing import Position
-from rankzero.run.reports import PROGRESS, TOTALS, OfTraining, RowKeeper, is_number, throughput
+from rankzero.run.reports import PROGRESS, TOTALS, UNSHOWN, OfTraining, RowKeeper, is_number, throughput
 from rankzero.run.status import RunStatus
 
 RATE_ROWS = 32
@@ -17,7 +17,7 @@ RATE_ROWS = 32
 REPORTS = "reports"
 """The unit of a run whose reports count nothing."""
 
-COUNTED = frozenset({"report", "time", *PROGRESS, *TOTALS})
+COUNTED = frozenset({"report", *UNSHOWN, *PROGRESS, *TOTALS})
 """Names in a row of reports that are counts or times and no results."""
 
 
@@ -102,9 +102,11 @@ class Progress:
         """Takes the next event of the training; `read` calls it with those that it reads."""
         if event.get("type") == "metric":
             self._add(event)
-        elif event.get("type") == "state" and event.get("state") == "starting":
-            # Each rank of the next attempt counts from its own start, and there may be fewer ranks.
-            self._rows, self.total = {}, None
+        elif event.get("type") == "state":
+            self._keeper.add(event)
+            if event.get("state") == "starting":
+                # Each rank of the next attempt counts from its own start, and there may be fewer ranks.
+                self._rows, self.total = {}, None
 
     def _add(self, event: Mapping[str, Any]) -> None:
         rank, metrics = event.get("rank"), event.get("metrics")
@@ -116,8 +118,7 @@ class Progress:
         counted = {name: rows[-1][name] for name in PROGRESS if rows and name in rows[-1]}
         counted |= {name: metrics[name] for name in PROGRESS if is_number(metrics.get(name))}
         rows.append({**counted, "time": event["time"], REPORTS: count})
-        if rank == 0:
-            self._keeper.add(event)
+        self._keeper.add(event)
         for name in TOTALS:
             if is_number(metrics.get(name)) and name.removeprefix("total_") == self.unit:
                 self.total = metrics[name]

@@ -5,6 +5,7 @@ The functions are pure. They take the events of a run (`rankzero.RunHandle.event
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -20,6 +21,9 @@ TOTALS = frozenset(f"total_{many}" for many in PROGRESS.values())
 
 STEP_NAMES = ("step", "global_step", "iteration", "epoch")
 """Metrics that count steps. The first that was reported is the horizontal axis of a curve."""
+
+UNSHOWN = frozenset({"time", "attempt"})
+"""Columns of a row of reports that tables leave out."""
 
 
 class OfTraining:
@@ -59,10 +63,15 @@ class RowKeeper:
         self._kept: list[dict[str, Any]] = []
         self._last: dict[str, Any] | None = None
         self._every, self._count = 1, 0
+        self._attempt: dict[str, Any] = {}
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Adds the next report of rank 0."""
-        own = {"report": self._count + 1, "time": event["time"]}
+        """Adds the next event: a report of rank 0 becomes a row; a change of state names the attempt of later ones."""
+        if event["type"] == "state":
+            self._attempt = {"attempt": event["attempt"]} if "attempt" in event else {}
+        if event["type"] != "metric" or event["rank"] != 0:
+            return
+        own = {"report": self._count + 1, "time": event["time"]} | self._attempt
         # The number of the report is the first column.
         self._last = {"report": 0} | as_row(event["metrics"], own)
         if self._count % self._every == 0:
@@ -73,14 +82,14 @@ class RowKeeper:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the kept reports, each with its number under ``report`` and its Unix time under ``time``."""
+        """Returns the kept reports, each with its number under ``report``, its Unix ``time`` and its ``attempt``."""
         if self._last is None or self._kept[-1] is self._last:
             return list(self._kept)
         return [*self._kept, self._last]
 
 
 def rows_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the reports of rank 0, each with its number under ``report`` and its Unix time under ``time``.
+    """Returns the reports of rank 0, each with its number under ``report``, its Unix ``time`` and its ``attempt``.
 
     Args:
         events: Events of a run, oldest first.
@@ -90,26 +99,27 @@ def rows_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     keeper = RowKeeper()
     for event in events:
-        if event["type"] == "metric" and event["rank"] == 0:
-            keeper.add(event)
+        keeper.add(event)
     return keeper.rows
 
 
 def throughput(rows: Sequence[Mapping[str, Any]], counts: Mapping[str, str] = PROGRESS) -> dict[str, float]:
     """Returns, for example, ``{"steps_per_second": 12.5}`` for the first of ``counts`` that grew; empty if none did.
 
-    Only the last interval over which the count grew is measured, since a restarted training counts from its start.
+    Each attempt is measured from its first report to its last, so the wait for the next attempt is no training time. Of
+    an attempt whose count fell, only the last interval over which it grew is measured.
     """
     for name, many in counts.items():
+        done = seconds = 0.0
         counted = [row for row in rows if is_number(row.get(name))]
-        first = len(counted) - 1
-        while first > 0 and counted[first - 1][name] <= counted[first][name]:
-            first -= 1
-        if first < len(counted) - 1:
-            done = float(counted[-1][name]) - float(counted[first][name])
-            seconds = counted[-1]["time"] - counted[first]["time"]
-            if done > 0 and seconds > 0 and math.isfinite(done / seconds):
-                return {f"{many}_per_second": float(f"{done / seconds:.4g}")}
+        for _, (first, *later) in itertools.groupby(counted, lambda row: row.get("attempt")):
+            last = first
+            for row in later:
+                first, last = first if last[name] <= row[name] else row, row
+            done += float(last[name]) - float(first[name])
+            seconds += last["time"] - first["time"]
+        if done > 0 and seconds > 0 and math.isfinite(done / seconds):
+            return {f"{many}_per_second": float(f"{done / seconds:.4g}")}
     return {}
 
 
