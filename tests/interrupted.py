@@ -21,33 +21,41 @@ _NEVER = ("<frozen importlib", "weakref")
 """Parts of the names of CPython's files where an exception of a handler is lost, or leaves the lock of imports held."""
 
 
-def everywhere(make: Callable[[], Callable[[], object]], file: str = "", step: int = 1) -> Iterator[int]:
+def interrupt() -> None:
+    """Raises the exception, as a handler of a signal may."""
+    raise Interrupt
+
+
+def everywhere(
+    make: Callable[[], Callable[[], object]],
+    file: str = "",
+    step: int = 1,
+    handle: Callable[[], object] = interrupt,
+) -> Iterator[int]:
     """Calls functions, each of which is interrupted one moment later than the one before, until one completes.
 
     Args:
         make: Makes the function; called for every interrupt.
         file: Part of the name of the file whose moments count.
         step: Number of moments from one interrupt to the next.
+        handle: Called at the moment, as a handler of a signal.
 
     Yields:
         The number of the moment, after the function has been interrupted there.
     """
     for number in itertools.count(step=step):
-        try:
-            _call(make(), file, number)
-        except Interrupt:
-            pass
-        else:
+        if not _call(make(), file, number, handle):
             return
         yield number
 
 
-def _call(function: Callable[[], object], file: str, left: int) -> None:
-    """Calls a function, in which Interrupt is raised after ``left`` moments."""
+def _call(function: Callable[[], object], file: str, left: int, handle: Callable[[], object]) -> bool:
+    """Calls a function, and a handler after ``left`` moments in it; returns False if it has no more moments."""
     last: dict[FrameType, str] = {}
+    is_reached = False
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal left
+        nonlocal left, is_reached
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
             name = frame.f_code.co_filename
@@ -56,7 +64,8 @@ def _call(function: Callable[[], object], file: str, left: int) -> None:
             if is_moment and not left:
                 # An interrupt comes once.
                 sys.settrace(None)
-                raise Interrupt
+                is_reached = True
+                handle()
             left -= is_moment
         return trace
 
@@ -64,7 +73,10 @@ def _call(function: Callable[[], object], file: str, left: int) -> None:
     sys.settrace(trace)
     try:
         function()
+    except Interrupt:
+        pass
     finally:
         sys.settrace(before)
         # The frames hold what the function held.
         last.clear()
+    return is_reached

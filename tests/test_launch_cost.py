@@ -113,7 +113,8 @@ def test_a_server_loads_in_a_pause_what_its_environment_names(launcher: Launcher
 
         return "xmlrpc.server" in sys.modules
 
-    named = launcher.options(env={"RANKZERO_PRELOAD": "no_such_module,xmlrpc.server"})
+    # The first does not exist, and the second exits.
+    named = launcher.options(env={"RANKZERO_PRELOAD": "no_such_module, lib2to3.__main__,xmlrpc.server"})
     assert not launcher.run(loaded)
     deadline = time.monotonic() + 60
     while not named.run(loaded):

@@ -87,11 +87,13 @@ class TaskTry:
         """Identifies the chain of automatic retries.
 
         A clear sets ``max_tries`` to the number of tries so far and the task's ``retries``; a retry leaves it. Without
-        ``retries``, which may have been lowered before a clear, the number is that of the tries before the chain. If
+        ``retries``, which may have been lowered before a clear, the number is that of the tries before the chain.
+        (``retries`` that are lowered while a chain runs look like a clear. Raised ones do not in the first chain.) If
         the worker of a running task had died before the task was cleared, Airflow leaves ``max_tries`` and starts
         another try, even one beyond it. While retries are left, that try looks like an automatic one.
         """
-        return f"{self.ti.run_id}#{max(self.ti.max_tries, self.ti.try_number - 1) - (self.ti.task.retries or 0)}"
+        before = max(self.ti.max_tries, self.ti.try_number - 1) - (self.ti.task.retries or 0)
+        return f"{self.ti.run_id}#{max(0, before)}"
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
         """Returns False: Airflow's listener (`airflow_rankzero.delivery`) has already acknowledged a stored result."""

@@ -49,6 +49,8 @@ def test_a_lease_is_as_long_as_the_next_try_may_take(task: Any, ti: Any, deferre
         ((1, 3, 3), (2, 3, 3), True),
         ((3, 3, 3), (4, 3, 3), True),
         ((3, 5, 3), (4, 5, 3), True),
+        # `retries` was raised meanwhile.
+        ((1, 3, 3), (2, 3, 5), True),
         # A clear.
         ((1, 3, 3), (2, 4, 3), False),
         ((1, 0, 0), (2, 1, 0), False),

@@ -382,6 +382,18 @@ def test_a_version_that_a_training_reads_stays_until_it_has_ended(
     assert not [name for name in os.listdir(assets_path / "stored") if name.startswith("held-")]
 
 
+def test_a_mark_of_a_run_that_cannot_be_read_keeps_its_version(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    store({"version": 1}, manager, instance)
+    (first,) = (assets_path / "stored").glob("data-*")
+    (assets_path / "stored" / f"held-{0:08x}-{first.name}").write_text("unknown://runs/one")
+    for version in (2, 3):
+        store({"version": version}, manager, instance)
+    assert first.exists()
+    assert load(manager, instance) == {"version": 3}
+
+
 def test_files_that_no_version_names_go_after_an_hour(
     manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,24 @@ class Interrupted(SparkSubmitEngine):
         raise KeyboardInterrupt
 
 
+class Broken(Interrupted):
+    """One whose submission fails with an error that is none of rankzero's."""
+
+    def start_driver(self, run: RunDirectory, private: Mapping[str, Any]) -> None:
+        raise FileNotFoundError("spark-submit")
+
+
+@pytest.mark.parametrize("name", ["run", "submit"])
+def test_a_submission_that_fails_is_recorded_with_its_cause(tmp_path: Path, name: str) -> None:
+    launcher = Launcher(2, engine=Broken("spark://head:7077"), store=tmp_path, run_id="one")
+    with pytest.raises(FileNotFoundError):
+        getattr(launcher, name)(len, "abc")
+    found = launcher.find()
+    assert found is not None
+    assert found.status().state == "failed"
+    assert "could not be started: FileNotFoundError: spark-submit" in str(found.status().error)
+
+
 def test_an_interrupted_submission_leaves_no_run_that_waits_for_its_driver(tmp_path: Path) -> None:
     launcher = Launcher(2, engine=Interrupted("spark://head:7077"), store=tmp_path, run_id="one")
     with pytest.raises(KeyboardInterrupt):

@@ -69,6 +69,14 @@ def test_a_hold_against_forks_may_be_interrupted_anywhere(monkeypatch: pytest.Mo
     assert last is not None
 
 
+def test_a_signal_handler_may_hold_while_its_thread_enters_and_leaves() -> None:
+    def hold() -> None:
+        with held():
+            pass
+
+    assert list(interrupted.everywhere(lambda: hold, "rankzero/host/forks.py", handle=hold))
+
+
 def test_a_flag_wakes_all_that_wait() -> None:
     flag, woken = Flag(), []
     threads = [threading.Thread(target=lambda: woken.append(flag.wait(60))) for _ in range(3)]

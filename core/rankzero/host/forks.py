@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 
 from rankzero import bounds
 
-_lock = threading.Lock()
+# Re-entrant, since a signal handler of the thread that has it may report, too. `with _lock`, and not `with _changed`: a
+# handler's exception inside Condition.__enter__ leaves the lock held.
+_lock = threading.RLock()
 _changed = threading.Condition(_lock)
-# `with _lock`, and not `with _changed`: a signal handler's exception inside Condition.__enter__ leaves the lock held.
 _holds: Counter[int] = Counter()
 """Number of `held` blocks that each thread is in, by the thread's identifier."""
 
@@ -90,14 +91,15 @@ def _before() -> None:
 def _after_in_parent() -> None:
     global _forking
     with _lock:
-        _forking -= 1
+        # CPython only prints the exception of a signal handler in `_before`.
+        _forking = max(0, _forking - 1)
         _changed.notify_all()
 
 
 def _after_in_child() -> None:
     global _lock, _changed, _forking, _is_unsafe
     _is_unsafe = _is_unsafe or _others()
-    _lock, _forking = threading.Lock(), 0
+    _lock, _forking = threading.RLock(), 0
     _changed = threading.Condition(_lock)
     for thread in _holds.keys() - {threading.get_ident()}:
         del _holds[thread]

@@ -285,8 +285,8 @@ def _write_new(path: str, data: bytes) -> None:
     try:
         with open(handle, "wb") as file:
             file.write(data)
-    except OSError:
-        # A full disk: the empty file would count as the claim of a caller that died.
+    except BaseException:
+        # A full disk, an interrupt: the empty file would count as the claim of a caller that died.
         os.unlink(path)
         raise
 

@@ -226,7 +226,11 @@ def _leased_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
     """Starts a driver on the cluster, which ends its run with the block, or when no process follows the run."""
     owner = os.getpid()
     try:
-        yield _start_elsewhere(run, job, request)
+        # Here, since the cancel below would hide why the driver did not start.
+        with recording_end() as written:
+            written.run, written.nonce = run, job.nonce
+            handle = _start_elsewhere(run, job, request)
+        yield handle
     finally:
         # The driver's own status decides: this process may only have counted the driver as dead. A forked child that
         # leaves the block does not own the run.

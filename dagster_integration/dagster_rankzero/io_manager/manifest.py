@@ -13,6 +13,7 @@ name is written once, so no commit removes the file that another one is about to
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -24,6 +25,8 @@ from rankzero import ResultError, ResultRef, RunHandle, RunNotFoundError
 from rankzero.pipeline import fingerprint_of, formats, split, store, verify
 
 MANIFEST = "manifest.json"
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "data-"
 _NAME_DIGITS = 16
@@ -194,10 +197,18 @@ def _held(directory: str) -> set[str]:
     for mark in store.list_names(directory):
         if found := _HELD.fullmatch(mark):
             path = store.join(directory, mark)
-            if _is_living(store.read_bytes(path).decode()):
+            try:
+                if _is_living(store.read_bytes(path).decode()):
+                    held.add(found[1])
+                else:
+                    store.remove(path)
+            except FileNotFoundError:
+                # Another process has removed it.
+                pass
+            except Exception as error:
+                # The version is committed, and must not fail because the store of the runs cannot be read from here.
+                logger.warning("%s is kept, because %s names a run that cannot be read: %s", found[1], path, error)
                 held.add(found[1])
-            else:
-                store.remove(path)
     return held
 
 
@@ -206,9 +217,6 @@ def _is_living(run_directory: str) -> bool:
         return not RunHandle.attach(run_directory, follows=False).status().final
     except RunNotFoundError:
         return False
-    except Exception:
-        # The store of the runs cannot be read from here or now.
-        return True
 
 
 def check_format(file_format: str, allow_pickle: bool) -> None:
