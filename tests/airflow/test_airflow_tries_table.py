@@ -115,15 +115,20 @@ class Airflow:
         operator = {"retries": retries, **operator}
         self._register(tries_dag.make(self.dag_id, self.place, **operator))
         command = [sys.executable, "-m", "tests.airflow.tries_dag", self.dag_id, self.place.folder, self.place.mark]
-        child = subprocess.Popen(
-            [*command, json.dumps(operator)] + ["worker"] * worker,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        log = self.place.folder / "first-try.log"
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                [*command, json.dumps(operator)] + ["worker"] * worker,
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         try:
-            self.place.await_training()
+            until(lambda: self.place.begun() or child.poll() is not None, WAIT, "a training or the end of the try")
+            assert child.poll() is None, log.read_text()
             yield child
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{log.read_text()}") from error
         finally:
             child.kill()
             child.wait()
