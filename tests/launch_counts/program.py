@@ -21,8 +21,8 @@ from rankzero import Launcher, SparkEngine
 LAUNCHES = 60
 """At most so many are counted; each count is the smallest of them, since heartbeats and polls come by the clock.
 
-What two ranks send at the same moment leaves their agent as one message. On a busy machine that may happen in no launch,
-so `counts.json` has the number of messages without it.
+What two ranks send at the same moment leaves their agent as one message. On a busy machine that may happen in no
+launch, so `counts.json` has the number of messages without it.
 """
 
 PAUSE = 3.0
