@@ -19,11 +19,7 @@ from tests.launch_counts.growth import Counts, grown
 from rankzero import Launcher, SparkEngine
 
 LAUNCHES = 60
-"""At most so many are counted; each count is the smallest of them, since heartbeats and polls come by the clock.
-
-What two ranks send at the same moment leaves their agent as one message. On a busy machine that may happen in no
-launch, so `counts.json` has the number of messages without it.
-"""
+"""At most so many are counted; each count is the smallest of them, since heartbeats and polls come by the clock."""
 
 PAUSE = 3.0
 """Seconds after the first launch, in which the warm server loads the rest and gathers its memory."""

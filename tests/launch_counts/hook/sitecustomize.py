@@ -67,6 +67,13 @@ def _on_fork():
     counts.clear()
 
 
+def _before_fork():
+    frames = sys.modules.get("rankzero.channel.frames")
+    if role == "server" and frames and frames.pack.__name__ == "pack":
+        # Messages of two ranks may leave their agent in one call or two. Here, since the pages of a fork are counted.
+        _count_calls(frames, "pack", "messages")
+
+
 def _write_and_exit(code):
     if role in ("agent", "rank"):
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -97,7 +104,8 @@ def _count_sends(function, sizes):
     def counting(self, data, *args):
         # A warm server gets the environment, whose size is the machine's.
         if self.family != socket.AF_UNIX:
-            _add("messages")
+            if role != "agent":
+                _add("messages")
             _add("bytes sent", sizes(data))
         return real(self, data, *args)
 
@@ -106,7 +114,7 @@ def _count_sends(function, sizes):
 
 role = _role()
 os._exit = _write_and_exit
-os.register_at_fork(after_in_child=_on_fork)
+os.register_at_fork(before=_before_fork, after_in_child=_on_fork)
 for _function in ("fsync", "fdatasync"):
     _count_calls(os, _function, "fsyncs")
 _count_calls(time, "sleep", "sleeps")
