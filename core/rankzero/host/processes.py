@@ -6,6 +6,7 @@ Whether a driver is alive is decided by its process on the same host, and by its
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import select
@@ -71,11 +72,15 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+@functools.cache
 def process_namespace() -> str:
     """Returns the scope in which a process id is valid: the boot and the process namespace (Linux), else the host."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
+
+
+os.register_at_fork(after_in_child=process_namespace.cache_clear)  # A child may be in another namespace.
 
 
 def this_process() -> dict[str, Any]:
