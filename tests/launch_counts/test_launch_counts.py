@@ -35,6 +35,7 @@ def counted(engine: str, known: Counts, place: Path) -> Counts:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(SUITE)}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (HERE / "hook", ROOT)))
     environment["RANKZERO_COUNTS"] = str(folder)
+    environment["TMPDIR"] = str(place)
     environment["RANKZERO_TEST_SUITE"] = os.environ.get("RANKZERO_TEST_SUITE", "suite-none").ljust(14)
     if "RANKZERO_SHOW" in os.environ:
         environment["RANKZERO_SHOW"] = os.environ["RANKZERO_SHOW"]
