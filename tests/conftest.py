@@ -146,7 +146,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput") or processes_with("RANKZERO_TEST_SUITE=suite-"):
         return
     # Tests kill processes, and the next run of the host would remove what these left. None is being made now.
-    hold.NEW = 0.0
+    hold.ABANDONED_AFTER = 0.0
     for prefix in ABANDONED:
         hold.remove_abandoned(tempfile.gettempdir(), prefix)
     deadline = time.monotonic() + ORPHAN_TIMEOUT

@@ -30,7 +30,7 @@ class Commits:
             return sizes(folder)
 
         monkeypatch.setattr(store, "sizes", fail_once)
-        monkeypatch.setattr(bounds, "CHECKPOINT_RETRY_INTERVAL", 0.01)
+        monkeypatch.setattr(bounds, "WRITE_RETRY_INTERVAL", 0.01)
 
         self._gate = threading.Event()
         self.committer = Committer(self._run, 0, world_size, CheckpointConfig(), 0)

@@ -13,7 +13,7 @@ from rankzero.driver import recorder as recorders
 from rankzero.job import Job
 from rankzero.pipeline import Follower, LineWritten
 from rankzero.run import RunDirectory
-from rankzero.run.pace import pace
+from rankzero.run.status import pace
 
 RANKS = 64
 DAY = 86400.0

@@ -12,8 +12,9 @@ import pytest
 from tests.conftest import until
 
 from rankzero import Launcher
+from rankzero.bounds import ABANDONED_AFTER
 from rankzero.driver import Scratch
-from rankzero.task import NEW, OWNER, make_scratch, remove_abandoned
+from rankzero.task import OWNER, make_scratch, remove_abandoned
 
 DRIVER = """
 import sys
@@ -34,7 +35,7 @@ def driver() -> tuple[subprocess.Popen[str], Path]:
 
 
 def grow_old(path: Path) -> None:
-    before = time.time() - 2 * NEW
+    before = time.time() - 2 * ABANDONED_AFTER
     os.utime(path, (before, before))
 
 

@@ -1,8 +1,7 @@
 """Time limits in seconds, by the process in which they hold, and sizes that several modules share.
 
-Limits of different processes hold in relation to each other; `tests/test_bounds.py` has these relations. A size that
-one module uses is defined there. Modules read a limit when they use it, so tests may change it. This module imports
-nothing, since every process loads it.
+Limits of different processes hold in relation to each other; `tests/test_bounds.py` has these relations. Modules read a
+limit when they use it, so tests may change it. This module imports nothing, since every process loads it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ DRIVER_DEAD_AFTER = 15.0
 """Seconds without a heartbeat after which a driver counts as dead; more if its heartbeat interval is longer."""
 
 DRIVER_STALE_AFTER = 120.0
-"""Seconds without a heartbeat after which a driver in a thread counts as dead although its process is alive, on systems
-that cannot be queried for threads (macOS)."""
+"""Seconds without a heartbeat after which a driver thread whose system shows no threads (macOS) counts as dead."""
 
 CLOCK_SKEW = 300.0
 """Most seconds by which the clocks of two hosts may differ."""
@@ -30,14 +28,11 @@ STORE_OUTAGE = 300.0
 """Seconds of retries while the store fails at the end of a training: its result is worth more than the wait."""
 
 LOG_TAIL = 20
-"""Last log lines of a rank that are kept for an error message."""
-
 LOG_TAIL_WIDTH = 2000
-"""Characters to which each of these lines is cut."""
+"""Last log lines of a rank that are kept for an error message, and the characters to which each is cut."""
 
 CANCEL_TIMEOUT = 30.0
-"""Seconds to wait for the end of a cancelled run, in addition to its ``stop_grace``. Its driver may need 28 s of them,
-if neither the agents nor the engine reply."""
+"""Seconds, beyond its ``stop_grace``, for a cancelled run to end; 28 s if neither the agents nor the engine reply."""
 
 RETURNED_NOTICE = 30.0
 """Seconds without progress, after some ranks have returned, until a log line says what the others are doing."""
@@ -48,12 +43,8 @@ RETURNED_HANG = 300.0
 MEET_TIMEOUT = 30.0
 """Seconds for a rank to connect to rank 0's rendezvous."""
 
-VALUE_LIMIT = 16 << 20
-"""Bytes of a result that an orchestrator's metadata database gets where its other tasks are mapped over the items."""
-
 UNFINISHED_AFTER = 3600.0
 """Seconds since its last change after which a temporary file counts as left by a killed process."""
-
 
 # The channel: its two ends, in agents and the driver.
 
@@ -77,10 +68,9 @@ HANDSHAKE_REPLY_TIMEOUT = 5.0
 after the other, and agents that give up and come again would only lengthen the queue."""
 
 CONNECT_PAUSE_MIN = 0.1
-"""First pause between two tries to connect; each pause is twice as long as the one before."""
-
 CONNECT_PAUSE_MAX = 1.0
-"""Longest pause between two tries; after a connection that lived longer, the first try has no pause."""
+"""First and longest pause between two tries to connect; each is twice as long as the one before. After a connection
+that lived longer than the longest, the first try has no pause."""
 
 HANDSHAKE_TIMEOUT = 10.0
 """Time that a new connection has to prove the secret to the driver."""
@@ -89,17 +79,9 @@ UNPROVED_GRACE = 1.0
 """Age before which an unproved connection is not closed for a new one, because many agents may connect together; new
 ones wait in the listener's queue meanwhile."""
 
-ACCEPT_RETRY_INTERVAL = 0.1
-"""Pause before the next accept when the process has no descriptor left."""
-
-BULK_POLL_INTERVAL = 0.05
-"""Time between two checks whether a busy driver can take more bulk."""
-
 DISCONNECT_TIMEOUT = 1.0
-"""Time that agents have to receive the server's disconnect when it closes."""
-
 CHANNEL_CLOSE_TIMEOUT = 5.0
-"""Time that the server's thread has to end."""
+"""Time that agents have to receive the server's disconnect when it closes, and that its thread then has to end."""
 
 CHANNEL_JOIN_MARGIN = 0.5
 """Time beyond its timeout that an agent's `close` waits for the thread, which may hang in a name lookup."""
@@ -121,20 +103,15 @@ FLUSH_TIMEOUT = 0.1
 WORKER_EXIT_MARGIN = 1.0
 """Seconds after ``exit_timeout`` in which workers exit by themselves and log which exit handlers they cut off."""
 
-LAST_LINES_STALL_TIMEOUT = 15.0
-"""Seconds, after a success, without any line accepted by the driver; the remaining lines are then dropped."""
-
 LAST_LINES_TIMEOUT = 600.0
-"""Seconds to deliver all last lines after a success."""
+LAST_LINES_STALL_TIMEOUT = 15.0
+"""Seconds to deliver all last lines after a success, and seconds without an accepted one until they are dropped."""
 
 STOPPED_LINES_TIMEOUT = 1.5
 """Seconds to deliver the last lines after a failure or a cancel."""
 
 LAST_LINES_POLL_INTERVAL = 0.001
 """Seconds until the first poll whether the driver has accepted the last lines; the interval doubles."""
-
-PUMP_INTERVAL = 0.05
-"""Seconds between two attempts to send what waits: spooled lines to the driver, messages to a worker."""
 
 STACKS_TIMEOUT = 1.0
 """Seconds that the workers get to write their stacks."""
@@ -145,10 +122,11 @@ CUT_OFF_GRACE = 5.0
 # The driver.
 
 STORE_RETRY_INTERVAL = 1.0
-"""Seconds between two requests to a store that fails."""
+OUTCOME_RETRY_INTERVAL = 0.25
+"""Seconds between two requests to a store that fails, and between two writes of a status whose outcome is certain."""
 
 CHECKPOINT_COMMIT_TIMEOUT = 600.0
-"""Seconds that a run waits at its end for checkpoints that are still being stored."""
+"""Seconds that a run waits at its end for checkpoints that are still being stored, and a rank for the commit of one."""
 
 REFUSAL_PAUSE = 300.0
 """Seconds for which a rank sends its checkpoints to the driver after the object store has refused one of them."""
@@ -156,34 +134,25 @@ REFUSAL_PAUSE = 300.0
 CHECKPOINT_RETRY_TIMEOUT = 30.0
 """Seconds for which the commit of the newest checkpoint is retried while the store refuses it."""
 
-CHECKPOINT_RETRY_INTERVAL = 0.5
-"""Seconds between two tries to commit a checkpoint."""
+WRITE_RETRY_INTERVAL = 0.5
+"""Seconds between two tries to write a checkpoint, a result or the last lines to a store that has failed."""
 
 STAGE_END_TIMEOUT = 5.0
 """Seconds for a stage to end after its driver has exited; then it is cancelled. The connection may be broken."""
 
 CAUSE_WINDOW = 0.8
-"""Seconds to wait for the true cause when the first failure looks like a consequence of another."""
-
 AGENT_LOST_WINDOW = 2.0
-"""Seconds to wait for the engine's own explanation when an agent's connection ended."""
-
-OWNER_POLL_INTERVAL = 1.0
-"""Seconds between two polls of an owner that has no pidfd."""
+"""Seconds to wait for the true cause when the first failure looks like a consequence of another, and for the engine's
+own explanation when an agent's connection ended."""
 
 SESSION_CLOSE_TIMEOUT = 10.0
 """Seconds for an engine session to close (a SparkContext to stop)."""
 
-SLOTS_POLL_INTERVAL = 0.1
-"""Seconds between two polls of the number of slots of a cluster."""
-
 STOP_MARGIN = 2.0
-"""Seconds beyond the grace after which agents that do not disconnect are cancelled at the engine. The engine has as
-long for that."""
+"""Seconds beyond the grace until agents that do not disconnect are cancelled at the engine, which has as long."""
 
 SUCCESS_END_TIMEOUT = 25.0
-"""Seconds without a message after which agents are cancelled once the run has succeeded: until then they run exit
-handlers, and deliver log lines that still wait."""
+"""Seconds without a message until agents are cancelled after a success; they run exit handlers and deliver lines."""
 
 STACKS_WINDOW = 3.0
 """Seconds to wait for the ranks' stacks once a run counts as hung."""
@@ -195,39 +164,27 @@ AGENT_CONNECT_TIMEOUT_MIN = 1.0
 """Seconds that an agent has at least to find its driver."""
 
 GROWTH_TIMEOUT = 30.0
-"""Seconds without a new slot after which an elastic attempt starts with the slots that exist. As long as torchrun's
-rendezvous waits for more nodes. A quarter of ``start_timeout`` where that is less."""
+"""Seconds without a new slot after which an elastic attempt starts with those that exist, as for torchrun's rendezvous;
+a quarter of ``start_timeout`` where that is less."""
 
 WAITING_INTERVAL = 30.0
 """Seconds between two messages about what an attempt waits for."""
 
-LAST_LINES_RETRY_INTERVAL = 0.5
-"""Seconds between two tries to write the last lines to an object store."""
-
 REPORT_INTERVAL = 30.0
-"""Least seconds between two reports of a running run."""
-
 REPORT_TIMEOUT = 10.0
-"""Seconds for the last report. A run that has ended then removes the old report, rather than show an outdated one."""
+"""Least seconds between two reports of a running run, and seconds for the last report or card. A run that has ended
+then removes the old report, rather than show an outdated one."""
 
 HEARTBEAT_DELAY = 1.0
 """Seconds by which a heartbeat to an object store is delayed, so that the write of lines usually carries it."""
-
-OUTCOME_RETRY_INTERVAL = 0.25
-"""Seconds between two tries to write a status whose outcome is certain."""
-
-RESULT_RETRY_INTERVAL = 0.5
-"""Seconds between two tries to store a result."""
 
 TRACKER_POLL_INTERVAL = 1.0
 """Seconds between two polls of the events for a tracker; on an object store at least as many as its readers wait. The
 first poll waits, too, so that a tracker's imports do not slow down the start of the ranks."""
 
 TRACKER_PAUSE_MAX = 60.0
-"""Most seconds until a tracker that keeps failing is called again: the pause doubles with each failure."""
-
 TRACKERS_TIMEOUT = 10.0
-"""Seconds that all trackers together have after the end of a run."""
+"""Most seconds until a tracker that keeps failing is called again, and seconds for all trackers after a run's end."""
 
 TICK = 0.1
 """Seconds between two checks of deadlines and of the request to cancel."""
@@ -238,42 +195,43 @@ LEASE_POLL_INTERVAL_MAX = 30.0
 CANCEL_REQUEST_TIMEOUT = 1.0
 """Seconds for an object store to answer whether the end that a signal asks for was requested by a user."""
 
+# Every process: polls.
+
+POLL_INTERVAL_BRIEF = 0.02
+POLL_INTERVAL_SHORT = 0.05
+POLL_INTERVAL = 0.1
+POLL_INTERVAL_LONG = 0.5
+POLL_INTERVAL_LONGEST = 1.0
+"""Seconds between two polls of what cannot wake the process that waits for it. The longer it usually takes, the longer
+the interval: a lock or a file, a directory or a full window, ranks and slots, a server that starts, an owner."""
+
 # Every process: its host.
 
 KILL_TIMEOUT = 5.0
-"""Seconds to wait for a process to exit after SIGKILL; one that is stuck in the kernel does not."""
+REAP_INTERVAL = 0.01
+"""Seconds for a process to exit after SIGKILL, unless it is stuck in the kernel, and between two polls for that."""
 
 CLEANERS_TIMEOUT = 1.0
 """Seconds for processes to remove the shared memory of killed ranks."""
-
-REAP_INTERVAL = 0.01
-"""Seconds between two polls whether killed processes have exited."""
 
 CONNECT_HEAD_START = 0.25
 """Seconds by which a host is tried before the next one, so that earlier ones are preferred."""
 
 USAGE_FIRST_SAMPLE = 1.0
-"""Seconds until the first sample of a host."""
-
 USAGE_INTERVAL_MIN = 5.0
 USAGE_INTERVAL_MAX = 60.0
-"""Least and most seconds between two samples of a host, which are a hundredth of the time that the ranks have run."""
+"""Seconds until the first sample of a host, and least and most between two, a hundredth of the ranks' time so far."""
 
 # Every process: an object store.
 
 S3_REQUEST_TIMEOUT = 60.0
-"""Seconds without a byte after which a request to S3 fails; the same as boto3's, since pyarrow's 3 are too few."""
-
 S3_CONNECT_TIMEOUT = 5.0
-"""Seconds for a connection to S3 to be made."""
+"""Seconds without a byte after which a request to S3 fails, as for boto3 (pyarrow's 3 are too few), and to connect."""
 
 # A rank.
 
 FORK_TIMEOUT = 30.0
 """Seconds for which a fork waits for an import, or a request to an object store, of another thread of rankzero."""
-
-READ_AHEAD_POLL_INTERVAL = 0.5
-"""Seconds after which a producer with a full queue checks whether its consumer has stopped."""
 
 READ_AHEAD_EXIT_TIMEOUT = 5.0
 """Seconds for which a process that exits waits for a piece that is being read."""
@@ -281,25 +239,17 @@ READ_AHEAD_EXIT_TIMEOUT = 5.0
 DECODE_LOCK_TIMEOUT = 120.0
 """Seconds for which a rank waits for a group that another rank decodes; then it decodes the group, too."""
 
-DECODE_LOCK_INTERVAL = 0.02
-"""Seconds between two tries to lock a group."""
+PART_UPLOAD_TIMEOUT = 30.0
+"""Seconds from the first failed write of a checkpoint's part to the store until the rank gives up retrying."""
 
-QUEUE_POLL_INTERVAL = 0.1
-"""Seconds between two polls for room in the queue of a rank's messages to its agent."""
+PROGRESS_LINE_INTERVAL = 5.0
+PROGRESS_REDRAW_INTERVAL = 0.2
+"""Seconds between two progress lines in a log, and between two updates of the progress line in a terminal."""
+
+HVD_ROUND_PAUSE = 0.001
+"""Seconds before Horovod's next round after a round without a ready operation."""
 
 # Readers: reports, cards, the command line and trackers.
-
-CARD_INTERVAL = 1.0
-"""Seconds between two updates of a card."""
-
-CARD_LAST_TIMEOUT = 10.0
-"""Seconds that the last update of a card may take after the end of its run."""
-
-BROWSER_REQUEST_TIMEOUT = 30.0
-"""Seconds for a browser to send its request to `rankzero serve`."""
-
-CLI_POLL_INTERVAL = 0.5
-"""Seconds between two queries of the status of the run that `rankzero run` follows."""
 
 WATCH_INTERVAL = 2.0
 """Seconds between two listings of a store with ``--watch``."""
@@ -307,14 +257,72 @@ WATCH_INTERVAL = 2.0
 EXPORT_TIMEOUT = 5.0
 """Seconds for one request to the collector of OpenTelemetry."""
 
-EXPORT_INTERVAL = 60.0
-"""Seconds between two exports of metrics to OpenTelemetry while a run lives."""
-
-WANDB_POLL_INTERVAL = 0.02
-"""Seconds between two looks whether W&B's service has written the end of an offline run."""
-
 TRACKER_UPLOAD_INTERVAL = 60.0
-"""Shortest time in seconds between two uploads to an object store, where nothing can be appended."""
+"""Least seconds between two uploads to an object store, which cannot append, or two exports to OpenTelemetry."""
+
+# Submitters, readers and followers of a run.
+
+OWNER_LEASE = 20.0
+"""Seconds that a driver on the cluster continues without its run's owner process: less than `CANCEL_TIMEOUT`."""
+
+CLAIM_TIMEOUT = 20.0
+"""Seconds until another submitter that claimed a run without writing ``job.json`` counts as dead; longer for a
+submitter that has itself needed longer to write its files."""
+
+FOLLOW_INTERVAL = 0.05
+"""Seconds between two polls of a run directory on a local disk."""
+
+THOROUGH_INTERVAL = 2.0
+"""Seconds between two reads of every log, since a file server may report the sizes of logs late."""
+
+RETRY_DELAY_MAX = 24 * 3600.0
+"""Longest delay in seconds between two tries, if the delay grows."""
+
+RENEWAL_INTERVAL = 10.0
+RENEWAL_INTERVAL_REMOTE = 60.0
+"""Most seconds between two renewals of a lease, on a disk and on an object store, where each is a request."""
+
+SHORTEST_PACE = 1.0
+LONGEST_PACE = 10.0
+"""Shortest and longest interval in seconds between two writes to an object store, or polls of it. A run older than a
+quarter of an hour may receive a request to cancel as late as the longest."""
+
+SCHEDULING_SLACK = 900.0
+"""Seconds between the time a try is due and its first poll of the run: a pool may be full, or a deployment slow."""
+
+DETACHED_LEASE = 1800.0
+"""Shortest lease in seconds of a run that a service follows for its step, such as a triggerer, which may restart."""
+
+LAST_LEASE = 60.0
+"""Seconds for which a run outlives the last try that attached to it. Longer than a short outage of a store."""
+
+REMOVAL_CLAIM_TIMEOUT = 3600.0
+"""Seconds for which a submission may be claimed but not written, since the upload of a large payload takes time."""
+
+# A task. Its code is pickled by value, so it imports these names, and tests change them there.
+
+AGENT_EXIT_TIMEOUT = 3.0
+"""Seconds for an agent to exit once the task process has closed its standard input."""
+
+ABANDONED_AFTER = 60.0
+"""Seconds since its last change for which a directory may be unlocked, because it has just been created."""
+
+WARM_LOCK_TIMEOUT = 3.0
+WARM_LOCK_INTERVAL = 0.005
+"""Seconds to wait for another task that is starting a warm server, and between two tries to lock."""
+
+WARM_REPLY_TIMEOUT = 120.0
+"""Seconds for a warm server, which may still import torch, to reply to a request."""
+
+WARM_ORPHAN_TIMEOUT = 7.0
+"""Seconds for an agent to die with its warm server, and for the server to report an agent's exit status."""
+
+NEXT_ATTEMPT_SLOW_AFTER = 5.0
+"""Seconds after which a task that waits for its next agent lists the folder of the run less often."""
+
+CANCEL_POLL_INTERVAL = 2.0
+CANCEL_POLL_INTERVAL_OF_DRIVER = 0.2
+"""Seconds between two polls for a request to kill the agent: of a thousand tasks, and of task 0 and its driver."""
 
 # A warm server.
 
@@ -330,9 +338,6 @@ WARM_LOAD_AFTER = 5.0
 WARM_OWNERLESS_MARGIN = 15.0
 """Seconds, after their grace, until agents are killed whose warm server has lost its owner."""
 
-WARM_OWNER_POLL_INTERVAL = 0.5
-"""Seconds between two polls whether the owner of a warm server is alive, during an import."""
-
 WARM_REQUEST_TIMEOUT = 5.0
 """Seconds for a client of a warm server to send its request once it has connected."""
 
@@ -347,51 +352,35 @@ GPU_LISTING_TIMEOUT = 60.0
 CONNECT_SERVER_TIMEOUT = 10.0
 """Seconds for a Spark Connect server to accept a TCP connection."""
 
-CONNECT_SERVER_POLL_INTERVAL = 0.5
-"""Seconds between two tries to reach a Spark Connect server that is starting."""
-
 CONNECT_SESSION_WINDOW = 1800.0
-"""Seconds for which launches share a session of a Spark Connect server: less than the hour for which it keeps an unused
-one."""
+"""Seconds for which launches share a session of a Spark Connect server, which keeps an unused one for an hour."""
 
 CONNECT_DRIVER_TIMEOUT = 20.0
 """Seconds for an agent on Spark Connect to reach the driver, which runs before any agent. Less than for a classic
 driver, because executors may have no route to a client's host at all."""
 
-ENDED_POLL_INTERVAL = 0.05
-"""Seconds between two listings of a stage's folder for the ends of agents, by the driver in that stage."""
-
 DATAFRAME_PROGRESS_INTERVAL = 10.0
 """Seconds between two lines about a DataFrame that Spark is computing."""
-
-DATAFRAME_POLL_INTERVAL = 0.1
-"""Seconds between two polls of a DataFrame that Spark is computing."""
 
 ARCHIVE_TIMEOUT = 180.0
 """Seconds for an archive of Spark's classes to be made, on a machine that is busy."""
 
-KUBERNETES_REQUEST_TIMEOUT = 30.0
-"""Seconds for one request to the API server of Kubernetes."""
+HTTP_REQUEST_TIMEOUT = 30.0
+"""Seconds for one request to the API server of Kubernetes, and for a browser to send one to `rankzero serve`."""
 
 SPARK_SUBMIT_TIMEOUT = 180.0
 """Seconds for ``spark-submit`` to start a JVM, upload the files and get the driver accepted."""
 
-SPARK_SUBMIT_POLL_INTERVAL = 0.5
-"""Seconds between two polls whether the driver has begun that ``spark-submit`` submitted."""
-
 # The doctor.
 
 DOCTOR_CONNECT_TIMEOUT = 3.0
-"""Seconds for one address of a Spark master to be resolved and to accept a connection."""
+DOCTOR_CALL_TIMEOUT = 2.0
+PROBE_CALL_TIMEOUT = 5.0
+"""Seconds for one address of a Spark master to be resolved and to accept a connection, for one address of a rank to
+accept one, and for the examining process to connect to a rank."""
 
 DOCTOR_STORE_TIMEOUT = 15.0
-"""Seconds for an object store to accept and delete an empty object; its client may retry for minutes."""
-
-DOCTOR_CALL_TIMEOUT = 2.0
-"""Seconds for one address of a rank to accept a connection."""
-
-DOCTOR_DRIVER_TIMEOUT = 15.0
-"""Seconds for the driver of the examination's run to write its last files, before the run is removed."""
+"""Seconds for a store, whose client may retry for minutes, to take an object, and a driver to write its last files."""
 
 DOCTOR_HANG_TIMEOUT = 60.0
 """Seconds without progress after which the examination's ranks count as hung; short, since a user waits for them."""
@@ -399,104 +388,13 @@ DOCTOR_HANG_TIMEOUT = 60.0
 SKEW_WARNING = 5.0
 """Seconds between two clocks above which logs and metrics of several hosts are hard to compare."""
 
-PROBE_CALL_TIMEOUT = 5.0
-"""Seconds within which the examining process must connect to a rank."""
-
-# A rank: what training code calls.
-
-PART_UPLOAD_TIMEOUT = 30.0
-"""Seconds from the first failed write of a checkpoint's part to the store until the rank gives up retrying."""
-
-PART_RETRY_INTERVAL = 0.5
-"""Seconds between two writes of a checkpoint's part to a store that has failed."""
-
-PROGRESS_LINE_INTERVAL = 5.0
-"""Seconds between two progress lines in a log."""
-
-PROGRESS_REDRAW_INTERVAL = 0.2
-"""Seconds between two updates of the progress line in a terminal."""
-
-CHECKPOINT_SETTLE_TIMEOUT = 600.0
-"""Seconds that a rank waits for the commit of a checkpoint: as long as a driver waits for the store when a run ends."""
-
 # Users' tests: ranks of `run_inline`.
 
 INLINE_PEER_TIMEOUT = 60.0
-"""Seconds that the other ranks of `run_inline` may take to end after rank 0."""
-
-INLINE_POLL_INTERVAL = 0.1
-"""Seconds between two polls of the other ranks of `run_inline` while rank 0 trains."""
+"""Seconds for the other ranks of `run_inline` to end after rank 0, and for its last checkpoint to be committed."""
 
 INLINE_ARRIVAL_TIMEOUT = 0.5
 """Seconds in which rank 0 of `run_inline` connects to the rendezvous store after it has read the store's address."""
 
-INLINE_COMMIT_TIMEOUT = 60.0
-"""Seconds that the commit of the last checkpoint of `run_inline` may take."""
-
 INLINE_EXIT_TIMEOUT = 30.0
 """Seconds that the exit handlers of a rank of `run_inline` with its own process may take."""
-
-# A submitter.
-
-OWNER_LEASE = 20.0
-"""Seconds that a driver on the cluster continues without its run's owner process: less than `CANCEL_TIMEOUT`."""
-
-CLAIM_TIMEOUT = 20.0
-"""Seconds until another submitter that claimed a run without writing ``job.json`` counts as dead; longer for a
-submitter that has itself needed longer to write its files."""
-
-SUBMIT_POLL_INTERVAL = 0.05
-"""Seconds between two polls by a submitter that waits for another submitter, a driver or the end of a run."""
-
-# Readers and followers of a run.
-
-FOLLOW_INTERVAL = 0.05
-"""Seconds between two polls of a run directory on a local disk."""
-
-THOROUGH_INTERVAL = 2.0
-"""Seconds between two reads of every log, since a file server may report the sizes of logs late."""
-
-RETRY_DELAY_MAX = 24 * 3600.0
-"""Longest delay in seconds between two tries, if the delay grows."""
-
-RENEWAL_INTERVAL_REMOTE = 60.0
-"""Longest time in seconds between two renewals on an object store, where each renewal is a request."""
-
-RENEWAL_INTERVAL = 10.0
-"""Longest time in seconds between two renewals of a followed run's lease."""
-
-SHORTEST_PACE = 1.0
-"""Shortest interval in seconds between two writes to an object store, or polls of it."""
-
-LONGEST_PACE = 10.0
-"""Longest such interval in seconds. A run older than a quarter of an hour may receive a request to cancel that late."""
-
-REMOVAL_CLAIM_TIMEOUT = 3600.0
-"""Seconds for which a submission may be claimed but not written, since the upload of a large payload takes time."""
-
-# A rank: rows.
-
-ROWS_POLL_INTERVAL = 0.05
-"""Seconds between two looks whether another thread has taken its batch of rows."""
-
-# A rank: Horovod.
-
-HVD_ROUND_PAUSE = 0.001
-"""Seconds before the next round after a round without a ready operation."""
-
-HVD_STALL_CHECK_INTERVAL = 1.0
-"""Seconds between two checks of a rank's wait, and after which it records that it is in its round."""
-
-HVD_STALL_WARNING_AFTER = 60.0
-"""Default of ``HOROVOD_STALL_CHECK_TIME_SECONDS``."""
-
-HVD_STALL_TIMEOUT = 1800.0
-"""Default of ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``."""
-
-HVD_STALL_TIMEOUT_MAX = 30 * 24 * 3600.0
-"""Largest value of both variables."""
-
-# A rank: Ray Train.
-
-RAY_GROUP_TIMEOUT = 1800
-"""Ray's default timeout of a collective, in seconds."""

@@ -37,7 +37,7 @@ class Job:
         num_processes: World size; for an elastic job the largest.
         min_processes: The smallest world size of an elastic job; None if the size is fixed.
         params: The arguments by name, as short plain values: see `RunHandle.params`.
-        traceparent: The trace context that the run continues: see `rankzero.tracking.trace`.
+        traceparent: The trace context that the run continues: see `rankzero.submit.trackers`.
         prices: The submitter's prices of an hour of ``gpu`` and ``core``, in ``currency``; see `rankzero.report.cost`.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it ends with none.
         submission: Number of earlier submissions of this run id.

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rankzero.run.tries import PipelineTry
     from rankzero.submit import durable
     from rankzero.submit.prepare import Request
-    from rankzero.submit.user_code import UserCode
     from rankzero.sweep import Search, StopRule, Sweep
     from rankzero.sweep.trials import Mode
 
@@ -216,13 +215,12 @@ class Launcher(Options):
             return trials.options(run_id=names.of(given)).owned(train, (), given)
 
         sweep = run_trials(start, search, metric, mode, max_parallel, stop, print_line)
-        is_complete = all(trial.result or trial.state == STOPPED for trial in sweep.trials)
-        if rows and (self.run_id is None or is_complete):
+        finished = [trial for trial in sweep.trials if trial.result or trial.state == STOPPED]
+        if rows and (self.run_id is None or len(finished) == len(sweep.trials)):
             # No trial can be resumed any more.
             remove_unread(rows.directory)
-        for trial in sweep.trials:
-            if trial.result or trial.state == STOPPED:
-                self._acknowledge(RunHandle.attach(trial.directory))
+        for trial in finished:
+            self._acknowledge(RunHandle.attach(trial.directory))
         return sweep
 
     @overload
@@ -358,7 +356,7 @@ class Launcher(Options):
     def _request(self) -> Request:
         from rankzero.submit import datasets, trackers
         from rankzero.submit.prepare import Request
-        from rankzero.tracking import trace
+        from rankzero.submit.user_code import UserCode
         from rankzero.worker import log_level
 
         if self.restart_on and not self.max_restarts:
@@ -366,7 +364,7 @@ class Launcher(Options):
         world = self._world()
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
-        env = {**trace.environment(), **(self.env or {})}
+        env = {**trackers.trace_environment(), **(self.env or {})}
         env |= log_level.environment(env)
         decided = {
             "run_id": self.run_id or "",
@@ -377,7 +375,7 @@ class Launcher(Options):
             "checkpoints": asdict(self.checkpoints),
             "labels": dict(self.labels or {}),
             "engine": {},
-            "traceparent": env.get(trace.TRACEPARENT, ""),
+            "traceparent": env.get(trackers.TRACEPARENT, ""),
         }
         engine = self._engine()
         return Request(
@@ -388,16 +386,9 @@ class Launcher(Options):
             env,
             restart_on=self.restart_on,
             sources=datasets.check(self.dataset),
-            code=self._code(),
+            code=UserCode.of(self.working_dir, self.py_files, self.excludes),
             trackers=trackers.pack(self.trackers, engine),
         )
-
-    def _code(self) -> UserCode:
-        from rankzero.submit.user_code import UserCode
-
-        working_dir = None if self.working_dir is None else os.path.expanduser(os.fspath(self.working_dir))
-        py_files = tuple(os.path.expanduser(os.fspath(path)) for path in self.py_files)
-        return UserCode(working_dir, py_files, tuple(self.excludes))
 
     def _engine(self) -> Engine:
         from rankzero.engines.local import LocalEngine

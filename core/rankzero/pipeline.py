@@ -46,7 +46,6 @@ from rankzero import lazy_names
 
 if TYPE_CHECKING:
     from rankzero import store as store
-    from rankzero.bounds import VALUE_LIMIT as VALUE_LIMIT
     from rankzero.doctor.before import find_problems as find_problems
     from rankzero.doctor.examine import Examination as Examination
     from rankzero.doctor.examine import examine as examine
@@ -94,6 +93,7 @@ if TYPE_CHECKING:
     from rankzero.values.digest import PLAIN as PLAIN
     from rankzero.values.digest import split as split
     from rankzero.values.digest import verify as verify
+    from rankzero.values.plain import VALUE_LIMIT as VALUE_LIMIT
     from rankzero.values.plain import find_unstorable as find_unstorable
     from rankzero.values.plain import plain_view as plain_view
     from rankzero.values.plain import storable as storable
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from rankzero.values.ref import map_refs as map_refs
 
 _NAMES = (
-    "store report.curves report.pages run.lease run.reports submit.datasets values.formats bounds.VALUE_LIMIT "
+    "store report.curves report.pages run.lease run.reports submit.datasets values.formats "
     "doctor.before.find_problems doctor.examine.Examination doctor.examine.examine doctor.findings.OK "
     "engines.base.Engine engines.spark.engine.embedded_engine host.processes.describe_process job.Job "
     "job.describe_world job.qualified_name job.world_bounds kinds.AUTO kinds.NumProcesses kinds.RestartOn "
@@ -110,8 +110,9 @@ _NAMES = (
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
     "run.follower.RunEnded run.identity.Identity run.lines.level_of run.reports.is_number run.tries.may_retry "
     "submit.durable.Opened submit.training.check_callable submit.training.is_module_reference texts.with_matches "
-    "values.digest.BLOCKS values.digest.PLAIN values.digest.split values.digest.verify values.plain.find_unstorable "
-    "values.plain.plain_view values.plain.storable values.ref.fingerprint_of values.ref.map_refs"
+    "values.digest.BLOCKS values.digest.PLAIN values.digest.split values.digest.verify values.plain.VALUE_LIMIT "
+    "values.plain.find_unstorable values.plain.plain_view values.plain.storable values.ref.fingerprint_of "
+    "values.ref.map_refs"
 )
 
 lazy_names(__name__, _NAMES, root="rankzero")

@@ -15,7 +15,7 @@ import pytest
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, bounds
 from rankzero.agent import output
-from rankzero.channel import Finished, frames, messages, pace
+from rankzero.channel import Finished, frames, messages
 from rankzero.driver import Recorder
 from rankzero.worker import Control
 from rankzero.worker import control as controls
@@ -84,7 +84,7 @@ def control() -> Iterator[tuple[Control, socket.socket]]:
 @pytest.fixture
 def no_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first delivery nothing leaves because its time has come."""
-    monkeypatch.setattr(pace, "next_delivery", lambda: time.monotonic() + 1000.0)
+    monkeypatch.setattr(controls, "next_delivery", lambda: time.monotonic() + 1000.0)
 
 
 def row(number: int) -> str:
@@ -176,7 +176,7 @@ def test_processes_of_a_host_deliver_at_the_same_moments(monkeypatch: pytest.Mon
     moments = []
     for now in (10.0, 10.2, 10.2 + bounds.DELIVERY_INTERVAL):
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
-        moments.append(pace.next_delivery())
+        moments.append(controls.next_delivery())
     assert moments == [10.5, 10.5, 11.0]
 
 

@@ -172,7 +172,7 @@ def test_a_hundred_deferred_trainings_leave_the_triggerer_its_threads(
         run.write_submission(Job("run", "train", 1, 1, False, None, None, 60.0, {}))
         run.write_status(RunStatus(state="succeeded"))
     triggers = [make_trigger(handle) for handle in handles]
-    through, asked, answers = files._filesystem, threading.Event(), threading.Event()
+    through, asked, answers = files.filesystem_of, threading.Event(), threading.Event()
 
     def stall(location: str) -> tuple[Any, str]:
         asked.set()
@@ -191,7 +191,7 @@ def test_a_hundred_deferred_trainings_leave_the_triggerer_its_threads(
             answers.set()
         return await asyncio.gather(*following)
 
-    monkeypatch.setattr(files, "_filesystem", stall)
+    monkeypatch.setattr(files, "filesystem_of", stall)
     events = asyncio.run(asyncio.wait_for(follow(), 120))
     assert events == [{"directory": handle.directory, "nonce": ""} for handle in handles]
 
@@ -205,7 +205,7 @@ class Stall:
 
     def __init__(self, places: str) -> None:
         self._places = re.compile(places)
-        self._through = files._filesystem
+        self._through = files.filesystem_of
         self._open = threading.Event()
         self._open.set()
         self.stalled = 0
@@ -243,7 +243,7 @@ def test_a_lease_is_renewed_while_the_store_does_not_answer_reads(
     runs = make_runs(f"memory://{tmp_path.name}", "running", orphan_timeout=2.0)
     triggers = [make_trigger(RunHandle[Any](run.directory)) for run in runs]
     stall = Stall(r"(?<!/lease)$")
-    monkeypatch.setattr(files, "_filesystem", stall.filesystem)
+    monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
 
     async def renewed() -> None:
         """Waits until each run has had two further leases: the first one may have been under way."""
@@ -276,7 +276,7 @@ def test_a_store_that_does_not_answer_delays_no_training_of_another_store(
     (other, *_) = make_runs(f"memory://{tmp_path.name}/there", "succeeded")
     trigger = make_trigger(RunHandle[Any](other.directory))
     stall = Stall("/away/")
-    monkeypatch.setattr(files, "_filesystem", stall.filesystem)
+    monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
 
     async def follow() -> None:
         stall.begin()

@@ -41,7 +41,7 @@ def test_every_constant_that_the_page_names_has_its_number_there() -> None:
 
 def test_requests_per_hour_follow_from_the_interval_between_two_writes() -> None:
     share, shortest, longest = map(
-        constant, ("rankzero.run.pace._SHARE", *(f"rankzero.bounds.{one}_PACE" for one in ENDS))
+        constant, ("rankzero.run.status._SHARE", *(f"rankzero.bounds.{one}_PACE" for one in ENDS))
     )
 
     def times(begin: float, end: float) -> int:

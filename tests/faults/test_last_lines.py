@@ -52,7 +52,7 @@ class Store:
 def pieces_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     made = Store()
     monkeypatch.setattr(store, "write_bytes", made.write_bytes)
-    monkeypatch.setattr(bounds, "LAST_LINES_RETRY_INTERVAL", 0.02)
+    monkeypatch.setattr(bounds, "WRITE_RETRY_INTERVAL", 0.02)
     monkeypatch.setattr(recorders, "pace", lambda _: 0.05)
     yield made
     made.away = False

@@ -35,7 +35,7 @@ class Outage:
     def __init__(self) -> None:
         self.on = False
         self.refused = 0
-        self._through = files._filesystem
+        self._through = files.filesystem_of
 
     def filesystem(self, location: str) -> tuple[Any, str]:
         if self.on:
@@ -47,7 +47,7 @@ class Outage:
 @pytest.fixture
 def outage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outage]:
     made = Outage()
-    monkeypatch.setattr(files, "_filesystem", made.filesystem)
+    monkeypatch.setattr(files, "filesystem_of", made.filesystem)
     yield made
     made.on = False
 
@@ -94,7 +94,7 @@ class Stall:
 
     def __init__(self, places: str) -> None:
         self._places = re.compile(places)
-        self._through = files._filesystem
+        self._through = files.filesystem_of
         self._open = threading.Event()
         self._open.set()
         self.stalled = 0
@@ -119,7 +119,7 @@ def test_a_value_that_was_on_its_way_when_the_run_was_ended_is_the_result_and_st
         return b"a value" * size
 
     stall = Stall(r"/result/value-")
-    monkeypatch.setattr(files, "_filesystem", stall.filesystem)
+    monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
     # In which the value must be on its way.
     launcher = launcher.options(store=f"memory://{tmp_path.name}", run_id="run", timeout=4.0)
     stall.begin()
@@ -161,7 +161,7 @@ def test_a_store_that_is_slow_does_not_hold_the_driver(
     launcher: Launcher, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch, places: str
 ) -> None:
     stall = Stall(places)
-    monkeypatch.setattr(files, "_filesystem", stall.filesystem)
+    monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
     launcher = launcher.options(store=f"memory://{tmp_path.name}", run_id="run")
     with ThreadPoolExecutor(1) as executor:
         value = executor.submit(lambda: launcher.run(fail_when_told, str(tmp_path)))
@@ -187,7 +187,7 @@ class Refusal(logging.Handler):
     def __init__(self, places: str, times: float) -> None:
         super().__init__()
         self._places = re.compile(places)
-        self._through = files._filesystem
+        self._through = files.filesystem_of
         self._times = times
         self._restarts = False
         self.refused: Counter[str] = Counter()
@@ -234,7 +234,7 @@ def test_a_store_that_refuses_what_a_restart_reads_delays_the_restart(
 ) -> None:
     refusal = Refusal(rf"(?<=/run/)({'|'.join(READ_AT_A_RESTART)})$", 1)
     restarts.addHandler(refusal)
-    monkeypatch.setattr(files, "_filesystem", refusal.filesystem)
+    monkeypatch.setattr(files, "filesystem_of", refusal.filesystem)
     launcher = launcher.options(num_processes=1, store=f"memory://{tmp_path.name}", run_id="run", max_restarts=1)
     assert launcher.run(fail_once) == 1
     assert set(refusal.refused) == set(READ_AT_A_RESTART)
@@ -246,7 +246,7 @@ def test_a_run_can_be_cancelled_while_the_store_refuses_what_its_restart_reads(
 ) -> None:
     refusal = Refusal(r"/run/checkpoints$", math.inf)
     restarts.addHandler(refusal)
-    monkeypatch.setattr(files, "_filesystem", refusal.filesystem)
+    monkeypatch.setattr(files, "filesystem_of", refusal.filesystem)
     launcher = launcher.options(num_processes=1, store=f"memory://{tmp_path.name}", run_id="run", max_restarts=1)
     with ThreadPoolExecutor(1) as executor:
         value = executor.submit(lambda: launcher.run(fail_once))

@@ -124,7 +124,7 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
 def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bounds, "CHECKPOINT_SETTLE_TIMEOUT", 0.05)
+    monkeypatch.setattr(bounds, "CHECKPOINT_COMMIT_TIMEOUT", 0.05)
     sent: list[Any] = []
     parts = Parts(Start(str(tmp_path / "run"), run_token="", shared=False, scratch=str(tmp_path)), str)
     writer = CheckpointWriter(parts, 0, 0, 2, sent.append)

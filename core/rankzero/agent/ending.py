@@ -135,7 +135,7 @@ class Ending:
             for rank in self._ranks:
                 rank.output.pump()
             dispatch(pause)
-            pause = min(2 * pause, bounds.PUMP_INTERVAL)
+            pause = min(2 * pause, bounds.POLL_INTERVAL_SHORT)
             now = time.monotonic()
             if self.is_early:
                 # A stop, or the death of the task process, may have arrived in this loop.

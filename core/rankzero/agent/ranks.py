@@ -50,7 +50,6 @@ class Rank:
         """Numbers of the checkpoints that the training reported and the worker has not written yet."""
         self.has_flushed = False
         """True once the worker has sent all reports that preceded the stop."""
-        self.cut_off_at: float | None = None
         self._client = client
         self.output = RankOutput(local_rank, client, config["scratch"])
         self.decoder = frames.Decoder()

@@ -12,23 +12,21 @@ import contextlib
 import fcntl
 import json
 import os
-import selectors
 import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 from rankzero import bounds
 from rankzero.agent.ending import Ending
-from rankzero.agent.inputs import InputError, Inputs, Requests
+from rankzero.agent.forwarder import READ_SIZE, Forwarder, Loop
+from rankzero.agent.inputs import InputError, Inputs
 from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.channel import messages
 from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
-from rankzero.channel.messages import FINISHED, Message, decode, encode
-from rankzero.channel.pace import next_delivery
+from rankzero.channel.messages import Message, decode, encode
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
 from rankzero.host.guard import watch as watch_guard
@@ -43,18 +41,13 @@ from rankzero.host.processes import (
 )
 from rankzero.host.usage import UsageSampler
 
-DRAIN_READS = 16
-"""Most reads that drain a pipe; a limit, because a child may write without end."""
-
-_READ = 1 << 18
-
 
 class Agent:
     """The workers of one task and the channel to the driver."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
-        self._selector = selectors.DefaultSelector()
+        self._loop = Loop()
         self._ranks: list[Rank] = []
         hosts, port = config["driver"]
         certificate = base64.b64decode(config["certificate"]) if config.get("certificate") else None
@@ -70,12 +63,10 @@ class Agent:
         self._caller_lives = watcher_of(config.get("caller"))
         self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
         self._inputs: Inputs | None = None
-        self._requests = Requests(self._client.fetch, config["scratch"])
+        self._forwarder = Forwarder(self._loop, self._client, self._ending, config["scratch"])
         self._lost: str | None = None
         self._stacks_at: float | None = None
         self._positions_at: float | None = None
-        self._quiet: list[Rank] = []
-        self._listen_at: float | None = None
         self._usage: UsageSampler | None = None
         # The task process may be killed first; then only this lock shows that the directories are in use.
         self._locks = [_locked(place) for place in (config["scratch"], config["temporary"]) if place]
@@ -90,17 +81,17 @@ class Agent:
         # The loop handles it by the wakeup socket: a handler could run while a lock of the channel is held.
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
-        self._watch(wakeup, lambda: self._on_signal(wakeup))
-        self._watch(sys.stdin.fileno(), self._on_stdin)
+        self._loop.watch(wakeup, lambda: self._on_signal(wakeup))
+        self._loop.watch(sys.stdin.fileno(), self._on_stdin)
         self._watch_holder()
         if (guard := watch_guard()) is not None:
-            self._watch(guard, lambda: self._on_guard(guard))
+            self._loop.watch_end(guard, self._on_guard)
         try:
             # Before any thread exists: the workers may be forks.
             for local_rank in range(self._config["workers"]):
                 self._start_rank(local_rank)
             self._client.start()
-            self._watch(self._client.fileno(), self._on_driver)
+            self._loop.watch(self._client.fileno(), self._on_driver)
             self._join()
             while not self._ending.is_complete:
                 self._step()
@@ -115,25 +106,12 @@ class Agent:
 
     # -- the loop ------------------------------------------------------------------------------
 
-    def _watch(self, source: Any, callback: Callable[[], object]) -> None:
-        self._selector.register(source, selectors.EVENT_READ, callback)
-
-    def _unwatch(self, source: Any) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(source)
-
-    def _dispatch(self, timeout: float | None) -> None:
-        for key, _ in self._selector.select(timeout):
-            key.data()
-
     def _step(self) -> None:
-        self._dispatch(self._time_left())
+        self._loop.dispatch(self._time_left())
         now = time.monotonic()
         self._ending.ask_written(now)
         self._ending.kill_overdue(now)
-        for rank in self._ranks:
-            if rank.cut_off_at is not None and now >= rank.cut_off_at:
-                self._on_cut_off(rank)
+        self._forwarder.step(now)
         if self._lost or self._ending.is_orphaned:
             self._ending.release()
         if self._stacks_at is not None and now >= self._stacks_at:
@@ -145,11 +123,6 @@ class Agent:
             for rank in self._ranks:
                 if position := rank.position():
                     rank.send(position)
-        if self._listen_at is not None and now >= self._listen_at:
-            self._listen_at = None
-            for rank in self._quiet:
-                self._listen_to(rank)
-            self._quiet.clear()
         if self._usage and (sample := self._usage.sample(now)):
             self._client.queue(encode(messages.Usage(sample)))
         for rank in self._ranks:
@@ -158,18 +131,11 @@ class Agent:
 
     def _time_left(self) -> float | None:
         sample_at = self._usage.next_at if self._usage else None
-        moments = [
-            self._ending.kill_at,
-            self._ending.flush_by,
-            self._stacks_at,
-            self._positions_at,
-            self._listen_at,
-            sample_at,
-        ]
-        moments += [rank.cut_off_at for rank in self._ranks]
+        moments = [self._ending.kill_at, self._ending.flush_by, self._stacks_at, self._positions_at, sample_at]
+        moments += self._forwarder.next_at
         times = [at - time.monotonic() for at in moments if at is not None]
         if any(rank.output.waiting or rank.flush() for rank in self._ranks):
-            times.append(bounds.PUMP_INTERVAL)
+            times.append(bounds.POLL_INTERVAL_SHORT)
         return max(0.0, min(times)) if times else None
 
     # -- the driver ----------------------------------------------------------------------------
@@ -193,7 +159,7 @@ class Agent:
                 self._on_message(decode(message))
         except ChannelClosed as error:
             self._lost = str(error)
-            self._unwatch(self._client.fileno())
+            self._loop.unwatch(self._client.fileno())
             self._ending.stop()
 
     def _on_message(self, message: Message) -> None:
@@ -204,7 +170,7 @@ class Agent:
             self._inputs.fetch(self._client.fetch)
             self._start_when_complete()
         elif isinstance(message, messages.Fetched):
-            if not self._requests.answer(message):
+            if not self._forwarder.requests.answer(message):
                 self._on_fetched(message)
         elif isinstance(message, (messages.Go, messages.Committed, messages.NotCommitted)):
             for rank in self._ranks:
@@ -220,7 +186,7 @@ class Agent:
         elif isinstance(message, messages.Stop):
             for rank in self._ranks:
                 # A rank may just have reported a checkpoint that it is writing.
-                self._drain(rank, self._on_control)
+                self._forwarder.drain(rank, self._forwarder.on_control)
             self._ending.stop(message.grace)
         elif isinstance(message, messages.End):
             self._ending.await_exits()
@@ -252,131 +218,21 @@ class Agent:
     def _start_rank(self, local_rank: int) -> None:
         rank = Rank(local_rank, self._config, self._client)
         self._ranks.append(rank)
-        self._watch(rank.control, lambda: self._on_control(rank))
+        self._forwarder.listen(rank)
         if hasattr(os, "pidfd_open"):
             # The kernel reports the exit of a rank even if the user's libraries change the handling of SIGCHLD.
             ended = os.pidfd_open(rank.pid)
-            self._watch(ended, lambda: self._on_end(ended))
-        self._listen_to(rank)
-        self._watch(rank.stack_pipe, lambda: self._on_stack(rank))
-
-    def _on_control(self, rank: Rank) -> bool:
-        """Handles the messages of one read, so that a worker that never pauses cannot block the loop.
-
-        Returns:
-            True if there may be more.
-        """
-        try:
-            data = rank.control.recv(_READ)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
-            self._unwatch(rank.control)
-            rank.cut_off_at = time.monotonic() + bounds.CUT_OFF_GRACE
-            return False
-        rank.decoder.feed(data)
-        for message in rank.decoder:
-            assert isinstance(message, dict)
-            self._on_rank_message(rank, decode(message))
-        return True
-
-    def _on_rank_message(self, rank: Rank, message: Message) -> None:
-        if isinstance(message, messages.Fetch):
-            self._requests.ask(rank, message.name)
-            return
-        rank.note(message)
-        if isinstance(message, (messages.PartBegun, messages.Flushed)):
-            return
-        if isinstance(message, messages.Finished):
-            # Lines that the rank printed before it committed must appear before that in the log.
-            self._drain(rank, self._on_output)
-            result = message.result
-            if result and os.path.dirname(result["path"]) == self._config["scratch"]:
-                then = encode(message, rank.local_rank)
-                self._client.send_file("value", result["path"], then, result["digest"])
-                return
-            if self._ending.has_parts:
-                # Behind its parts of checkpoints: the driver ends the run when all ranks have finished.
-                self._client.send_file(f"{FINISHED}{rank.local_rank}", os.devnull, encode(message, rank.local_rank))
-                return
-        elif isinstance(message, messages.Failed):
-            self._drain(rank, self._on_output)
-            # A failure after a request to exit is not the cause of the run's end.
-            is_secondary = message.collateral or self._ending.is_early
-            message = message.having(log_tail=rank.output.tail, collateral=is_secondary)
-        elif isinstance(message, messages.Part) and not message.shared:
-            self._ending.has_parts = True
-            name = f"checkpoint-{message.index}-{rank.local_rank}"
-            then = encode(message.having(upload=name), rank.local_rank)
-            self._client.send_file(name, message.path, then, message.sha256)
-            return
-        rank.send(message)
-
-    def _on_cut_off(self, rank: Rank) -> None:
-        """Kills a rank that has closed its connection, and reports a failure: its outcome could not be received."""
-        rank.cut_off_at = None
-        if not rank.alive or rank.outcome:
-            return
-        text = (
-            f"it closed the connection to its agent and did not end within {bounds.CUT_OFF_GRACE:g} s: a rank must not "
-            "replace its program (exec) or close descriptors that it has not opened"
-        )
-        self._on_rank_message(rank, messages.Failed(time.time(), message=text, exit_code=1))
-        rank.kill(signal.SIGKILL)
-
-    def _listen_to(self, rank: Rank) -> None:
-        self._watch(rank.pipe, lambda: self._on_printed(rank))
-
-    def _on_printed(self, rank: Rank) -> None:
-        """Forwards printed lines. A pipe with few lines is read again later, since each read wakes the driver."""
-        if self._on_output(rank) and rank.output.is_quiet:
-            self._unwatch(rank.pipe)
-            self._quiet.append(rank)
-            if self._listen_at is None:
-                self._listen_at = next_delivery()
-
-    def _on_output(self, rank: Rank) -> bool:
-        """Adds the output of one read of a worker's pipe; returns True if there may be more."""
-        data = self._read(rank.pipe)
-        if data is None:
-            return False
-        if not data:
-            rank.output.finish()
-            return False
-        rank.output.feed(data)
-        return True
-
-    def _on_stack(self, rank: Rank) -> None:
-        rank.take_stack(self._read(rank.stack_pipe) or b"")
-
-    def _read(self, source: IO[bytes]) -> bytes | None:
-        """Reads once from a pipe: None if no data is available, empty bytes at the end of file."""
-        try:
-            data = source.read(_READ)
-        except (OSError, ValueError):
-            data = b""
-        if data == b"":
-            self._unwatch(source)
-        return data
-
-    @staticmethod
-    def _drain(rank: Rank, read: Callable[[Rank], bool]) -> None:
-        for _ in range(DRAIN_READS):
-            if not read(rank):
-                return
+            self._loop.watch_end(ended, lambda: self._on_end(ended))
 
     # -- ending --------------------------------------------------------------------------------
 
     def _on_signal(self, wakeup: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
-            if signal.SIGTERM in wakeup.recv(_READ):
+            if signal.SIGTERM in wakeup.recv(READ_SIZE):
                 self._ending.leave("it got SIGTERM: the cluster takes the place back", PREEMPTED)
         self._collect()
 
     def _on_end(self, pidfd: int) -> None:
-        self._unwatch(pidfd)
         os.close(pidfd)
         self._collect()
 
@@ -389,8 +245,8 @@ class Agent:
 
     def _on_exit(self, rank: Rank, status: int) -> None:
         rank.alive = False
-        self._drain(rank, self._on_control)
-        self._drain(rank, self._on_output)
+        self._forwarder.drain(rank, self._forwarder.on_control)
+        self._forwarder.drain(rank, self._forwarder.on_output)
         code = os.waitstatus_to_exitcode(status)
         if rank.outcome is None and self._ending.has_begun:
             # Ranks of other agents may wait for this one to exit.
@@ -400,8 +256,8 @@ class Agent:
             rank.send(messages.Failed(time.time(), log_tail=rank.output.tail, **how))
 
     def _on_stdin(self) -> None:
-        if not os.read(sys.stdin.fileno(), _READ):
-            self._unwatch(sys.stdin.fileno())
+        if not os.read(sys.stdin.fileno(), READ_SIZE):
+            self._loop.unwatch(sys.stdin.fileno())
             self._ending.orphan()
 
     def _watch_holder(self) -> None:
@@ -409,17 +265,12 @@ class Agent:
         if holder := self._config.get("holder"):
             process = {"pid": holder[0], "start": holder[1], "namespace": process_namespace()}
             if watched := pidfd_of(process):
-                self._watch(watched, lambda: self._on_holder(watched))
+                self._loop.watch_end(watched, self._ending.orphan)
             elif is_gone(process):
                 self._ending.orphan()
 
-    def _on_holder(self, watched: int) -> None:
-        self._unwatch(watched)
-        self._ending.orphan()
-
-    def _on_guard(self, watched: int) -> None:
+    def _on_guard(self) -> None:
         """Kills all descendants because the guard died: later no process could find them."""
-        self._unwatch(watched)
         self._ending.orphan()
         self._ending.stop(0.0)
 
@@ -429,9 +280,9 @@ class Agent:
         for rank in self._ranks:
             # Every child that kept the pipe open has exited, so it can be read to its end.
             with contextlib.suppress(Exception):
-                self._drain(rank, self._on_output)
+                self._forwarder.drain(rank, self._forwarder.on_output)
         with contextlib.suppress(Exception):
-            self._ending.deliver_last_lines(self._dispatch)
+            self._ending.deliver_last_lines(self._loop.dispatch)
         # The task process deletes them for an agent that was killed; but it may be stopped, or die first.
         for directory in (self._config["scratch"], self._config["temporary"]):
             if directory:
@@ -454,7 +305,7 @@ def main() -> None:
         descendants.signal_on_parent_death(signal.SIGCONT)
     line = b""
     while not line.endswith(b"\n"):
-        piece = os.read(sys.stdin.fileno(), _READ)
+        piece = os.read(sys.stdin.fileno(), READ_SIZE)
         if not piece:
             if "torch" not in sys.modules:
                 # The task process, which would remove the directory, has exited. An agent of a warm server leaves it

@@ -163,11 +163,8 @@ class Part(Message, kind="checkpoint"):
     """A rank has written its part of a checkpoint.
 
     Attributes:
-        id: Name of the checkpoint.
         index: Number of the checkpoint within the attempt.
         shared: True if ``path`` is in the run directory or its object store.
-        sharded: True if the checkpoint has a part of every rank.
-        time: Unix time of its report.
         tables: Number of files of each table whose rows belong to the checkpoint.
         cursors: Positions of this rank in datasets whose states the checkpoint may hold: `RankTables.cursor`.
         pieces: Index of a sharded state.
@@ -215,7 +212,6 @@ class Finished(Message, kind="commit"):
     """A rank has written everything that the run needs from it.
 
     Attributes:
-        time: Unix time.
         result: The value of rank 0: ``format``, ``size``, ``digest``, ``path`` of its file, ``summary``; and ``value``
             if it is small JSON.
     """
@@ -229,9 +225,7 @@ class Failed(Message, kind="failure"):
 
     Attributes:
         exception_type: None if the process died without an exception.
-        message: The exception's text.
         exit_code: Exit code of the process; None if a signal ended it.
-        signal: Name of the signal that ended the process.
         collateral: True if the exception looks like a consequence of another rank's death.
         cause: ``"no-torch"`` or None.
         retryable: True if the user's code asked for another attempt.
@@ -274,9 +268,7 @@ class Assign(Message, kind="assign"):
     """The ranks of an agent, and what it needs to start them.
 
     Attributes:
-        master_addr: Address of rank 0's host.
         run_token: Text of the run directory's token, by which an agent recognizes the directory.
-        files: The input files by name.
         context: The fields of `rankzero.train.TrainContext` that are the same for all ranks.
         checkpoint: Manifest of the checkpoint to start from.
     """
@@ -352,8 +344,6 @@ class Start(Message, kind="start"):
         refs: The name and the local path, if there is one, of each referenced file, by URI.
         result_directory: Directory to which rank 0 writes its value.
         shared: True if this host sees the run directory.
-        scratch: Directory of the task.
-        datasets: Path of the datasets' manifest.
         context: The fields of the rank's `rankzero.train.TrainContext`.
         ports: First and last port that may be bound; None for any.
     """

@@ -79,10 +79,10 @@ class _Foot:
 
     def stop(self) -> None:
         self._ended.set()
-        self._thread.join(2 * bounds.CLI_POLL_INTERVAL)
+        self._thread.join(2 * bounds.POLL_INTERVAL_LONG)
 
     def _poll(self) -> None:
-        while not self._ended.wait(max(bounds.CLI_POLL_INTERVAL, self._handle.pace)):
+        while not self._ended.wait(max(bounds.POLL_INTERVAL_LONG, self._handle.pace)):
             # An error while progress is read must not stop the training.
             with contextlib.suppress(Exception):
                 status = self._handle.status()

@@ -46,7 +46,7 @@ def ahead(make: Callable[[], Iterator[T]], count: int) -> Iterator[T]:
     def put(item: object) -> bool:
         while not stopped.is_set():
             try:
-                items.put(item, timeout=bounds.READ_AHEAD_POLL_INTERVAL)
+                items.put(item, timeout=bounds.POLL_INTERVAL_LONG)
                 return True
             except queue.Full:
                 continue

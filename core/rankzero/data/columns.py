@@ -1,4 +1,4 @@
-"""Converts Arrow columns to tensors, by the mapping of `rankzero.data.kinds`."""
+"""Converts Arrow columns to tensors, by the mapping of `rankzero.data.kinds`, and a user's columns to Arrow."""
 
 from __future__ import annotations
 
@@ -222,3 +222,65 @@ def native(array: Any) -> Any:
 
     array = numpy.asanyarray(array) if isinstance(array, numpy.ma.MaskedArray) else numpy.asarray(array)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def as_table(batch: Any) -> Any:
+    """Returns a batch of columns as an Arrow table. Raises TypeError if it is none."""
+    import pyarrow as pa
+
+    if isinstance(batch, pa.Table):
+        return batch
+    if isinstance(batch, pa.RecordBatch):
+        return pa.Table.from_batches([batch])
+    if hasattr(batch, "iloc"):
+        return pa.Table.from_pandas(_with_index(batch), preserve_index=False)
+    if isinstance(batch, Mapping):
+        try:
+            return pa.table(_arrays(batch))
+        except pa.ArrowInvalid as error:
+            lengths = {name: len(column) for name, column in batch.items()}
+            raise TypeError(f"a batch has columns of different lengths or types: {lengths}: {error}") from error
+    raise TypeError(f"a batch is a dict of columns, an Arrow table or a DataFrame, not a {type(batch).__name__}")
+
+
+def _with_index(frame: Any) -> Any:
+    """Returns a DataFrame with the named levels of its index as columns; an index without a name is left out."""
+    names = [name for name in frame.index.names if name is not None]
+    if taken := [name for name in names if name in frame.columns]:
+        raise TypeError(f"a DataFrame has both an index and a column named {taken[0]!r}: rename one of them")
+    return frame.reset_index(level=names) if names else frame
+
+
+def _arrays(columns: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns columns as Arrow arrays by name. Raises TypeError if two names are the same text, such as 1 and "1"."""
+    arrays: dict[str, Any] = {}
+    for name, column in columns.items():
+        if str(name) in arrays:
+            raise TypeError(f"two columns of a batch have the name {str(name)!r} as text: give them different names")
+        arrays[str(name)] = _array(column)
+    return arrays
+
+
+def _array(column: Any) -> Any:
+    """Returns a column of a batch as an Arrow array."""
+    import numpy
+    import pyarrow as pa
+
+    if isinstance(column, Ragged):
+        if len(column.offsets) and int(column.offsets[-1]) > MAX_VALUES:
+            count = int(column.offsets[-1])
+            raise TypeError(f"a column of arrays has {count} values in one batch, too many: write smaller batches")
+        return pa.ListArray.from_arrays(_array(column.offsets.int()), _array(column.values))
+    if isinstance(column, torch.Tensor):
+        column = column.detach().cpu()
+        column = (column.float() if column.dtype == torch.bfloat16 else column).numpy()
+    if isinstance(column, numpy.ndarray):
+        # A matrix stays one of two dimensions however it is reshaped; Arrow knows this machine's order of bytes only.
+        column = native(column)
+    if isinstance(column, Mapping):
+        arrays = _arrays(column)
+        return pa.StructArray.from_arrays(list(arrays.values()), list(arrays))
+    if getattr(column, "ndim", 1) > 1:
+        inner = _array(column.reshape(-1, *column.shape[2:]))
+        return pa.FixedSizeListArray.from_arrays(inner, column.shape[1])
+    return pa.array(column)

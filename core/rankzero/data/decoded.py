@@ -87,7 +87,7 @@ def _locked(path: str) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(bounds.DECODE_LOCK_INTERVAL)
+                time.sleep(bounds.POLL_INTERVAL_BRIEF)
             except OSError:
                 # The file system has no locks: ranks that need the group at the same time all decode it.
                 break

@@ -30,14 +30,10 @@ def find_problems(engine: Engine, root: str, *, use_gpu: bool = False, processes
     """
     checks = [
         functools.partial(_check_job, engine, use_gpu, processes_per_task),
-        functools.partial(_check_master, _master(engine)),
+        functools.partial(_check_master, str(engine.to_spec()[0].get("master") or "")),
         functools.partial(_check_store, root),
     ]
     return [problem for check in checks if (problem := check())]
-
-
-def _master(engine: Engine) -> str:
-    return str(engine.to_spec()[0].get("master") or "")
 
 
 def _check_job(engine: Engine, use_gpu: bool, processes_per_task: int) -> str | None:

@@ -109,7 +109,7 @@ def examine(
                 for rank in range(num_processes):
                     stores.remove(f"{url}/.doctor-{nonce}-{rank}")
     # An examination removes its run. The driver must have written the report before, or would write it again.
-    handle.await_driver(bounds.DOCTOR_DRIVER_TIMEOUT)
+    handle.await_driver(bounds.DOCTOR_STORE_TIMEOUT)
     with contextlib.suppress(Exception):
         stores.remove(handle.directory)
     return Examination(findings, ranks)

@@ -27,7 +27,7 @@ from rankzero.driver.rows import carry_rows
 from rankzero.driver.storage import Scratch, Storage, files_of, remove_leftovers
 from rankzero.driver.watch import Mailbox, Received, Watch
 from rankzero.engines.base import EngineSession, within
-from rankzero.errors import EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
+from rankzero.errors import EngineError, RunTimeoutError, StartTimeoutError
 from rankzero.host.processes import caller_process
 from rankzero.run.checkpoints import CheckpointConfig, Manifest, mark_damaged
 from rankzero.run.directory import RunDirectory
@@ -75,7 +75,7 @@ class Attempt:
         self._number = number
         self._recorder = recorder
         self.mailbox = mailbox
-        self._watch = watch
+        self.watch = watch
         self._run_started_at = run_started_at
         self.start_deadline = placed.plan.deadline
         self.started_at: float | None = None
@@ -164,7 +164,7 @@ class Attempt:
 
     def _gives_up(self, error: Exception) -> bool:
         """Returns True for an error that no repetition corrects; raises RunCancelledError if the run must end."""
-        self._watch.check()
+        self.watch.check()
         return isinstance(error, NotOwnerError)
 
     def broadcast(self, message: Message) -> None:
@@ -201,18 +201,10 @@ class Attempt:
 
     def check(self, now: float) -> None:
         """Raises the typed error if the run must end: on request, or because it takes too long."""
-        self._watch.check()
+        self.watch.check()
         timeout, began = self.job.timeout, self._run_started_at or self.started_at
         if timeout and began is not None and now - began > timeout:
             raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
-
-    def is_called_off(self) -> bool:
-        """Returns True if the run must end on request or because another driver has it."""
-        try:
-            self._watch.check()
-        except RunCancelledError:
-            return True
-        return False
 
     def check_hangs(self, now: float) -> None:
         """Raises HangError if the ranks wait for each other and always will."""

@@ -21,6 +21,7 @@ from rankzero.run.checkpoints import (
     PIECES,
     CheckpointConfig,
     Manifest,
+    are_apart,
     damage_of,
     list_committed,
     list_folders,
@@ -301,7 +302,7 @@ class Committer:
             manifest = store.patiently(
                 lambda: self._commit(parts),
                 bounds.CHECKPOINT_RETRY_TIMEOUT,
-                bounds.CHECKPOINT_RETRY_INTERVAL,
+                bounds.WRITE_RETRY_INTERVAL,
                 is_outdated,
             )
         except Exception as error:
@@ -380,7 +381,7 @@ def _are_apart(parts: Mapping[int, Mapping[str, Any]]) -> bool:
     """Returns True if the ranks were at different positions in a dataset when they reported the parts."""
     cursors = [part.get("cursors", {}) for part in parts.values()]
     names = {name for each in cursors for name in each}
-    return any(len({repr(each.get(name)) for each in cursors}) > 1 for name in names)
+    return any(are_apart(each.get(name) for each in cursors) for name in names)
 
 
 def _is_part_of(manifest: Manifest, rank: int, part: Mapping[str, Any]) -> bool:

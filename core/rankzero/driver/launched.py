@@ -114,7 +114,7 @@ class Recording(_Ending):
     def tick(self, now: float) -> State:
         """Lets the ranks exit once the record is written."""
         self._attempt.poll()
-        if not self._recorded.done() and now < self._deadline and not self._attempt.is_called_off():
+        if not self._recorded.done() and now < self._deadline and not self._attempt.watch.is_called_off():
             return self
         self._attempt.broadcast(messages.End())
         return Leaving(
@@ -151,7 +151,7 @@ class Leaving(_Ending):
             # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
             self._is_released = True
             attempt.broadcast(messages.End())
-        if self._is_patient and attempt.is_called_off():
+        if self._is_patient and attempt.watch.is_called_off():
             attempt.broadcast(messages.Stop(attempt.job.stop_grace))
             self._deadline, self._is_patient = now + attempt.job.stop_grace + bounds.STOP_MARGIN, False
         if not attempt.facts.engine_ended and now < self._deadline:
@@ -195,7 +195,7 @@ class Storing(_Ending):
     def _waits(self, now: float) -> bool:
         if self._attempt.mailbox.is_empty and not self._attempt.committer.is_busy:
             return False
-        if self._attempt.is_called_off():
+        if self._attempt.watch.is_called_off():
             self._deadline = min(self._deadline, now + bounds.STOP_MARGIN)
         return now < self._deadline
 

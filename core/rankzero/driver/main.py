@@ -45,7 +45,7 @@ def when_gone(process: dict[str, Any] | None, then: Callable[[], None], *pipes: 
             process has forked may keep the other end open for longer.
     """
     watched = None if process is None else pidfd_of(process)
-    sources, interval = ([*pipes], bounds.OWNER_POLL_INTERVAL) if watched is None else ([*pipes, watched], None)
+    sources, interval = ([*pipes], bounds.POLL_INTERVAL_LONGEST) if watched is None else ([*pipes, watched], None)
 
     def watch() -> None:
         while not (process and is_gone(process)) and not select.select(sources, [], [], interval)[0]:

@@ -241,7 +241,7 @@ class WaitingForSlots(_Asking):
         if now > self._say_at:
             self._say_at = now + bounds.WAITING_INTERVAL
             self._plan.recorder.announce("waiting", what)
-        self._ask_at = now + bounds.SLOTS_POLL_INTERVAL
+        self._ask_at = now + bounds.POLL_INTERVAL
         return self
 
 

@@ -25,9 +25,8 @@ from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Appender
 from rankzero.run.lines import stamped
 from rankzero.run.names import EVENTS, LINES, log_name
-from rankzero.run.pace import pace
 from rankzero.run.pieces import PieceWriter
-from rankzero.run.status import RunStatus
+from rankzero.run.status import RunStatus, pace
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
@@ -170,9 +169,7 @@ class Recorder:
             # This also writes a heartbeat and the position up to which followers may read.
             self._writer.change(**self._progress())
         try:
-            store.patiently(
-                self._flush_streams, STORE_OUTAGE, bounds.LAST_LINES_RETRY_INTERVAL, lambda _: self.superseded
-            )
+            store.patiently(self._flush_streams, STORE_OUTAGE, bounds.WRITE_RETRY_INTERVAL, lambda _: self.superseded)
         except Exception as error:
             logger.warning("lines are lost: %s", error)
 

@@ -161,6 +161,14 @@ class Watch:
         if self._abandoned:
             raise RunCancelledError(self._abandoned)
 
+    def is_called_off(self) -> bool:
+        """Returns True if the run must end on request or because another driver has it."""
+        try:
+            self.check()
+        except RunCancelledError:
+            return True
+        return False
+
     def _poll(self, timeout: float = 0.0) -> None:
         """Polls the run directory; on an object store in a thread, for which it waits ``timeout`` seconds at most."""
         if not self._run.is_remote:

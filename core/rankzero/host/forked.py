@@ -237,3 +237,15 @@ def _show(title: str, env: Mapping[str, str]) -> None:
         room = end - start
         if start and room > 0:
             ctypes.memmove(start, text[: room - 1].ljust(room, b"\0"), room)
+
+
+_GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel")
+
+
+def touches_gpu() -> bool:
+    """Returns True if this process has opened a GPU, which its forks then cannot use."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(_GPU_DEVICES):
+                return True
+    return False

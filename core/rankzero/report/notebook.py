@@ -76,13 +76,13 @@ class _Live:
         # The thread draws it: a store that does not answer now must not end a run that has begun.
         self._place = display(HTML(""), display_id=True)
         self._ended = threading.Event()
-        self._pace = max(bounds.CARD_INTERVAL, handle.pace)
+        self._pace = max(bounds.POLL_INTERVAL_LONGEST, handle.pace)
         self._thread = threading.Thread(target=self._refresh, name="rankzero-card", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
         self._ended.set()
-        self._thread.join(bounds.CARD_LAST_TIMEOUT)
+        self._thread.join(bounds.REPORT_TIMEOUT)
 
     def _refresh(self) -> None:
         has_ended = False

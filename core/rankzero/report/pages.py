@@ -167,7 +167,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: ReportServer
-    timeout = bounds.BROWSER_REQUEST_TIMEOUT
+    timeout = bounds.HTTP_REQUEST_TIMEOUT
 
     def do_GET(self) -> None:
         # Another site's page may have its name resolved to this machine, and would then read what is here.

@@ -139,7 +139,7 @@ class Manifest:
                 for rank, part in sorted(parts.items())
             },
             tables=tables,
-            cursors={name: ranks for name, ranks in cursors.items() if _is_of_all_and_differs(ranks, world_size)},
+            cursors={name: at for name, at in cursors.items() if len(at) == world_size and are_apart(at.values())},
             has_result=lead.get("has_result", False),
         )
 
@@ -164,8 +164,9 @@ class Manifest:
         }
 
 
-def _is_of_all_and_differs(ranks: Mapping[str, Any], world_size: int) -> bool:
-    return len(ranks) == world_size and len({repr(position) for position in ranks.values()}) > 1
+def are_apart(positions: Iterable[Any]) -> bool:
+    """Returns True if positions of ranks in one dataset differ."""
+    return len(set(map(repr, positions))) > 1
 
 
 def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:

@@ -7,14 +7,21 @@ the removal, it may write a status into the new directory. Each submission there
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from rankzero.errors import EngineError, RunNotFoundError
+from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
+from rankzero.host.processes import process_namespace, process_state
 from rankzero.run.directory import RunDirectory
 from rankzero.run.status import RunStatus
 
 
 class CurrentStatus:
-    """Reads the status of a run for one reader, and ignores a status that another submission's driver wrote."""
+    """Reads, or cancels, one submission of a run; ignores a status that another submission's driver wrote."""
 
     def __init__(self, run: RunDirectory) -> None:
         """Makes a reader; the first `read` accesses the store."""
@@ -25,6 +32,21 @@ class CurrentStatus:
     def bind(self, submission: int, nonce: str) -> None:
         """Makes `read` follow this submission, and raise if the directory now belongs to another run of its name."""
         self._bound = (submission, nonce)
+
+    @property
+    def submission(self) -> int:
+        """Returns the number given to `bind`, else binds to the directory's last submission. Raises like `read`."""
+        # Not a cached_property: in Python 3.11 a store that does not answer would hold its lock for all handles.
+        if self._bound is None:
+            job = self._run.job()
+            last = (job.submission, job.nonce)
+            # A submission's status may be written before its job.
+            with contextlib.suppress(RunNotFoundError):
+                status = self.read()
+                if status.submission > job.submission:
+                    last = (status.submission, status.nonce)
+            self._bound = last
+        return self._bound[0]
 
     def read(self) -> RunStatus:
         """Returns the status of the submission given to `bind`, else of the directory's last submission.
@@ -76,6 +98,35 @@ class CurrentStatus:
         """Returns the recorded outcome if a late write has replaced it by this status; else the status itself."""
         found = None if status.certain else self._run.outcome(status.submission)
         return found if found and found.nonce == status.nonce else status
+
+    def cancel(self, receiver: Mapping[str, Any] | None) -> bool:
+        """Requests the end of `submission`, as `RunHandle.cancel` describes; returns False if it has ended."""
+        status = self.read()
+        if status.final or status.submission > self.submission:
+            return False
+        self._run.request_cancel(self.submission, receiver)
+        if status.driver_pid is None and self._is_for_a_cluster() and self._run.claim_driver(self.submission):
+            # If the cluster starts the driver later, it finds the submission claimed and exits.
+            error = RunCancelledError("the run was cancelled before its driver started", requested=True)
+            ended = replace(status, state="cancelled", error=error.to_json(), ended=time.time())
+            self._run.write_status(ended)
+        elif self._run.is_remote:
+            self._wake_driver(status)
+        return True
+
+    def _is_for_a_cluster(self) -> bool:
+        """Returns True if a cluster starts the driver of this submission, possibly much later."""
+        job = self._run.job()
+        return job.submission == self.submission and "deploy_mode" in job.engine
+
+    def _wake_driver(self, status: RunStatus) -> None:
+        """Signals the driver of a submitted run if it is on this machine, since it polls an object store seldom."""
+        pid, job = status.driver_pid, self._run.job()
+        is_own = status.submission == self.submission == job.submission and job.owner is None
+        is_here = status.driver_namespace == process_namespace()
+        if pid and is_own and is_here and process_state(pid, status.driver_start):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
 
 
 def owns(run: RunDirectory, submission: int, nonce: str) -> bool:

@@ -5,22 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from rankzero import bounds, store
-from rankzero.errors import (
-    RankZeroError,
-    ResultError,
-    RunCancelledError,
-    RunNotFoundError,
-    error_from_json,
-    located,
-)
-from rankzero.host.processes import process_namespace, process_state
+from rankzero.errors import RankZeroError, ResultError, error_from_json, located
 from rankzero.job import Job
 from rankzero.run import delivery as deliveries
 from rankzero.run.checkpoints import Manifest, list_committed
@@ -66,10 +57,7 @@ class RunHandle(Generic[R]):
         self._run = RunDirectory(directory)
         self._driver = driver
         self._current = CurrentStatus(self._run)
-        self._submission: int | None = None
-        self._job = job
         if job is not None:
-            self._submission = job.submission
             self._current.bind(job.submission, job.nonce)
         self._observer = Observer(self._run, driver, job.submission if job else -1, self._current)
         self.directory = self._run.directory
@@ -93,7 +81,7 @@ class RunHandle(Generic[R]):
         handle: RunHandle[Any] = RunHandle(os.fspath(directory), follows=follows)
         # Reads the run, and so raises if there is none.
         with located(handle.directory):
-            handle._bound  # noqa: B018
+            handle._current.submission  # noqa: B018
         return handle
 
     @property
@@ -207,7 +195,7 @@ class RunHandle(Generic[R]):
     def _end(self, timeout: float | None) -> RunStatus | None:
         """Waits as `wait` does, and returns the status of the run that has ended; None if the timeout has passed."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._observer.patiently(lambda: self._bound, self._observer.store_timeout_until(deadline))
+        self._observer.patiently(lambda: self._current.submission, self._observer.store_timeout_until(deadline))
         while not (status := self._seen(self._observer.store_timeout_until(deadline))).final:
             if deadline is not None and time.monotonic() >= deadline:
                 return None
@@ -302,7 +290,7 @@ class RunHandle(Generic[R]):
 
     def delivery(self) -> Delivery:
         """Returns the receiver of this submission's result, and whether it has acknowledged the result."""
-        return deliveries.read(self.directory, self._bound)
+        return deliveries.read(self.directory, self._current.submission)
 
     def offer(self, receiver: Mapping[str, Any]) -> None:
         """Records the receiver of the result before the result is delivered.
@@ -315,7 +303,7 @@ class RunHandle(Generic[R]):
             OSError: the store cannot be written.
         """
         self._observer.patiently(self._current.read)
-        deliveries.write(self.directory, Delivery(self._bound, dict(receiver)))
+        deliveries.write(self.directory, Delivery(self._current.submission, dict(receiver)))
 
     def acknowledge(self) -> None:
         """Records that the receiver has stored the result, so that submitting this run id again trains from scratch.
@@ -347,17 +335,7 @@ class RunHandle(Generic[R]):
             receiver: The orchestrator's try whose end also ends the run, as in `offer`. Another try that follows the
                 run by then finds this in `cancelled_for`, and may submit the run again.
         """
-        status = self._current.read()
-        if not status.final and status.submission <= self._bound:
-            self._run.request_cancel(self._bound, receiver)
-            self._is_ending = True
-            if status.driver_pid is None and self._is_for_a_cluster() and self._run.claim_driver(self._bound):
-                # If the cluster starts the driver later, it finds the submission claimed and exits.
-                error = RunCancelledError("the run was cancelled before its driver started", requested=True)
-                ended = replace(status, state="cancelled", error=error.to_json(), ended=time.time())
-                self._run.write_status(ended)
-            elif self._run.is_remote:
-                self._wake_driver(status)
+        self._is_ending |= self._current.cancel(receiver)
 
     def cancelled_for(self) -> dict[str, Any]:
         """Returns the try for which the end of this submission was requested; empty if none, or for all tries.
@@ -365,39 +343,7 @@ class RunHandle(Generic[R]):
         Raises:
             OSError: the store cannot be read.
         """
-        return self._run.cancelled_for(self._bound)
-
-    @property
-    def _bound(self) -> int:
-        """Returns the submission that this handle follows: the last one when it was made or first used."""
-        # Not a cached_property: in Python 3.11 a store that does not answer would hold its lock for all handles.
-        if self._submission is None:
-            self._submission = self._bind()
-        return self._submission
-
-    def _bind(self) -> int:
-        """Binds the reader of the status to the last submission, whose status may be written before its job."""
-        job = self._run.job()
-        with contextlib.suppress(RunNotFoundError):
-            status = self._current.read()
-            if status.submission > job.submission:
-                self._current.bind(status.submission, status.nonce)
-                return status.submission
-        self._current.bind(job.submission, job.nonce)
-        return job.submission
-
-    def _is_for_a_cluster(self) -> bool:
-        """Returns True if a cluster starts the driver of this submission, possibly much later."""
-        job = self._run.job()
-        return job.submission == self._bound and "deploy_mode" in job.engine
-
-    def _wake_driver(self, status: RunStatus) -> None:
-        """Signals the driver of a submitted run if it is on this machine, since it polls an object store seldom."""
-        pid, job = status.driver_pid, self._run.job()
-        is_here = status.driver_namespace == process_namespace() and status.submission == self._bound == job.submission
-        if pid and job.owner is None and is_here and process_state(pid, status.driver_start):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGTERM)
+        return self._run.cancelled_for(self._current.submission)
 
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         """Yields the lines that the ranks wrote, in every attempt.

@@ -10,18 +10,11 @@ import math
 import time
 
 from rankzero import bounds
+from rankzero.bounds import DETACHED_LEASE as DETACHED_LEASE
+from rankzero.bounds import LAST_LEASE as LAST_LEASE
+from rankzero.bounds import SCHEDULING_SLACK as SCHEDULING_SLACK
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
-
-SCHEDULING_SLACK = 900.0
-"""Seconds between the time at which a try is due and its first poll of the run: a pool may be full, a run may wait in a
-queue, a deployment may be slow."""
-
-DETACHED_LEASE = 1800.0
-"""Shortest lease in seconds of a run that a service follows for its step, such as a triggerer, which may restart."""
-
-LAST_LEASE = 60.0
-"""Seconds for which a run outlives the last try that attached to it. Longer than a short outage of a store."""
 
 
 def longest_delay(base: float, growth: float, bound: float = bounds.RETRY_DELAY_MAX) -> float:

@@ -6,11 +6,15 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from rankzero import bounds
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
 from rankzero.job import strange
 
 STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
+
+_SHARE = 0.01
+"""The interval between two writes to an object store, which charges requests, as a share of the run's duration."""
 
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 
@@ -147,3 +151,18 @@ _LATER_KINDS: dict[str, type | tuple[type, ...]] = {
     "held_seconds": _NUMBER,
     "held_since": (*_NUMBER, type(None)),
 }
+
+
+def pace(age: float) -> float:
+    """Returns the seconds between two writes of a driver, or two polls of a follower: 1 % of the run's duration so far.
+
+    Followers are late by at most 1 % of the run, and a run of one day costs 9,000 polls instead of 86,400.
+
+    Args:
+        age: Seconds since the driver started.
+
+    Example:
+        >>> pace(20), pace(300), pace(86400)
+        (1.0, 3.0, 10.0)
+    """
+    return min(max(age * _SHARE, bounds.SHORTEST_PACE), bounds.LONGEST_PACE)

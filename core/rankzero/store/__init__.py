@@ -7,24 +7,21 @@ Only this package imports fsspec.
 """
 
 from rankzero.store.files import (
-    abort_uploads,
     atomic_file,
     copy_within,
     create,
     exists,
     fingerprint,
-    is_unfinished,
+    is_missing,
     list_files,
     list_names,
     make_directory,
     modified,
     open_read,
-    presign,
+    patiently,
     read_bytes,
     read_from,
     remove,
-    remove_strays,
-    remove_unfinished,
     size,
     sizes,
     sync_directory,
@@ -34,6 +31,7 @@ from rankzero.store.files import (
     write_bytes,
     write_parts,
 )
+from rankzero.store.leftovers import abort_uploads, is_unfinished, remove_strays, remove_unfinished
 from rankzero.store.location import (
     DEFAULT_STORE,
     STORE_VARIABLE,
@@ -42,11 +40,11 @@ from rankzero.store.location import (
     is_url,
     join,
     normalize,
+    presign,
     root_of,
     why_untrusted,
 )
 from rankzero.store.proof import prove
-from rankzero.store.retry import is_missing, patiently
 
 __all__ = [
     "DEFAULT_STORE",

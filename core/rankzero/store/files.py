@@ -1,41 +1,20 @@
-"""Reads, writes, creates, lists and removes files of a store, which is a local path or a URL."""
+"""Reads, writes, creates, lists and removes files of a store: a local path or a URL, which may fail for a while."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import time
-from collections.abc import Collection, Iterator, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, TypeVar
 
-from rankzero.bounds import UNFINISHED_AFTER
-from rankzero.errors import InvalidJobError
-from rankzero.store.location import driver_of, is_url, join
+from rankzero.errors import RunNotFoundError
+from rankzero.store.location import filesystem_of, is_url
+
+T = TypeVar("T")
 
 PRIVATE_DIRECTORY = 0o700
-
-_UNFINISHED = re.compile(
-    r"""\.writing-[0-9a-f]{16} | \.rankzero-probe-[a-z0-9_]{8} | \.committing-[0-9]+\.[a-z]+
-    | \.upload-[0-9]+-(?:value | checkpoint-[0-9]+-[0-9]+ | finished-[0-9]+)""",
-    re.VERBOSE,
-)
-"""Name of a file while it is written: `temporary_beside`, a store's probe, and a value or part on its way to there."""
-
-_SCRATCH = re.compile(r"\.writing-[a-z0-9_]{8}")
-"""Name that `tempfile` gives a folder with the prefix ``.writing-``."""
-
-
-def _filesystem(location: str) -> tuple[Any, str]:
-    import fsspec
-
-    try:
-        filesystem, path = fsspec.core.url_to_fs(location)
-    except ImportError as error:
-        driver, package = driver_of(location)
-        raise InvalidJobError(f"{location} needs {driver} here: pip install '{package}'") from error
-    return filesystem, path
 
 
 def make_directory(location: str) -> None:
@@ -56,7 +35,7 @@ def make_directory(location: str) -> None:
 def exists(location: str) -> bool:
     """Returns True if the file or directory exists."""
     if is_url(location):
-        filesystem, path = _filesystem(location)
+        filesystem, path = filesystem_of(location)
         # Object stores cache listings; another process may have written since.
         filesystem.invalidate_cache()
         return bool(filesystem.exists(path))
@@ -66,7 +45,7 @@ def exists(location: str) -> bool:
 def size(location: str) -> int:
     """Returns the size of a file in bytes."""
     if is_url(location):
-        filesystem, path = _filesystem(location)
+        filesystem, path = filesystem_of(location)
         filesystem.invalidate_cache()
         return int(filesystem.size(path))
     return os.path.getsize(location)
@@ -75,7 +54,7 @@ def size(location: str) -> int:
 def tree_size(location: str) -> int:
     """Returns the bytes of all files below a directory; links are not followed."""
     if is_url(location):
-        filesystem, path = _filesystem(location)
+        filesystem, path = filesystem_of(location)
         filesystem.invalidate_cache()
         return int(filesystem.du(path))
     total = 0
@@ -91,7 +70,7 @@ def modified(location: str) -> float:
     """Returns the Unix time at which a file was written. Raises FileNotFoundError, or OSError if it is unknown."""
     if not is_url(location):
         return os.stat(location).st_mtime
-    filesystem, path = _filesystem(location)
+    filesystem, path = filesystem_of(location)
     filesystem.invalidate_cache()
     try:
         return float(filesystem.modified(path).timestamp())
@@ -119,7 +98,7 @@ def fingerprint(file: str | int) -> str:
 def list_names(location: str) -> list[str]:
     """Returns the sorted base names in a directory; empty if the directory does not exist."""
     if is_url(location):
-        filesystem, path = _filesystem(location)
+        filesystem, path = filesystem_of(location)
         filesystem.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             return sorted(p.rstrip("/").rsplit("/", 1)[-1] for p in filesystem.ls(path, detail=False))
@@ -132,7 +111,7 @@ def list_names(location: str) -> list[str]:
 def list_files(location: str) -> list[str]:
     """Returns the paths of all files below a directory, relative to it; links are not followed, and count as files."""
     if is_url(location):
-        filesystem, path = _filesystem(location)
+        filesystem, path = filesystem_of(location)
         filesystem.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             return sorted(found[len(path.rstrip("/")) + 1 :] for found in filesystem.find(path))
@@ -150,32 +129,12 @@ def sizes(location: str) -> dict[str, int]:
         with contextlib.suppress(FileNotFoundError):
             return {entry.name: entry.stat().st_size for entry in os.scandir(location) if entry.is_file()}
         return {}
-    filesystem, path = _filesystem(location)
+    filesystem, path = filesystem_of(location)
     filesystem.invalidate_cache()
     with contextlib.suppress(FileNotFoundError):
         found = filesystem.ls(path, detail=True)
         return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in found if entry["type"] == "file"}
     return {}
-
-
-def abort_uploads(prefix: str) -> None:
-    """Deletes the parts of unfinished uploads on S3, which no listing shows, but which cost money until deleted.
-
-    Other stores delete them by themselves, after a week (GCS, Azure), or show them as files.
-
-    Args:
-        prefix: Prefix of the URLs of the files.
-    """
-    if not prefix.startswith(("s3://", "s3a://")):
-        return
-    filesystem, _ = _filesystem(prefix)
-    bucket, _, key = prefix.partition("://")[2].partition("/")
-    while found := filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key).get("Uploads"):
-        for upload in found:
-            with contextlib.suppress(FileNotFoundError):
-                filesystem.call_s3(
-                    "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                )
 
 
 def read_bytes(location: str) -> bytes:
@@ -188,7 +147,7 @@ def read_bytes(location: str) -> bytes:
             raise
         except Exception:
             # An empty object has no range.
-            filesystem, path = _filesystem(location)
+            filesystem, path = filesystem_of(location)
             return bytes(filesystem.cat_file(path))
     with open(location, "rb") as file:
         return file.read()
@@ -196,14 +155,14 @@ def read_bytes(location: str) -> bytes:
 
 def read_from(location: str, start: int) -> bytes:
     """Returns the bytes of a file on a URL from ``start`` on, by one request. Raises FileNotFoundError."""
-    filesystem, path = _filesystem(location)
+    filesystem, path = filesystem_of(location)
     return bytes(filesystem.cat_file(path, start=start))
 
 
 def open_read(location: str) -> IO[bytes]:
     """Opens a binary file for reading. Raises FileNotFoundError."""
     if is_url(location):
-        filesystem, path = _filesystem(location)
+        filesystem, path = filesystem_of(location)
         filesystem.invalidate_cache()
         return filesystem.open(path, "rb")  # type: ignore[no-any-return]
     return open(location, "rb")
@@ -217,7 +176,7 @@ def write_bytes(location: str, data: bytes, *, durable: bool = False) -> None:
 def write_parts(location: str, parts: Sequence[bytes | memoryview], *, durable: bool = False) -> None:
     """Replaces the file by the concatenated parts, atomically; see `write_bytes`."""
     if is_url(location):
-        filesystem, path = _filesystem(location)
+        filesystem, path = filesystem_of(location)
         filesystem.pipe_file(path, b"".join(parts))
         return
     with atomic_file(location) as file:
@@ -297,7 +256,7 @@ def temporary_beside(path: str) -> str:
 
 
 def _create_object(location: str, data: bytes) -> bool:
-    filesystem, path = _filesystem(location)
+    filesystem, path = filesystem_of(location)
     try:
         filesystem.pipe_file(path, data, mode="create")
     except Exception:
@@ -310,61 +269,6 @@ def _create_object(location: str, data: bytes) -> bool:
             return found == data
         raise
     return True
-
-
-def is_unfinished(name: str) -> bool:
-    """Returns True for the name of a local file that a process has begun to write."""
-    return _UNFINISHED.fullmatch(name) is not None
-
-
-def remove_unfinished(directory: str, *, deep: bool = True, folders: bool = False) -> None:
-    """Removes local files that a killed process began to write: those unchanged for `UNFINISHED_AFTER`.
-
-    Args:
-        directory: A path; an object store has no such files.
-        deep: True to descend into the directories below it.
-        folders: True to remove also folders that `tempfile` has made with the prefix ``.writing-``, and their files.
-    """
-    if is_url(directory):
-        return
-    for place, below, names in os.walk(directory):
-        for name in below + names:
-            is_scratch = folders and name in below and _SCRATCH.fullmatch(name)
-            if not (is_scratch or is_unfinished(name)):
-                continue
-            path = os.path.join(place, name)
-            # The writer may have completed it meanwhile.
-            with contextlib.suppress(OSError):
-                if time.time() - _last_change(path) > UNFINISHED_AFTER:
-                    # A probe may be a folder, which is empty.
-                    action = remove if is_scratch else os.rmdir if name in below else os.unlink
-                    action(path)
-        if not deep:
-            below.clear()
-
-
-def remove_strays(directory: str, names: re.Pattern[str], kept: Collection[str | None]) -> None:
-    """Removes the files in a directory with such names that were stored more than `UNFINISHED_AFTER` ago.
-
-    Args:
-        directory: A path or a URL.
-        names: A pattern of the whole names.
-        kept: Names of files that stay.
-    """
-    for name in list_names(directory):
-        if names.fullmatch(name) and name not in kept:
-            path = join(directory, name)
-            # Another process may have removed it. The time of its content says nothing about a file that was linked.
-            with contextlib.suppress(OSError):
-                stored = modified(path) if is_url(path) else os.lstat(path).st_ctime
-                if time.time() - stored > UNFINISHED_AFTER and (is_url(path) or os.path.isfile(path)):
-                    remove(path)
-
-
-def _last_change(path: str) -> float:
-    """Returns when a file, or a folder or one of the files in it, was last changed. Raises OSError."""
-    inside = os.scandir(path) if os.path.isdir(path) else ()
-    return max(os.lstat(each).st_mtime for each in (path, *inside))
 
 
 @contextlib.contextmanager
@@ -391,7 +295,7 @@ def upload(local_path: str, location: str, *, durable: bool = False) -> None:
         durable: Syncs a file that is moved; False if its writer has done so.
     """
     if is_url(location):
-        filesystem, path = _filesystem(location)
+        filesystem, path = filesystem_of(location)
         filesystem.put_file(local_path, path)
         return
     if durable:
@@ -433,8 +337,8 @@ def copy_within(source: str, target: str) -> bool:
             # Another file system, or one without links.
             return False
         return True
-    filesystem, path = _filesystem(source)
-    other, target_path = _filesystem(target)
+    filesystem, path = filesystem_of(source)
+    other, target_path = filesystem_of(target)
     if filesystem != other:
         return False
     try:
@@ -450,7 +354,7 @@ def copy_within(source: str, target: str) -> bool:
 def remove(location: str) -> None:
     """Deletes a file or a directory tree; no error when it does not exist."""
     if is_url(location):
-        filesystem, path = _filesystem(location)
+        filesystem, path = filesystem_of(location)
         with contextlib.suppress(FileNotFoundError):
             filesystem.rm(path, recursive=True)
         return
@@ -463,26 +367,30 @@ def remove(location: str) -> None:
             os.unlink(location)
 
 
-_AS_HTML: dict[str, dict[str, str]] = {
-    "s3": {"ResponseContentType": "text/html; charset=utf-8"},
-    "gs": {"response_type": "text/html; charset=utf-8"},
-    "az": {"content_type": "text/html; charset=utf-8"},
-}
-_SAME = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
+def is_missing(error: Exception) -> bool:
+    """Returns True for the error of a file or run that does not exist, which no retry corrects."""
+    return isinstance(error, (FileNotFoundError, RunNotFoundError))
 
 
-def presign(location: str, seconds: float) -> str:
-    """Returns a presigned URL by which a browser without credentials shows an HTML file of an object store.
+def patiently(
+    action: Callable[[], T], seconds: float, interval: float, give_up: Callable[[Exception], bool] = lambda _: False
+) -> T:
+    """Returns the result of ``action``, which is retried while the store fails: a short outage must not end a run.
+
+    Args:
+        action: Function that reads or writes the store.
+        seconds: Seconds during which a failure is retried.
+        interval: Seconds between two calls.
+        give_up: Returns True for an error that should not be retried.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        OSError: this store has no presigned URLs.
+        Exception: the last error, of any type, since drivers of object stores raise their own exceptions.
     """
-    scheme = location.partition("://")[0] if is_url(location) else ""
-    kind = _AS_HTML.get(_SAME.get(scheme, scheme))
-    if kind is None:
-        raise OSError(f"{location} is on no object store that gives links: `rankzero serve` shows it")
-    if not exists(location):
-        raise FileNotFoundError(f"there is no {location}: the report is written when a run has ended")
-    filesystem, path = _filesystem(location)
-    return str(filesystem.sign(path, expiration=round(seconds), **kind))
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return action()
+        except Exception as error:
+            if give_up(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(interval)

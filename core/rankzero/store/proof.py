@@ -9,6 +9,7 @@ import secrets
 
 from rankzero.errors import InvalidJobError
 from rankzero.store import files
+from rankzero.store.leftovers import remove_unfinished
 from rankzero.store.location import DRIVERS, is_url, join, scheme_of
 
 _proved: set[str] = set()
@@ -35,7 +36,7 @@ def prove(root: str) -> None:
         _prove_exclusive(root, join(root, name))
     else:
         files.make_directory(root)
-        files.remove_unfinished(root, deep=False)
+        remove_unfinished(root, deep=False)
         _prove_directory(root, os.path.join(root, name))
     _proved.add(root)
 

@@ -163,7 +163,7 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
     is_young = may_be_young and abs(time.time() - status.heartbeat) < max(status.interval, status.patience)
     seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
     while not (is_young or status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
-        time.sleep(bounds.SUBMIT_POLL_INTERVAL)
+        time.sleep(bounds.POLL_INTERVAL_SHORT)
         status = handle.status()
         is_young = status.heartbeat != seen
     return status
@@ -177,4 +177,4 @@ def await_end(run: RunDirectory, job: Job) -> None:
     while (found := _state(run)) and found.ending:
         if time.monotonic() > deadline:
             raise EngineError(f"the run in {run.directory} was asked to stop and is still running after {bound:g} s")
-        time.sleep(bounds.SUBMIT_POLL_INTERVAL)
+        time.sleep(bounds.POLL_INTERVAL_SHORT)

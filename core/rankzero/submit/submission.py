@@ -206,7 +206,7 @@ def _await_submission(run: RunDirectory, number: int, timeout: float) -> bool:
     while _submission_of(run) < number and run.is_claimed(number) and time.monotonic() < deadline:
         if claimant and is_gone(claimant):
             break
-        time.sleep(bounds.SUBMIT_POLL_INTERVAL)
+        time.sleep(bounds.POLL_INTERVAL_SHORT)
     return _submission_of(run) >= number
 
 

@@ -8,7 +8,7 @@ import io
 import logging
 import os
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from rankzero.errors import InvalidJobError
@@ -58,6 +58,18 @@ class UserCode:
     working_dir: str | None = None
     py_files: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        working_dir: str | os.PathLike[str] | None,
+        py_files: Iterable[str | os.PathLike[str]],
+        excludes: Iterable[str],
+    ) -> UserCode:
+        """Returns the code that the options of a launcher name, whose paths may begin with ``~``."""
+        paths = tuple(os.path.expanduser(os.fspath(path)) for path in py_files)
+        own = None if working_dir is None else os.path.expanduser(os.fspath(working_dir))
+        return cls(own, paths, tuple(excludes))
 
     def __post_init__(self) -> None:
         if self.working_dir is not None and not os.path.isdir(self.working_dir):

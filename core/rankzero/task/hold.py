@@ -23,16 +23,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rankzero.bounds import ABANDONED_AFTER, AGENT_EXIT_TIMEOUT
 from rankzero.task.start import start_fresh, start_time, start_warm
-
-AGENT_EXIT_TIMEOUT = 3.0
-"""Seconds for an agent to exit once the task process has closed its standard input."""
 
 SOCKET_PATH_ROOM = 74
 """Most characters of a temporary directory's path for multiprocessing's sockets (33 of 107) to fit below it."""
-
-NEW = 60.0
-"""Seconds since its last change for which a directory may be unlocked, because it has just been created."""
 
 _PREFIX = "rankzero-agent-"
 
@@ -147,7 +142,7 @@ def remove_abandoned(root: str, prefix: str, marks: tuple[str, str] | None = Non
         with contextlib.suppress(OSError):
             directory = os.open(os.path.join(root, name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if time.time() - os.fstat(directory).st_mtime > NEW:
+                if time.time() - os.fstat(directory).st_mtime > ABANDONED_AFTER:
                     fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(os.path.join(root, name), ignore_errors=True)
             finally:

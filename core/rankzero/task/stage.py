@@ -19,6 +19,13 @@ import threading
 import time
 from typing import Any
 
+from rankzero.bounds import (
+    CANCEL_POLL_INTERVAL,
+    CANCEL_POLL_INTERVAL_OF_DRIVER,
+    NEXT_ATTEMPT_SLOW_AFTER,
+    POLL_INTERVAL_BRIEF,
+    POLL_INTERVAL_LONG,
+)
 from rankzero.task.hold import hold, scratch_root
 
 ATTEMPT = "attempt-"
@@ -32,17 +39,6 @@ ENDED = "ended-"
 
 OVER = "over"
 """File that task 0 writes when the driver has exited after the end of the run."""
-
-POLL_INTERVAL = 0.02
-SLOW_POLL_INTERVAL = 0.5
-SLOW_AFTER = 5.0
-"""Seconds between two listings of the folder for the next attempt, and the time after which there are fewer. NFS caches
-for long that a single name does not exist, and a listing avoids that."""
-
-KILL_POLL_INTERVAL = 2.0
-DRIVER_POLL_INTERVAL = 0.2
-"""Seconds between two polls for a request to kill the agent, and in task 0, which also polls the driver process. A
-thousand tasks may list the folder."""
 
 _DRIVER = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
 _DRIVER += "sys.path.append(sys.path.pop(0)); from rankzero.driver.stage import main; main()"
@@ -127,7 +123,9 @@ def _next_attempt(folder: str, last: int, driver: Process | None) -> int | None:
         newest = max((int(name[len(ATTEMPT) :]) for name in names if name.startswith(ATTEMPT)), default=last)
         if newest > last:
             return newest
-        time.sleep(POLL_INTERVAL if time.monotonic() - began < SLOW_AFTER else SLOW_POLL_INTERVAL)
+        is_early = time.monotonic() - began < NEXT_ATTEMPT_SLOW_AFTER
+        # NFS caches for long that a single name does not exist, and a listing avoids that.
+        time.sleep(POLL_INTERVAL_BRIEF if is_early else POLL_INTERVAL_LONG)
 
 
 def _run_agent(config: dict[str, Any], stage: dict[str, Any], attempt: int, driver: Process | None) -> str:
@@ -138,7 +136,7 @@ def _run_agent(config: dict[str, Any], stage: dict[str, Any], attempt: int, driv
     requests, ended = {f"{CANCEL}{attempt}", OVER}, threading.Event()
 
     def kill_on_request(agent: Any) -> None:
-        while not ended.wait(DRIVER_POLL_INTERVAL if driver else KILL_POLL_INTERVAL):
+        while not ended.wait(CANCEL_POLL_INTERVAL_OF_DRIVER if driver else CANCEL_POLL_INTERVAL):
             with contextlib.suppress(OSError):
                 if (driver and driver.poll() is not None) or not requests.isdisjoint(os.listdir(stage["folder"])):
                     agent.kill()

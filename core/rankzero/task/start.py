@@ -26,14 +26,7 @@ import threading
 import time
 from typing import IO, Any
 
-LOCK_TIMEOUT = 3.0
-"""Seconds to wait for another task that is starting a warm server."""
-
-ANSWER_TIMEOUT = 120.0
-"""Seconds for a warm server, which may still import torch, to reply to a request."""
-
-ORPHAN_TIMEOUT = 7.0
-"""Seconds for an agent to die with its warm server, and for the server to report an agent's exit status."""
+from rankzero.bounds import WARM_LOCK_INTERVAL, WARM_LOCK_TIMEOUT, WARM_ORPHAN_TIMEOUT, WARM_REPLY_TIMEOUT
 
 WARM_SERVERS = 2
 """Most idle warm servers of one owner; a further one ends the least recently used one."""
@@ -47,7 +40,6 @@ SOCKET_PATH_LIMIT = 100
 OWNER = "RANKZERO_WARM_OWNER"
 """Environment variable with the id of a process whose warm servers are used, instead of this executor's."""
 
-_LOCK_INTERVAL = 0.005
 _NEW = ".new"
 _LINE = 4096
 """Most bytes of an answer that one call receives."""
@@ -89,12 +81,12 @@ class WarmAgent:
             if not self._await_report(timeout):
                 raise subprocess.TimeoutExpired("agent", timeout or 0.0)
             try:
-                self._connection.settimeout(ORPHAN_TIMEOUT)
+                self._connection.settimeout(WARM_ORPHAN_TIMEOUT)
                 self.returncode = os.waitstatus_to_exitcode(_receive(self._connection)["status"])
             except (OSError, ValueError):
                 # The server was killed, and the kernel kills the agent for it.
                 if self._pidfd is not None:
-                    _await_readable([self._pidfd], ORPHAN_TIMEOUT)
+                    _await_readable([self._pidfd], WARM_ORPHAN_TIMEOUT)
                 self.returncode = -signal.SIGKILL
             self._connection.close()
             if self._pidfd is not None:
@@ -109,7 +101,7 @@ class WarmAgent:
         ready = _await_readable(watched, timeout)
         if not ready or self._connection.fileno() in ready:
             return bool(ready)
-        left = ORPHAN_TIMEOUT if deadline is None else min(ORPHAN_TIMEOUT, deadline - time.monotonic())
+        left = WARM_ORPHAN_TIMEOUT if deadline is None else min(WARM_ORPHAN_TIMEOUT, deadline - time.monotonic())
         return bool(_await_readable(watched[:1], left)) or deadline is None or time.monotonic() < deadline
 
     def kill(self) -> None:
@@ -208,7 +200,7 @@ def _request(connection: socket.socket, request: dict[str, Any], log: int) -> Wa
     read, write = os.pipe()
     stdin = open(write, "wb")
     try:
-        connection.settimeout(ANSWER_TIMEOUT)
+        connection.settimeout(WARM_REPLY_TIMEOUT)
         data = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(connection, [data], [read, log])
         connection.sendall(data[sent:])
@@ -290,7 +282,7 @@ def _socket_path(key: str) -> str:
 def _connect(path: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.settimeout(LOCK_TIMEOUT)
+        connection.settimeout(WARM_LOCK_TIMEOUT)
         connection.connect(path)
     except OSError:
         connection.close()
@@ -304,11 +296,11 @@ def _serve(path: str, config: dict[str, Any], owner: int, loaded: dict[str, str]
     # One lock file for all servers, never deleted: deleting it while it is held would let two processes lock.
     lock = os.open(os.path.join(base, "lock"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        deadline = time.monotonic() + LOCK_TIMEOUT
+        deadline = time.monotonic() + WARM_LOCK_TIMEOUT
         while not _locks(lock):
             if time.monotonic() > deadline:
                 raise TimeoutError("another warm server is being started, and that takes too long")
-            time.sleep(_LOCK_INTERVAL)
+            time.sleep(WARM_LOCK_INTERVAL)
         if connection := _connect(path):
             return connection
         _remove_dead(base)

@@ -200,7 +200,7 @@ class _Peers:
 
     def _watch(self, store: list[Any], is_over: threading.Event) -> None:
         while not self._first:
-            if is_over.wait(bounds.INLINE_POLL_INTERVAL):
+            if is_over.wait(bounds.POLL_INTERVAL):
                 return
             self._first = self.failure()
         # torch would retry a closed store until the group's timeout, so a rank 0 that connects later gets no address.
@@ -248,7 +248,7 @@ class _Peers:
         """Returns the failure that caused an error of rank 0, which may see a broken collective before its cause."""
         deadline = time.monotonic() + (bounds.CAUSE_WINDOW if describe(error).collateral else 0.0)
         while not (found := self.failure()) and time.monotonic() < deadline:
-            time.sleep(bounds.INLINE_POLL_INTERVAL)
+            time.sleep(bounds.POLL_INTERVAL)
         return found
 
     def kill(self) -> None:

@@ -130,7 +130,7 @@ def _checkpoints(
     try:
         yield checkpoints
     finally:
-        committer.close(bounds.INLINE_COMMIT_TIMEOUT)
+        committer.close(bounds.INLINE_PEER_TIMEOUT)
 
 
 def _files(home: str) -> parts.Parts:

@@ -141,7 +141,9 @@ class OpenTelemetry(Tracker):
         points = OTLPMetricExporter(endpoint=root and f"{root}/v1/metrics", **options)
         self._tracing = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._tracing.add_span_processor(BatchSpanProcessor(spans))
-        reader = PeriodicExportingMetricReader(points, bounds.EXPORT_INTERVAL * 1000, bounds.EXPORT_TIMEOUT * 1000)
+        reader = PeriodicExportingMetricReader(
+            points, bounds.TRACKER_UPLOAD_INTERVAL * 1000, bounds.EXPORT_TIMEOUT * 1000
+        )
         self._metering = MeterProvider([reader], resource, shutdown_on_exit=False)
         self._tracer = self._tracing.get_tracer("rankzero")
         self._make_instruments()

@@ -81,7 +81,7 @@ class WandB(Tracker):
             # W&B's service writes most of the file after that, and gives no notice.
             deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT
             while not _has_ended(self._run.settings.sync_file) and time.monotonic() < deadline:
-                time.sleep(bounds.WANDB_POLL_INTERVAL)
+                time.sleep(bounds.POLL_INTERVAL_BRIEF)
         finally:
             self._folder.close()
 

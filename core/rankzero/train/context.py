@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -14,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.texts import encodable
 from rankzero.train.tables import RankTables
-from rankzero.values.plain import MAX_BITS
+from rankzero.values.plain import metric_name, scalar
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from rankzero.train.checkpoint import Checkpoint
     from rankzero.train.parts import Parts
     from rankzero.train.writer import CheckpointWriter
-
-logger = logging.getLogger(__name__)
 
 REPORT_LIMIT = 1 << 20
 """Most bytes that the metrics of one report take as JSON."""
@@ -37,8 +33,6 @@ checkpoint is stored, so that a forgotten one cannot change what a script does."
 
 RANK_PROCESS = "RANKZERO_RANK_PROCESS"
 """Environment variable: process id of the rank, set in the rank and in the processes that it starts."""
-
-MetricValue = bool | int | float | str
 
 
 @dataclass(frozen=True)
@@ -180,7 +174,12 @@ def current() -> _Session:
     global _session
     if _session is None:
         context = _from_environment()
-        _session = _Session(context, writer=_standalone_writer(context))
+        writer = None
+        if context.storage_path is not None:
+            from rankzero.train import standalone
+
+            writer = standalone.open_writer(context.storage_path, STORAGE)
+        _session = _Session(context, writer=writer)
     return _session
 
 
@@ -204,15 +203,6 @@ def own(call: str) -> _Session:
             "for example in a DataLoader's batch, and call it there"
         )
     return session
-
-
-def _standalone_writer(context: TrainContext) -> CheckpointWriter | None:
-    """Returns the writer that stores checkpoints outside of a run; None if they are not stored."""
-    if context.storage_path is None:
-        return None
-    from rankzero.train import standalone
-
-    return standalone.open_writer(context.storage_path, STORAGE)
 
 
 def _from_environment() -> TrainContext:
@@ -312,7 +302,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics is {metrics!r:.100}; give a dict, such as report({{'loss': 0.5}})")
-    values = {_name(name): scalar(name, value) for name, value in metrics.items()}
+    values = {metric_name(name): scalar(name, value) for name, value in metrics.items()}
     now = time.time()
     row = json.dumps([values, now], separators=(",", ":"))
     if len(row) > REPORT_LIMIT:
@@ -322,10 +312,11 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
         )
     session = own("report")
     session.progress += 1
-    if session.send_report is None:
-        _show(session, values)
-    else:
+    if session.send_report is not None:
         session.send_report(row)
+    elif session.context.rank == 0:
+        shown = (f"{name}={value:.6g}" if type(value) is float else f"{name}={value}" for name, value in values.items())
+        print(f"report {session.progress}:", *shown, flush=True)
     if checkpoint is not None and session.writer is not None:
         session.writer.write(checkpoint, values, now, session.tables, sharded=sharded, has_result=session.has_result)
         session.checkpoints += 1
@@ -404,33 +395,3 @@ def at_return(function: Callable[[], object]) -> None:
 def count_progress() -> None:
     """Counts a step of this rank for ``hang_timeout``."""
     current().progress += 1
-
-
-def _show(session: _Session, values: Mapping[str, MetricValue]) -> None:
-    """Prints the metrics of a report outside of a run, on rank 0."""
-    if session.context.rank == 0:
-        shown = (f"{name}={value:.6g}" if type(value) is float else f"{name}={value}" for name, value in values.items())
-        print(f"report {session.progress}:", *shown, flush=True)
-
-
-def _name(name: object) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"metric names are strings, not {name!r}")
-    return encodable(name)
-
-
-def scalar(name: str, value: Any) -> MetricValue:
-    """Returns the number or string of a metric. Raises TypeError for any other value."""
-    item = getattr(value, "item", None)
-    try:
-        scalar = item() if callable(item) else value
-    except (RuntimeError, TypeError, ValueError):
-        raise TypeError(f"metric {name!r} is a {type(value).__name__} of several elements; report one number") from None
-    if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS:
-        # Python refuses to convert such integers to and from decimal text.
-        return hex(scalar)
-    if isinstance(scalar, str):
-        return encodable(scalar)
-    if isinstance(scalar, (bool, int, float)):
-        return scalar
-    raise TypeError(f"metric {name!r} is of type {type(value).__name__}; report numbers or strings")

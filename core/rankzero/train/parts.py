@@ -216,7 +216,7 @@ class Parts:
                 deadline = deadline or time.monotonic() + timeout
                 if remote.is_refusal(error) or time.monotonic() > deadline:
                     raise
-            time.sleep(bounds.PART_RETRY_INTERVAL)
+            time.sleep(bounds.WRITE_RETRY_INTERVAL)
 
     def _write_local(self, path: str, produce: Produce) -> Message:
         writing = store.temporary_beside(path)

@@ -226,6 +226,8 @@ class TableWriter:
 
     def add(self, batch: Any) -> None:
         """Adds rows. Raises TypeError for a column whose type fits no earlier one, ResultError as `write_rows`."""
+        from rankzero.data.columns import as_table
+
         with self._tables.lock:
             table = schemas.portable(as_table(batch))
             if not table.num_rows:
@@ -347,68 +349,3 @@ def _iterable(batches: Any) -> Iterable[Any]:
     if not is_one and not isinstance(batches, Iterable):
         raise TypeError(f"rows are batches, such as dicts of columns, not a {type(batches).__name__}")
     return [batches] if is_one else batches
-
-
-def as_table(batch: Any) -> Any:
-    """Returns a batch of columns as an Arrow table. Raises TypeError if it is none."""
-    import pyarrow as pa
-
-    if isinstance(batch, pa.Table):
-        return batch
-    if isinstance(batch, pa.RecordBatch):
-        return pa.Table.from_batches([batch])
-    if hasattr(batch, "iloc"):
-        return pa.Table.from_pandas(_with_index(batch), preserve_index=False)
-    if isinstance(batch, Mapping):
-        try:
-            return pa.table(_arrays(batch))
-        except pa.ArrowInvalid as error:
-            lengths = {name: len(column) for name, column in batch.items()}
-            raise TypeError(f"a batch has columns of different lengths or types: {lengths}: {error}") from error
-    raise TypeError(f"a batch is a dict of columns, an Arrow table or a DataFrame, not a {type(batch).__name__}")
-
-
-def _with_index(frame: Any) -> Any:
-    """Returns a DataFrame with the named levels of its index as columns; an index without a name is left out."""
-    names = [name for name in frame.index.names if name is not None]
-    if taken := [name for name in names if name in frame.columns]:
-        raise TypeError(f"a DataFrame has both an index and a column named {taken[0]!r}: rename one of them")
-    return frame.reset_index(level=names) if names else frame
-
-
-def _arrays(columns: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns columns as Arrow arrays by name. Raises TypeError if two names are the same text, such as 1 and "1"."""
-    arrays: dict[str, Any] = {}
-    for name, column in columns.items():
-        if str(name) in arrays:
-            raise TypeError(f"two columns of a batch have the name {str(name)!r} as text: give them different names")
-        arrays[str(name)] = _array(column)
-    return arrays
-
-
-def _array(column: Any) -> Any:
-    """Returns a column of a batch as an Arrow array."""
-    import numpy
-    import pyarrow as pa
-    import torch
-
-    from rankzero.data import columns
-
-    if isinstance(column, columns.Ragged):
-        if len(column.offsets) and int(column.offsets[-1]) > columns.MAX_VALUES:
-            count = int(column.offsets[-1])
-            raise TypeError(f"a column of arrays has {count} values in one batch, too many: write smaller batches")
-        return pa.ListArray.from_arrays(_array(column.offsets.int()), _array(column.values))
-    if isinstance(column, torch.Tensor):
-        column = column.detach().cpu()
-        column = (column.float() if column.dtype == torch.bfloat16 else column).numpy()
-    if isinstance(column, numpy.ndarray):
-        # A matrix stays one of two dimensions however it is reshaped; Arrow knows this machine's order of bytes only.
-        column = columns.native(column)
-    if isinstance(column, Mapping):
-        arrays = _arrays(column)
-        return pa.StructArray.from_arrays(list(arrays.values()), list(arrays))
-    if getattr(column, "ndim", 1) > 1:
-        inner = _array(column.reshape(-1, *column.shape[2:]))
-        return pa.FixedSizeListArray.from_arrays(inner, column.shape[1])
-    return pa.array(column)

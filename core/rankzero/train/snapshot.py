@@ -1,4 +1,4 @@
-"""Copies a checkpoint's state in memory, so that training can change the state while the copy is written."""
+"""Copies a checkpoint's state in memory, so that training can change the state while the copy is written to a file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.values import pickled, shards
+from rankzero.values import formats, pickled, shards
 from rankzero.values.tensors import Tensors, reach
 
 if TYPE_CHECKING:
     import torch
+
+
+MAX_INDEX = 16 << 20
+"""Most characters of a part's index that is sent to the driver, which stores the indexes of all parts in one file."""
 
 
 def take(state: dict[Any, Any]) -> tuple[Any, bool]:
@@ -66,6 +70,16 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
         raise ResultError(
             f"a checkpoint cannot be pickled: {type(error).__name__}: {error}. Give plain values and state dicts"
         ) from error
+
+
+def write_to(state: Any, file_format: str, file: formats.Writable) -> dict[str, Any]:
+    """Writes a copy that `take` has made into a file, and returns the facts about the file."""
+    if file_format != formats.SHARDS:
+        size, sha256 = formats.write_to(state, file_format, file)
+        return {"size": size, "sha256": sha256}
+    size, sha256, index = shards.write_to(state, file)
+    facts = {"size": size, "sha256": sha256}
+    return {**facts, "pieces": index} if len(index) < MAX_INDEX else facts
 
 
 def _copy_all(tensors: list[Any]) -> list[Any]:

@@ -52,7 +52,7 @@ class RankTables:
             if any(each.taking == threading.get_ident() for each in self.writing):
                 raise NotTakenError("it was reported while a batch of rows was being written, by a signal handler")
             while any(each.taking for each in self.writing):
-                self.lock.wait(bounds.ROWS_POLL_INTERVAL)
+                self.lock.wait(bounds.POLL_INTERVAL_SHORT)
             self.remove_refused()
             for each in self.writing:
                 each.complete()

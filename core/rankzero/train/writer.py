@@ -29,9 +29,6 @@ MAX_STAGED = 2
 KEPT_STAGED = 2
 """Committed checkpoints of this rank that stay on a host that does not see the store."""
 
-MAX_INDEX = 16 << 20
-"""Most characters of a part's index that is sent to the driver, which stores the indexes of all parts in one file."""
-
 
 @dataclass(frozen=True)
 class _Taken:
@@ -185,7 +182,7 @@ class CheckpointWriter:
             taken.facts["cursors"] = tables.take_cursors()
         except BaseException:
             if taken.path:
-                _delete(taken.path)
+                store.remove(taken.path)
             raise
 
     def _refuse_rows(self, tables: Mapping[str, int]) -> None:
@@ -209,15 +206,15 @@ class CheckpointWriter:
         """Waits until the last checkpoint that this rank has reported is committed or has failed.
 
         With whole checkpoints, other ranks than 0 wait for the one that rank 0 reports in its call of the same number.
-        The wait lasts as long as the driver tries to store the checkpoint, at most `CHECKPOINT_SETTLE_TIMEOUT` seconds.
+        The wait lasts as long as the driver tries to store the checkpoint, at most `CHECKPOINT_COMMIT_TIMEOUT` seconds.
         """
         self._busy = True
         try:
             with self._changed:
                 if not self._changed.wait_for(
-                    lambda: self._settled >= self._next - 1, bounds.CHECKPOINT_SETTLE_TIMEOUT
+                    lambda: self._settled >= self._next - 1, bounds.CHECKPOINT_COMMIT_TIMEOUT
                 ):
-                    name, bound = self._name(self._next - 1), bounds.CHECKPOINT_SETTLE_TIMEOUT
+                    name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT
                     print(f"rankzero: checkpoint {name} is not complete after {bound:.0f} s, no longer awaited")
         finally:
             self._busy = False
@@ -247,7 +244,7 @@ class CheckpointWriter:
             self._parts.check_directory()
             os.replace(writing, path)
         except (OSError, ResultError):
-            _delete(writing)
+            store.remove(writing)
             raise
         return _Taken(index, name, None, path, {**facts, "format": file_format, "size": size, "sha256": sha256})
 
@@ -288,14 +285,14 @@ class CheckpointWriter:
 
     def _write_part(self, taken: _Taken, file: str) -> dict[str, Any]:
         if taken.path is None:
-            produce = functools.partial(_write_state, taken.state, taken.facts["format"])
+            produce = functools.partial(snapshot.write_to, taken.state, taken.facts["format"])
             return self._parts.write(taken.name, file, produce)
         if self._parts.shared or not self._parts.client():
             return {"path": taken.path, "shared": self._parts.shared}
         facts = {key: taken.facts[key] for key in ("size", "sha256")}
         written = {**facts, **self._parts.write(taken.name, file, functools.partial(copy_file, taken.path))}
         if written["path"] != taken.path:
-            _delete(taken.path)
+            store.remove(taken.path)
         return written
 
     def _note_failure(self, taken: _Taken, error: Exception) -> None:
@@ -313,13 +310,13 @@ class CheckpointWriter:
         """Waits until the previous copy is written, and until the scratch disk holds fewer than `MAX_STAGED` copies.
 
         Raises:
-            NotTakenError: the copies were not committed within `CHECKPOINT_SETTLE_TIMEOUT` seconds.
+            NotTakenError: the copies were not committed within `CHECKPOINT_COMMIT_TIMEOUT` seconds.
             ResultError: the previous copy could not be written.
         """
         self._await_written()
         if self._parts.shared:
             return
-        bound = bounds.CHECKPOINT_SETTLE_TIMEOUT
+        bound = bounds.CHECKPOINT_COMMIT_TIMEOUT
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._staged) < MAX_STAGED, bound):
                 waiting = ", ".join(map(self._name, sorted(self._staged)))
@@ -397,17 +394,3 @@ def _as_directory(value: object) -> str | None:
     if isinstance(value, dict):
         return None
     raise TypeError(f"checkpoint is of type {type(value).__name__}; give a directory or a dict of tensors and values")
-
-
-def _write_state(state: Any, file_format: str, file: formats.Writable) -> dict[str, Any]:
-    if file_format != formats.SHARDS:
-        size, sha256 = formats.write_to(state, file_format, file)
-        return {"size": size, "sha256": sha256}
-    size, sha256, index = shards.write_to(state, file)
-    facts = {"size": size, "sha256": sha256}
-    return {**facts, "pieces": index} if len(index) < MAX_INDEX else facts
-
-
-def _delete(path: str) -> None:
-    if os.path.exists(path):
-        os.unlink(path)

@@ -12,8 +12,14 @@ from rankzero.texts import encodable
 MAX_DEPTH = 200
 """Most levels of nested containers, since JSON's reader and writer recurse."""
 
+VALUE_LIMIT = 16 << 20
+"""Bytes of a result that an orchestrator's metadata database gets where its other tasks are mapped over the items."""
+
 MAX_BITS = 2048
 """Most bits of an integer. Python converts at most 4,300 digits to text and back; a user may lower that to 640."""
+
+MetricValue = bool | int | float | str
+"""The value of a metric."""
 
 _EXACT_FLOATS = 1e16
 """Floats from here on are written with an exponent, and PostgreSQL's ``jsonb`` returns them as integers."""
@@ -168,3 +174,27 @@ def _number(item: Any) -> Any:
             return number
     kind = "text with surrogates" if type(item) is str else type(item).__name__
     raise ValueError(f"a {kind} is no JSON value")
+
+
+def metric_name(name: object) -> str:
+    """Returns the name of a metric, which any log accepts. Raises TypeError for one that is not a string."""
+    if not isinstance(name, str):
+        raise TypeError(f"metric names are strings, not {name!r}")
+    return encodable(name)
+
+
+def scalar(name: str, value: Any) -> MetricValue:
+    """Returns the number or string of a metric. Raises TypeError for any other value."""
+    item = getattr(value, "item", None)
+    try:
+        scalar = item() if callable(item) else value
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"metric {name!r} is a {type(value).__name__} of several elements; report one number") from None
+    if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS:
+        # Python refuses to convert such integers to and from decimal text.
+        return hex(scalar)
+    if isinstance(scalar, str):
+        return encodable(scalar)
+    if isinstance(scalar, (bool, int, float)):
+        return scalar
+    raise TypeError(f"metric {name!r} is of type {type(value).__name__}; report numbers or strings")

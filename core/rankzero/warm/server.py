@@ -181,7 +181,7 @@ class WarmServer:
             raise
         finally:
             signal.signal(signal.SIGCHLD, lambda *_: None)
-        if touches_gpu():
+        if forked.touches_gpu():
             self.end()
 
     def _gather(self) -> None:
@@ -347,7 +347,7 @@ def ending_with(owner: int, place: Place) -> Iterator[None]:
                 os._exit(1)
 
     signal.signal(signal.SIGALRM, exit_without_owner)
-    signal.setitimer(signal.ITIMER_REAL, bounds.WARM_OWNER_POLL_INTERVAL, bounds.WARM_OWNER_POLL_INTERVAL)
+    signal.setitimer(signal.ITIMER_REAL, bounds.POLL_INTERVAL_LONG, bounds.POLL_INTERVAL_LONG)
     try:
         yield
     finally:
@@ -360,18 +360,6 @@ def _inode(path: str) -> int | None:
         return os.stat(path).st_ino
     except FileNotFoundError:
         return None
-
-
-_GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel")
-
-
-def touches_gpu() -> bool:
-    """Returns True if this process has opened a GPU, which its forks then cannot use."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith(_GPU_DEVICES):
-                return True
-    return False
 
 
 def _tell(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -402,7 +390,7 @@ def main() -> None:
         load(PRELOADED)
     os.environ.pop(forked.ROOM, None)
     server = WarmServer(place, listener, watched)
-    if "torch" in sys.modules and not touches_gpu():
+    if "torch" in sys.modules and not forked.touches_gpu():
         server.run()
     server.end()
     place.remove()

@@ -10,4 +10,4 @@ rank writes its stacks, and what torch's flight recorder has (`flight`): a summa
 
 from rankzero import lazy_names
 
-lazy_names(__name__, "command.CommandError control.Control failures.describe")
+lazy_names(__name__, "control.Control failures.CommandError failures.describe")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from rankzero import bounds
-from rankzero.channel import frames, messages, pace
+from rankzero.channel import frames, messages
 from rankzero.channel.messages import Message, decode, encode
 from rankzero.errors import ResultError
 
@@ -22,7 +22,7 @@ MAX_OUTGOING = 10_000
 """Messages in the queue above which `send` blocks."""
 
 MAX_PATIENT = 1000
-"""Queued messages above which a report is sent without waiting for the next delivery (see `pace`)."""
+"""Queued messages above which a report is sent without waiting for the next delivery (`next_delivery`)."""
 
 LARGE_REPORT = 64 << 10
 """Characters of a report from which on it is sent without waiting for the next delivery."""
@@ -86,7 +86,7 @@ class Control:
     def _await_room(self) -> None:
         while self._outgoing.qsize() > MAX_OUTGOING:
             # Polls, since a signal handler could find a lock taken.
-            time.sleep(bounds.QUEUE_POLL_INTERVAL)
+            time.sleep(bounds.POLL_INTERVAL)
 
     def finish(self, outcome: messages.Finished | messages.Failed) -> None:
         """Queues the outcome of the rank; `flush` waits until it is sent."""
@@ -124,7 +124,7 @@ class Control:
                     patient = self._calls.get(timeout=max(0.0, earliest - time.monotonic()))
             self._is_called = False
             self._deliver_all()
-            earliest = pace.next_delivery()
+            earliest = next_delivery()
 
     def _deliver_all(self) -> None:
         batch = _Batch()
@@ -277,3 +277,12 @@ class _Batch:
             body = f'{{"type":"{messages.Metrics.kind}","rows":[' + ",".join(self._rows) + "]}"
             self._frames.append(frames.pack(b"J" + body.encode()))
             self._rows.clear()
+
+
+def next_delivery() -> float:
+    """Returns the next moment at which messages that may wait are sent, the same in every process of a host.
+
+    Each delivery wakes the agent, the channel and the driver, so messages that are sent together wake them once. The
+    first message after a quiet time is sent immediately, and an urgent message takes waiting ones along.
+    """
+    return (time.monotonic() // bounds.DELIVERY_INTERVAL + 1) * bounds.DELIVERY_INTERVAL

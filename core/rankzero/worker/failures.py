@@ -19,7 +19,6 @@ from rankzero.channel.messages import Failed
 from rankzero.errors import RetryableError
 from rankzero.job import qualified_name
 from rankzero.texts import encodable
-from rankzero.worker.command import CommandError
 
 MESSAGE_LIMIT = 16 << 10
 """Most characters of an exception's text that are sent."""
@@ -34,6 +33,18 @@ _ROOM = os.path.dirname(__file__)
 RestartOn = Callable[[BaseException], Any] | Sequence[str | type[BaseException]]
 
 _restart_on: bytes | None = None
+
+
+class CommandError(Exception):
+    """Raised when the command of a rank fails.
+
+    Attributes:
+        facts: Fields of the failure message: exception, exit code, signal.
+    """
+
+    def __init__(self, message: str, facts: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.facts = {"exception_type": None, "message": message, "traceback": None, **facts}
 
 
 def describe(error: BaseException) -> Failed:

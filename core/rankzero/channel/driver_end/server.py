@@ -183,7 +183,7 @@ class ChannelServer:
             return False
         except OSError as error:
             logger.warning("channel: cannot accept a connection: %s", error)
-            await asyncio.sleep(bounds.ACCEPT_RETRY_INTERVAL)
+            await asyncio.sleep(bounds.POLL_INTERVAL)
             return False
         accepted.setblocking(False)
         try:
@@ -323,12 +323,12 @@ class ChannelServer:
             return
         peer.withheld += size
         if not self._withheld:
-            self._loop.call_later(bounds.BULK_POLL_INTERVAL, self._grant_withheld)
+            self._loop.call_later(bounds.POLL_INTERVAL_SHORT, self._grant_withheld)
         self._withheld.add(peer)
 
     def _grant_withheld(self) -> None:
         if not self._driver_can_take():
-            self._loop.call_later(bounds.BULK_POLL_INTERVAL, self._grant_withheld)
+            self._loop.call_later(bounds.POLL_INTERVAL_SHORT, self._grant_withheld)
             return
         for peer in list(self._withheld):
             peer.session.grant(peer.withheld)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rankzero import bounds, kinds
+from rankzero import kinds
 from rankzero.compat.ray_train.callback import UserCallback
 from rankzero.compat.ray_train.names import lookup
 from rankzero.errors import InvalidJobError
@@ -116,7 +116,7 @@ class TorchConfig:
 
     backend: str | None = None
     init_method: str = "env"
-    timeout_s: float = bounds.RAY_GROUP_TIMEOUT
+    timeout_s: float = 1800
 
     def __post_init__(self) -> None:
         kinds.BACKEND.check("backend", self.backend)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import rankzero.train as rt
 from rankzero.compat.ray_train.config import DataConfig
-from rankzero.train.rows import as_table
+from rankzero.data.columns import as_table
 
 if TYPE_CHECKING:
     import torch

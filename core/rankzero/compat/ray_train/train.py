@@ -26,7 +26,8 @@ from rankzero.errors import RankZeroError as TrainingFailedError
 from rankzero.errors import WorkerFailedError as WorkerGroupError
 from rankzero.run import checkpoints
 from rankzero.run.directory import RunDirectory
-from rankzero.train.context import await_checkpoint, current, follow_checkpoint, scalar
+from rankzero.train.context import await_checkpoint, current, follow_checkpoint
+from rankzero.values.plain import scalar
 
 if TYPE_CHECKING:
     from rankzero.compat.ray_train.dataset import DatasetShard, TableShard

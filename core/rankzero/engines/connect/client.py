@@ -80,7 +80,7 @@ def require_server(url: ServerUrl, timeout: float = 0.0) -> None:
                 cause=LOST,
                 code="RZ-2002",
             )
-        time.sleep(bounds.CONNECT_SERVER_POLL_INTERVAL)
+        time.sleep(bounds.POLL_INTERVAL_LONG)
 
 
 def connect(url: ServerUrl, timeout: float) -> Any:

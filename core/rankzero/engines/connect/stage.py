@@ -130,7 +130,7 @@ class StageGroup(AgentGroup):
         names = {f"{stage.ENDED}{self._attempt}-{task}" for task in range(self._engine.num_tasks)}
         # Without a time limit, since this process ends with its task.
         while not names <= set(os.listdir(self._engine.folder)):
-            self._ended.wait(bounds.ENDED_POLL_INTERVAL)
+            self._ended.wait(bounds.POLL_INTERVAL_SHORT)
         texts = []
         for name in sorted(names):
             with open(os.path.join(self._engine.folder, name)) as file:

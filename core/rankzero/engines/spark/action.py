@@ -62,7 +62,7 @@ def action(
     try:
         begun = time.monotonic()
         say_at = begun + bounds.DATAFRAME_PROGRESS_INTERVAL
-        while not done.wait(bounds.DATAFRAME_POLL_INTERVAL):
+        while not done.wait(bounds.POLL_INTERVAL):
             check()
             now = time.monotonic()
             if now >= say_at:
@@ -110,7 +110,7 @@ def _tagged(frame: Any, tag: str) -> Iterator[None]:
 def _cancel_until(done: Flag, frame: Any, tag: str) -> None:
     while not done.is_set():
         _cancel(frame, tag)
-        done.wait(bounds.DATAFRAME_POLL_INTERVAL)
+        done.wait(bounds.POLL_INTERVAL)
 
 
 def _cancel(frame: Any, tag: str) -> None:

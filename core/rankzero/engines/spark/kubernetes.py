@@ -68,9 +68,7 @@ class Secret:
             "data": {name: base64.b64encode(value).decode() for name, value in data.items()},
         }
         try:
-            self._api.create_namespaced_secret(
-                self._namespace, body, _request_timeout=bounds.KUBERNETES_REQUEST_TIMEOUT
-            )
+            self._api.create_namespaced_secret(self._namespace, body, _request_timeout=bounds.HTTP_REQUEST_TIMEOUT)
         except Exception as error:
             raise EngineError(
                 f"the Secret {self._name} cannot be created in namespace {self._namespace!r}: {_reason(error)}: the "
@@ -81,7 +79,7 @@ class Secret:
         except BaseException:
             with contextlib.suppress(Exception):
                 self._api.delete_namespaced_secret(
-                    self._name, self._namespace, _request_timeout=bounds.KUBERNETES_REQUEST_TIMEOUT
+                    self._name, self._namespace, _request_timeout=bounds.HTTP_REQUEST_TIMEOUT
                 )
             raise
 
@@ -89,7 +87,7 @@ class Secret:
         """Makes the driver's pod the owner of the Secret, so that Kubernetes removes both together."""
         try:
             pod = self._api.read_namespaced_pod(
-                self._name, self._namespace, _request_timeout=bounds.KUBERNETES_REQUEST_TIMEOUT
+                self._name, self._namespace, _request_timeout=bounds.HTTP_REQUEST_TIMEOUT
             )
         except Exception as error:
             self._warn_of_leftover(error)
@@ -98,7 +96,7 @@ class Secret:
         body = {"metadata": {"ownerReferences": [owner]}}
         try:
             self._api.patch_namespaced_secret(
-                self._name, self._namespace, body, _request_timeout=bounds.KUBERNETES_REQUEST_TIMEOUT
+                self._name, self._namespace, body, _request_timeout=bounds.HTTP_REQUEST_TIMEOUT
             )
         except Exception as error:
             self._warn_of_leftover(error)

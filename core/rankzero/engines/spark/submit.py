@@ -155,7 +155,7 @@ def _await_driver(process: subprocess.Popen[bytes], run: RunDirectory, submissio
     deadline = time.monotonic() + bound
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(bounds.SPARK_SUBMIT_POLL_INTERVAL)
+            return process.wait(bounds.POLL_INTERVAL_LONG)
         # On a standalone cluster spark-submit itself waits for five seconds for the driver to fail.
         if run.has_driver(submission):
             return 0

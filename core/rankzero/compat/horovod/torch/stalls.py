@@ -87,9 +87,9 @@ class Watcher:
         self._stopped.set()
 
     def _run(self) -> None:
-        while not self._stopped.wait(bounds.HVD_STALL_CHECK_INTERVAL):
+        while not self._stopped.wait(bounds.POLL_INTERVAL_LONGEST):
             for group in self._sets():
-                if group.stall() >= bounds.HVD_STALL_CHECK_INTERVAL:
+                if group.stall() >= bounds.POLL_INTERVAL_LONGEST:
                     self._check(group)
                 else:
                     self._warn_at.pop(group, None)

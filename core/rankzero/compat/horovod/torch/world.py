@@ -12,13 +12,17 @@ import torch
 import torch.distributed as dist
 
 import rankzero.train as rt
-from rankzero import bounds
 from rankzero.compat.horovod.torch.coordinator import Coordinator
 from rankzero.compat.horovod.torch.messages import Meta, Request
 from rankzero.compat.horovod.torch.stalls import Watcher
 from rankzero.train.context import at_return
 
 logger = logging.getLogger(__name__)
+
+STALL_WARNING_AFTER = 60.0
+STALL_TIMEOUT = 1800.0
+STALL_TIMEOUT_MAX = 30 * 24 * 3600.0
+"""Horovod's own defaults of its variables for warnings and shutdowns, and the largest value of both, in seconds."""
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -55,8 +59,8 @@ class ProcessSet:
         return self.coordinator.rank >= 0
 
     def _open(self, number: int) -> None:
-        warn_after = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", bounds.HVD_STALL_WARNING_AFTER)
-        timeout = timedelta(seconds=_seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", bounds.HVD_STALL_TIMEOUT))
+        warn_after = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", STALL_WARNING_AFTER)
+        timeout = timedelta(seconds=_seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", STALL_TIMEOUT))
         self.process_set_id = number
         self._coordinator = Coordinator(self.ranks, timeout, warn_after)
 
@@ -70,7 +74,7 @@ def _seconds(name: str, default: float) -> float:
         found = float(text)
     except ValueError:
         found = -1
-    if not 0 <= found <= bounds.HVD_STALL_TIMEOUT_MAX:
+    if not 0 <= found <= STALL_TIMEOUT_MAX:
         raise ValueError(f"{name} is {text!r}; give seconds, or 0 for {default:.0f}")
     return found or default
 
