@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankzero import InvalidJobError, Launcher
+from rankzero import InvalidJobError, Launcher, WorkerFailedError
 from rankzero.pipeline import print_line
 
 LINES = ["[0] loss 0.3", "[1] WARNING:root:the learning rate is high", "[1] ERROR: no such file"]
@@ -130,8 +130,12 @@ def test_a_level_of_the_caller_may_have_any_number_and_name(
     one = launcher.options(num_processes=1)
     assert one.run(train) == level
     assert one.options(env={"RANKZERO_LOG_LEVEL": "trace"}).run(train) == 5
-    with pytest.raises(InvalidJobError, match="'LOUD'} names no level"):
+    with pytest.raises(InvalidJobError, match="env: RANKZERO_LOG_LEVEL='LOUD' names no level"):
         one.options(env={"RANKZERO_LOG_LEVEL": "LOUD"}).run(train)
+    monkeypatch.setenv("RANKZERO_LOG_LEVEL", "LOUD")
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    with pytest.raises(WorkerFailedError, match="RANKZERO_LOG_LEVEL='LOUD' names no level"):
+        one.run(train)
 
 
 def test_the_callers_level_holds_in_ranks(

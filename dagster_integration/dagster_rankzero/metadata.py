@@ -27,7 +27,7 @@ RESULT_ENTRIES = frozenset({"format", "size", PLAIN, BLOCKS, "parameters", "dtyp
 """Names of the entries of `describe_result` other than metrics."""
 
 TABLE_ROWS = 50
-"""Most rows of the table of reports."""
+"""Most rows of the tables of reports and of partitions."""
 
 TABLE_DIGITS = 9
 """Digits of a fraction in a table; the run directory has all digits."""
@@ -98,12 +98,19 @@ def describe_result(ref: "ResultRef") -> _Entries:
 
 
 def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
-    """Returns the entries of an output of several partitions, the same for each of them."""
+    """Returns the entries of an output of several partitions, the same for each of them.
+
+    Dagster stores them with the event of each partition, so the table has at most `TABLE_ROWS` partitions.
+    """
     rows = [
         {"partition": key, "format": ref.format, "size": ref.size, "digest": ref.digest}
-        for key, ref in sorted(stored.items())
+        for key, ref in sorted(stored.items())[:TABLE_ROWS]
     ]
-    return {"partitions": table(rows), "size": dg.MetadataValue.int(sum(ref.size for ref in stored.values()))}
+    return {
+        "partitions": table(rows),
+        "partition_count": dg.MetadataValue.int(len(stored)),
+        "size": dg.MetadataValue.int(sum(ref.size for ref in stored.values())),
+    }
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:

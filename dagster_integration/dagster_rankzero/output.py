@@ -98,3 +98,27 @@ def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: Out
         return dg.MaterializeResult(asset_key=key, metadata=metadata)
     version = dg.DataVersion(split(handle.result_ref().digest)[1])
     return dg.MaterializeResult(asset_key=key, value=value, metadata=metadata, data_version=version)
+
+
+def by_output(function: str, value: Any, names: list[str], required: set[str]) -> dict[str, Any]:
+    """Returns rank 0's value by output name.
+
+    Raises:
+        dagster.Failure: an output is missing or unknown. Not retried.
+    """
+    if isinstance(value, tuple) and set(getattr(value, "_fields", ())) == set(names):
+        return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
+    if isinstance(value, tuple) and len(value) == len(names):
+        return dict(zip(names, value, strict=True))
+    if isinstance(value, dict) and required <= set(value) <= set(names):
+        return value
+    got = f"a {type(value).__name__}"
+    if isinstance(value, dict):
+        got = f"a dict with the keys {', '.join(sorted(map(str, value)))}"
+    elif isinstance(value, tuple):
+        got = f"a tuple of {len(value)}"
+    raise dg.Failure(
+        f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order, and "
+        "re-execute the whole step: from the failure it would get the same value again",
+        allow_retries=False,
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 import torch
-from tests.dagster.dagster_events import value_of
+from tests.dagster.dagster_events import failure_of, value_of
 
 import rankzero.train as rt
 from dagster_rankzero import torch_distributor_op
@@ -121,3 +121,41 @@ def test_a_hook_that_trains_is_refused_before_it_does(resources: dict[str, objec
     (event,) = [event for event in result.all_events if event.event_type is dg.DagsterEventType.HOOK_ERRORED]
     assert "a hook cannot train" in str(event.event_specific_data)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_an_op_with_several_outputs_gives_each_its_part_of_rank_zeros_value(
+    resources: dict[str, object], as_tuple: bool
+) -> None:
+    @torch_distributor_op(out={"model": dg.Out(), "loss": dg.Out()}, options={"by_reference": True})
+    def fit() -> object:
+        return ([1.0, 2.0], 0.5) if as_tuple else {"loss": 0.5, "model": [1.0, 2.0]}
+
+    @dg.job(resource_defs=resources)
+    def pipeline() -> None:
+        fit()
+
+    result = pipeline.execute_in_process()
+    assert result.output_for_node("fit", "model") == [1.0, 2.0]
+    assert result.output_for_node("fit", "loss") == 0.5
+    outputs = [e for e in result.all_events if e.event_type_value == "STEP_OUTPUT"]
+    assert all("run_id" in event.step_output_data.metadata for event in outputs)
+
+
+def test_an_op_whose_value_lacks_an_output_says_what_to_return(resources: dict[str, object]) -> None:
+    @torch_distributor_op(out={"model": dg.Out(), "loss": dg.Out(), "notes": dg.Out(is_required=False)})
+    def fit() -> dict[str, int]:
+        return {"model": 1}
+
+    @dg.job(resource_defs=resources)
+    def pipeline() -> None:
+        fit()
+
+    result = pipeline.execute_in_process(raise_on_error=False)
+    assert "return a dict with the keys model, loss, notes" in failure_of(result, "fit")[0]
+
+
+@pytest.mark.parametrize("out", [dg.DynamicOut(), {"items": dg.DynamicOut()}])
+def test_dynamic_outputs_are_refused_when_the_op_is_made(out: object) -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="makes no dynamic outputs"):
+        torch_distributor_op("train.py", out=out)

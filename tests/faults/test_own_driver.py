@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -103,6 +104,28 @@ def test_a_driver_that_was_a_thread_is_dead_when_that_thread_is() -> None:
     until(lambda: process_lives(status_of(name)) is False, WAIT, "the kernel's word of its end")
     # Another thread has its number.
     assert process_lives(status_of(f"{threading.get_native_id()} 1")) is False
+
+
+def test_a_driver_that_is_stopped_is_not_said_to_have_died(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = launcher.submit(wait_for, str(tmp_path / "go"))
+    until(lambda: handle.status().state == "running", WAIT, "ranks")
+    pid = handle.status().driver_pid
+    assert pid not in (None, os.getpid())
+    monkeypatch.setattr(observer, "DRIVER_DEAD_AFTER", 0.2)
+    monkeypatch.setattr(observer, "_MISSED", 0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        reader = RunHandle[str].attach(handle.directory)
+        until(lambda: reader.status().final, WAIT, "a driver that counts as dead")
+        with pytest.raises(EngineError, match=rf"\(process {pid} on .*\) is stopped: it sent no heartbeat for 0 s"):
+            reader.result(WAIT)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    monkeypatch.undo()
+    (tmp_path / "go").touch()
+    assert handle.result(WAIT) == "trained"
 
 
 @pytest.mark.soak

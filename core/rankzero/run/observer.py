@@ -91,8 +91,11 @@ class Observer:
         if status.certain:
             return replace(status, state="succeeded", ended=status.heartbeat)
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
-        text = f"the driver of run {self._run.directory.rsplit('/', 1)[-1]} ({who}) died without ending the run, "
-        text += f"which was {status.shown}"
+        end = "died without ending the run"
+        if _process_state(status) in STOPPED:
+            silence = f"it sent no heartbeat for {dead_after(status):.0f} s, and counts as dead"
+            end = f"is stopped: {silence}. It has not ended the run"
+        text = f"the driver of run {self._run.directory.rsplit('/', 1)[-1]} ({who}) {end}, which was {status.shown}"
         error = EngineError("\n".join([text, *self._driver_log_tail()]), code="RZ-2004")
         return replace(status, state="failed", error=error.to_json(), ended=status.heartbeat)
 

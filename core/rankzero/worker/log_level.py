@@ -27,14 +27,17 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     if text := env.get(LOG_LEVEL):
         try:
             return {LOG_LEVEL: str(_number(text))}
-        except ValueError:
-            raise InvalidJobError(f"env={{{LOG_LEVEL!r}: {text!r}}} names no level: use DEBUG, or a number") from None
+        except ValueError as error:
+            raise InvalidJobError(f"env: {error}") from None
     level = logging.getLogger().level
     return {} if level in (logging.NOTSET, logging.WARNING) else {LOG_LEVEL: str(level)}
 
 
 def _number(text: str) -> int:
-    return int(logging.getLevelNamesMapping().get(text.upper(), text))
+    try:
+        return int(logging.getLevelNamesMapping().get(text.upper(), text))
+    except ValueError:
+        raise ValueError(f"{LOG_LEVEL}={text!r} names no level: use DEBUG, or a number") from None
 
 
 def apply() -> None:

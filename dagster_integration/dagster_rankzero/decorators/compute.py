@@ -178,6 +178,7 @@ def build_script_compute(
     resource_key: str,
     options: Mapping[str, Any],
     folder: str,
+    finish: Callable[[Any, Any, list[str]], Any],
 ) -> Callable[..., Any]:
     """Builds the function of an op that runs a script, a command, or ``"package.module:function"``.
 
@@ -192,7 +193,7 @@ def build_script_compute(
     # The function has no return annotation, under which Dagster would not accept an Output object.
     def compute(context: dg.OpExecutionContext):  # type: ignore[no-untyped-def]
         resource: TorchDistributorResource = getattr(context.resources, resource_key)
-        return resource.options(**options).run(context, program, *args)
+        return finish(context, resource.options(**options).run(context, program, *args), [])
 
     words = [os.fspath(script)] if isinstance(script, (str, os.PathLike)) else list(script)
     name = os.path.basename(words[0]).removeprefix("-m ").removesuffix(".py").rpartition(":")[2]

@@ -11,6 +11,7 @@ from dagster_rankzero._compat import set_step_data_version
 from dagster_rankzero.arguments.partitions import of_single
 from dagster_rankzero.decorators.compute import build_compute, check_result, collect_options, with_resource
 from dagster_rankzero.metadata import RESULT_ENTRIES
+from dagster_rankzero.output import by_output
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 from rankzero.pipeline import NumProcesses
 
@@ -69,7 +70,7 @@ def torch_multi_asset(
             )
 
         def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
-            values = _by_output(function.__name__, result.value, list(outs), required)
+            values = by_output(function.__name__, result.value, list(outs), required)
             # A generator: Dagster would treat a tuple as all outputs, and an output may be left out.
             return (
                 _result_of(context, name, of_single(values[name], keys, name), result)
@@ -84,30 +85,6 @@ def torch_multi_asset(
         return dg.multi_asset(**with_resource(asset_arguments, resource_key), outs=made)(compute)
 
     return decorate
-
-
-def _by_output(function: str, value: Any, names: list[str], required: set[str]) -> dict[str, Any]:
-    """Returns rank 0's value by output name.
-
-    Raises:
-        dagster.Failure: an output is missing or unknown. Not retried.
-    """
-    if isinstance(value, tuple) and set(getattr(value, "_fields", ())) == set(names):
-        return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
-    if isinstance(value, tuple) and len(value) == len(names):
-        return dict(zip(names, value, strict=True))
-    if isinstance(value, dict) and required <= set(value) <= set(names):
-        return value
-    got = f"a {type(value).__name__}"
-    if isinstance(value, dict):
-        got = f"a dict with the keys {', '.join(sorted(map(str, value)))}"
-    elif isinstance(value, tuple):
-        got = f"a tuple of {len(value)}"
-    raise dg.Failure(
-        f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order, and "
-        "re-execute the whole step: from the failure it would get the same value again",
-        allow_retries=False,
-    )
 
 
 def _result_of(

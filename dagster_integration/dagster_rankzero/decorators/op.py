@@ -7,7 +7,10 @@ from typing import Any, overload
 
 import dagster as dg
 
+from dagster_rankzero.arguments.partitions import take_single
 from dagster_rankzero.decorators.compute import build_compute, build_script_compute, collect_options, with_resource
+from dagster_rankzero.metadata import RESULT_ENTRIES
+from dagster_rankzero.output import by_output
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 from rankzero.pipeline import NumProcesses
 
@@ -46,6 +49,7 @@ def torch_distributor_op(
 ) -> dg.OpDefinition | Callable[[Callable[..., Any]], dg.OpDefinition]:
     """Makes an op that runs a function or a script on every rank; its output is rank 0's value.
 
+    With several outputs, rank 0 returns a dict by output name, or a tuple in the order of ``out``.
     A function's parameters are the op's inputs, except ``config`` and ``partition_key``, which are special as in
     `torch_asset`. A script has no inputs; order it with ``ins={"start": In(Nothing)}``.
 
@@ -72,6 +76,25 @@ def torch_distributor_op(
         'train'
     """
     changes = collect_options(options, num_processes=num_processes, use_gpu=use_gpu)
+    outs = op_arguments.get("out")
+    by_name: dict[str, Any] = dict(outs) if isinstance(outs, Mapping) else {"result": outs}
+    several = by_name if len(by_name) > 1 else {}
+    if any(isinstance(out, dg.DynamicOut) for out in by_name.values()):
+        raise dg.DagsterInvalidDefinitionError(
+            "torch_distributor_op makes no dynamic outputs: return a list, and yield its items as DynamicOutput from "
+            "an op that takes it"
+        )
+    if several:
+        changes["by_reference"] = False
+
+    def finish(context: dg.OpExecutionContext, result: dg.Output[Any], keys: list[str]) -> Any:
+        if not several:
+            return take_single(context, result, keys)
+        required = {name for name, out in several.items() if out.is_required}
+        values = by_output(context.op_def.name, result.value, list(several), required)
+        metadata = {entry: shown for entry, shown in result.metadata.items() if entry not in RESULT_ENTRIES}
+        # A generator: Dagster would treat a tuple as all outputs, and an output may be left out.
+        return (dg.Output(values[name], name, metadata=metadata) for name in several if name in values)
 
     def make(compute: Callable[..., Any]) -> dg.OpDefinition:
         made = dg.op(**with_resource(op_arguments, resource_key))(compute)
@@ -80,7 +103,7 @@ def torch_distributor_op(
 
     def decorate(function: Callable[..., Any]) -> dg.OpDefinition:
         context = dg.OpExecutionContext
-        compute = build_compute("torch_distributor_op", function, resource_key, changes, context, op_arguments)
+        compute = build_compute("torch_distributor_op", function, resource_key, changes, context, op_arguments, finish)
         if args:
             raise dg.DagsterInvalidDefinitionError(
                 f"args={list(args)!r} is for scripts; the arguments of {function.__name__} are the op's inputs"
@@ -91,6 +114,6 @@ def torch_distributor_op(
         return decorate
     if isinstance(train, (str, os.PathLike, list, tuple)):
         caller = sys._getframe(1).f_globals.get("__file__", "")
-        return make(build_script_compute(train, tuple(args), resource_key, changes, os.path.dirname(caller)))
+        return make(build_script_compute(train, tuple(args), resource_key, changes, os.path.dirname(caller), finish))
     assert callable(train)
     return decorate(train)
