@@ -96,10 +96,10 @@ class Decoder:
     Iteration yields messages and bytes; `next_body` returns bodies, for callers with more types.
     """
 
-    def __init__(self, limit: int = MAX_HANDSHAKE_FRAME, sealer: Sealer | None = None) -> None:
+    def __init__(self) -> None:
         self._buffer = bytearray()
-        self._limit = limit
-        self._sealer = sealer
+        self._limit = MAX_HANDSHAKE_FRAME
+        self._sealer: Sealer | None = None
 
     def trust(self, sealer: Sealer | None) -> None:
         """Accepts large frames from now on, which must carry this sealer's MAC."""
