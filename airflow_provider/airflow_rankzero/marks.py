@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -42,7 +43,8 @@ def on_task_instance_failed(previous_state: Any, task_instance: Any) -> None:
     if previous_state is None and type(task_instance).__module__ == "airflow.models.taskinstance":
         # The mark is not committed yet, and the request does not wait.
         ti = task_instance
-        _threads.submit(_end, ti.dag_id, ti.run_id, ti.task_id, ti.map_index)
+        until = time.monotonic() + FOLLOWER_GRACE
+        _threads.submit(_end, ti.dag_id, ti.run_id, ti.task_id, ti.map_index, until)
 
 
 @hookimpl
@@ -58,22 +60,23 @@ on_dag_run_success = on_dag_run_failed
 
 
 def _end_all(dag_id: str, run_id: str) -> None:
-    """Ends the living trainings of a DAG run whose tasks have ended."""
+    """Ends the living trainings of a DAG run whose tasks have ended; all their followers have the same grace."""
+    until = time.monotonic() + FOLLOWER_GRACE
     try:
         for task_id, map_index in _rows(
             _XCOMS, "task_id", "map_index", dag_id=dag_id, run_id=run_id, key=DIRECTORY_KEY
         ):
             try:
-                _threads.submit(_end, dag_id, run_id, task_id, map_index)
+                _threads.submit(_end, dag_id, run_id, task_id, map_index, until)
             except RuntimeError:
                 # This process is exiting, as that of ``airflow dags test``: it awaits this thread, and starts no other.
-                _end(dag_id, run_id, task_id, map_index)
+                _end(dag_id, run_id, task_id, map_index, until)
     except Exception:
         logger.warning("the trainings of the DAG run %s are left to their leases", run_id, exc_info=True)
 
 
-def _end(dag_id: str, run_id: str, task_id: str, map_index: int) -> None:
-    """Ends the living training of a marked task instance, unless its follower does."""
+def _end(dag_id: str, run_id: str, task_id: str, map_index: int, until: float) -> None:
+    """Ends the living training of a marked task instance, unless its follower does ``until`` then (monotonic)."""
     key = {"dag_id": dag_id, "run_id": run_id, "task_id": task_id, "map_index": map_index}
     directory = None
     try:
@@ -81,7 +84,7 @@ def _end(dag_id: str, run_id: str, task_id: str, map_index: int) -> None:
         if not isinstance(directory, str):
             return
         handle = RunHandle.attach(directory, follows=False)
-        if handle.wait(FOLLOWER_GRACE) or _state_of(key) not in _MARKED:
+        if handle.wait(max(0.0, until - time.monotonic())) or _state_of(key) not in _MARKED:
             return
         logger.info("the task %s of %s was marked or ended: ending its training in %s", task_id, run_id, directory)
         handle.cancel()

@@ -182,3 +182,35 @@ def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     tell("skipped")
     assert handle.wait(60)
     assert handle.status().state == "cancelled"
+
+
+def test_the_followers_of_many_trainings_have_one_grace_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from airflow_rankzero import marks
+
+    waits: list[float] = []
+    ended: list[str] = []
+
+    class Unfollowed:
+        def __init__(self, directory: str) -> None:
+            self.directory = directory
+
+        def wait(self, timeout: float) -> bool:
+            waits.append(timeout)
+            time.sleep(timeout)
+            return False
+
+        def cancel(self) -> None:
+            ended.append(self.directory)
+
+    def rows(_: str, *columns: str, **key: Any) -> list[Any]:
+        return [("train", index) for index in range(5)] if "task_id" in columns else [key["map_index"]]
+
+    settle = marks_settle(monkeypatch)
+    monkeypatch.setattr(marks, "_rows", rows)
+    monkeypatch.setattr(marks, "_value_of", str)
+    monkeypatch.setattr(marks, "_state_of", lambda _: "failed")
+    monkeypatch.setattr(marks.RunHandle, "attach", lambda directory, follows: Unfollowed(directory))
+    marks._threads.submit(marks._end_all, "dag", "run")
+    settle()
+    assert ended == ["0", "1", "2", "3", "4"]
+    assert sum(waits) <= marks.FOLLOWER_GRACE

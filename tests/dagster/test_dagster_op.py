@@ -155,6 +155,42 @@ def test_an_op_whose_value_lacks_an_output_says_what_to_return(resources: dict[s
     assert "return a dict with the keys model, loss, notes" in failure_of(result, "fit")[0]
 
 
+def test_an_output_of_type_nothing_has_no_part_in_rank_zeros_value(resources: dict[str, object]) -> None:
+    @torch_distributor_op(out={"done": dg.Out(dg.Nothing), "loss": dg.Out()})
+    def fit() -> dict[str, int]:
+        return {"loss": 2}
+
+    @dg.job(resource_defs=resources)
+    def pipeline() -> None:
+        fit()
+
+    assert pipeline.execute_in_process().output_for_node("fit", "loss") == 2
+
+
+def test_the_outputs_of_a_graph_have_the_parts_of_its_partitions_and_only_those_that_are_selected(
+    resources: dict[str, object], instance: dg.DagsterInstance
+) -> None:
+    @torch_distributor_op(out={name: dg.Out(is_required=False) for name in ("model", "loss")})
+    def fit(partition_keys: list[str]) -> dict[str, dict[str, str]]:
+        return {name: {key: f"{name} {key}" for key in partition_keys} for name in ("model", "loss")}
+
+    @dg.graph_multi_asset(
+        outs={"model": dg.AssetOut(), "loss": dg.AssetOut()},
+        partitions_def=dg.StaticPartitionsDefinition(["a", "b"]),
+        can_subset=True,
+    )
+    def trained() -> dict[str, object]:
+        model, loss = fit()
+        return {"model": model, "loss": loss}
+
+    defs = dg.Definitions([trained], resources=resources)
+    dg.materialize(
+        [trained], selection=dg.AssetSelection.keys("model"), partition_key="a", resources=resources, instance=instance
+    )
+    assert defs.load_asset_value("model", partition_key="a", instance=instance) == "model a"
+    assert instance.get_materialized_partitions(dg.AssetKey("loss")) == set()
+
+
 @pytest.mark.parametrize("out", [dg.DynamicOut(), {"items": dg.DynamicOut()}])
 def test_dynamic_outputs_are_refused_when_the_op_is_made(out: object) -> None:
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="makes no dynamic outputs"):

@@ -72,15 +72,20 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-@functools.cache
 def process_namespace() -> str:
     """Returns the scope in which a process id is valid: the boot and the process namespace (Linux), else the host."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    with contextlib.suppress(OSError):
+        return _kernel_namespace()
     return socket.gethostname()
 
 
-os.register_at_fork(after_in_child=process_namespace.cache_clear)  # A child may be in another namespace.
+@functools.cache
+def _kernel_namespace() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+os.register_at_fork(after_in_child=_kernel_namespace.cache_clear)  # A child may be in another namespace.
 
 
 def this_process() -> dict[str, Any]:

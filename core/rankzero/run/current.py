@@ -99,11 +99,11 @@ class CurrentStatus:
         found = None if status.certain else self._run.outcome(status.submission)
         return found if found and found.nonce == status.nonce else status
 
-    def cancel(self, receiver: Mapping[str, Any] | None) -> bool:
-        """Requests the end of `submission`, as `RunHandle.cancel` describes; returns False if it has ended."""
+    def cancel(self, receiver: Mapping[str, Any] | None) -> None:
+        """Requests the end of `submission`, as `RunHandle.cancel` describes."""
         status = self.read()
         if status.final or status.submission > self.submission:
-            return False
+            return
         self._run.request_cancel(self.submission, receiver)
         if status.driver_pid is None and self._is_for_a_cluster() and self._run.claim_driver(self.submission):
             # If the cluster starts the driver later, it finds the submission claimed and exits.
@@ -112,7 +112,6 @@ class CurrentStatus:
             self._run.write_status(ended)
         elif self._run.is_remote:
             self._wake_driver(status)
-        return True
 
     def _is_for_a_cluster(self) -> bool:
         """Returns True if a cluster starts the driver of this submission, possibly much later."""

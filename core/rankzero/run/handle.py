@@ -335,7 +335,8 @@ class RunHandle(Generic[R]):
             receiver: The orchestrator's try whose end also ends the run, as in `offer`. Another try that follows the
                 run by then finds this in `cancelled_for`, and may submit the run again.
         """
-        self._is_ending |= self._current.cancel(receiver)
+        self._is_ending = True
+        self._current.cancel(receiver)
 
     def cancelled_for(self) -> dict[str, Any]:
         """Returns the try for which the end of this submission was requested; empty if none, or for all tries.

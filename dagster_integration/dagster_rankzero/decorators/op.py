@@ -7,7 +7,8 @@ from typing import Any, overload
 
 import dagster as dg
 
-from dagster_rankzero.arguments.partitions import take_single
+from dagster_rankzero._compat import outputs_of
+from dagster_rankzero.arguments.partitions import of_single, take_single
 from dagster_rankzero.decorators.compute import build_compute, build_script_compute, collect_options, with_resource
 from dagster_rankzero.metadata import RESULT_ENTRIES
 from dagster_rankzero.output import by_output
@@ -49,7 +50,8 @@ def torch_distributor_op(
 ) -> dg.OpDefinition | Callable[[Callable[..., Any]], dg.OpDefinition]:
     """Makes an op that runs a function or a script on every rank; its output is rank 0's value.
 
-    With several outputs, rank 0 returns a dict by output name, or a tuple in the order of ``out``.
+    With several outputs, rank 0 returns a dict by output name, or a tuple in the order of ``out``; outputs of type
+    Nothing have no part in either.
     A function's parameters are the op's inputs, except ``config`` and ``partition_key``, which are special as in
     `torch_asset`. A script has no inputs; order it with ``ins={"start": In(Nothing)}``.
 
@@ -90,11 +92,19 @@ def torch_distributor_op(
     def finish(context: dg.OpExecutionContext, result: dg.Output[Any], keys: list[str]) -> Any:
         if not several:
             return take_single(context, result, keys)
-        required = {name for name, out in several.items() if out.is_required}
-        values = by_output(context.op_def.name, result.value, list(several), required)
+        outputs = [output for output in context.op_def.output_defs if not output.dagster_type.is_nothing]
+        names = [output.name for output in outputs]
+        required = {output.name for output in outputs if output.is_required}
+        values = by_output(context.op_def.name, result.value, names, required)
+        # Outside of a step, as when the op is called directly, there is no selection.
+        selected = {output.name for output in outputs_of(context)} or set(names)
         metadata = {entry: shown for entry, shown in result.metadata.items() if entry not in RESULT_ENTRIES}
         # A generator: Dagster would treat a tuple as all outputs, and an output may be left out.
-        return (dg.Output(values[name], name, metadata=metadata) for name in several if name in values)
+        return (
+            dg.Output(of_single(values[name], keys, name), name, metadata=metadata)
+            for name in names
+            if name in values and name in selected
+        )
 
     def make(compute: Callable[..., Any]) -> dg.OpDefinition:
         made = dg.op(**with_resource(op_arguments, resource_key))(compute)

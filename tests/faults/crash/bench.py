@@ -188,7 +188,7 @@ class Bench:
         for action, expected in scenario.then.items():
             was_reached = reached.exists()
             found = self._do(action, root, notes)
-            if reached.exists() and not was_reached and found != expected:
+            if reached.exists() and not was_reached and not (found == expected and "deliver" in action):
                 # The process came to the point only now; a retry resumes. After a delivered value it would train again.
                 found = self._do(action, root, notes)
             if found != expected:
