@@ -111,6 +111,30 @@ def test_ranks_have_the_methods_of_a_decorated_function_that_is_pickled_by_value
     assert fit.run(train) == [2.0, 3.0, 4.0, "scaled"]
 
 
+class Trainer:
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    @distributed(num_processes=2)
+    def fit(self, steps: int) -> float:
+        """Trains."""
+        import rankzero.train as rt
+
+        return self.rate * steps * rt.get_context().world_size
+
+    def double(self, steps: int) -> float:
+        return 2 * self.fit.local(steps)
+
+
+def test_a_method_trains_with_the_object_that_it_belongs_to() -> None:
+    trainer = Trainer(0.5)
+    assert trainer.fit(3) == 3.0
+    assert trainer.fit.options(num_processes=1)(steps=4) == 2.0
+    assert trainer.double(3) == 3.0
+    assert trainer.fit.__doc__ == "Trains."
+    assert Trainer.fit.launcher.num_processes == 2
+
+
 def test_a_wrong_use_is_refused() -> None:
     with pytest.raises(InvalidJobError, match=r"@distributed\(...\) decorates a function, not 4"):
         distributed(2)(4)  # type: ignore[arg-type]

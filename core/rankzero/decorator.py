@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
 
 from rankzero.errors import InvalidJobError
@@ -40,6 +41,10 @@ class DistributedFunction(Generic[P, R]):
             raise InvalidJobError(f"@distributed(...) decorates a function, not {function!r}")
         functools.update_wrapper(cast("Callable[..., Any]", self), function)
         self.launcher = launcher
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Self:
+        """Returns the decorated method of an object, which travels to the ranks with it; unbound, this object."""
+        return self if instance is None else type(self)(MethodType(self.launch_function, instance), self.launcher)
 
     @property
     def launch_function(self) -> Callable[P, R]:
