@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,6 +190,7 @@ def test_the_followers_of_many_trainings_have_one_grace_together(monkeypatch: py
 
     waits: list[float] = []
     ended: list[str] = []
+    now = [0.0]
 
     class Unfollowed:
         def __init__(self, directory: str) -> None:
@@ -196,7 +198,7 @@ def test_the_followers_of_many_trainings_have_one_grace_together(monkeypatch: py
 
         def wait(self, timeout: float) -> bool:
             waits.append(timeout)
-            time.sleep(timeout)
+            now[0] += timeout
             return False
 
         def cancel(self) -> None:
@@ -206,6 +208,7 @@ def test_the_followers_of_many_trainings_have_one_grace_together(monkeypatch: py
         return [("train", index) for index in range(5)] if "task_id" in columns else [key["map_index"]]
 
     settle = marks_settle(monkeypatch)
+    monkeypatch.setattr(marks, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(marks, "_rows", rows)
     monkeypatch.setattr(marks, "_value_of", str)
     monkeypatch.setattr(marks, "_state_of", lambda _: "failed")

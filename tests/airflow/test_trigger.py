@@ -260,7 +260,7 @@ def test_a_lease_is_renewed_while_the_store_does_not_answer_reads(
         stall.end()
         for run in runs:
             run.write_status(RunStatus(state="succeeded"))
-        await asyncio.gather(*following)
+        assert len(await asyncio.gather(*following)) == len(runs)
 
     try:
         asyncio.run(asyncio.wait_for(follow(), 60))

@@ -157,6 +157,7 @@ def test_a_driver_that_ends_before_its_first_heartbeat_is_dead(
     reader = RunHandle[int].attach(first.directory)
     # Long before a heartbeat would have been missed.
     until(lambda: reader.status().state == "failed", observer.DRIVER_DEAD_AFTER / 2, "the end of the driver")
+    assert "died without ending the run" in str(reader.status().error)
 
 
 def test_a_driver_that_cannot_start_says_why(launcher: Launcher, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

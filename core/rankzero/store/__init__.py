@@ -32,6 +32,7 @@ from rankzero.store.files import (
     write_parts,
 )
 from rankzero.store.leftovers import abort_uploads, is_unfinished, remove_strays, remove_unfinished
+from rankzero.store.links import presign
 from rankzero.store.location import (
     DEFAULT_STORE,
     STORE_VARIABLE,
@@ -40,7 +41,6 @@ from rankzero.store.location import (
     is_url,
     join,
     normalize,
-    presign,
     root_of,
     why_untrusted,
 )

@@ -79,18 +79,18 @@ def torch_distributor_op(
     """
     changes = collect_options(options, num_processes=num_processes, use_gpu=use_gpu)
     outs = op_arguments.get("out")
-    by_name: dict[str, Any] = dict(outs) if isinstance(outs, Mapping) else {"result": outs}
-    several = by_name if len(by_name) > 1 else {}
-    if any(isinstance(out, dg.DynamicOut) for out in by_name.values()):
+    declared = [*outs.values()] if isinstance(outs, Mapping) else [outs]
+    if any(isinstance(out, dg.DynamicOut) for out in declared):
         raise dg.DagsterInvalidDefinitionError(
             "torch_distributor_op makes no dynamic outputs: return a list, and yield its items as DynamicOutput from "
             "an op that takes it"
         )
-    if several:
+    has_several = len(declared) > 1
+    if has_several:
         changes["by_reference"] = False
 
     def finish(context: dg.OpExecutionContext, result: dg.Output[Any], keys: list[str]) -> Any:
-        if not several:
+        if not has_several:
             return take_single(context, result, keys)
         outputs = [output for output in context.op_def.output_defs if not output.dagster_type.is_nothing]
         names = [output.name for output in outputs]
