@@ -20,7 +20,7 @@ import psutil
 from measure import Report
 
 from rankzero import Launcher, LocalEngine
-from rankzero.channel.agent_end.client import ChannelClient
+from rankzero.channel.client import ChannelClient
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job

@@ -18,10 +18,10 @@ from measure import Report, timed
 
 from rankzero import Launcher
 from rankzero.channel import auth
-from rankzero.channel.agent_end.client import ChannelClient
-from rankzero.channel.driver_end.server import ChannelServer
-from rankzero.channel.sockets import listen
+from rankzero.channel.client import ChannelClient
+from rankzero.channel.server import ChannelServer
 from rankzero.channel.tls import make_identity
+from rankzero.host.network import listen
 
 MEGABYTES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 256
 RUNS = 5

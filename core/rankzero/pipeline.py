@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from rankzero.run.follower import MetricsReported as MetricsReported
     from rankzero.run.follower import RunEnded as RunEnded
     from rankzero.run.identity import Identity as Identity
-    from rankzero.run.lines import level_of as level_of
+    from rankzero.run.output import level_of as level_of
     from rankzero.run.printing import print_line as print_line
     from rankzero.run.reports import is_number as is_number
     from rankzero.run.tries import PipelineTry as PipelineTry
@@ -108,7 +108,7 @@ _NAMES = (
     "run.printing.print_line masking.secrets_of options.Option options.described options.step_options "
     "report.page.REPORT_FILE run.tries.attempt run.tries.PipelineTry run.tries.detaching run.tries.end "
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
-    "run.follower.RunEnded run.identity.Identity run.lines.level_of run.reports.is_number run.tries.may_retry "
+    "run.follower.RunEnded run.identity.Identity run.output.level_of run.reports.is_number run.tries.may_retry "
     "submit.durable.Opened submit.training.check_callable submit.training.is_module_reference texts.with_matches "
     "values.digest.BLOCKS values.digest.PLAIN values.digest.split values.digest.verify values.plain.VALUE_LIMIT "
     "values.plain.find_unstorable values.plain.plain_view values.plain.storable values.ref.fingerprint_of "

@@ -18,7 +18,8 @@ from tests.conftest import ROOT, until
 
 import rankzero
 from rankzero import Launcher
-from rankzero.channel import ChannelServer, listen, new_secret
+from rankzero.channel import ChannelServer, new_secret
+from rankzero.host import listen
 
 BOUND = 60.0
 

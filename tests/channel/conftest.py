@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from rankzero import bounds
-from rankzero.channel import ChannelClient, ChannelServer, Identity, Message, auth, listen, make_identity
+from rankzero.channel import ChannelClient, ChannelServer, Identity, Message, auth, make_identity
+from rankzero.host import listen
 
 TIMEOUT = 20.0
 

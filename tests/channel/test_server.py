@@ -21,8 +21,8 @@ from rankzero.channel import (
     ChannelServer,
     FrameError,
     Message,
-    listen,
 )
+from rankzero.host import listen
 from rankzero.values import digest_of_file
 
 Receive = Callable[..., list[Message]]
@@ -103,7 +103,7 @@ def test_close_without_a_driver_ends_in_time() -> None:
 
 JOIN = """
 import sys, time
-from rankzero.channel.agent_end.client import ChannelClient
+from rankzero.channel.client import ChannelClient
 client = ChannelClient([sys.argv[1]], int(sys.argv[2]), sys.argv[3], 3)
 client.start()
 client.queue({"type": "join"})

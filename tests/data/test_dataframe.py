@@ -18,7 +18,7 @@ import rankzero.train as rt
 from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, SparkEngine
 from rankzero.data import Manifest
 from rankzero.engines import content_of, materialize, row_hash
-from rankzero.engines.spark import action
+from rankzero.engines.spark import materialize as materializing
 from rankzero.engines.spark.part import Part
 from rankzero.run import RunDirectory
 from rankzero.train import DatasetShard, TrainContext
@@ -131,9 +131,9 @@ def test_a_line_says_how_far_spark_is_whenever_the_interval_is_over(
     session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, looks, done = itertools.count(0, 7), itertools.count(1), threading.Event()
-    monkeypatch.setattr(action, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(materializing, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     lines: list[str] = []
-    action.action(
+    materializing.action(
         lambda: done.wait(60),
         session.range(1),
         "the dataset",
@@ -312,7 +312,7 @@ def test_what_spark_begins_after_the_interrupt_ends_as_well(session: Any) -> Non
         raise Interrupted
 
     with pytest.raises(Interrupted):
-        action.action(begin_late, session.range(1), "it", say, check)
+        materializing.action(begin_late, session.range(1), "it", say, check)
     until(lambda: "rankzero-data" not in {thread.name for thread in threading.enumerate()}, 30, "the end of the thread")
     assert not session.sparkContext.statusTracker().getActiveStageIds()
 

@@ -21,7 +21,7 @@ import pytest
 from tests.conftest import until
 
 from rankzero import bounds
-from rankzero.data import decoded
+from rankzero.data import reader
 from rankzero.submit import manifest_of_path
 from rankzero.train import DatasetShard, TrainContext
 
@@ -92,7 +92,7 @@ def test_a_group_that_another_task_decodes_is_waited_for(
 ) -> None:
     first, second = (tmp_path / f"rankzero-agent-{name}" / "group.arrow" for name in (one, other))
     with decoding_elsewhere(first) as process:
-        thread = in_thread(lambda: decoded.place(str(second), lambda: batch_of(2)))
+        thread = in_thread(lambda: reader.place_decoded(str(second), lambda: batch_of(2)))
         until(second.with_name("group.arrow.lock").exists, 30.0, "the second task")
         with pa.ipc.new_file(str(first), batch_of(1).schema) as writer:
             writer.write_batch(batch_of(1))
@@ -104,7 +104,7 @@ def test_a_group_that_another_task_decodes_is_waited_for(
 def test_one_whose_process_was_killed_meanwhile_is_decoded_here(tasks: list[Path]) -> None:
     first, second = (task / "group.arrow" for task in tasks[:2])
     with decoding_elsewhere(first) as process:
-        thread = in_thread(lambda: decoded.place(str(second), lambda: batch_of(2)))
+        thread = in_thread(lambda: reader.place_decoded(str(second), lambda: batch_of(2)))
         until(second.with_name("group.arrow.lock").exists, 30.0, "the second task")
         process.send_signal(signal.SIGKILL)
         thread.join()
@@ -115,15 +115,15 @@ def test_one_whose_process_hangs_is_decoded_here(tasks: list[Path], monkeypatch:
     monkeypatch.setattr(bounds, "DECODE_LOCK_TIMEOUT", 0.1)
     first, second = (task / "group.arrow" for task in tasks[:2])
     with decoding_elsewhere(first):
-        assert decoded.place(str(second), lambda: batch_of(2)) is None
+        assert reader.place_decoded(str(second), lambda: batch_of(2)) is None
     assert number_at(second) == 2
 
 
 def test_a_group_that_a_dead_host_left_without_content_is_decoded_here(tasks: list[Path]) -> None:
     dead, alive = (task / "group.arrow" for task in tasks[:2])
-    decoded.place(str(dead), lambda: batch_of(1))
+    reader.place_decoded(str(dead), lambda: batch_of(1))
     dead.write_bytes(b"")
-    assert decoded.place(str(alive), lambda: batch_of(2)) is None
+    assert reader.place_decoded(str(alive), lambda: batch_of(2)) is None
     assert number_at(alive) == 2
 
 
@@ -142,10 +142,10 @@ def test_a_process_that_was_forked_while_a_group_was_decoded_holds_nobody_up(
         signal.pause()
 
     try:
-        assert decoded.place(str(path), decode) is None
+        assert reader.place_decoded(str(path), decode) is None
         path.unlink()
         monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the lock is held"))
-        assert decoded.place(str(other), lambda: batch_of(2)) is None
+        assert reader.place_decoded(str(other), lambda: batch_of(2)) is None
     finally:
         for pid in forked:
             os.kill(pid, signal.SIGKILL)
@@ -161,16 +161,16 @@ def test_where_files_cannot_be_locked_groups_are_decoded_all_the_same(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     path = tasks[0] / "group.arrow"
-    assert decoded.place(str(path), lambda: batch_of(1)) is None
+    assert reader.place_decoded(str(path), lambda: batch_of(1)) is None
     assert number_at(path) == 1
 
 
 def test_a_group_behind_a_link_in_the_place_of_a_directory_is_not_taken(tmp_path: Path, tasks: list[Path]) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    decoded.place(str(elsewhere / "group.arrow"), lambda: batch_of(1))
+    reader.place_decoded(str(elsewhere / "group.arrow"), lambda: batch_of(1))
     (tmp_path / "rankzero-agent-link").symlink_to(elsewhere)
-    assert decoded.place(str(tasks[0] / "group.arrow"), lambda: batch_of(2)) is None
+    assert reader.place_decoded(str(tasks[0] / "group.arrow"), lambda: batch_of(2)) is None
     assert number_at(tasks[0] / "group.arrow") == 2
 
 
@@ -178,10 +178,10 @@ def test_decoded_rows_take_at_most_half_of_a_tmpfs(tmp_path: Path, monkeypatch: 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=20 << 30, free=9 << 30))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        assert decoded.place(os.path.join(memory, "group.arrow"), lambda: batch_of(1)) == batch_of(1)
+        assert reader.place_decoded(os.path.join(memory, "group.arrow"), lambda: batch_of(1)) == batch_of(1)
         assert not os.path.exists(os.path.join(memory, "group.arrow"))
     if not is_memory(str(tmp_path)):
-        assert decoded.place(str(tmp_path / "group.arrow"), lambda: batch_of(1)) is None
+        assert reader.place_decoded(str(tmp_path / "group.arrow"), lambda: batch_of(1)) is None
 
 
 def is_memory(path: str) -> bool:

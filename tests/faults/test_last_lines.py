@@ -15,7 +15,7 @@ from rankzero import RunHandle, bounds, store
 from rankzero.driver import Recorder
 from rankzero.driver import recorder as recorders
 from rankzero.job import Job
-from rankzero.run import EVENTS, LINES, Position, RunDirectory, pieces
+from rankzero.run import EVENTS, LINES, Position, RunDirectory, growing
 
 WAIT = 60.0
 
@@ -74,7 +74,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def read(run: RunDirectory, name: str) -> list[str]:
     """Everything that can be read by the final status."""
     end, position, found = Position(*run.status().written[name]), Position(), []
-    while lines := (answer := pieces.read_lines(run.path(name), position, end))[0]:
+    while lines := (answer := growing.read_piece(run.path(name), position, end))[0]:
         position = answer[1]
         found += lines
     return found

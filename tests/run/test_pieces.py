@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rankzero import store
-from rankzero.run import PieceWriter, Position, pieces
+from rankzero.run import PieceWriter, Position, growing
 
 WAIT = 30.0
 
@@ -18,14 +18,14 @@ def location(tmp_path: Path) -> str:
 def read_all(location: str, position: Position, end: Position | None) -> tuple[list[str], Position]:
     found: list[str] = []
     while True:
-        lines, position = pieces.read_lines(location, position, end)
+        lines, position = growing.read_piece(location, position, end)
         found += lines
         if not lines:
             return found, position
 
 
 def test_a_piece_is_written_again_until_it_is_large(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 100)
+    monkeypatch.setattr(growing, "PIECE", 100)
     writer = PieceWriter(location)
     for number in range(50):
         writer.append([f"line {number}"])
@@ -39,9 +39,9 @@ def test_a_piece_is_written_again_until_it_is_large(location: str, monkeypatch: 
 def test_a_follower_reads_each_line_once_and_asks_for_nothing_in_vain(
     location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 30)
+    monkeypatch.setattr(growing, "PIECE", 30)
     asked: list[str] = []
-    monkeypatch.setattr(pieces, "_read_from", lambda name, offset: asked.append(name) or original(name, offset))
+    monkeypatch.setattr(growing, "_read_from", lambda name, offset: asked.append(name) or original(name, offset))
     writer, position, seen, written = PieceWriter(location), Position(), [], 0
     for number in range(20):
         # Looks come before, between and after two writes.
@@ -60,13 +60,13 @@ def test_a_follower_reads_each_line_once_and_asks_for_nothing_in_vain(
     assert len(asked) <= written + 1 + len(store.list_names(location))
 
 
-original = pieces._read_from
+original = growing._read_from
 
 
 def test_what_the_store_refuses_waits_and_an_answer_that_was_lost_doubles_nothing(
     location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 20)
+    monkeypatch.setattr(growing, "PIECE", 20)
     through, calls = store.write_bytes, 0
 
     def write(name: str, data: bytes) -> None:
@@ -98,9 +98,9 @@ def test_a_second_driver_writes_behind_the_first(location: str) -> None:
     first = PieceWriter(location)
     first.append(["of the first"])
     first.flush()
-    start = pieces.end_of(location)
+    start = growing.end_of(location)
     second = PieceWriter(location)
-    assert pieces.read_lines(location, start, second.written) == ([], start)
+    assert growing.read_piece(location, start, second.written) == ([], start)
     second.append(["of the second"])
     second.flush()
     assert read_all(location, start, second.written)[0] == ["of the second"]
@@ -108,7 +108,7 @@ def test_a_second_driver_writes_behind_the_first(location: str) -> None:
 
 
 def test_more_than_can_wait_is_refused(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "WAITING_LIMIT", 10)
+    monkeypatch.setattr(growing, "WAITING_LIMIT", 10)
     writer = PieceWriter(location)
     writer.append(["12345678"])
     with pytest.raises(OSError, match="takes no lines"):
@@ -132,4 +132,4 @@ def test_the_last_bytes_of_a_stream_begin_in_whatever_piece(
     # An empty piece is left where another driver may still write.
     for number, data in enumerate([b"12345", b"", b"12345"]):
         store.write_bytes(f"{location}/{number:08d}", data)
-    assert pieces.begin_of_last(location, start, Position(2, 5), most) == (begin, before)
+    assert growing.begin_of_last(location, start, Position(2, 5), most) == (begin, before)

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from rankzero import bounds
-from rankzero.agent.ending import Ending
 from rankzero.agent.inputs import Requests
-from rankzero.agent.ranks import Rank
+from rankzero.agent.ranks import Ending, Rank
 from rankzero.channel import messages
-from rankzero.channel.agent_end.client import ChannelClient
+from rankzero.channel.client import ChannelClient
 from rankzero.channel.messages import FINISHED, Message, decode, encode
 from rankzero.worker.control import next_delivery
 

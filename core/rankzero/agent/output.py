@@ -20,7 +20,7 @@ from io import FileIO
 from rankzero import bounds
 from rankzero.bounds import LOG_TAIL, LOG_TAIL_WIDTH
 from rankzero.channel import messages
-from rankzero.channel.agent_end.client import ChannelClient
+from rankzero.channel.client import ChannelClient
 
 HIGH_WATER = 8 << 20
 """Bytes waiting for the driver above which lines are spooled to disk."""

@@ -1,25 +1,33 @@
-"""The agent's handle of one worker process: starts it, sends it messages and signals, reads its stack."""
+"""The agent's handle of one worker process, and the end of all ranks of its task.
+
+`Rank` starts a worker, sends it messages and signals, and reads its stack. `Ending` ends the ranks of one task and
+their agent: SIGTERM, then SIGKILL, then delivery of the last log lines.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
+from rankzero import bounds
 from rankzero.agent.output import RankOutput, is_own_frame
 from rankzero.channel import frames, messages
-from rankzero.channel.agent_end.client import ChannelClient
+from rankzero.channel.client import ChannelClient
 from rankzero.channel.messages import Message, encode
+from rankzero.errors import LOST
 from rankzero.host import forked
 from rankzero.host.network import socket_environment
-from rankzero.host.processes import cpu_seconds
+from rankzero.host.processes import cpu_seconds, process_state
 from rankzero.worker import main as worker
+from rankzero.worker.leaving import cut_off_message
 
 PIPE_SIZE = 1 << 20
 """Capacity of the pipe for a rank's output, where the system allows it (macOS does not)."""
@@ -30,6 +38,9 @@ _BOOTSTRAP = (
     "sys.path.append(sys.path.pop(0)); from rankzero.worker.main import main; "
     "main(*map(json.loads, sys.argv[2:]))"
 )
+
+_STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is blocked in the kernel"}
+"""Display texts for the kernel's states of a process."""
 
 
 class Rank:
@@ -145,12 +156,13 @@ class Rank:
             return "its process had ended"
         text = self._stack.decode(errors="replace")
         self.output.add(text.splitlines())
-        silence = f"no heartbeat for {time.monotonic() - self._beat_at:.0f} s"
-        lines = _calls(text)
+        # The frames in faulthandler's output, without those of rankzero.
+        lines = [line.strip() for line in text.splitlines() if line.startswith("  File") and not is_own_frame(line)]
         if lines:
             return "\n".join(lines)
-        state = _state_words(self.pid)
-        return f"its process {state}, {silence}"
+        state = process_state(self.pid, None)
+        what = "has exited" if state is None else _STATES.get(state, "does not answer (blocked in native code)")
+        return f"its process {what}, no heartbeat for {time.monotonic() - self._beat_at:.0f} s"
 
 
 def _start_worker(
@@ -219,7 +231,7 @@ def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[st
         context: The fields of the rank's `rankzero.train.TrainContext`.
         config: The agent's configuration.
     """
-    rank, world_size = str(context["rank"]), str(context["world_size"])
+    rank, world_size, chosen = str(context["rank"]), str(context["world_size"]), {**os.environ, **config["env"]}
     return {
         "RANK": rank,
         "WORLD_SIZE": world_size,
@@ -237,14 +249,9 @@ def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[st
         # `record` of torch.distributed.elastic writes an exception there.
         "TORCHELASTIC_ERROR_FILE": os.path.join(config["scratch"], f"error-{context['local_rank']}.json"),
         "RANKZERO_RUN_ID": str(context["run_id"]),
-        **_interfaces(config),
+        # The network interface of gloo and NCCL, unless the user has chosen one.
+        **{name: value for name, value in socket_environment(config["host"]).items() if name not in chosen},
     }
-
-
-def _interfaces(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the variables that select the network interface of gloo and NCCL, except those the user set."""
-    chosen = {**os.environ, **config["env"]}
-    return {name: value for name, value in socket_environment(config["host"]).items() if name not in chosen}
 
 
 def _reader(fd: int) -> IO[bytes]:
@@ -252,19 +259,139 @@ def _reader(fd: int) -> IO[bytes]:
     return open(fd, "rb", buffering=0)
 
 
-def _calls(text: str) -> list[str]:
-    """Returns the frames in faulthandler's output, without those of rankzero."""
-    return [line.strip() for line in text.splitlines() if line.startswith("  File") and not is_own_frame(line)]
+class Ending:
+    """The end of the ranks of one task.
 
+    Attributes:
+        has_begun: The ranks were asked to exit.
+        is_early: The ranks were asked to exit before all had committed.
+        is_orphaned: The task process that started the agent has exited.
+        kill_at: Monotonic time at which the remaining ranks get SIGKILL; None if no such time is set.
+        flush_by: Monotonic time until which a stop waits for the reports that ranks still hold; None without one.
+    """
 
-def _state_words(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return "has exited"
-    return {
-        "T": "is stopped (SIGSTOP)",
-        "t": "is stopped by a debugger",
-        "D": "is blocked in the kernel",
-    }.get(state, "does not answer (blocked in native code)")
+    def __init__(self, ranks: Sequence[Rank], client: ChannelClient, grace: float, exit_timeout: float) -> None:
+        """Prepares the end; sends no signal yet.
+
+        Args:
+            ranks: The ranks of the task; the caller may still append to the list.
+            client: The channel that carries the final messages and lines.
+            grace: Seconds between SIGTERM and SIGKILL unless `stop` is given another value.
+            exit_timeout: Seconds that committed workers get to run their exit handlers.
+        """
+        self._ranks = ranks
+        self._client = client
+        self._grace = grace
+        self._exit_timeout = exit_timeout
+        self.has_begun = False
+        self.is_early = False
+        self.is_orphaned = False
+        self.kill_at: float | None = None
+        self.flush_by: float | None = None
+        self._released: list[Rank] = []
+        self._asked: set[Rank] = set()
+        self._writing: dict[Rank, frozenset[int]] = {}
+        self._stop_by = 0.0
+        self.has_parts = False
+        """True once parts of checkpoints are queued on the channel: their delivery may use the rest of the grace."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the ranks were asked to exit and have exited."""
+        return self.has_begun and not any(rank.alive for rank in self._ranks)
+
+    def stop(self, grace: float | None = None) -> None:
+        """Sends SIGTERM now and SIGKILL after ``grace`` seconds; a second call can only shorten the grace."""
+        now = time.monotonic()
+        deadline = now + (self._grace if grace is None else grace)
+        self._stop_by = deadline if self.kill_at is None else min(self._stop_by, deadline)
+        self.kill_at = deadline if self.kill_at is None else min(self.kill_at, deadline)
+        self.is_early = True
+        if not self.has_begun:
+            self.has_begun = True
+            self._asked = set()
+            self._writing = {rank: frozenset(rank.writing) for rank in self._ranks}
+            self.flush_by = now + bounds.FLUSH_TIMEOUT
+            for rank in self._ranks:
+                rank.tell(messages.Flush())
+            self.ask_written(now)
+
+    def ask_written(self, now: float) -> None:
+        """Sends SIGTERM to each rank whose reports are sent, and whose checkpoints begun before the stop are written.
+
+        Most ranks have no handler for SIGTERM: it would kill them before they send what was reported.
+        """
+        if self.flush_by is not None and now >= self.flush_by:
+            self.flush_by = None
+        for rank, begun in self._writing.items():
+            has_flushed = self.flush_by is None or rank.has_flushed or rank.outcome is not None or not rank.alive
+            if rank not in self._asked and has_flushed and not begun & rank.writing:
+                self._asked.add(rank)
+                rank.kill(signal.SIGTERM)
+
+    def leave(self, why: str, cause: str) -> None:
+        """Stops the ranks without a request of the driver, and reports the reason to it."""
+        if not self.has_begun:
+            self._client.queue(messages.encode(messages.Leaving(why, cause)))
+        self.stop()
+
+    def orphan(self) -> None:
+        """Stops the ranks because the task process that started this agent has exited."""
+        if self.is_orphaned:
+            return
+        self.is_orphaned = True
+        self.leave("the process that held its ranks died (executor, driver or JVM)", LOST)
+
+    def release(self) -> None:
+        """Lets the ranks that have committed exit: without a driver, waiting for their peers is of no use."""
+        for rank in self._ranks:
+            if isinstance(rank.outcome, messages.Finished) and rank not in self._released:
+                self._released.append(rank)
+                rank.tell(messages.End())
+
+    def await_exits(self) -> None:
+        """Lets all ranks run their exit handlers and exit, once each has finished; a `stop` keeps its grace."""
+        for rank in self._ranks:
+            rank.tell(messages.End())
+        self.has_begun = True
+        if not self.is_early:
+            self.kill_at = time.monotonic() + self._exit_timeout + bounds.WORKER_EXIT_MARGIN
+
+    def kill_overdue(self, now: float) -> None:
+        """Sends SIGKILL to all ranks once `kill_at` has passed."""
+        if self.kill_at is not None and now >= self.kill_at:
+            self.kill_at = None
+            for rank in self._ranks:
+                if rank.alive and not self.is_early:
+                    what = "native code that holds the interpreter's lock"
+                    rank.output.add([cut_off_message(self._exit_timeout, what)])
+                rank.kill(signal.SIGKILL)
+
+    def deliver_last_lines(self, dispatch: Callable[[float], None]) -> None:
+        """Delivers the lines that wait, for as long as the driver accepts them, or briefly if the run is stopped.
+
+        Args:
+            dispatch: Handles the events of the agent's loop that arrive within the given seconds.
+        """
+        deadline = progress_at = now = time.monotonic()
+        deadline += bounds.STOPPED_LINES_TIMEOUT if self.is_early else bounds.LAST_LINES_TIMEOUT
+        left, pause = self._waiting(), bounds.LAST_LINES_POLL_INTERVAL
+        while left and now < min(deadline, progress_at + bounds.LAST_LINES_STALL_TIMEOUT):
+            for rank in self._ranks:
+                rank.output.pump()
+            dispatch(pause)
+            pause = min(2 * pause, bounds.POLL_INTERVAL_SHORT)
+            now = time.monotonic()
+            if self.is_early:
+                # A stop, or the death of the task process, may have arrived in this loop.
+                deadline = min(deadline, now + bounds.STOPPED_LINES_TIMEOUT)
+            if (waiting := self._waiting()) != left:
+                left, progress_at = waiting, now
+        for rank in self._ranks:
+            rank.output.drop_rest()
+        has_parts = self.has_parts and not self.is_orphaned
+        self._client.close(max(bounds.STOPPED_LINES_TIMEOUT, self._stop_by - time.monotonic() if has_parts else 0.0))
+
+    def _waiting(self) -> int:
+        """Returns the bytes of lines that the driver has not accepted."""
+        return self._client.bulk_bytes + sum(rank.output.waiting for rank in self._ranks)

@@ -20,12 +20,11 @@ import time
 from typing import Any
 
 from rankzero import bounds
-from rankzero.agent.ending import Ending
 from rankzero.agent.forwarder import READ_SIZE, Forwarder, Loop
 from rankzero.agent.inputs import InputError, Inputs
-from rankzero.agent.ranks import Rank, rank_environment
+from rankzero.agent.ranks import Ending, Rank, rank_environment
 from rankzero.channel import messages
-from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
+from rankzero.channel.client import ChannelClient, ChannelClosed
 from rankzero.channel.messages import Message, decode, encode
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network

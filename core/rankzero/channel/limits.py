@@ -7,9 +7,6 @@ executors.
 MAX_UNPROVED = 256
 """Most connections that have not proved the secret; the oldest is closed for a new one."""
 
-BACKLOG = 1024
-"""Connections that may wait in the listener's queue."""
-
 BULK_WINDOW = 8 << 20
 """Log and file bytes of one agent that may be sent before the driver has accepted them."""
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from rankzero import bounds
 from rankzero.channel import limits
 from rankzero.channel.frames import FrameError
-from rankzero.channel.sockets import Wait
 from rankzero.errors import EngineError
+from rankzero.host.network import Wait
 
 _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 _COMMAND = ("openssl", "req", "-x509", *_CURVE, "-nodes", "-days", "3650", "-subj", "/CN=rankzero")

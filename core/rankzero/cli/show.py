@@ -20,9 +20,9 @@ from rankzero.report.card import duration
 from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
-from rankzero.run.lines import Line
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
 from rankzero.run.names import DRIVER_LOG
+from rankzero.run.output import Line
 from rankzero.run.status import STATES
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from rankzero import lazy_names
 lazy_names(
     __name__,
     "attempt.Attempt commits.Committer driver.Driver driver.DriverThread ending.Facts ending.Failure ending.Verdict "
-    "delegation.Delegation hangs.describe hangs.HangWatch hangs.is_waiting hangs.RemainingWatch "
-    "places.Placed places.Places places.Plan policy.Placement policy.Restarts recorder.Recorder reporter.Reporter "
-    "roster.Member roster.Roster rows.carry_rows rows.remove_rows launched.Final launched.Starting states.State "
+    "main.Delegation hangs.describe hangs.HangWatch hangs.is_waiting hangs.RemainingWatch "
+    "places.Placed places.Places places.Plan policy.Placement policy.Restarts recorder.Recorder driver.Reporter "
+    "roster.Member roster.Roster tables.carry_rows tables.remove_rows launched.Final launched.Starting states.State "
     "states.step storage.Scratch storage.Storage tables.Tables trackers.Trackers watch.Inbox watch.Watch",
 )

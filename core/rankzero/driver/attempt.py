@@ -13,9 +13,8 @@ from rankzero import bounds, store
 from rankzero.bounds import LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.channel import messages
 from rankzero.channel.auth import new_secret
-from rankzero.channel.driver_end.server import ChannelServer
 from rankzero.channel.messages import Message, encode
-from rankzero.channel.sockets import listen
+from rankzero.channel.server import ChannelServer
 from rankzero.driver import ending, policy
 from rankzero.driver.commits import Committer, NotOwnerError
 from rankzero.driver.ending import Facts, Failure, Verdict
@@ -23,11 +22,12 @@ from rankzero.driver.hangs import HangWatch, RemainingWatch
 from rankzero.driver.places import Placed
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
-from rankzero.driver.rows import carry_rows
 from rankzero.driver.storage import Scratch, Storage, files_of, remove_leftovers
+from rankzero.driver.tables import carry_rows
 from rankzero.driver.watch import Mailbox, Received, Watch
 from rankzero.engines.base import EngineSession, within
 from rankzero.errors import EngineError, RunTimeoutError, StartTimeoutError
+from rankzero.host.network import listen
 from rankzero.host.processes import caller_process
 from rankzero.run.checkpoints import CheckpointConfig, Manifest, mark_damaged
 from rankzero.run.directory import RunDirectory

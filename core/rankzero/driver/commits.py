@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from rankzero import bounds, store
 from rankzero.channel.messages import NEVER
 from rankzero.data.table import Written
-from rankzero.driver.rows import carry
+from rankzero.driver.tables import carry
 from rankzero.engines.base import ActionThread
 from rankzero.run.checkpoints import (
     FOLDER,
@@ -31,8 +31,8 @@ from rankzero.run.checkpoints import (
     to_remove,
     up_to_whole,
 )
-from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory
+from rankzero.run.observer import owns
 from rankzero.values import formats
 
 logger = logging.getLogger(__name__)

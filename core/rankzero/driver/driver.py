@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -9,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero import bounds
+from rankzero import bounds, store
 from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.ending import Verdict
@@ -17,7 +18,6 @@ from rankzero.driver.launched import Final, Starting
 from rankzero.driver.places import Placed, Places, Plan
 from rankzero.driver.policy import HostRecord, Restarts
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.reporter import Reporter
 from rankzero.driver.states import follow
 from rankzero.driver.tables import remove_computed
 from rankzero.driver.trackers import Trackers
@@ -36,7 +36,9 @@ from rankzero.host.flag import Flag
 from rankzero.host.processes import allow_open_files
 from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
+from rankzero.report import facts, page
 from rankzero.run.directory import RunDirectory
+from rankzero.run.handle import RunHandle
 from rankzero.run.status import RunStatus
 
 logger = logging.getLogger(__name__)
@@ -270,3 +272,54 @@ class DriverThread(threading.Thread):
     def last_output(self) -> bytes:
         """Returns nothing, since the thread prints with the caller's process."""
         return b""
+
+
+COST_SHARE = 500
+"""Least interval between two reports as a multiple of the time that one took: 0.2 % of a core."""
+
+
+class Reporter:
+    """A thread that writes the report. Its errors are only logged, and never fail the run.
+
+    A run in an object store gets its report at its end only, since each report takes many requests.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._collector = facts.Collector(RunHandle(run.directory, follows=False))
+        self._ended = threading.Event()
+        self._is_failing = False
+        self._thread = threading.Thread(target=self._refresh, name="rankzero-report", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes the report of the whole run, which has ended."""
+        self._ended.set()
+        self._thread.join(bounds.REPORT_TIMEOUT)
+        if self._thread.is_alive():
+            logger.warning(
+                "the report of the run takes more than %g s; `rankzero report` makes it", bounds.REPORT_TIMEOUT
+            )
+            # In an object store there is no earlier report, and a removal could block as long as the write does.
+            with contextlib.suppress(OSError):
+                if not self._run.is_remote:
+                    store.remove(self._run.path(page.REPORT_FILE))
+
+    def _refresh(self) -> None:
+        interval = bounds.REPORT_INTERVAL
+        while not self._ended.wait(None if self._run.is_remote else interval):
+            interval = max(bounds.REPORT_INTERVAL, COST_SHARE * self._write())
+        self._write()
+
+    def _write(self) -> float:
+        began = time.thread_time()
+        try:
+            text = page.render([self._collector.collect()])
+            store.write_bytes(self._run.path(page.REPORT_FILE), text.encode("utf-8", "replace"))
+        except Exception as error:
+            if not self._is_failing:
+                logger.warning("the report of the run could not be written: %s; trying again", error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+        return time.thread_time() - began

@@ -20,12 +20,11 @@ from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.masking import Mask
-from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory
-from rankzero.run.growing import Appender
-from rankzero.run.lines import stamped
+from rankzero.run.growing import Appender, PieceWriter
 from rankzero.run.names import EVENTS, LINES, log_name
-from rankzero.run.pieces import PieceWriter
+from rankzero.run.observer import owns
+from rankzero.run.output import stamped
 from rankzero.run.status import RunStatus, pace
 from rankzero.values.ref import ResultRef
 

@@ -18,7 +18,7 @@ from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.messages import FINISHED, Finished, Part, Uploaded
 from rankzero.driver.commits import Committer, NotOwnerError
 from rankzero.driver.ending import Facts, not_stored
-from rankzero.driver.rows import remove_rows
+from rankzero.driver.tables import remove_rows
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
 from rankzero.run.directory import RunDirectory

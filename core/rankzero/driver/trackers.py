@@ -14,7 +14,7 @@ from typing import Any
 
 from rankzero import bounds
 from rankzero.masking import Mask, secrets_of, without_credentials
-from rankzero.run import growing, pieces
+from rankzero.run import growing
 from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
@@ -42,7 +42,7 @@ class Trackers:
             since: Position | None = None
             # An error of a tracker must not end the run. Then events count from when the store can be read.
             with contextlib.suppress(Exception):
-                since = _end_of_events(run)
+                since = growing.end_of(run.path(EVENTS))
             self._feeds = [_Feed(run, pickled, fresh_since, since, self._ended) for pickled in packed["pickles"]]
 
     def start(self) -> None:
@@ -107,7 +107,7 @@ class _Feed(threading.Thread):
         """Passes new events on to the tracker. Raises the tracker's exceptions."""
         tracker = self._tracker = self._tracker or self._load()
         if self._position is None:
-            self._position = _end_of_events(self._run_directory)
+            self._position = growing.end_of(self._run_directory.path(EVENTS))
             # From here on, events of any attempt are new.
             self._is_of_training = OfTraining(0)
         if not self._has_begun:
@@ -138,8 +138,3 @@ class _Feed(threading.Thread):
             mask = Mask(secrets_of(vars(self._tracker) if self._tracker else {}) + secrets_of(os.environ))
             text = without_credentials(mask.text(f"{type(error).__name__}: {error}"))
             logger.warning("%s misses events of the run: %s", self.what, text)
-
-
-def _end_of_events(run: RunDirectory) -> Position:
-    path = run.path(EVENTS)
-    return pieces.end_of(path) if run.is_remote else growing.end_of(path)

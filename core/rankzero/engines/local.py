@@ -12,7 +12,7 @@ import rankzero
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd, require_torch
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.errors import LOST, EngineError, RankZeroError
-from rankzero.host.cores import available_cores
+from rankzero.host.usage import available_cores
 from rankzero.job import Job
 from rankzero.task.hold import hold
 

@@ -1,4 +1,4 @@
-"""Finds the network interface of an address of this host, and the first reachable one of several addresses.
+"""Listens on this host, and finds the interface of an address of it, and the first reachable one of several addresses.
 
 Standard library only: this module is shipped to executors.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import queue
@@ -15,7 +16,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rankzero import bounds
@@ -213,3 +214,52 @@ def address_towards(hosts: Sequence[str], port: int) -> str | None:
                     probe.connect(address)
                     return str(probe.getsockname()[0])
     return None
+
+
+Wait = Callable[[Any, int, float], None]
+"""Waits until a socket is ready for a selector's event, or raises TimeoutError at a monotonic time."""
+
+BACKLOG = 1024
+"""Connections that may wait in a listener's queue."""
+
+_TAKEN = (errno.EADDRINUSE, errno.EACCES)
+
+
+def listen(host: str, ports: Sequence[int] | None) -> socket.socket:
+    """Returns a listening socket.
+
+    Args:
+        host: Address or name, IPv4 or IPv6; ``"::"`` takes IPv4 too.
+        ports: First and last port to try, or None for any free one.
+
+    Raises:
+        OSError: No port of the range is free, or the host is not an address of this machine.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    first, last = ports or (0, 0)
+    for port in range(first, last + 1):
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            # Ports of a range are reused soon, and lingering connections of the last run do no harm.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            try:
+                listener.bind((address[0], port, *address[2:]))
+                listener.listen(BACKLOG)
+            except OSError as error:
+                if error.errno in _TAKEN:
+                    continue
+                raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
+            listener.setblocking(False)
+            stack.pop_all()
+            return listener
+    raise OSError(
+        errno.EADDRINUSE, f"none of the ports {first} to {last} on {host} is free; free one or give a wider range"
+    )
+
+
+def tune(connection: socket.socket) -> None:
+    """Sends small frames immediately, and detects a dead peer even when nothing is sent."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,19 +1,69 @@
-"""Samples the usage of this host's processors, memory, network and GPUs from the kernel's counters.
+"""Counts the cores that this process may use, and samples what of this host is in use.
 
-One sample reads a few small files: some 0.06 ms of processor time (`benchmarks/usage.py`). GPUs are queried by NVIDIA's
-management library, which does not open them.
+The cores are those of the affinity of this process and of the quotas of its control groups. A sample of processors,
+memory, network and GPUs reads a few small files of the kernel: some 0.06 ms of processor time (`benchmarks/usage.py`).
+GPUs are queried by NVIDIA's management library, which does not open them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import math
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rankzero import bounds
+
+GROUPS = "/proc/self/cgroup"
+MOUNT = "/sys/fs/cgroup"
+
+
+def available_cores() -> int:
+    """Returns the number of cores that this process may use; a quota of 2.5 cores counts as three, as in a JVM."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([affinity, *_quotas()])
+
+
+def _quotas() -> Iterator[int]:
+    """Yields the quotas, in cores, of this process's control group and of its visible parents."""
+    for folder in _folders():
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = _limit(folder)
+            if quota > 0:
+                yield math.ceil(quota / period)
+
+
+def _folders() -> Iterator[str]:
+    with contextlib.suppress(OSError), open(GROUPS) as file:
+        for line in file.read().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            root = os.path.join(MOUNT, "cpu") if controllers else MOUNT
+            # In a container the path may be the host's while the container's own group is mounted: read its root, too.
+            while path.strip("/"):
+                yield root + path
+                path = os.path.dirname(path)
+            yield root
+
+
+def _limit(folder: str) -> tuple[int, int]:
+    """Returns the microseconds of a quota and its period, from control groups of version 2, else version 1.
+
+    Raises:
+        OSError: the group does not exist.
+        ValueError: the group has no quota.
+    """
+    if os.path.exists(unified := os.path.join(folder, "cpu.max")):
+        allowed, each = _read(unified).split()
+        return int(allowed), int(each)
+    files = (os.path.join(folder, f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    quota, period = (int(_read(file)) for file in files)
+    return quota, period
+
 
 _SHARE = 100
 _PAGE_OF_MEMINFO = 1024
@@ -111,6 +161,9 @@ class _Gpus:
         self._library: Any = None
         self._newest: list[dict[str, Any] | None] = []
         self._thread: threading.Thread | None = None
+        # Few processes have GPUs to sample.
+        import ctypes
+
         with contextlib.suppress(OSError, AttributeError):
             library = ctypes.CDLL("libnvidia-ml.so.1")
             if library.nvmlInit_v2() == 0:
@@ -125,11 +178,15 @@ class _Gpus:
         return found
 
     def _query_all(self) -> None:
+        import ctypes
+
         count = ctypes.c_uint()
         if self._library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
             self._newest = [self._query(index) for index in range(count.value)]
 
     def _query(self, index: int) -> dict[str, Any] | None:
+        import ctypes
+
         device, use, memory = ctypes.c_void_p(), (ctypes.c_uint * 2)(), (ctypes.c_ulonglong * 3)()
         if self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
             return None

@@ -24,7 +24,7 @@
     lease         renewed by followers of a run with an ``orphan_timeout``; may hold a shorter timeout
     driver.log    output of a detached driver
 
-On an object store ``events.jsonl`` and ``logs/lines`` are folders of numbered pieces; see `rankzero.run.pieces`.
+On an object store ``events.jsonl`` and ``logs/lines`` are folders of numbered pieces; see `rankzero.run.growing`.
 
 A directory with a token or a claim belongs to rankzero. A driver deletes only files of the names that rankzero writes.
 """

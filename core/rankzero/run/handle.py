@@ -15,7 +15,6 @@ from rankzero.errors import RankZeroError, ResultError, error_from_json, located
 from rankzero.job import Job
 from rankzero.run import delivery as deliveries
 from rankzero.run.checkpoints import Manifest, list_committed
-from rankzero.run.current import CurrentStatus
 from rankzero.run.delivery import Delivery
 from rankzero.run.directory import RunDirectory, compare_job
 from rankzero.run.growing import Position
@@ -56,10 +55,10 @@ class RunHandle(Generic[R]):
         """
         self._run = RunDirectory(directory)
         self._driver = driver
-        self._current = CurrentStatus(self._run)
+        self._observer = Observer(self._run, driver, job.submission if job else -1)
+        self._current = self._observer.current
         if job is not None:
             self._current.bind(job.submission, job.nonce)
-        self._observer = Observer(self._run, driver, job.submission if job else -1, self._current)
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
         self._interval = bounds.SHORTEST_PACE

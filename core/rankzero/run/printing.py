@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from rankzero.run.lines import level_of
+from rankzero.run.output import level_of
 
 logger = logging.getLogger(__name__)
 

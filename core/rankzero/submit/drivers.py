@@ -25,9 +25,9 @@ from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, located
 from rankzero.host.processes import describe_process, fork_safe, this_process
 from rankzero.job import Job
-from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
+from rankzero.run.observer import owns
 from rankzero.submit.prepare import Request, prepare
 from rankzero.submit.submission import recording_end
 from rankzero.task.hold import MARKER

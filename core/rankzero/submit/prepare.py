@@ -20,7 +20,7 @@ from rankzero.errors import InvalidJobError, located
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
 from rankzero.masking import is_secret
-from rankzero.run import growing, pieces
+from rankzero.run import growing
 from rankzero.run.directory import RunDirectory
 from rankzero.run.identity import DATASET, MODULE, VARIABLE, Asked, Identity
 from rankzero.run.names import LINES, log_name
@@ -252,7 +252,7 @@ def _refuse_in_spawned_child() -> None:
 def _ends_of_logs(run: RunDirectory, world_size: int) -> dict[str, list[int]]:
     """Returns the positions at which the log lines of earlier submissions end, for `Job.log_starts`."""
     if run.is_remote:
-        ends = dict.fromkeys(range(world_size), pieces.end_of(run.path(LINES)))
+        ends = dict.fromkeys(range(world_size), growing.end_of(run.path(LINES)))
     else:
         ends = {rank: growing.end_of(run.path(log_name(rank))) for rank in range(world_size)}
     return {str(rank): [end.piece, end.offset] for rank, end in ends.items()}

@@ -22,7 +22,7 @@ from functools import partial
 from typing import IO, Any, Protocol
 
 from rankzero.errors import ResultError
-from rankzero.host.cores import available_cores
+from rankzero.host.usage import available_cores
 
 BLOCK = 8 << 20
 """Bytes of a block, whose checksum one core computes."""

@@ -14,6 +14,8 @@ Messages between rank and agent, in their order ("<-" is received by the rank)::
     <- checkpoint    a checkpoint was committed
     returned         the user's code has returned
     commit | failure the outcome, sent before exit handlers run
+
+When a rank hangs, it dumps torch's flight recorder: a summary of its collectives to the log, all entries to a file.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.host.descendants import die_with_parent
 from rankzero.host.processes import settle_signals
-from rankzero.worker import failures, flight, log_level, rendezvous
+from rankzero.worker import failures, log_level, rendezvous
 from rankzero.worker.call import call
 from rankzero.worker.control import Control, out_of_reach
 from rankzero.worker.leaving import run_exit_handlers
@@ -214,7 +216,7 @@ def _dump(start: messages.Start) -> None:
     place = context["storage_path"]
     directory = os.path.join(place, "flight", f"attempt-{context['attempt']}") if place else None
     try:
-        lines = flight.dump(directory, context["rank"])
+        lines = _dump_flight(directory, context["rank"])
     except Exception as error:
         lines = [f"rankzero: flight recorder: {type(error).__name__}: {error}"]
     # Not by sys.stderr: a thread that hangs may have its lock.
@@ -284,3 +286,67 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+_COLLECTIVES_SHOWN = 20
+"""Most uncompleted collectives in the summary; the last ones are shown."""
+
+_RECORDERS = ("nccl", "fr")
+
+
+def _dump_flight(directory: str | None, rank: int) -> list[str]:
+    """Writes the recorder's entries to a file and summarizes them.
+
+    Args:
+        directory: Directory for the files of all ranks; None where this rank does not see the run directory.
+        rank: The rank, which is part of the file's name.
+
+    Returns:
+        Lines for the rank's log; empty if torch has no recorder or it is switched off.
+    """
+    c10d = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None)
+    dist: Any = sys.modules.get("torch.distributed")
+    if c10d is None or dist is None or not dist.is_initialized():
+        return []
+    for name in _RECORDERS:
+        as_json = getattr(c10d, f"_dump_{name}_trace_json", None)
+        data = as_json() if as_json else b"{}"
+        found = json.loads(data)
+        if found.get("entries"):
+            lines = _describe_flight(found)
+            if directory:
+                path = _write_flight(directory, rank, data.encode() if isinstance(data, str) else data)
+                lines.append(f"rankzero: flight recorder: all of it is in {path}")
+            return lines
+    return []
+
+
+def _describe_flight(found: dict[str, Any]) -> list[str]:
+    """Returns lines with the state of each process group and the last uncompleted collectives.
+
+    Args:
+        found: The recorder's content, decoded from its JSON.
+    """
+    lines = [
+        f"rankzero: flight recorder: process group {group}: enqueued up to #{status.get('last_enqueued_collective')}, "
+        f"started up to #{status.get('last_started_collective')}, completed up to "
+        f"#{status.get('last_completed_collective')}"
+        for group, status in found.get("pg_status", {}).items()
+    ]
+    waiting = [entry for entry in found["entries"] if not entry.get("retired")]
+    lines += [
+        f"rankzero: flight recorder: not completed: {entry.get('profiling_name')} "
+        f"#{entry.get('collective_seq_id')} of {' '.join(map(str, entry.get('process_group', ())))}, "
+        f"{entry.get('state')}, sizes {entry.get('input_sizes')}"
+        for entry in waiting[-_COLLECTIVES_SHOWN:]
+    ]
+    return lines
+
+
+def _write_flight(directory: str, rank: int, data: bytes) -> str:
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, f"rank-{rank}.json")
+    with open(f"{path}.part", "wb") as file:
+        file.write(data)
+    os.replace(f"{path}.part", path)
+    return path

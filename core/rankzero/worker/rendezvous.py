@@ -17,7 +17,6 @@ from typing import Any
 
 from rankzero.bounds import MEET_TIMEOUT
 from rankzero.channel.messages import Go, Start
-from rankzero.channel.sockets import listen
 from rankzero.host import network
 
 DESTROYED_KEPT = 16
@@ -47,7 +46,7 @@ def bind(start: Start) -> int:
     host = start.master_addr
     # rankzero's own socket: torch's accepts connections of the whole network, and sees this host's under IPv6 addresses
     # that /etc/hosts does not have, so that it queries a DNS for the name of each.
-    listener = listen(network.bind_address(host), start.ports)
+    listener = network.listen(network.bind_address(host), start.ports)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         listener.getsockname()[1],

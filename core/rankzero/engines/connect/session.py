@@ -37,15 +37,18 @@ from rankzero.engines.spark.conf import (
     TASK_CPUS,
     TASK_GPUS,
     THREADS,
+    TaskResources,
+    can_have_profiles,
+    create_profile,
     most_slots,
     refuse_dynamic_allocation,
     require_slots,
     require_task_cpus,
     require_task_gpus,
+    task_resources,
 )
 from rankzero.engines.spark.context import task_code
 from rankzero.engines.spark.materialize import materialize, open_query
-from rankzero.engines.spark.resources import TaskResources, can_have_profiles, create_profile, task_resources
 from rankzero.engines.spark.stage import make_task, task_config
 from rankzero.errors import RankZeroError
 from rankzero.host.network import address_towards, bind_address, is_loopback, own_addresses

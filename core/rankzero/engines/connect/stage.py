@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankzero import bounds
-from rankzero.channel.sockets import listen
 from rankzero.channel.tls import make_identity
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.errors import explain
 from rankzero.errors import RankZeroError
-from rankzero.host.network import bind_address, own_addresses
+from rankzero.host.network import bind_address, listen, own_addresses
 from rankzero.job import Job
 from rankzero.task import stage
 

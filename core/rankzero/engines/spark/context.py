@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from rankzero.engines.spark.resources import TaskResources
+from rankzero.engines.spark.conf import TaskResources
 from rankzero.host.network import addresses_of
 from rankzero.task import hold, stage, start
 

@@ -32,6 +32,7 @@ from rankzero.engines.spark.conf import (
     TASK_CPUS,
     TASK_GPUS,
     THREADS,
+    TaskResources,
     conf_for,
     is_master,
     most_slots,
@@ -40,11 +41,11 @@ from rankzero.engines.spark.conf import (
     require_task_cpus,
     require_task_gpus,
     spark_defaults,
+    task_resources,
 )
 from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.jvm import Embedded
 from rankzero.engines.spark.materialize import materialize, open_query
-from rankzero.engines.spark.resources import TaskResources, task_resources
 from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.host.network import address_towards, without_brackets

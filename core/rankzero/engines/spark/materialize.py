@@ -6,6 +6,8 @@ not used: the executors need pyarrow and, for an object store, access to it.
 
 The format is Arrow and not Parquet, because ranks map uncompressed Arrow files without decoding them in every epoch.
 Writing takes as long as Spark's own writer does (20 million rows of nine columns, two cores: 13 to 15 s, and 9 to 15).
+
+An action of Spark runs in a thread, with progress, cancellation and translated errors (`action`).
 """
 
 from __future__ import annotations
@@ -16,20 +18,25 @@ import hashlib
 import inspect
 import logging
 import secrets
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.data import kinds
 from rankzero.data.files import filesystem_of, open_file
 from rankzero.data.kinds import VECTOR
 from rankzero.data.manifest import ARROW, File, Manifest, encode_schema
 from rankzero.engines.spark import part as part_module
-from rankzero.engines.spark.action import action, context_of
+from rankzero.engines.spark.errors import first_lines
 from rankzero.engines.spark.stage import with_own_python
 from rankzero.errors import EngineError, InvalidJobError
+from rankzero.host.flag import Flag
 
 logger = logging.getLogger(__name__)
+
+_FULL = ("No space left on device", "Disk quota exceeded")
 
 _HASH = "__rankzero_hash__"
 
@@ -261,3 +268,116 @@ def _parts(column: Any, kind: Any) -> list[Any]:
     if not isinstance(kind, types.ArrayType):
         return [*parts, column]
     return [*parts, F.xxhash64(column), F.xxhash64(F.transform(column, F.isnull))]
+
+
+def context_of(frame: Any) -> Any:
+    """Returns the SparkContext of a DataFrame; None for one of Spark Connect, which has none."""
+    return frame.sparkSession.sparkContext if hasattr(frame, "_jdf") else None
+
+
+def action(
+    run: Callable[[], Any],
+    frame: Any,
+    where: str,
+    say: Callable[[str], None],
+    check: Callable[[], None] = lambda: None,
+) -> Any:
+    """Returns the result of an action of Spark, which ends with this call, however that ends.
+
+    The action runs in a thread, because py4j cannot be interrupted while it waits.
+
+    Args:
+        run: The action.
+        frame: The DataFrame.
+        where: Display name of the DataFrame.
+        say: Receives lines about progress.
+        check: Called periodically; an exception that it raises ends Spark's work.
+
+    Raises:
+        EngineError: Spark failed.
+    """
+    tag = f"rankzero-data-{secrets.token_hex(8)}"
+    found: list[Any] = []
+    failed: list[BaseException] = []
+    done = Flag()
+
+    def act() -> None:
+        try:
+            with _tagged(frame, tag):
+                found.append(run())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=act, name="rankzero-data", daemon=True).start()
+    try:
+        begun = time.monotonic()
+        say_at = begun + bounds.DATAFRAME_PROGRESS_INTERVAL
+        while not done.wait(bounds.POLL_INTERVAL):
+            check()
+            now = time.monotonic()
+            if now >= say_at:
+                say_at = now + bounds.DATAFRAME_PROGRESS_INTERVAL
+                say(f"Spark computes {where}: {_progress(frame)}, {now - begun:.0f} s")
+    except BaseException:
+        # Repeated, because a single cancel would not reach a job that Spark has not started yet.
+        threading.Thread(target=_cancel_until, args=(done, frame, tag), name="rankzero-cancel", daemon=True).start()
+        done.wait(bounds.DATAFRAME_PROGRESS_INTERVAL)
+        raise
+    if failed:
+        raise _explained(failed[0], where) from failed[0]
+    return found[0]
+
+
+def _explained(error: BaseException, where: str) -> Exception:
+    text = str(error)
+    if "No module named 'pyarrow'" in text or ("PyArrow" in text and "must be installed" in text):
+        return EngineError(f"Spark's executors have no pyarrow, which {where} needs: install it there")
+    if f"/{part_module.TOKEN}" in text or part_module.ELSEWHERE in text:
+        return EngineError(
+            f"Spark's executors do not see the store for {where}, or may not write there: "
+            f"choose a store that they and this process see: {first_lines(text)}"
+        )
+    if full := next((line.strip() for line in text.splitlines() if any(word in line for word in _FULL)), None):
+        return EngineError(f"there is no room where Spark writes {where}, or on its local disks: {full}")
+    return EngineError(f"Spark could not compute {where}: {first_lines(text)}")
+
+
+@contextlib.contextmanager
+def _tagged(frame: Any, tag: str) -> Iterator[None]:
+    """Marks the jobs of this thread, so that they can be cancelled."""
+    if context := context_of(frame):
+        # A job group and not a tag: a tag does not interrupt tasks, which may wait for their Python for minutes.
+        context.setJobGroup(tag, "rankzero: dataset", interruptOnCancel=True)
+        yield
+        return
+    frame.sparkSession.addTag(tag)
+    try:
+        yield
+    finally:
+        frame.sparkSession.removeTag(tag)
+
+
+def _cancel_until(done: Flag, frame: Any, tag: str) -> None:
+    while not done.is_set():
+        _cancel(frame, tag)
+        done.wait(bounds.POLL_INTERVAL)
+
+
+def _cancel(frame: Any, tag: str) -> None:
+    with contextlib.suppress(Exception):
+        if context := context_of(frame):
+            context.cancelJobGroup(tag)
+        else:
+            frame.sparkSession.interruptTag(tag)
+
+
+def _progress(frame: Any) -> str:
+    """Returns how many tasks have ended, if this Spark reports it."""
+    with contextlib.suppress(Exception):
+        tracker = context_of(frame).statusTracker()
+        stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+        done = sum(stage.numCompletedTasks for stage in stages if stage)
+        return f"{done} of {sum(stage.numTasks for stage in stages if stage)} tasks"
+    return "running"

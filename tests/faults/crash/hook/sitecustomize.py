@@ -24,7 +24,9 @@ _ROLES = (
     ("/rankzero/worker/", "rank"),
     ("/rankzero/train/", "rank"),
     ("/rankzero/agent/", "agent"),
-    ("/rankzero/channel/agent_end/", "agent"),
+    ("/rankzero/channel/client.py", "agent"),
+    ("/rankzero/channel/exchange.py", "agent"),
+    ("/rankzero/channel/keeper.py", "agent"),
     ("/rankzero/warm/", "server"),
 )
 _real = {"open": io.open, "os.open": os.open, "write": os.write, "kill": os.kill, "close": os.close}

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from rankzero import bounds
-from rankzero.channel.agent_end.exchange import ChannelClosed, Exchange
-from rankzero.channel.agent_end.keeper import Keeper
+from rankzero.channel.exchange import ChannelClosed, Exchange
 from rankzero.channel.frames import Message
+from rankzero.channel.keeper import Keeper
 from rankzero.channel.session import BULK, CONTROL, LOGS, message_body
 
 __all__ = ["ChannelClient", "ChannelClosed"]

@@ -20,9 +20,8 @@ from typing import NoReturn
 from rankzero import bounds
 from rankzero.channel import limits
 from rankzero.channel.auth import Hello
-from rankzero.channel.driver_end.connection import Connection
-from rankzero.channel.driver_end.peer import Line, OnMessage, Peer
 from rankzero.channel.frames import FrameError, Message
+from rankzero.channel.peer import Connection, OnMessage, Peer
 from rankzero.channel.session import CONTROL, message_body
 from rankzero.channel.tls import Identity
 
@@ -162,18 +161,15 @@ class ChannelServer:
         if self._is_closing and not any(peer.connection for peer in self._peers.values()):
             self._ended.set()
 
-    async def _accept(self) -> None:
+    async def _accept(self) -> NoReturn:
         with self._listener:
-            await self._accept_forever()
-
-    async def _accept_forever(self) -> NoReturn:
-        while True:
-            while len(self._unproved) >= limits.MAX_UNPROVED:
-                await self._make_room()
-            await self._await_caller()
-            # Many agents connect in the same moment: accept all that are waiting.
-            while len(self._unproved) < limits.MAX_UNPROVED and await self._accept_one():
-                pass
+            while True:
+                while len(self._unproved) >= limits.MAX_UNPROVED:
+                    await self._make_room()
+                await self._await_caller()
+                # Many agents connect in the same moment: accept all that are waiting.
+                while len(self._unproved) < limits.MAX_UNPROVED and await self._accept_one():
+                    pass
 
     async def _accept_one(self) -> bool:
         """Accepts the next connection; returns False if none is waiting."""
@@ -187,7 +183,7 @@ class ChannelServer:
             return False
         accepted.setblocking(False)
         try:
-            await self._loop.connect_accepted_socket(self._new_connection, accepted)
+            await self._loop.connect_accepted_socket(lambda: Connection(self, self._secret, self._identity), accepted)
         except OSError:
             accepted.close()
         return True
@@ -200,9 +196,6 @@ class ChannelServer:
             await called.wait()
         finally:
             self._loop.remove_reader(self._listener)
-
-    def _new_connection(self) -> Connection:
-        return Connection(self, self._secret, self._identity)
 
     async def _make_room(self) -> None:
         oldest = next(iter(self._unproved))
@@ -265,7 +258,8 @@ class ChannelServer:
                 return f"another agent serves task {hello.task}"
             if hello.resume:
                 return "its session is not known here"
-            peer = self._peers[hello.task] = self._new_peer(hello)
+            peer = Peer(hello.task, hello.session, self._on_message, self._served, self._upload_directory, self._grant)
+            self._peers[hello.task] = peer
         if hello.number <= peer.number:
             raise FrameError("an answer that is older than the last")
         if peer.is_lost:
@@ -283,9 +277,6 @@ class ChannelServer:
         if is_back and peer.is_live and not self._is_closing:
             peer.deliver({"type": RECONNECTED, "reason": "the agent made a new connection"})
         return peer
-
-    def _new_peer(self, hello: Hello) -> Peer:
-        return Peer(hello.task, hello.session, self._on_message, self._served, self._upload_directory, self._grant)
 
     def lose(self, peer: Peer, reason: str) -> None:
         """Gives an agent up as lost."""
@@ -305,7 +296,7 @@ class ChannelServer:
             self._disconnect(connection.peer, connection)
         self._stop_when_alone()
 
-    def _disconnect(self, peer: Peer, connection: Line) -> None:
+    def _disconnect(self, peer: Peer, connection: Connection) -> None:
         if peer.connection is not connection:
             return
         peer.connection = None

@@ -109,11 +109,6 @@ class Exchange:
         with self._lock:
             return self.session.is_idle and not self._uploads
 
-    @property
-    def received(self) -> int:
-        """Number of frames that have arrived."""
-        return self.session.received
-
     def woke(self) -> None:
         """Clears the wake-up call, so that later work sends a new one."""
         with self._lock:

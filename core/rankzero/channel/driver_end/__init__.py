@@ -1,1 +1,0 @@
-"""The driver's end of the channel: one listener, which checks the secret of each connection, and a peer per agent."""
