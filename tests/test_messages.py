@@ -29,7 +29,7 @@ from rankzero import (
     SparkEngine,
     WorkerFailedError,
 )
-from rankzero.report import facts
+from rankzero.report import page
 from rankzero.testing import run_inline
 from rankzero.values import formats
 
@@ -205,7 +205,7 @@ def test_colors_of_terminals_are_in_no_report(tmp_path: Path) -> None:
         print("\x1b[31mred\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\")
 
     Launcher(store=tmp_path, run_id="one").run(train)
-    (logs,) = facts.collect(RunHandle.attach(tmp_path / "one"))["logs"]
+    (logs,) = page.collect(RunHandle.attach(tmp_path / "one"))["logs"]
     assert logs["lines"] == ["red link"]
 
 

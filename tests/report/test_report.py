@@ -23,7 +23,7 @@ from tests.conftest import until
 from rankzero import Launcher, RunHandle, RunNotFoundError, WorkerFailedError
 from rankzero.cli import main
 from rankzero.job import Job
-from rankzero.report import History, Progress, ReportServer, facts, history, page, pages
+from rankzero.report import History, Progress, ReportServer, history, page, pages
 from rankzero.run import EVENTS, RunDirectory
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{SCRIPT}} &amp;"
@@ -69,7 +69,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def collected(store: Path) -> dict[str, Any]:
-    return facts.collect(RunHandle.attach(store / "restarted"))
+    return page.collect(RunHandle.attach(store / "restarted"))
 
 
 class Scripts(HTMLParser):
@@ -139,12 +139,12 @@ def test_lines_have_times_by_which_the_page_orders_them(collected: dict[str, Any
 
 
 def test_the_rank_that_failed_is_among_those_whose_lines_are_held(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "LOGGED_RANKS", 1)
+    monkeypatch.setattr(page, "LOGGED_RANKS", 1)
     run = RunHandle.attach(store / "restarted")
     job, status = RunDirectory(run.directory).job(), run.status()
-    assert [one["rank"] for one in facts._logs(run, job, status)] == [0]
+    assert [one["rank"] for one in page._logs(run, job, status)] == [0]
     failed = replace(status, error={"type": "WorkerFailedError", "rank": 1})
-    assert [one["rank"] for one in facts._logs(run, job, failed)] == [1]
+    assert [one["rank"] for one in page._logs(run, job, failed)] == [1]
 
 
 def test_progress_and_what_names_the_whole_work_are_no_results(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_progress_and_what_names_the_whole_work_are_no_results(tmp_path: Path) -
             rt.report({"step": step, "total_steps": 10, "tokens": 1_234_567 + step, "loss": 0.5})
 
     Launcher(1, store=tmp_path, run_id="one").run(train)
-    run = facts.collect(RunHandle.attach(tmp_path / "one"))
+    run = page.collect(RunHandle.attach(tmp_path / "one"))
     assert (run["progress"]["done"], run["progress"]["unit"], run["progress"]["total"]) == (1_234_569, "tokens", None)
     assert "total_steps" not in {*run["last"], *(curve["name"] for curve in run["curves"]), *run["not_drawn"]}
     (tokens,) = (curve for curve in run["curves"] if curve["name"] == "tokens")
@@ -168,7 +168,7 @@ def test_progress_of_a_run_that_lives_has_the_time_left() -> None:
     for number in range(5):
         metrics = {"step": number, "total_steps": 10}
         progress.add({"type": "metric", "rank": 0, "time": 100.0 + 2 * number, "metrics": metrics})
-    assert facts._progress(progress) == {"done": 4, "total": 10, "unit": "steps", "seconds_left": pytest.approx(12.0)}
+    assert page._progress(progress) == {"done": 4, "total": 10, "unit": "steps", "seconds_left": pytest.approx(12.0)}
 
 
 def test_a_run_writes_its_report_by_itself(store: Path) -> None:
@@ -178,14 +178,14 @@ def test_a_run_writes_its_report_by_itself(store: Path) -> None:
 
 
 def test_the_first_cause_is_in_the_report_of_a_failed_run(store: Path) -> None:
-    run = facts.collect(RunHandle.attach(store / "failed"))
+    run = page.collect(RunHandle.attach(store / "failed"))
     assert run["error"]["type"] == "WorkerFailedError"
     assert f"ValueError: {HOSTILE.splitlines()[0]}" in run["error"]["message"]
 
 
 def test_no_line_metric_or_error_becomes_code(store: Path) -> None:
     for directories in ([store / "restarted"], [store / "failed"], [store / "restarted", store / "failed"]):
-        text = page.render([facts.collect(RunHandle.attach(one)) for one in directories])
+        text = page.render([page.collect(RunHandle.attach(one)) for one in directories])
         scripts = Scripts(text)
         # The page's own, whose checksum the policy names, and its data, which no browser runs.
         assert [attributes.get("type") for attributes, _ in scripts.found] == ["application/json", None]
@@ -244,7 +244,7 @@ def test_a_hostile_status_is_no_traceback(store: Path, tmp_path: Path) -> None:
     status = json.loads((tmp_path / "status.json").read_text())
     (tmp_path / "status.json").write_text(json.dumps({**status, "metrics": ["no", "dict"]}))
     with pytest.raises(RunNotFoundError, match="cannot be read as a run of rankzero"):
-        facts.collect(RunHandle.attach(tmp_path))
+        page.collect(RunHandle.attach(tmp_path))
 
 
 def test_a_gpu_that_does_not_answer_leaves_the_others_in_the_report() -> None:
@@ -291,10 +291,10 @@ def test_only_the_last_lines_of_a_long_log_are_read(tmp_path: Path) -> None:
             print(f"line {number} " + "x" * 200)
 
     Launcher(1, store=tmp_path, run_id="chatter").run(chatter)
-    (log,) = facts.collect(RunHandle.attach(tmp_path / "chatter"))["logs"]
+    (log,) = page.collect(RunHandle.attach(tmp_path / "chatter"))["logs"]
     assert log["cut"] is True
     assert log["lines"][-1].startswith("line 19999 ")
-    assert sum(map(len, log["lines"])) <= facts.LOG_CHARACTERS
+    assert sum(map(len, log["lines"])) <= page.LOG_CHARACTERS
 
 
 Points = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e6), st.floats(-1e9, 1e9)), min_size=1, max_size=500)

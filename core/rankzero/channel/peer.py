@@ -291,9 +291,6 @@ class Connection(asyncio.Protocol):
         if self.peer is not None:
             self.peer.pump()
 
-    def eof_received(self) -> None:
-        """Closes the connection, because the other end has closed it."""
-
     def connection_lost(self, error: Exception | None) -> None:
         """Records that the socket is closed, by either end."""
         self._is_closed = True

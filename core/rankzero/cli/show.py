@@ -55,7 +55,7 @@ def report(run: tuple[str, ...], output: str, link: float | None, as_json: bool)
 
     The directory of a run that has ended already contains its report, report.html.
     """
-    from rankzero.report import facts, page
+    from rankzero.report import page
 
     handles = [RunHandle.attach(find_run(one), follows=False) for one in run]
     if link is not None:
@@ -66,7 +66,7 @@ def report(run: tuple[str, ...], output: str, link: float | None, as_json: bool)
             else:
                 click.echo(address)
         return
-    runs = [facts.collect(one) for one in handles]
+    runs = [page.collect(one) for one in handles]
     if as_json:
         words.print_json({"runs": runs})
         return

@@ -36,7 +36,7 @@ from rankzero.host.flag import Flag
 from rankzero.host.processes import allow_open_files
 from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
-from rankzero.report import facts, page
+from rankzero.report import page
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.status import RunStatus
@@ -286,7 +286,7 @@ class Reporter:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._collector = facts.Collector(RunHandle(run.directory, follows=False))
+        self._collector = page.Collector(RunHandle(run.directory, follows=False))
         self._ended = threading.Event()
         self._is_failing = False
         self._thread = threading.Thread(target=self._refresh, name="rankzero-report", daemon=True)

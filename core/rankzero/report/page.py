@@ -1,4 +1,7 @@
-"""The report as one HTML file that needs no network: the facts as JSON, and the code that draws them."""
+"""The report of a run: the facts that it shows, as JSON, and one HTML file that draws them and needs no network.
+
+The facts are collected from the run directory, thinned out, without secrets.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,168 @@ import functools
 import hashlib
 import json
 import math
+import re
+import time
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
+
+from rankzero.errors import RunNotFoundError
+from rankzero.job import Job
+from rankzero.report.cost import usage
+from rankzero.report.history import History
+from rankzero.report.progress import Progress
+from rankzero.run.directory import RunDirectory
+from rankzero.run.growing import Position
+from rankzero.run.handle import RunHandle
+from rankzero.run.reports import TOTALS, OfTraining, is_number
+from rankzero.run.status import RunStatus
+
+LOG_CHARACTERS = 2_000_000
+"""Of the lines of all ranks together that a report holds; of each rank the last ones."""
+
+LINE_CHARACTERS = 2_000
+"""A longer line is cut."""
+
+LOGGED_RANKS = 256
+"""Ranks whose lines a report holds, the rank that failed and the lowest ones: a file has to be opened for each."""
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+"""Escape sequences of terminals, such as colors, which a page does not draw."""
+
+_HIDDEN = {"files", "log_starts", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
+_HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "fresh_since", "traceparent"}
+_NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+def collect(handle: RunHandle[Any]) -> dict[str, Any]:
+    """Everything that the page shows of one run, as JSON. Reads neither values nor the data of checkpoints.
+
+    Raises:
+        RunNotFoundError: no run lives there, or what lies there was not written by rankzero.
+    """
+    return Collector(handle).collect()
+
+
+class Collector:
+    """Collects again and again, and reads only what is new: a run that lives is looked at for days."""
+
+    def __init__(self, handle: RunHandle[Any]) -> None:
+        self._handle = handle
+        self._position = Position()
+        self._history: History | None = None
+        self._progress = Progress(handle)
+        self._is_ours: OfTraining | None = None
+
+    def collect(self) -> dict[str, Any]:
+        """See the function `collect`."""
+        try:
+            return self._collect()
+        except _NO_RUN as error:
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise RunNotFoundError(f"{self._handle.directory} cannot be read as a run of rankzero ({what})") from error
+
+    def _collect(self) -> dict[str, Any]:
+        handle = self._handle
+        job, status = RunDirectory(handle.directory).job(), handle.status()
+        history = self._history = self._history or History(job.fresh_since)
+        is_ours = self._is_ours = self._is_ours or OfTraining(job.fresh_since)
+        while True:
+            before = self._position
+            events, self._position = handle.output.read_events(before, None if status.final else status)
+            for event in events:
+                history.add(event)
+                if isinstance(event, dict) and is_ours(event):
+                    self._progress.add(event)
+            if self._position == before:
+                break
+        return {
+            "id": handle.id,
+            "directory": handle.directory,
+            "name": job.name,
+            "state": status.state,
+            "shown": status.shown,
+            "error": status.error,
+            "created": job.created,
+            "started": status.started,
+            "ended": status.ended,
+            "now": time.time(),
+            "world": job.world,
+            "attempt": status.attempt,
+            "labels": job.labels,
+            "trace": job.trace_id,
+            "identity": job.identity,
+            "engine_url": status.engine_url if not status.final else None,
+            "result": status.result,
+            "used": used_of(job, status),
+            "last": {name: value for name, value in status.metrics.items() if is_number(value) and name not in TOTALS},
+            "progress": _progress(self._progress),
+            "throughput": history.throughput(),
+            "config": _config(vars(job), status),
+            "steps": history.step_name,
+            "curves": history.curves(),
+            "not_drawn": history.not_drawn(),
+            "ranks": history.ranks(),
+            "straggler": history.straggler(),
+            "marks": history.marks(),
+            "hosts": history.hosts(),
+            "checkpoints": [
+                {
+                    "id": manifest.id,
+                    "metrics": manifest.metrics,
+                    "size": sum(_size(part) for part in manifest.parts.values()),
+                }
+                for manifest in handle.checkpoints()
+            ],
+            "logs": _logs(handle, job, status),
+        }
+
+
+def used_of(job: Job, status: RunStatus) -> dict[str, str]:
+    """Returns the usage and estimated cost of a run for display, ``{"GPU-hours": "3.20"}``; empty before its start."""
+    found = usage(job, status, time.time())
+    if found is None:
+        return {}
+    amount, unit = found.amount.split()
+    return {f"{unit}ours": amount} | ({"estimated cost": found.price} if found.price else {})
+
+
+def _config(job: Mapping[str, Any], status: RunStatus) -> dict[str, Any]:
+    shown = {name: value for name, value in job.items() if name not in _HIDDEN and value not in (None, {}, [])}
+    place = {"engine": job["engine"].get("kind"), "master": job["engine"].get("master")}
+    driver = {"driver": f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else None}
+    return {name: value for name, value in {**place, **shown, **driver}.items() if value is not None}
+
+
+def _size(part: Mapping[str, Any]) -> int:
+    size = part.get("size")
+    return size if isinstance(size, int) else 0
+
+
+def _progress(progress: Progress) -> dict[str, Any] | None:
+    """Returns the progress of the slowest rank; None before the first report."""
+    if progress.slowest is None:
+        return None
+    done = progress.ranks[progress.slowest].done
+    return {"done": done, "total": progress.total, "unit": progress.unit, "seconds_left": progress.seconds_left}
+
+
+def _logs(handle: RunHandle[Any], job: Job, status: RunStatus) -> list[dict[str, Any]]:
+    """Returns the last lines of the ranks, with their times in seconds since the submission, None for unknown ones."""
+    failed = (status.error or {}).get("rank")
+    ranks = sorted(range(job.num_processes), key=lambda rank: rank != failed)[:LOGGED_RANKS]
+    room = max(LINE_CHARACTERS, LOG_CHARACTERS // max(1, len(ranks)))
+    return [
+        {
+            "rank": rank,
+            "lines": [_ESCAPES.sub("", line.text)[:LINE_CHARACTERS] for line in lines],
+            "times": [None if line.time is None else round(line.time - job.created, 1) for line in lines],
+            "cut": is_cut,
+        }
+        for rank, (lines, is_cut) in sorted(handle.output.tails(ranks, room).items())
+        if lines
+    ]
+
 
 REPORT_FILE = "report.html"
 """Its name in a run directory."""
@@ -20,7 +183,7 @@ def render(runs: list[dict[str, Any]]) -> str:
     """The page of one run, or of several side by side.
 
     Args:
-        runs: Of each what `rankzero.report.facts.collect` gives.
+        runs: Of each what `rankzero.report.page.collect` gives.
 
     Returns:
         HTML. A log line or a metric's name can be no code in it: it travels as JSON, the page shows it as text, and

@@ -21,7 +21,7 @@ from typing import Any
 from rankzero import bounds, store
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.job import Job
-from rankzero.report import facts, page
+from rankzero.report import page
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.listing import list_runs
@@ -87,7 +87,7 @@ def _run(location: str, name: str, may_see: MaySee) -> dict[str, Any]:
     directory = store.join(location, name)
     if not may_see(RunDirectory(directory).job()):
         raise RunNotFoundError(f"no run lives in {directory}")
-    return facts.collect(RunHandle.attach(directory, follows=False))
+    return page.collect(RunHandle.attach(directory, follows=False))
 
 
 def _list(location: str, query: Mapping[str, Sequence[str]], may_see: MaySee) -> str:
@@ -109,7 +109,7 @@ def _list(location: str, query: Mapping[str, Sequence[str]], may_see: MaySee) ->
             "created": one.job.created,
             "started": one.status.started,
             "ended": one.status.ended,
-            "used": facts.used_of(one.job, one.status),
+            "used": page.used_of(one.job, one.status),
             "last": {name: value for name, value in one.status.metrics.items() if name not in TOTALS},
         }
         for one in shown

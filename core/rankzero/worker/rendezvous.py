@@ -41,6 +41,7 @@ def bind(start: Start) -> int:
         The port that was bound.
     """
     global _store
+    import torch
     import torch.distributed as dist
 
     host = start.master_addr
@@ -56,16 +57,10 @@ def bind(start: Start) -> int:
         multi_tenant=True,
         master_listen_fd=listener.detach(),
         # Before 2.8 only the older of torch's two servers accepts a socket.
-        use_libuv=_torch_version() >= (2, 8),
+        use_libuv=tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8),
     )
     _store = store
     return int(store.port)
-
-
-def _torch_version() -> tuple[int, ...]:
-    import torch
-
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def meet(go: Go, rank: int) -> None:
