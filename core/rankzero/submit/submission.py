@@ -9,6 +9,7 @@ submission continues it.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import os
 import time
@@ -30,6 +31,9 @@ from rankzero.submit.existing import Existing, assess, await_end, check_owner, e
 from rankzero.values.envelope import Part
 
 logger = logging.getLogger(__name__)
+
+Files = dict[str, list[Part]]
+MakeJob = Callable[[int, int, int], Job]
 
 _MOST_NAMED = 5
 """Most checkpoints that a line of the log names."""
@@ -70,11 +74,49 @@ def _storing(run: RunDirectory) -> Iterator[None]:
         raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}", code="RZ-1008") from error
 
 
+Claim = enum.Enum("Claim", "NONE WON TAKEN VOID")
+"""The claim of the number that a submitter has chosen, in `next_step`: not made, its own, another submitter's, void."""
+
+Step = enum.Enum("Step", "AWAIT_END FOLLOW REFUSE CLAIM START WAIT PASS")
+"""The next step of a submitter."""
+
+
+def next_step(existing: Existing | None, claim: Claim) -> Step:
+    """Decides what a submitter does next about the run under its id, and about the number that it has chosen.
+
+    =====  =======  =========  ==============================================================
+    Claim  Run      Step       Effect
+    =====  =======  =========  ==============================================================
+    NONE   none     CLAIM      claims the next number and writes the submission
+    NONE   ending   AWAIT_END  waits for the end of the run, and assesses it again
+    NONE   attach   FOLLOW     returns: the caller follows the run
+    NONE   deliver  FOLLOW     returns: the caller fetches the result
+    NONE   resume   CLAIM      claims the next number, and continues the training
+    NONE   fresh    CLAIM      claims the next number, and begins from scratch
+    NONE   other    REFUSE     raises InvalidJobError: another training is live
+    WON    any      START      returns the job, for which the caller starts a driver
+    TAKEN  any      WAIT       waits for another submitter, which has claimed this number or
+                               counted this one as dead and claimed a later number
+    VOID   any      PASS       chooses the next number: that submitter has died, takes too long
+                               or has withdrawn its claim
+    =====  =======  =========  ==============================================================
+    """
+    if claim is not Claim.NONE:
+        return {Claim.WON: Step.START, Claim.TAKEN: Step.WAIT, Claim.VOID: Step.PASS}[claim]
+    if existing is None:
+        return Step.CLAIM
+    if existing.ending:
+        return Step.AWAIT_END
+    if existing.decision in (Decision.ATTACH, Decision.DELIVER):
+        return Step.FOLLOW
+    return Step.CLAIM if existing.status.final else Step.REFUSE
+
+
 def submit(
     run: RunDirectory,
     asked: Asked,
-    make_job: Callable[[int, int, int], Job],
-    files: dict[str, list[Part]],
+    make_job: MakeJob,
+    files: Files,
     start_timeout: float = 0.0,
     caller: PipelineTry | None = None,
 ) -> Job | None:
@@ -95,74 +137,96 @@ def submit(
         InvalidJobError: the store cannot be written, or another training is live under this run id.
         EngineError: the run was cancelled and does not end.
     """
+    claim, number, patience, job = Claim.NONE, 0, bounds.CLAIM_TIMEOUT, None
     with _storing(run):
-        number, patience = 0, bounds.CLAIM_TIMEOUT
         while True:
-            existing = assess(run, asked, caller)
-            if existing and existing.ending:
+            existing = assess(run, asked, caller) if claim is Claim.NONE else None
+            step = next_step(existing, claim)
+            if existing and step is not Step.AWAIT_END:
+                _report_existing(run, existing, step, caller)
+            if existing and step is Step.AWAIT_END:
                 await_end(run, existing.job)
-                continue
-            if existing and existing.comparison.unknown:
-                logger.warning("%s", explain_unknown(existing))
-            # A pipeline step has compared them before.
-            if existing and existing.comparison.ignored and existing.decision is not Decision.FRESH and not caller:
-                changed = describe(existing.comparison.ignored)
-                logger.warning("run %s counts as the same training, although this differs: %s", run.directory, changed)
-            if existing and existing.decision in (Decision.ATTACH, Decision.DELIVER):
-                state = existing.status.state
-                logger.warning("run %s is there already (%s), and is not started again", run.directory, state)
-                if existing.job.owner and not existing.status.final:
-                    pid = existing.job.owner["pid"]
-                    logger.warning("the run ends with the process %s, which called run(), and not with this one", pid)
-                if existing.decision is Decision.DELIVER:
-                    store.remove_unfinished(run.directory)
-                return None
-            if existing and not existing.status.final:
-                raise InvalidJobError(
-                    f"run_id {existing.job.run_id!r} is running another training (different: "
-                    f"{describe(existing.comparison.differing)}): cancel it with "
-                    f"RunHandle.attach({run.directory!r}).cancel(), or choose another run_id",
-                    code="RZ-1009",
-                )
-            if existing:
-                number = max(number, existing.job.submission + 1)
+            elif step is Step.CLAIM:
+                began = time.monotonic()
+                claim, number, job = _claim(run, number, existing, make_job, files, start_timeout)
+                # Another submitter may need as long for its files, and must not count as dead meanwhile.
+                patience = max(patience, 2 * (time.monotonic() - began))
+            elif step is Step.WAIT:
+                claim = _await_submission(run, number, patience)
+            elif step is Step.PASS:
+                claim, number = Claim.NONE, number + 1
             else:
-                _refuse_others(run)
-            store.prove(os.path.dirname(run.directory))
-            job, claim = None, new_claim()
-            with _releasing(run, number, claim):
-                if run.claim(number, claim):
-                    # Another user may have created the directory meanwhile.
-                    check_owner(run)
-                    store.remove_unfinished(run.directory)
-                    began = time.monotonic()
-                    run.write_files(number, files)
-                    # Another submitter may need as long for its files, and must not count as dead meanwhile.
-                    patience = max(patience, 2 * (time.monotonic() - began))
-                    if run.newest_claim() == number:
-                        # Checkpoints of a run whose job was lost belong to another training.
-                        first_attempt = fresh_since = 1 + _last_attempt(run)
-                        if existing:
-                            first_attempt = max(1 + existing.status.attempt, first_attempt)
-                            fresh_since = (
-                                first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
-                            )
-                            run.keep_outcome(existing.status)
-                        job = make_job(number, first_attempt, fresh_since)
-                        if existing and existing.decision is Decision.RESUME:
-                            job = replace(job, metrics=_last_metrics(run, existing))
-                        run.write_submission(job, start_timeout)
-                    newest = run.newest_claim()
-                    if newest == number:
-                        if existing:
-                            _report_earlier(run, existing)
-                        return job
-                    # This took so long that another submitter counted this one as dead and submitted the run.
-                    number = newest
-                    with contextlib.suppress(FileNotFoundError):
-                        run.restore(newest)
-            if not _await_submission(run, number, patience):
-                number += 1
+                return job
+
+
+def _report_existing(run: RunDirectory, existing: Existing, step: Step, caller: PipelineTry | None) -> None:
+    """Logs what becomes of an existing run, or raises InvalidJobError if its id is refused."""
+    if existing.comparison.unknown:
+        logger.warning("%s", explain_unknown(existing))
+    # A pipeline step has compared them before.
+    if existing.comparison.ignored and existing.decision is not Decision.FRESH and not caller:
+        changed = describe(existing.comparison.ignored)
+        logger.warning("run %s counts as the same training, although this differs: %s", run.directory, changed)
+    if step is Step.FOLLOW:
+        logger.warning("run %s is there already (%s), and is not started again", run.directory, existing.status.state)
+        if existing.job.owner and not existing.status.final:
+            pid = existing.job.owner["pid"]
+            logger.warning("the run ends with the process %s, which called run(), and not with this one", pid)
+        if existing.decision is Decision.DELIVER:
+            store.remove_unfinished(run.directory)
+    elif step is Step.REFUSE:
+        raise InvalidJobError(
+            f"run_id {existing.job.run_id!r} is running another training (different: "
+            f"{describe(existing.comparison.differing)}): cancel it with "
+            f"RunHandle.attach({run.directory!r}).cancel(), or choose another run_id",
+            code="RZ-1009",
+        )
+
+
+def _claim(
+    run: RunDirectory, least: int, existing: Existing | None, make_job: MakeJob, files: Files, start_timeout: float
+) -> tuple[Claim, int, Job | None]:
+    """Claims the next number, at least ``least``, and writes the submission.
+
+    Returns:
+        The claim, the number of the submission that counts, and its job if this submitter has written it.
+    """
+    if existing is None:
+        _refuse_others(run)
+    number = max(least, existing.job.submission + 1) if existing else least
+    store.prove(os.path.dirname(run.directory))
+    text = new_claim()
+    with _releasing(run, number, text):
+        if not run.claim(number, text):
+            return Claim.TAKEN, number, None
+        # Another user may have created the directory meanwhile.
+        check_owner(run)
+        store.remove_unfinished(run.directory)
+        run.write_files(number, files)
+        if (newest := run.newest_claim()) == number:
+            job = _job_of(run, number, existing, make_job)
+            run.write_submission(job, start_timeout)
+            if (newest := run.newest_claim()) == number:
+                if existing:
+                    _report_earlier(run, existing)
+                return Claim.WON, number, job
+        # This took so long that another submitter counted this one as dead and submitted the run.
+        with contextlib.suppress(FileNotFoundError):
+            run.restore(newest)
+        return Claim.TAKEN, newest, None
+
+
+def _job_of(run: RunDirectory, number: int, existing: Existing | None, make_job: MakeJob) -> Job:
+    """Returns the job of a submission, which continues the training of the existing run if that is decided."""
+    # Checkpoints of a run whose job was lost belong to another training.
+    first_attempt = 1 + _last_attempt(run)
+    if existing is None:
+        return make_job(number, first_attempt, first_attempt)
+    first_attempt = max(1 + existing.status.attempt, first_attempt)
+    fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
+    run.keep_outcome(existing.status)
+    job = make_job(number, first_attempt, fresh_since)
+    return replace(job, metrics=_last_metrics(run, existing)) if existing.decision is Decision.RESUME else job
 
 
 @contextlib.contextmanager
@@ -197,8 +261,8 @@ def _report_earlier(run: RunDirectory, existing: Existing) -> None:
         )
 
 
-def _await_submission(run: RunDirectory, number: int, timeout: float) -> bool:
-    """Waits for another submitter to write ``job.json``; returns False if it died or the claim was removed."""
+def _await_submission(run: RunDirectory, number: int, timeout: float) -> Claim:
+    """Waits for another submitter to write ``job.json``; returns `Claim.VOID` if it does not, else `Claim.NONE`."""
     deadline = time.monotonic() + timeout
     claimant = run.claimant(number)
     who = f"process {claimant['pid']}" if claimant else "another process"
@@ -207,7 +271,7 @@ def _await_submission(run: RunDirectory, number: int, timeout: float) -> bool:
         if claimant and is_gone(claimant):
             break
         time.sleep(bounds.POLL_INTERVAL_SHORT)
-    return _submission_of(run) >= number
+    return Claim.NONE if _submission_of(run) >= number else Claim.VOID
 
 
 def _last_attempt(run: RunDirectory) -> int:
