@@ -84,7 +84,12 @@ BUCKET = "s3://benchmark"
 
 def fresh(name: str, url: str, store: str) -> Callable[[], object]:
     command = [sys.executable, __file__, "one", name, url, store]
-    return lambda: subprocess.run(command, check=True, capture_output=True)
+
+    def launch() -> None:
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"{name} on {store}: {done.stderr[-4000:]}"
+
+    return launch
 
 
 def main() -> None:

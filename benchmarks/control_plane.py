@@ -4,6 +4,7 @@ Run: ``python benchmarks/control_plane.py [agents]``. Each agent joins, is told 
 seconds, commits, and says goodbye. They live in a few processes of their own, one channel each, as real ones do.
 """
 
+import importlib.metadata
 import json
 import os
 import resource
@@ -20,7 +21,9 @@ import psutil
 from measure import Report
 
 from rankzero import Launcher, LocalEngine
+from rankzero.channel import messages
 from rankzero.channel.client import ChannelClient
+from rankzero.channel.messages import decode, encode
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
@@ -56,14 +59,22 @@ class SimulatedSession(EngineSession):
             process.stdout.readline()
 
     @property
-    def num_agents(self) -> int:
-        """One for each rank."""
-        return self._job.num_processes
+    def place(self) -> str:
+        """Its name in messages."""
+        return "the simulation"
 
-    def launch(self, config: AgentConfig, on_end: OnEnd) -> "SimulatedGroup":
+    def slots(self) -> int:
+        """As many as the job needs."""
+        return self._job.num_tasks
+
+    def num_agents(self, num_tasks: int) -> int:
+        """One for each task."""
+        return num_tasks
+
+    def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> "SimulatedGroup":
         """Lets them go."""
         for process in self._processes:
-            process.stdin.write(json.dumps({**config, "agents": self.num_agents, "go": time.time()}) + "\n")
+            process.stdin.write(json.dumps({**config, "agents": num_tasks, "go": time.time()}) + "\n")
             process.stdin.flush()
         return SimulatedGroup(self._processes, on_end)
 
@@ -106,41 +117,42 @@ def be_agents(number: int, directory: str) -> None:
     config = json.loads(sys.stdin.readline())
     hosts, port = config["driver"]
     selector = selectors.DefaultSelector()
+    torch = importlib.metadata.version("torch")
     clients, started = {}, {}
     for task in range(number, config["agents"], PROCESSES):
         client = clients[task] = ChannelClient(hosts, port, config["secret"], task)
         client.start()
-        join = {"type": "join", "host": f"host{task // 8}", "address": "127.0.0.1", "hostname": f"host{task // 8}"}
-        python = ".".join(map(str, sys.version_info[:3]))
-        client.queue({**join, "pid": os.getpid(), "python": python, "gpus": [], "workers": 1})
+        host, python = f"host{task // 8}", ".".join(map(str, sys.version_info[:3]))
+        client.queue(encode(messages.Join(host, "127.0.0.1", host, os.getpid(), python, gpus=[], workers=1)))
         selector.register(client.fileno(), selectors.EVENT_READ, task)
     beating: dict[int, float] = {}
     committed = False
-    directories: dict[str, str] = {}
+    value = ""
     ended = set()
     while len(ended) < len(clients):
         for key, _ in selector.select(0.05):
             task = key.data
-            for message in clients[task].receive():
-                if message["type"] == "start":
+            for message in map(decode, clients[task].receive()):
+                if isinstance(message, messages.Assign):
                     started[task] = time.time() - config["go"]
-                    directories["result"] = os.path.join(message["run_directory"], "result")
-                    clients[task].queue({"type": "ready", "local_rank": 0})
-                    if message["first_rank"] == 0:
-                        clients[task].queue({"type": "rendezvous", "port": 1})
-                elif message["type"] == "go":
+                    value = os.path.join(message.run_directory, "result", f"value-{message.context['attempt']}.json")
+                    clients[task].queue(encode(messages.Ready(torch), 0))
+                    if message.first_rank == 0:
+                        clients[task].queue(encode(messages.Rendezvous(1), 0))
+                elif isinstance(message, messages.Go):
                     beating[task] = time.monotonic() + BEAT * task / config["agents"]
-                elif message["type"] in ("end", "stop"):
+                elif isinstance(message, messages.End | messages.Stop):
                     ended.add(task)
         now = time.monotonic()
         for task, due in beating.items():
             if now >= due:
                 beating[task] = due + BEAT
-                clients[task].queue({"type": "beat", "local_rank": 0, "progress": int(now)})
+                clients[task].queue(encode(messages.Beat(int(now)), 0))
         if len(beating) == len(clients) and not committed and now - min(beating.values()) > -BEAT:
             committed = time.time() - config["go"] > max(started.values()) + SECONDS
             for task in clients if committed else ():
-                clients[task].queue(commit(task, directories["result"]))
+                clients[task].queue(encode(messages.Returned(time.time()), 0))
+                clients[task].queue(encode(finish(task, value), 0))
     for client in clients.values():
         selector.unregister(client.fileno())
         client.close(5.0)
@@ -148,16 +160,13 @@ def be_agents(number: int, directory: str) -> None:
         json.dump(list(started.values()), file)
 
 
-def commit(task: int, directory: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"type": "commit", "local_rank": 0, "time": time.time()}
+def finish(task: int, path: str) -> messages.Finished:
+    """What a rank says when it has written everything: rank 0 its value, too."""
     if task:
-        return message
-    path = os.path.join(directory, ".committing-1.json")
+        return messages.Finished(time.time())
     size, digest = formats.write(1, "json", path)
-    return {
-        **message,
-        "result": {"format": "json", "size": size, "digest": digest, "path": path, "summary": {}, "value": 1},
-    }
+    result = {"format": "json", "size": size, "digest": digest, "path": path, "summary": {}, "value": 1}
+    return messages.Finished(time.time(), result)
 
 
 def main() -> None:

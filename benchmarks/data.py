@@ -50,8 +50,8 @@ def first_rate(pattern: str, ours: bool) -> float:
     return rate(False) if ours else raw_rate(files, "parquet")
 
 
-def rates(pattern: str, kind: str) -> list[list[float]]:
-    """In one rank by turns: in the order of the files, shuffled, pyarrow on the same files."""
+def rates(pattern: str, kind: str) -> tuple[list[list[float]], float]:
+    """In one rank by turns: in the order of the files, shuffled, pyarrow on the same files; and their size in MiB."""
     # What both import is nobody's time.
     import pyarrow.parquet  # noqa: F401
 
@@ -59,7 +59,8 @@ def rates(pattern: str, kind: str) -> list[list[float]]:
     if not files:
         [folder] = glob.glob(os.path.join(str(rt.get_context().storage_path), "datasets", "*"))
         files = sorted(glob.glob(f"{folder}/*.arrow"))
-    return [[rate(False), rate(True), raw_rate(files, kind)] for _ in range(RUNS)]
+    turns = [[rate(False), rate(True), raw_rate(files, kind)] for _ in range(RUNS)]
+    return turns, sum(map(os.path.getsize, files)) / (1 << 20)
 
 
 def raw_rate(files: list[str], kind: str) -> float:
@@ -112,33 +113,20 @@ def peer_rates(folder: str) -> dict[str, list[float]]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-MEMORY = """
-import sys, resource
-from rankzero.data.manifest import from_bytes
-from rankzero.train.context import TrainContext
-from rankzero.train.dataset import DatasetShard
-manifest = from_bytes(open(sys.argv[1], "rb").read())["train"]
-shard = DatasetShard(manifest, TrainContext(), sys.argv[2], "train")
-
-def anonymous():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
-
-next(shard.iter_batches(1024, shuffle=True))
-before = most = anonymous()
-for number, batch in enumerate(shard.iter_batches(1024, shuffle=sys.argv[3] == "shuffled")):
-    if number % 50 == 0:
-        most = max(most, anonymous())
-print(most - before)
-"""
-
-
-def memory(run: str, shuffle: str) -> float:
+def memory(shuffle: bool) -> float:
     """MiB of its own memory that a rank takes more than before its first batch, while it reads all rows."""
-    manifest = os.path.join(run, "submissions", "0", "datasets.json")
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-c", MEMORY, manifest, scratch, shuffle]
-        return float(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+    shard = rt.get_dataset_shard()
+
+    def anonymous() -> float:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
+
+    next(shard.iter_batches(BATCH, shuffle=True))
+    before = most = anonymous()
+    for number, _ in enumerate(shard.iter_batches(BATCH, shuffle=shuffle)):
+        if number % 50 == 0:
+            most = max(most, anonymous())
+    return most - before
 
 
 def main() -> None:
@@ -156,20 +144,20 @@ def main() -> None:
         launcher = Launcher(1, engine=SparkEngine(session=spark), store=store, dataset=frame)
         started = time.time()
         report.add("from run to the first batch, Spark's work with it", [launcher.run(first_batch) - started])
-        ordered, mixed, floor = zip(*launcher.options(run_id="rates").run(rates, "", "arrow"), strict=True)
-        [folder] = glob.glob(f"{store}/rates/datasets/*")
+        in_arrow, size = launcher.run(rates, "", "arrow")
+        grown = [launcher.run(memory, shuffle) for shuffle in (False, True)]
         frame.write.parquet(f"{store}/parquet")
         from_parquet = launcher.options(engine=None, dataset=f"{store}/parquet")
         pattern = f"{store}/parquet/*.parquet"
         turns = [[from_parquet.run(first_rate, pattern, ours) for ours in (True, False)] for _ in range(2 * RUNS)]
         first, first_raw = zip(*turns, strict=True)
-        decoded, _, raw = zip(*from_parquet.run(rates, pattern, "parquet"), strict=True)
+        in_parquet, _ = from_parquet.run(rates, pattern, "parquet")
         peers = peer_rates(f"{store}/parquet")
         small = frame.limit(PYSPARK_ROWS).repartition(1)
         distributor = TorchDistributor(num_processes=1, local_mode=False, use_gpu=False)
         pysparks = [distributor._train_on_dataframe(pyspark_rate, small, PYSPARK_ROWS) for _ in range(2)]
-        size = sum(os.path.getsize(file) for file in glob.glob(f"{folder}/*.arrow")) / (1 << 20)
-        grown = [memory(f"{store}/rates", kind) for kind in ("ordered", "shuffled")]
+    ordered, mixed, floor = zip(*in_arrow, strict=True)
+    decoded, _, raw = zip(*in_parquet, strict=True)
     ours = report.add("a rank, in the order of the files", ordered, "rows/s")
     shuffled = report.add("a rank, shuffled", mixed, "rows/s")
     bare = report.add("pyarrow to torch, the same files", floor, "rows/s")
