@@ -35,8 +35,8 @@ if TYPE_CHECKING:
         StartTimeoutError,
         WorkerFailedError,
     )
+    from rankzero.job import CheckpointConfig
     from rankzero.launcher import Launcher
-    from rankzero.run.checkpoints import CheckpointConfig
     from rankzero.run.handle import RunHandle
     from rankzero.values.ref import ResultRef
 
@@ -99,7 +99,7 @@ lazy_names(
     "engines.spark.submit.SparkSubmitEngine errors.EngineError errors.HangError errors.InsufficientSlotsError "
     "errors.InvalidJobError errors.RankZeroError errors.ResultError errors.RetryableError errors.RunCancelledError "
     "errors.RunNotFoundError errors.RunTimeoutError errors.StartTimeoutError errors.WorkerFailedError "
-    "launcher.Launcher run.checkpoints.CheckpointConfig run.handle.RunHandle values.ref.ResultRef",
+    "launcher.Launcher job.CheckpointConfig run.handle.RunHandle values.ref.ResultRef",
 )
 
 

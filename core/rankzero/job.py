@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
-from rankzero.errors import RunNotFoundError
+from rankzero.errors import InvalidJobError, RunNotFoundError
 
 if TYPE_CHECKING:
     from rankzero.kinds import NumProcesses, WorldSize
@@ -23,6 +23,36 @@ PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 FORMAT = 1
 """Version of the files of a run directory. A reader refuses a later one, and reads all earlier ones."""
+
+MODES = ("min", "max")
+"""Values of `CheckpointConfig.mode`."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Decides which checkpoints of a run are kept. The newest is always kept, since a restart needs it.
+
+    Attributes:
+        num_to_keep: Number of checkpoints to keep; None keeps all.
+        metric: Keeps the checkpoints whose reports have the best values of this metric; None keeps the newest. A
+            checkpoint whose report lacks the metric, or has nan, is worse than any other.
+        mode: ``"min"`` if smaller values of the metric are better, ``"max"`` if larger ones are.
+
+    Raises:
+        InvalidJobError: a value is wrong.
+    """
+
+    num_to_keep: int | None = 2
+    metric: str | None = None
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        if self.num_to_keep is not None and (type(self.num_to_keep) is not int or self.num_to_keep < 1):
+            raise InvalidJobError(f"num_to_keep is {self.num_to_keep!r}; it must be a positive integer or None")
+        if self.metric is not None and not isinstance(self.metric, str):
+            raise InvalidJobError(f"metric is {self.metric!r}; it must be the name of a reported metric")
+        if self.mode not in MODES:
+            raise InvalidJobError(f'mode is {self.mode!r}; choose "min" or "max"')
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rankzero import kinds
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError
-from rankzero.job import world_bounds
+from rankzero.job import CheckpointConfig, world_bounds
 from rankzero.kinds import Kind, NumProcesses, RestartOn
-from rankzero.run.checkpoints import CheckpointConfig
 from rankzero.texts import with_matches
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from rankzero.engines.base import EngineSession, within
 from rankzero.errors import EngineError, RunTimeoutError, StartTimeoutError
 from rankzero.host.network import listen
 from rankzero.host.processes import caller_process
-from rankzero.run.checkpoints import CheckpointConfig, Manifest, mark_damaged
+from rankzero.job import CheckpointConfig
+from rankzero.run.checkpoints import Manifest, mark_damaged
 from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)

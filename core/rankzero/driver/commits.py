@@ -15,11 +15,11 @@ from rankzero.channel.messages import NEVER
 from rankzero.data.table import Written
 from rankzero.driver.tables import carry
 from rankzero.engines.base import ActionThread
+from rankzero.job import CheckpointConfig
 from rankzero.run.checkpoints import (
     FOLDER,
     MANIFEST,
     PIECES,
-    CheckpointConfig,
     Manifest,
     are_apart,
     damage_of,

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rankzero import store
-from rankzero.errors import InvalidJobError
+from rankzero.job import CheckpointConfig
 from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -38,35 +38,6 @@ _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})-([0-9]{6}|[1-9][0-9]{6,})")
 
 _FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{re.escape(PIECES)}|{DAMAGED}")
 """Name of a file in a folder that is not committed."""
-
-MODES = ("min", "max")
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """Decides which checkpoints of a run are kept. The newest is always kept, since a restart needs it.
-
-    Attributes:
-        num_to_keep: Number of checkpoints to keep; None keeps all.
-        metric: Keeps the checkpoints whose reports have the best values of this metric; None keeps the newest. A
-            checkpoint whose report lacks the metric, or has nan, is worse than any other.
-        mode: ``"min"`` if smaller values of the metric are better, ``"max"`` if larger ones are.
-
-    Raises:
-        InvalidJobError: a value is wrong.
-    """
-
-    num_to_keep: int | None = 2
-    metric: str | None = None
-    mode: str = "min"
-
-    def __post_init__(self) -> None:
-        if self.num_to_keep is not None and (type(self.num_to_keep) is not int or self.num_to_keep < 1):
-            raise InvalidJobError(f"num_to_keep is {self.num_to_keep!r}; it must be a positive integer or None")
-        if self.metric is not None and not isinstance(self.metric, str):
-            raise InvalidJobError(f"metric is {self.metric!r}; it must be the name of a reported metric")
-        if self.mode not in MODES:
-            raise InvalidJobError(f'mode is {self.mode!r}; choose "min" or "max"')
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import InvalidJobError, RankZeroError, RunCancelledError, RunTimeoutError, WorkerFailedError
-from rankzero.run.handle import RunHandle
 from rankzero.texts import encodable
+
+if TYPE_CHECKING:
+    from rankzero.run.handle import RunHandle
 
 
 class PipelineTry(Protocol):

@@ -9,10 +9,10 @@ import os
 from rankzero import store
 from rankzero.channel import messages
 from rankzero.errors import ResultError
+from rankzero.job import CheckpointConfig
 from rankzero.run.checkpoints import (
     FOLDER,
     MANIFEST,
-    CheckpointConfig,
     Manifest,
     list_committed,
     mark_damaged,

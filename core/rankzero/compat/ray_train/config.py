@@ -11,7 +11,7 @@ from rankzero import kinds
 from rankzero.compat.ray_train.callback import UserCallback
 from rankzero.compat.ray_train.names import lookup
 from rankzero.errors import InvalidJobError
-from rankzero.run.checkpoints import CheckpointConfig as KeptCheckpoints
+from rankzero.job import CheckpointConfig as KeptCheckpoints
 
 UNLIMITED = 1_000_000
 """Number of restarts for Ray's ``-1`` (no limit)."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from rankzero.compat.ray_train.checkpoint import Checkpoint, Stored, as_arrow
 from rankzero.errors import RankZeroError, RunNotFoundError, WorkerFailedError
-from rankzero.run.checkpoints import MODES, score
+from rankzero.job import MODES
+from rankzero.run.checkpoints import score
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 

@@ -24,6 +24,7 @@ from rankzero.errors import EngineError as ControllerError
 from rankzero.errors import HangError as NCCLHangError
 from rankzero.errors import RankZeroError as TrainingFailedError
 from rankzero.errors import WorkerFailedError as WorkerGroupError
+from rankzero.job import CheckpointConfig as KeptCheckpoints
 from rankzero.run import checkpoints
 from rankzero.run.directory import RunDirectory
 from rankzero.train.context import await_checkpoint, current, follow_checkpoint
@@ -269,7 +270,7 @@ def get_all_reported_checkpoints(
         run = RunDirectory(directory)
         found = checkpoints.list_committed(run, run.job().fresh_since)
         # The checkpoint that an attempt started from is on the disk as long as it runs.
-        removed = checkpoints.to_remove(found, checkpoints.CheckpointConfig(**run.job().checkpoints))
+        removed = checkpoints.to_remove(found, KeptCheckpoints(**run.job().checkpoints))
     except Exception as error:
         raise RuntimeError(f"this host cannot list the checkpoints in {directory}: {error}") from error
     kept = (each for each in found if each not in removed)

@@ -47,7 +47,7 @@ from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.jvm import Embedded
 from rankzero.engines.spark.materialize import materialize, open_query
 from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
-from rankzero.errors import EngineError, InvalidJobError
+from rankzero.errors import EngineError, InvalidJobError, RankZeroError
 from rankzero.host.network import address_towards, without_brackets
 from rankzero.job import Job
 from rankzero.kinds import STRINGS
@@ -298,12 +298,26 @@ class SparkEngineSession(EngineSession):
 
     def check(self) -> None:
         """Raises EngineError or InsufficientSlotsError for a job that Spark would refuse, hang on or ignore."""
-        if self._context._jsc is None or self._known.is_stopped():
-            if not self._owned:
-                raise EngineError("the SparkContext of this session was stopped: pass a session that is running")
-            # Spark gives up after a minute, and stops the context that it has just made.
-            what = f"no Spark master answers at {self._master!r}, or it refused the application"
-            raise EngineError(f"{what}: start it, or correct the host and port", code="RZ-2001")
+        self._require_running()
+        try:
+            self._require_places()
+        except RankZeroError:
+            raise
+        except Exception:
+            # Spark may have stopped the context meanwhile, which explains any other error.
+            self._require_running()
+            raise
+
+    def _require_running(self) -> None:
+        if self._context._jsc is not None and not self._known.is_stopped():
+            return
+        if not self._owned:
+            raise EngineError("the SparkContext of this session was stopped: pass a session that is running")
+        # Spark gives up after a minute, and stops the context that it has just made.
+        what = f"no Spark master answers at {self._master!r}, or it refused the application"
+        raise EngineError(f"{what}: start it, or correct the host and port", code="RZ-2001")
+
+    def _require_places(self) -> None:
         refuse_dynamic_allocation(self._known.setting(DYNAMIC_ALLOCATION))
         if self._job.use_gpu and LOCAL.fullmatch(self._master):
             require_local_gpus(self._job.least_processes)
