@@ -163,4 +163,6 @@ def test_the_lists_are_those_of_an_installed_ray(module: str) -> None:
     listed = f"{BOTH.get(module, '')} {only.get(module, '')}".split()
     if not listed:
         pytest.skip(f"Ray {ray.__version__} has no {module}")
+    if module == "ray.train.lightning":
+        pytest.importorskip("lightning", reason="pip install lightning beside Ray")
     assert sorted(importlib.import_module(module).__all__) == sorted(listed)
