@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -19,8 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from rankzero import bounds
 from rankzero.agent.ranks import rank_environment
 from rankzero.channel import frames, messages
@@ -29,7 +28,7 @@ from rankzero.driver.ending import Facts, Failure, first_cause, is_conclusive
 from rankzero.driver.storage import Storage
 from rankzero.engines.local import LOOPBACK
 from rankzero.errors import WorkerFailedError
-from rankzero.run.checkpoints import CheckpointConfig
+from rankzero.job import CheckpointConfig
 from rankzero.run.directory import RunDirectory
 from rankzero.submit.payload import build
 from rankzero.train import context
@@ -156,7 +155,7 @@ class Ranks:
         self._committer.close(bound)
         if facts.refusal:
             raise facts.refusal
-        return [cloudpickle.loads(_value(self._home, rank).read_bytes()) for rank in self._peers]
+        return [pickle.loads(_value(self._home, rank).read_bytes()) for rank in self._peers]
 
     def _raise_cause(self, error: Exception | None = None) -> None:
         """Raises WorkerFailedError if the failure that came first is another rank's; ``error`` is that of rank 0."""
@@ -280,6 +279,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _call_and_keep(train: Callable[..., Any], folder: str, /, *args: Any, **kwargs: Any) -> Any:
     """Calls the function in a process of its own, and writes its value for `InlineRun.values`."""
+    import cloudpickle
+
     value = None
     try:
         value = train(*args, **kwargs)
