@@ -10,11 +10,11 @@ import pytest
 
 from rankzero import Launcher
 from rankzero.submit import payload
-from rankzero.values import LARGE, beside, envelope, pack
+from rankzero.values import LARGE, beside, open_packed, pack
 
 
 def opened(path: Path) -> Any:
-    return envelope.open_packed(str(path))
+    return open_packed(str(path))
 
 
 def sealed(value: object, path: Path) -> list[memoryview]:

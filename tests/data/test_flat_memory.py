@@ -11,7 +11,7 @@ from tests.data.limited import limited
 
 import rankzero.train as rt
 from rankzero import Launcher
-from rankzero.data import order
+from rankzero.data import shares
 
 pytestmark = pytest.mark.soak
 
@@ -47,8 +47,8 @@ def read(group: str, table: str, folder: str, how: str) -> None:
     """What this rank saw of an epoch, as a file."""
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
     if how == "windowed":
-        order.WINDOW_BYTES = WINDOW
-        order.BLOCKS = 64
+        shares.WINDOW_BYTES = WINDOW
+        shares.BLOCKS = 64
     if os.environ["RANK"] == "0":
         drop_cache(table)
     rt.barrier()

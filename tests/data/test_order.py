@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankzero.data import Order, order
+from rankzero.data import Order, shares
 
 
 def rows_of(rows: int, seed: int | None, epoch: int = 0, row_size: int = 8, step: int = 1000) -> list[int]:
@@ -28,9 +28,9 @@ def test_a_dataset_that_fits_is_shuffled_as_a_whole() -> None:
 
 @pytest.mark.parametrize("rows", [100_000, 100_001, 65_536, 99_999])
 def test_a_larger_one_is_shuffled_by_blocks_and_within_windows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "WINDOW_ROWS", 8192)
-    monkeypatch.setattr(order, "WHOLE_ROWS", 8192)
-    monkeypatch.setattr(order, "BLOCKS", 64)
+    monkeypatch.setattr(shares, "WINDOW_ROWS", 8192)
+    monkeypatch.setattr(shares, "WHOLE_ROWS", 8192)
+    monkeypatch.setattr(shares, "BLOCKS", 64)
     first, second = rows_of(rows, 3), rows_of(rows, 3, epoch=1)
     assert sorted(first) == sorted(second) == list(range(rows))
     assert first != second

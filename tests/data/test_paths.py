@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import rankzero.train as rt
 from rankzero import InvalidJobError, Launcher, ResultError, RetryableError, WorkerFailedError, store
-from rankzero.data import Manifest, Order, Stretch, files, filesystem_of, order, reader
+from rankzero.data import Manifest, Order, Stretch, files, filesystem_of, reader, shares
 from rankzero.submit import manifest_of_path, paths
 from rankzero.train import DatasetShard, TrainContext, batches, context, data_loader
 
@@ -261,8 +261,8 @@ def test_many_files_and_groups_need_few_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int, is_whole: bool
 ) -> None:
     if not is_whole:
-        monkeypatch.setattr(order, "WHOLE_ROWS", 0)
-        monkeypatch.setattr(order, "WINDOW_ROWS", 400)
+        monkeypatch.setattr(shares, "WHOLE_ROWS", 0)
+        monkeypatch.setattr(shares, "WINDOW_ROWS", 400)
     monkeypatch.setattr(reader, "KEPT", 70)
     rows = pa.record_batch({"id": list(range(10))})
     (tmp_path / "arrow").mkdir()
@@ -303,7 +303,7 @@ def test_a_shuffle_gives_every_row_at_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, world_size: int, is_whole: bool
 ) -> None:
     for name, value in {"WHOLE_ROWS": 900 if is_whole else 100, "WINDOW_ROWS": 128, "BLOCKS": 16}.items():
-        monkeypatch.setattr(order, name, value)
+        monkeypatch.setattr(shares, name, value)
     folder = tmp_path / "table"
     folder.mkdir()
     for number in range(3):

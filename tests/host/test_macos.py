@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.host import descendants
+from rankzero.host import processes
 
 MACOS = Path(__file__).parent / "macos"
 
@@ -73,9 +73,9 @@ def test_descendants_are_found_by_ps(monkeypatch: pytest.MonkeyPatch) -> None:
         family = {parent.pid, int(parent.stdout.readline())}
         # What other tests have started may come and go meanwhile.
         others = {os.getpid(), os.getppid(), 1}
-        assert family <= set(descendants.find())
+        assert family <= set(processes.find_descendants())
         monkeypatch.setattr(os.path, "isdir", lambda _: False)
-        by_ps = set(descendants.find())
+        by_ps = set(processes.find_descendants())
         assert family <= by_ps
         assert by_ps.isdisjoint(others)
         parent.communicate(b"\n")

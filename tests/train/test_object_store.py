@@ -79,7 +79,7 @@ def test_a_child_imports_a_module_that_the_reader_thread_was_importing(tmp_path:
     text = """
 sys.path.insert(0, sys.argv[1])
 import begun
-from rankzero.data.ahead import ahead
+from rankzero.train.batches import ahead
 
 def rows():
     yield 0

@@ -21,7 +21,6 @@ from rankzero.agent.ranks import Rank
 from rankzero.channel.messages import Assign, Fetched, Start
 from rankzero.data import manifest
 from rankzero.values.digest import digest_of_file
-from rankzero.values.unpacking import unpack
 
 MODULES, CODE = "modules.zip", "code.tar.gz"
 _CODE = {MODULES, CODE}
@@ -136,6 +135,8 @@ class Inputs:
         """Returns a copy of the user's code for this task's ranks, which may write into it."""
         if CODE not in self._here:
             return None
+        from rankzero.values.formats import unpack
+
         directory = os.path.join(self._scratch, "code")
         with _unpacking(CODE, directory), tarfile.open(self._here[CODE]) as archive:
             unpack(archive, directory)

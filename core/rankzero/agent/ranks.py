@@ -27,7 +27,7 @@ from rankzero.host import forked
 from rankzero.host.network import socket_environment
 from rankzero.host.processes import cpu_seconds, process_state
 from rankzero.worker import main as worker
-from rankzero.worker.leaving import cut_off_message
+from rankzero.worker.call import cut_off_message
 
 PIPE_SIZE = 1 << 20
 """Capacity of the pipe for a rank's output, where the system allows it (macOS does not)."""

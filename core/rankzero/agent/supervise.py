@@ -27,7 +27,7 @@ from rankzero.channel import messages
 from rankzero.channel.client import ChannelClient, ChannelClosed
 from rankzero.channel.messages import Message, decode, encode
 from rankzero.errors import PREEMPTED
-from rankzero.host import descendants, network
+from rankzero.host import network, processes
 from rankzero.host.guard import watch as watch_guard
 from rankzero.host.processes import (
     allow_open_files,
@@ -72,7 +72,7 @@ class Agent:
 
     def run(self) -> None:
         """Runs until every descendant of this process has ended."""
-        descendants.become_subreaper()
+        processes.become_subreaper()
         wakeup, signalled = socket.socketpair()
         for end in (wakeup, signalled):
             end.setblocking(False)
@@ -237,7 +237,7 @@ class Agent:
 
     def _collect(self) -> None:
         """Reaps exited children: ranks, and orphans that were re-parented to this process."""
-        for pid, status in descendants.ended_children():
+        for pid, status in processes.ended_children():
             for rank in self._ranks:
                 if rank.pid == pid:
                     self._on_exit(rank, status)
@@ -275,7 +275,7 @@ class Agent:
 
     def _end_everything(self) -> None:
         signal.set_wakeup_fd(-1)
-        descendants.kill_all(groups=[rank.pid for rank in self._ranks])
+        processes.kill_descendants(groups=[rank.pid for rank in self._ranks])
         for rank in self._ranks:
             # Every child that kept the pipe open has exited, so it can be read to its end.
             with contextlib.suppress(Exception):
@@ -301,7 +301,7 @@ def main() -> None:
     settle_signals()
     if "torch" not in sys.modules:
         # SIGCONT wakes a stopped agent whose guard dies; the guard wakes it when the task process dies.
-        descendants.signal_on_parent_death(signal.SIGCONT)
+        processes.signal_on_parent_death(signal.SIGCONT)
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(sys.stdin.fileno(), READ_SIZE)

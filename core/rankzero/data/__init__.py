@@ -11,6 +11,6 @@ lazy_names(
     __name__,
     "columns.joined columns.part columns.Ragged columns.rows_of columns.tensors files.filesystem_of manifest.ARROW "
     "manifest.encode_schema manifest.FILE manifest.File manifest.from_bytes manifest.Manifest manifest.to_bytes "
-    "order.Order shares.Batches shares.cut shares.length shares.remaining shares.share shares.split shares.Stretch "
+    "shares.Batches shares.cut shares.length shares.Order shares.remaining shares.share shares.split shares.Stretch "
     "table.file_of",
 )

@@ -32,7 +32,7 @@ from rankzero.driver.states import follow
 from rankzero.driver.watch import Inbox, Watch
 from rankzero.engines.base import Engine, within
 from rankzero.errors import RankZeroError, StartTimeoutError
-from rankzero.host import descendants
+from rankzero.host import processes
 from rankzero.host.processes import allow_open_files, is_gone, pidfd_of, settle_signals
 from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
@@ -155,9 +155,38 @@ def drive(
         sys.stdout.flush()
         sys.stderr.flush()
         if not driver.left_nothing:
-            descendants.kill_all()
+            processes.kill_descendants()
         # A driver whose run has ended must exit even if a JVM or a thread hangs.
         os._exit(code)
+
+
+def main_in_stage() -> None:
+    """Entry point of a driver beside the agent of task 0 of its stage, so that the run needs no client any more.
+
+    `rankzero.task.stage` starts it with one line of JSON on its standard input, whose end of file ends this process.
+    """
+    from rankzero.engines.connect.stage import StageEngine
+
+    settle_signals()
+    # A stopped process does not read the end of its standard input.
+    processes.signal_on_parent_death(signal.SIGKILL)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    stage = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_task, name="rankzero-task", daemon=True).start()
+    run = RunDirectory(stage["directory"])
+    engine = StageEngine(
+        stage["folder"], stage["num_tasks"], stage["host"], stage["secret"], stage["place"], stage["encrypts"]
+    )
+    # If no driver can listen here, the stage fails before the run is claimed, and the submitter drives the run.
+    engine.check(run.job())
+    drive(run, stage["submission"], lambda: {"env": stage["env"], "trackers": stage["trackers"]}, engine=engine)
+
+
+def _end_with_task() -> None:
+    """Exits when the task ends. The next submission of the run continues it."""
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(1)
 
 
 class Delegation:

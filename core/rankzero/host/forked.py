@@ -24,8 +24,7 @@ import zipimport
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from rankzero.host.descendants import die_with_parent
-from rankzero.host.processes import settle_signals
+from rankzero.host.processes import die_with_parent, settle_signals
 
 ROOM = "RANKZERO_ROOM"
 """Environment variable that reserves space in a warm server's environment, where its forks show theirs."""

@@ -17,7 +17,7 @@ import resource
 import select
 import signal
 
-from rankzero.host import descendants
+from rankzero.host import processes
 from rankzero.host.processes import settle_signals
 
 COMMAND = "RANKZERO_GUARDED"
@@ -41,7 +41,7 @@ def watch() -> int | None:
 
 
 def main() -> None:
-    """Starts the command in `COMMAND`, waits for its exit, and kills its remaining descendants."""
+    """Starts the command in `COMMAND`, waits for its exit, and kills its remaining processes."""
     settle_signals()
     command: list[str] = json.loads(os.environ.pop(COMMAND))
     holder = os.getppid()
@@ -50,7 +50,7 @@ def main() -> None:
     except OSError:
         # A sandbox or an old kernel, or the parent has exited.
         os.execv(command[0], command)
-    descendants.become_subreaper()
+    processes.become_subreaper()
     guard = os.getpid()
     child = os.fork()
     if child == 0:
@@ -62,7 +62,7 @@ def main() -> None:
     # Sent by the task process instead of SIGKILL, after which only the child, which may be stuck, could clean up.
     signal.signal(signal.SIGQUIT, lambda *_: _send(child, signal.SIGKILL))
     status = _await_end(child, holder)
-    descendants.kill_all()
+    processes.kill_descendants()
     _end_alike(status)
 
 

@@ -1,6 +1,8 @@
-"""Processes of this machine: their identity, whether they are alive, their signals and limits.
+"""Processes of this machine: their identity, whether they are alive, their signals and limits, and their descendants.
 
-Whether a driver is alive is decided by its process on the same host, and by its heartbeat on other hosts.
+Whether a driver is alive is decided by its process on the same host, and by its heartbeat on other hosts. The agent
+makes itself a child subreaper (Linux): a grandchild whose parent died, even one in its own session, is re-parented to
+the agent, which finds and ends it.
 """
 
 from __future__ import annotations
@@ -12,15 +14,21 @@ import resource
 import select
 import signal
 import socket
+import subprocess
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
+
+from rankzero import bounds
 
 T = TypeVar("T")
 
 _START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
 _USER = 11  # utime and stime are fields 14 and 15.
 STOPPED = frozenset("tT")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 OPEN_FILES = 1 << 16
 """Limit of open files of a run's processes, where the system allows it. Some containers allow a billion, which is too
@@ -227,3 +235,132 @@ def _stat(process: int | str) -> list[str]:
     with open(f"/proc/{process}/stat") as file:
         # The name in parentheses may hold spaces and parentheses itself.
         return file.read().rpartition(")")[2].split()
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        _libc().prctl(option, value, 0, 0, 0)
+
+
+@functools.cache
+def _libc() -> Any:
+    import ctypes
+
+    return ctypes.CDLL(None)
+
+
+def become_subreaper() -> None:
+    """Makes the kernel re-parent orphaned descendants to this process. Linux; elsewhere a no-op."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def signal_on_parent_death(number: signal.Signals) -> None:
+    """Makes the kernel send a signal to this process when its parent dies. Linux; elsewhere a no-op."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def die_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when its parent dies (Linux); exits if the parent has died already.
+
+    Args:
+        parent: The expected process id of the parent.
+    """
+    signal_on_parent_death(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def find_descendants(but: Collection[int] = ()) -> list[int]:
+    """Returns the process ids of all descendants of this process, except the children ``but`` and their descendants.
+
+    Without /proc (macOS), ``ps`` lists them; descendants whose parent has exited are then missing
+    (see `kill_descendants`).
+    """
+    parents = _parents() if os.path.isdir("/proc/self") else _listed_parents()
+    family = {os.getpid()}
+    while True:
+        more = {pid for pid, parent in parents.items() if parent in family and pid not in but} - family
+        if not more:
+            return sorted(family - {os.getpid()})
+        family |= more
+
+
+def _parents() -> dict[int, int]:
+    """Returns the parent of each live process, read from /proc."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                state, parent = _stat(name)[:2]
+                if state != "Z":
+                    parents[int(name)] = int(parent)
+    return parents
+
+
+def _listed_parents() -> dict[int, int]:
+    """Returns the parent of each live process, as POSIX's ``ps`` lists them."""
+    columns = ["-o", "pid=", "-o", "ppid=", "-o", "state="]
+    try:
+        listing = subprocess.Popen(["ps", "-A", *columns], stdout=subprocess.PIPE, text=True)
+    except OSError:
+        return {}
+    lines = [line.split() for line in listing.communicate()[0].splitlines()]
+    live = {int(pid): int(parent) for pid, parent, state, *_ in lines if not state.startswith("Z")}
+    live.pop(listing.pid, None)
+    return live
+
+
+def kill_descendants(but: Collection[int] = (), groups: Collection[int] = ()) -> None:
+    """Kills all descendants, except the children ``but`` and their descendants, until none is left.
+
+    Processes that clean up after others (Python's resource tracker, torch's shared memory manager) exit by themselves
+    after their clients: they are killed after `CLEANERS_TIMEOUT`. Gives up after `KILL_TIMEOUT`, which only a process
+    stuck in the kernel survives.
+
+    Args:
+        but: Children to leave alive.
+        groups: Process groups of children, killed as a whole where orphans are not re-parented to this process (macOS).
+    """
+    if not os.path.isdir("/proc/self"):
+        for leader in groups:
+            with contextlib.suppress(OSError):
+                os.killpg(leader, signal.SIGKILL)
+    start = time.monotonic()
+    while time.monotonic() < start + bounds.KILL_TIMEOUT:
+        if not but and not _reap():
+            return
+        family = find_descendants(but)
+        if but and not family:
+            return
+        spares_cleaners = time.monotonic() < start + bounds.CLEANERS_TIMEOUT
+        cleaners = {pid for pid in family if spares_cleaners and _is_cleaner(pid)}
+        for pid in family:
+            if pid not in cleaners:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(bounds.REAP_INTERVAL)
+
+
+def _is_cleaner(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        command = file.read()
+        return b"multiprocessing.resource_tracker" in command or b"torch_shm_manager" in command
+    return False
+
+
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Reaps the children that have exited: yields process id and status, as waitpid returns them. Never blocks."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            yield ended
+
+
+def _reap() -> bool:
+    """Reaps exited children; returns True while there are live ones."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True

@@ -49,7 +49,7 @@ from rankzero.job import PYTHON, Job
 from rankzero.run.identity import Asked, Comparison, Identity, compare
 from rankzero.run.names import DATASETS, FOLDERS, OUTCOME, TOKEN, is_run_file
 from rankzero.run.status import RunStatus
-from rankzero.values.envelope import Part
+from rankzero.values.pickled import Part
 
 _REMOVAL = "removal "
 """The beginning of a claim for removing a run. If that process dies, the next one recognizes the claim and finishes."""

@@ -27,7 +27,7 @@ from rankzero.submit.imports import globals_of_classes, imports_of_code, submodu
 from rankzero.submit.modules import digest_of_script, is_user_module, is_user_module_name, stable_name
 from rankzero.submit.payload import TrainingPickler, named_like, wrapper_of
 from rankzero.values.digest import digest_of as digest_of_bytes
-from rankzero.values.envelope import beside
+from rankzero.values.pickled import beside
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)

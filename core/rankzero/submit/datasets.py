@@ -25,7 +25,7 @@ from rankzero.job import Job, new_run_id, qualified_name
 from rankzero.run.directory import RunDirectory
 from rankzero.submit import submission
 from rankzero.train.dataset import DEFAULT
-from rankzero.values.envelope import Part
+from rankzero.values.pickled import Part
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)

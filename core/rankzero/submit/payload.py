@@ -31,8 +31,7 @@ from rankzero.submit.modules import is_made_by_hand, is_user_module, travels_as_
 from rankzero.submit.params import named_arguments
 from rankzero.submit.shipping import Shipped, zip_modules
 from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
-from rankzero.values.envelope import Part, beside, pack
-from rankzero.values.pickled import with_qualname
+from rankzero.values.pickled import Part, beside, pack, with_qualname
 from rankzero.values.ref import ResultRef, map_refs
 from rankzero.values.tensors import Tensors
 
@@ -46,7 +45,7 @@ class Payload:
 
     Attributes:
         name: Display name of the function or script.
-        data: The pickle of function or script and arguments, made by `envelope.pack`.
+        data: The pickle of function or script and arguments, made by `rankzero.values.pack`.
         modules: The user modules that are shipped with it, or None.
         refs: The `ResultRef` objects among the arguments and in a trainer's configuration.
     """

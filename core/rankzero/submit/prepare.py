@@ -34,7 +34,7 @@ from rankzero.submit.payload import Payload
 from rankzero.submit.trackers import TRACEPARENT
 from rankzero.submit.user_code import ARCHIVE, UserCode
 from rankzero.values.digest import digest_of
-from rankzero.values.envelope import Part
+from rankzero.values.pickled import Part
 
 logger = logging.getLogger(__name__)
 

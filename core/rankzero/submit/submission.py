@@ -28,7 +28,7 @@ from rankzero.run.identity import Asked, describe
 from rankzero.run.reconcile import Decision
 from rankzero.run.tries import PipelineTry
 from rankzero.submit.existing import Existing, assess, await_end, check_owner, explain_unknown, find_job_of
-from rankzero.values.envelope import Part
+from rankzero.values.pickled import Part
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ OVER = "over"
 """File that task 0 writes when the driver has exited after the end of the run."""
 
 _DRIVER = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
-_DRIVER += "sys.path.append(sys.path.pop(0)); from rankzero.driver.stage import main; main()"
+_DRIVER += "sys.path.append(sys.path.pop(0)); from rankzero.driver.main import main_in_stage; main_in_stage()"
 
 Process = subprocess.Popen[bytes]
 

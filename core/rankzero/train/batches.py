@@ -1,25 +1,35 @@
-"""Batches of tensors from the rows of a dataset: this rank's share of an epoch."""
+"""Batches of tensors from the rows of a dataset: this rank's share of an epoch, which a thread reads ahead."""
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import queue
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rankzero.data.ahead import ahead
+from rankzero import bounds
 from rankzero.data.columns import Columns, joined, part, rows_of, tensors
 from rankzero.data.manifest import Manifest
-from rankzero.data.order import Order
 from rankzero.data.reader import Reader
-from rankzero.data.shares import Batches, Spans, Stretch, cut, length, merged, remaining, share
+from rankzero.data.shares import Batches, Order, Spans, Stretch, cut, length, merged, remaining, share
+from rankzero.host import forks
 
 if TYPE_CHECKING:
     from rankzero.train.context import TrainContext
+
+T = TypeVar("T")
+
+_END = object()
+
+_threads: dict[threading.Thread, threading.Event] = {}
+"""The running threads, each with the event that stops it."""
 
 PIECE = 32 << 20
 """Approximate number of bytes of shuffled rows that are gathered at a time."""
@@ -163,6 +173,67 @@ def _rebatched(pieces: Iterator[Columns], sizes: list[int], again: Any) -> Itera
             yield parts[0]
         else:
             yield {name: joined([columns[name] for columns in parts], name) for name in parts[0]}
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stops all threads, since an interpreter aborts if it exits while one of its threads runs native code."""
+    for stopped in list(_threads.values()):
+        stopped.set()
+    for thread in list(_threads):
+        thread.join(bounds.READ_AHEAD_EXIT_TIMEOUT)
+
+
+def ahead(make: Callable[[], Iterator[T]], count: int) -> Iterator[T]:
+    """Yields the items of an iterator, up to ``count`` of which a thread produces in advance.
+
+    The thread ends after the last item, or when this generator is closed.
+
+    Args:
+        make: Creates the iterator, in the thread.
+        count: Most items that are produced in advance; 0 for no thread.
+    """
+    if not count:
+        yield from make()
+        return
+    items: queue.Queue[Any] = queue.Queue(count)
+    stopped = threading.Event()
+
+    def put(item: object) -> bool:
+        while not stopped.is_set():
+            try:
+                items.put(item, timeout=bounds.POLL_INTERVAL_LONG)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def produce() -> None:
+        try:
+            iterator, item = make(), None
+            while item is not _END:
+                with forks.held():
+                    item = next(iterator, _END)
+                if not put((item, None)):
+                    return
+        except BaseException as error:
+            put((_END, error))
+        finally:
+            _threads.pop(threading.current_thread(), None)
+
+    thread = threading.Thread(target=produce, name="rankzero-reader", daemon=True)
+    _threads[thread] = stopped
+    thread.start()
+    try:
+        while True:
+            item, error = items.get()
+            if error is not None:
+                raise error
+            if item is _END:
+                return
+            yield item
+    finally:
+        stopped.set()
 
 
 class BatchDataset(IterableDataset[Any]):

@@ -1,4 +1,4 @@
-"""Formats and handles of results, and the envelope of arguments. Imports only the standard library and torch.
+"""Formats and handles of results, and the file of arguments. Imports only the standard library and torch.
 
 Loading verifies the digest first, except for a safetensors file whose inode, size and times are those that its handle
 recorded: docs/decisions/010-bytes-take-the-shortest-way.md. Tensors and arrays of 64 kB and more lie beside the pickle
@@ -9,7 +9,7 @@ from rankzero import lazy_names
 
 lazy_names(
     __name__,
-    "digest.Digest digest.digest_of digest.digest_of_file digest.verify envelope.beside envelope.LARGE "
-    "envelope.open_packed envelope.pack plain.find_unstorable plain.is_json ref.map_refs resharding.ShardedState "
-    "unpacking.unpack",
+    "digest.Digest digest.digest_of digest.digest_of_file digest.verify pickled.beside pickled.LARGE "
+    "pickled.open_packed pickled.pack plain.find_unstorable plain.is_json ref.map_refs resharding.ShardedState "
+    "formats.unpack",
 )

@@ -26,11 +26,12 @@ from rankzero import store
 from rankzero.errors import ResultError
 from rankzero.values import digest as digests
 from rankzero.values import pickled, safetensors
-from rankzero.values.envelope import open_packed
+from rankzero.values.pickled import open_packed
 from rankzero.values.plain import is_json
-from rankzero.values.unpacking import unpack
 
 if TYPE_CHECKING:
+    import tarfile
+
     import torch
 
 
@@ -127,6 +128,22 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
         file.flush()
         os.fsync(file.fileno())
         return sink.size, sink.digest()
+
+
+def unpack(archive: tarfile.TarFile, target: str | os.PathLike[str]) -> None:
+    """Unpacks an archive that rankzero made and whose checksum was verified.
+
+    Args:
+        archive: The open archive.
+        target: The directory.
+    """
+    import tarfile
+
+    # Python 3.11.0 to 3.11.3, which Debian 12 has, has no filters.
+    if hasattr(tarfile, "data_filter"):
+        archive.extractall(target, filter="data")
+    else:
+        archive.extractall(target)
 
 
 def read_directory(path: str, digest: str, target: str) -> None:

@@ -35,7 +35,7 @@ from typing import Any
 
 from rankzero import bounds
 from rankzero.agent import supervise
-from rankzero.host import descendants, forked
+from rankzero.host import forked, processes
 from rankzero.host.guard import watch as watch_guard
 from rankzero.host.processes import process_start, settle_signals
 from rankzero.warm import hugepages
@@ -48,7 +48,6 @@ PRELOADED = (
     "rankzero.store.remote",
     "rankzero.train.parts",
     "rankzero.train.writer",
-    "rankzero.values.envelope",
     "rankzero.values.formats",
     "rankzero.values.ref",
     "rankzero.train",
@@ -141,7 +140,7 @@ class WarmServer:
         while not (self._ending and not self._agents):
             events = self._selector.select(self._time_left())
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                descendants.kill_all()
+                processes.kill_descendants()
                 return
             for act in [key.data for key, _ in events] or [self._use_the_pause]:
                 try:
@@ -283,13 +282,13 @@ class WarmServer:
         self._collect()
 
     def _collect(self) -> None:
-        for pid, status in descendants.ended_children():
+        for pid, status in processes.ended_children():
             self._bounds.pop(pid, None)
             if connection := self._agents.pop(pid, None):
                 self._idle_since = time.monotonic()
                 # Descendants of a killed agent are re-parented to this process; they are killed before the exit status
                 # is sent.
-                descendants.kill_all(but=set(self._agents))
+                processes.kill_descendants(but=set(self._agents))
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(connection)
                 with contextlib.suppress(OSError):
@@ -381,7 +380,7 @@ def main() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     settle_signals()
-    descendants.become_subreaper()
+    processes.become_subreaper()
     watched = os.pidfd_open(int(owner))
     if process_start(int(owner)) != started:
         raise SystemExit("the process that started this server has exited")

@@ -1,7 +1,11 @@
-"""The call of the user's code: a function, a script, a module as a script, or a command."""
+"""The call of the user's code: a function, a script, a module as a script, or a command.
+
+`run_exit_handlers` ends a rank whose code has returned: exit handlers and non-daemon threads, within a time limit.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.abc
 import inspect
@@ -13,10 +17,13 @@ import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source, spec_from_file_location
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rankzero.channel.messages import Start
@@ -28,6 +35,9 @@ if TYPE_CHECKING:
 
 LOCAL_RANK_MACRO = "${local_rank}"
 """Placeholder for the local rank in the arguments of a script; torchrun has the same."""
+
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_NOT_STDLIB = ("site-packages", "dist-packages")
 
 
 def call(start: Start, fetch: Callable[[str], str]) -> object:
@@ -41,8 +51,7 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
         The value that a function returned; None for other kinds, and after ``sys.exit(0)``, which is a success.
     """
     from rankzero.train.context import RANK_PROCESS
-    from rankzero.values.envelope import open_packed
-    from rankzero.values.pickled import PayloadLoader
+    from rankzero.values.pickled import PayloadLoader, open_packed
     from rankzero.values.ref import map_refs
 
     # The caller's own code comes before installed packages, as in the caller's process.
@@ -297,3 +306,56 @@ def _recorded() -> dict[str, Any]:
         kind, _, text = str(message["message"]).partition(": ")
         return {"exception_type": kind, "message": text, "traceback": str(message["extraInfo"]["py_callstack"])}
     return {}
+
+
+def run_exit_handlers(bound: float) -> None:
+    """Runs what a normal exit of Python runs; the rank's result is committed already.
+
+    Args:
+        bound: Seconds after which this process exits and logs what it cut off.
+    """
+    timer = threading.Timer(bound, _cut_off, (bound,))
+    timer.daemon = True
+    timer.start()
+    with contextlib.suppress(BaseException):
+        # Ends idle threads of concurrent.futures, which wait for this call, and joins non-daemon threads.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def _cut_off(bound: float) -> None:
+    try:
+        # Not by sys.stderr, whose lock the thread that is cut off may hold.
+        os.write(2, f"{cut_off_message(bound, _what_runs())}\n".encode(errors="replace"))
+    finally:
+        os._exit(0)
+
+
+def cut_off_message(bound: float, what: str) -> str:
+    """Returns the log line that names what ``exit_timeout`` cut off."""
+    return (
+        f"rankzero: this rank had returned, and was ended after exit_timeout={bound:g} s, which cut off {what}. "
+        "The run's result is safe; a larger exit_timeout lets this finish"
+    )
+
+
+def _what_runs() -> str:
+    frames = sys._current_frames()
+    main = threading.main_thread()
+    threads = [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    if threads:
+        return " and ".join(f"the thread {thread.name!r}{_where(frames.get(thread.ident or 0))}" for thread in threads)
+    return f"an exit handler{_where(frames.get(main.ident or 0))}"
+
+
+def _where(frame: FrameType | None) -> str:
+    """Returns the outermost function of the user in a thread's stack and its current line."""
+    found = None
+    while frame and frame.f_code is not run_exit_handlers.__code__:
+        path = frame.f_code.co_filename
+        if found is None or not path.startswith(_STDLIB) or any(part in path for part in _NOT_STDLIB):
+            found = frame
+        frame = frame.f_back
+    if found is None:
+        return ""
+    return f" in {found.f_code.co_name}, {found.f_code.co_filename}:{found.f_lineno}"

@@ -37,12 +37,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero.channel import messages
 from rankzero.errors import ResultError
-from rankzero.host.descendants import die_with_parent
-from rankzero.host.processes import settle_signals
+from rankzero.host.processes import die_with_parent, settle_signals
 from rankzero.worker import failures, log_level, rendezvous
-from rankzero.worker.call import call
+from rankzero.worker.call import call, run_exit_handlers
 from rankzero.worker.control import Control, out_of_reach
-from rankzero.worker.leaving import run_exit_handlers
 
 if TYPE_CHECKING:
     from rankzero.train.parts import Parts

@@ -19,7 +19,7 @@ from rankzero.compat.ray_train.names import INSTEAD, lookup
 from rankzero.compat.ray_train.result import Result, result_of, with_failures
 from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError
 from rankzero.run.directory import RunDirectory
-from rankzero.values.envelope import open_packed
+from rankzero.values.pickled import open_packed
 
 if TYPE_CHECKING:
     from rankzero.launcher import Launcher

@@ -18,7 +18,7 @@ from rankzero import bounds
 from rankzero.engines.spark import archive
 from rankzero.engines.spark.context import known
 from rankzero.engines.spark.jvm import DRIVER_JAVA_OPTIONS, find_java, short_lived, start_context
-from rankzero.host import descendants
+from rankzero.host import processes
 
 KEPT = 3
 """Number of archives that stay, the most recently used ones; each has about 70 MB."""
@@ -57,15 +57,15 @@ def main() -> None:
         os.replace(unfinished, path)
     finally:
         _remove([unfinished])
-        descendants.kill_all()
+        processes.kill_descendants()
 
 
 def _end_in_time() -> None:
     def give_up(*_: object) -> None:
-        descendants.kill_all()
+        processes.kill_descendants()
         os._exit(1)
 
-    descendants.become_subreaper()
+    processes.become_subreaper()
     for number in (signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, give_up)
     signal.setitimer(signal.ITIMER_REAL, bounds.ARCHIVE_TIMEOUT)

@@ -20,10 +20,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from rankzero import bounds
 from rankzero.compat.horovod.torch import execute
-from rankzero.compat.horovod.torch.agreement import JOINED, SHUT_DOWN, WAITING, Agreement, Issued, Requests, listed
+from rankzero.compat.horovod.torch.agreement import (
+    JOINED,
+    SHUT_DOWN,
+    WAITING,
+    Agreement,
+    Issued,
+    Received,
+    Requests,
+    Rounds,
+    Turn,
+    listed,
+)
 from rankzero.compat.horovod.torch.errors import HorovodInternalError, StallError
 from rankzero.compat.horovod.torch.messages import (
     Handle,
@@ -35,8 +47,6 @@ from rankzero.compat.horovod.torch.messages import (
     failure_message,
     inline_begin,
 )
-from rankzero.compat.horovod.torch.rounds import Received, Rounds, Turn
-from rankzero.compat.horovod.torch.stalls import roll_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +73,7 @@ class Coordinator:
         self.rank = self.ranks.index(me) if me in self.ranks else -1
         """This rank's index in the set; -1 if it is not a member."""
         self._rounds = Rounds(control, self.rank, len(ranks))
-        self._roll = roll_of(control, self.ranks, self.rank) if self.rank >= 0 else None
+        self._roll = Roll(control, self.ranks, self.rank) if self.rank >= 0 else None
         self._timeout = timeout.total_seconds()
         self.warn_after = warn_after
         self.optimizers = itertools.count(1)
@@ -343,6 +353,42 @@ class Coordinator:
     def _report_failure(self, message: bytes) -> None:
         with contextlib.suppress(RuntimeError):
             self._rounds.exchange(message)
+
+
+class Roll:
+    """Finds the ranks of a set that have not come to a slow round, by their entries in torch's store.
+
+    Args:
+        group: Process group of the set, whose name is the prefix of its entries.
+        ranks: Global ranks of the set.
+        rank: Index of this rank in the set.
+    """
+
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
+        store = distributed_c10d._get_default_store()
+        self._store = distributed_c10d.PrefixStore(f"rankzero.horovod.{group.group_name}", store)
+        self._ranks = ranks
+        self._rank = rank
+        self._answered = 0
+
+    def answer(self, number: int) -> list[int]:
+        """Records that this rank has come to a round.
+
+        Returns:
+            Global ranks that have not recorded it; an empty list if the store is closed.
+        """
+        try:
+            if number > self._answered:
+                self._answered = number
+                self._store.set(str(self._rank), str(number))
+            others = [index for index in range(len(self._ranks)) if index != self._rank]
+            return [self._ranks[index] for index in others if not self._came(index, number)]
+        except RuntimeError:
+            return []
+
+    def _came(self, index: int, number: int) -> bool:
+        key = str(index)
+        return bool(self._store.check([key])) and int(self._store.get(key)) >= number
 
 
 @contextlib.contextmanager

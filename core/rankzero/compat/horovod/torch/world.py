@@ -1,10 +1,11 @@
-"""The rank of this process, and the sets of ranks that communicate."""
+"""The rank of this process, the sets of ranks that communicate, and warnings about ranks that others wait for."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import rankzero.train as rt
+from rankzero import bounds
 from rankzero.compat.horovod.torch.coordinator import Coordinator
 from rankzero.compat.horovod.torch.messages import Meta, Request
-from rankzero.compat.horovod.torch.stalls import Watcher
 from rankzero.train.context import at_return
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,38 @@ def _seconds(name: str, default: float) -> float:
     if not 0 <= found <= STALL_TIMEOUT_MAX:
         raise ValueError(f"{name} is {text!r}; give seconds, or 0 for {default:.0f}")
     return found or default
+
+
+class Watcher:
+    """Logs warnings about ranks for which this rank has waited long, in a thread, until it is stopped.
+
+    Args:
+        sets: Returns the current sets of ranks.
+    """
+
+    def __init__(self, sets: Callable[[], Sequence[Coordinator]]) -> None:
+        self._sets = sets
+        self._warn_at: dict[Coordinator, float] = {}
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="rankzero-horovod-stalls", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stops the thread without waiting for it."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(bounds.POLL_INTERVAL_LONGEST):
+            for group in self._sets():
+                if group.stall() >= bounds.POLL_INTERVAL_LONGEST:
+                    self._check(group)
+                else:
+                    self._warn_at.pop(group, None)
+
+    def _check(self, group: Coordinator) -> None:
+        found, stall = group.call_roll(), group.stall()
+        if stall >= self._warn_at.setdefault(group, group.warn_after):
+            self._warn_at[group] = stall + group.warn_after
+            logger.warning("%s", found)
 
 
 global_process_set = ProcessSet([])
