@@ -1,6 +1,7 @@
 """Lines and metrics of little hurry travel together: each delivery wakes the agent, the channel and the driver."""
 
 import os
+import queue
 import select
 import signal
 import socket
@@ -17,6 +18,8 @@ from rankzero import Launcher, ResultError, bounds
 from rankzero.agent import output
 from rankzero.channel import Finished, frames, messages
 from rankzero.driver import Recorder
+from rankzero.testing import run_inline
+from rankzero.testing.ranks import Ranks
 from rankzero.worker import Control
 from rankzero.worker import control as controls
 
@@ -119,6 +122,36 @@ def test_reports_leave_when_their_time_has_come(control: tuple[Control, socket.s
     assert receive(agent) == [[0]]
     rank.report(row(1))
     assert receive(agent) == [[1]]
+
+
+def test_go_may_overtake_the_start_of_an_agent_that_still_fetches_files(control: tuple[Control, socket.socket]) -> None:
+    """The driver tells all agents when rank 0 is ready: one of them may be slow to get what its ranks need."""
+    rank, agent = control
+    go, start = messages.Go(["host"], 1, one_host=False), messages.Start("run", "", shared=True, scratch="")
+    lost = messages.NotCommitted(0)
+    for message in (go, lost, start):
+        agent.send(frames.encode(messages.encode(message)))
+    assert rank.expect(messages.Start) == start
+    assert rank.expect(messages.Go) == go
+    later: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
+    rank.listen(later.put)
+    assert later.get(timeout=10) == lost
+
+
+def test_a_rank_trains_although_go_comes_before_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank is that of a run; `run_inline` only sends its messages."""
+    send, held = Ranks._send, []
+
+    def swapped(ranks: Ranks, rank: int, message: messages.Message) -> None:
+        if isinstance(message, messages.Start):
+            held.append(message)
+            return
+        send(ranks, rank, message)
+        while held:
+            send(ranks, rank, held.pop())
+
+    monkeypatch.setattr(Ranks, "_send", swapped)
+    assert run_inline(lambda: rt.get_context().rank, world_size=2).values == [0, 1]
 
 
 def test_what_is_between_reports_stays_there(control: tuple[Control, socket.socket], no_delivery: None) -> None:

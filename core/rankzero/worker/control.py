@@ -11,12 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from rankzero import bounds
 from rankzero.channel import frames, messages
 from rankzero.channel.messages import Message, decode, encode
 from rankzero.errors import ResultError
+
+M = TypeVar("M", bound=Message)
 
 MAX_OUTGOING = 10_000
 """Messages in the queue above which `send` blocks."""
@@ -49,6 +51,7 @@ class Control:
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_called = False
         threading.Thread(target=self._write, name="rankzero-sender", daemon=True).start()
+        self._early: list[Message] = []
         self._fetched: dict[str, messages.Fetched] = {}
         self._has_fetched = threading.Condition()
         self.ended = threading.Event()
@@ -159,7 +162,20 @@ class Control:
             os.write(2, text.encode(errors="replace"))
         os._exit(1)
 
-    def receive(self) -> Message:
+    def expect(self, kind: type[M]) -> M:
+        """Waits for a message of this kind; others, which may overtake it, are kept for later.
+
+        An agent that still fetches files of its ranks receives `Go` when rank 0 is ready, and so before they start.
+        """
+        for message in self._early:
+            if isinstance(message, kind):
+                self._early.remove(message)
+                return message
+        while not isinstance(message := self._receive(), kind):
+            self._early.append(message)
+        return message
+
+    def _receive(self) -> Message:
         """Waits for the agent's next message; exits this process if the agent is dead."""
         while True:
             for message in self._decoder:
@@ -182,7 +198,7 @@ class Control:
 
         def take() -> None:
             while True:
-                message = self.receive()
+                message = self._early.pop(0) if self._early else self._receive()
                 if isinstance(message, messages.End):
                     self.ended.set()
                 elif isinstance(message, messages.Flush):

@@ -114,8 +114,7 @@ def _work(
         return failures.no_torch(error)
     phases["imported"] = time.time()
     control.send(messages.Ready(torch.__version__))
-    start = control.receive()
-    assert isinstance(start, messages.Start)
+    start = control.expect(messages.Start)
     from rankzero.train import context, parts
     from rankzero.train import writer as writers
 
@@ -131,9 +130,7 @@ def _work(
     if start.context["rank"] == 0:
         control.send(messages.Rendezvous(rendezvous.bind(start)))
     rendezvous.guard_groups()
-    go = control.receive()
-    assert isinstance(go, messages.Go)
-    rendezvous.meet(go, start.context["rank"])
+    rendezvous.meet(control.expect(messages.Go), start.context["rank"])
     control.listen(lambda message: _dump(start) if isinstance(message, messages.Dump) else writer.on_message(message))
     if start.context["backend"] == "nccl" and not torch.cuda.is_available():
         raise RuntimeError(
