@@ -124,7 +124,7 @@ def test_paths_that_a_driver_on_a_standalone_cluster_would_not_find_are_refused(
 
 def test_a_driver_that_sees_another_directory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARK_RANKZERO_PRIVATE", deploy.pack({"env": {}, "engine": {"conf": {}}, "token": "its own"}))
-    program = "from rankzero.driver.cluster import main; main()"
+    program = "from rankzero.driver.main import main_on_cluster; main_on_cluster()"
     arguments = [str(tmp_path / "run"), "--submission", "0", "--private", "env:SPARK_RANKZERO_PRIVATE"]
     ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
     assert ended.returncode == 1

@@ -57,7 +57,7 @@ def test_the_pod_mounts_a_secret_with_the_program_the_code_and_what_is_private(
     # The level of this process, if a test before this one has set it.
     env.pop("RANKZERO_LOG_LEVEL", None)
     assert env == {"MY_TOKEN": SECRET}
-    assert "rankzero/driver/cluster.py" in zipfile.ZipFile(io.BytesIO(data["rankzero.jar"])).namelist()
+    assert "rankzero/driver/main.py" in zipfile.ZipFile(io.BytesIO(data["rankzero.jar"])).namelist()
     compile(data["driver.py"], "driver.py", "exec")
     # Kubernetes removes it with the pod.
     assert secret["metadata"]["ownerReferences"][0]["uid"] == pod["metadata"]["uid"]

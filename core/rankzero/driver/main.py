@@ -16,6 +16,7 @@ import math
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -31,9 +32,16 @@ from rankzero.driver.recorder import Recorder
 from rankzero.driver.states import follow
 from rankzero.driver.watch import Inbox, Watch
 from rankzero.engines.base import Engine, within
-from rankzero.errors import RankZeroError, StartTimeoutError
+from rankzero.errors import RankZeroError, RunNotFoundError, StartTimeoutError
 from rankzero.host import processes
-from rankzero.host.processes import allow_open_files, is_gone, pidfd_of, settle_signals
+from rankzero.host.processes import (
+    allow_open_files,
+    is_gone,
+    pidfd_of,
+    process_namespace,
+    process_start,
+    settle_signals,
+)
 from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory
@@ -187,6 +195,44 @@ def _end_with_task() -> None:
     while sys.stdin.buffer.read(1):
         pass
     os._exit(1)
+
+
+def main_on_cluster() -> None:
+    """Entry point of a driver that a Spark cluster starts as the program of an application, below the driver's JVM.
+
+    Its session is the session of that application: pyspark finds the JVM by the environment variables of this process.
+    `rankzero.engines.spark.deploy` makes its arguments.
+    """
+    from rankzero.engines.spark.deploy import read_private
+
+    parser = argparse.ArgumentParser(description=main_on_cluster.__doc__)
+    parser.add_argument("run_directory")
+    parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
+    parser.add_argument("--private", required=True, help="where the secrets are: env:NAME, conf:NAME or file:PATH")
+    arguments = parser.parse_args()
+    settle_signals()
+    parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
+    private = read_private(arguments.private)
+    run = RunDirectory(arguments.run_directory)
+    try:
+        is_same = run.token() == private.pop("token")
+    except FileNotFoundError:
+        is_same = False
+    if not is_same:
+        sys.exit(
+            f"{run.directory} on {socket.gethostname()} is not the directory of the run: the store must be a path that "
+            "the submitter and the cluster's hosts share, or the URL of an object store"
+        )
+    log: list[logging.Handler] = [logging.StreamHandler()]
+    if not run.is_remote:
+        log.append(logging.FileHandler(run.path("driver.log")))
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=log)
+    # A cluster that kills an application kills the JVM, not this process.
+    when_gone(parent, functools.partial(os.kill, os.getpid(), signal.SIGTERM))
+    try:
+        drive(run, arguments.submission, lambda: private)
+    except RunNotFoundError as error:
+        sys.exit(str(error))
 
 
 class Delegation:

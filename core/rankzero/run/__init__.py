@@ -19,9 +19,9 @@ lazy_names(
     __name__,
     "checkpoints.list_committed checkpoints.Manifest observer.CurrentStatus observer.owns "
     "tries.detaching names.EVENTS names.LINES directory.RunDirectory status.RunStatus growing.Position "
-    "identity.Asked identity.compare identity.Comparison identity.describe identity.Identity lease.longest_delay "
+    "identity.Asked identity.compare identity.Comparison identity.decide identity.Decision identity.describe "
+    "identity.Identity lease.longest_delay "
     "lease.power listing.list_runs observer.dead_after observer.process_lives growing.PieceWriter "
-    "reconcile.decide reconcile.Decision "
     "retention.ABANDONED retention.Age retention.collect retention.EARLIER "
     "retention.HALF_REMOVED retention.HIDDEN retention.is_due retention.remove_unread "
     "tries.may_retry",

@@ -12,11 +12,11 @@ from rankzero.values.digest import digest_of as digest_of_bytes
 
 def facts_of_numbers(value: Any) -> Callable[[Any], Any] | None:
     """Returns the function that returns the facts of such a value, which stand for it; None for any other value."""
-    if _is_tensor(value):
+    if _is_instance("torch", "Tensor", value):
         return _tensor
     if _is_a("numpy", "ndarray", value) and not value.dtype.hasobject:
         return _array
-    if _is_extension_array(value):
+    if _is_instance("pandas.api.extensions", "ExtensionArray", value):
         return _extension_array
     return _frame if _is_a("pandas", "DataFrame", value) else None
 
@@ -24,6 +24,12 @@ def facts_of_numbers(value: Any) -> Callable[[Any], Any] | None:
 def _is_a(package: str, name: str, value: Any) -> bool:
     """Returns True for an object of exactly this class of a package that the user has imported."""
     return type(value) is getattr(sys.modules.get(package), name, None)
+
+
+def _is_instance(package: str, name: str, value: Any) -> bool:
+    """Returns True for an object of this class, or of a subclass, of a package that the user has imported."""
+    cls = getattr(sys.modules.get(package), name, None)
+    return cls is not None and isinstance(value, cls)
 
 
 def _array(value: Any) -> Any:
@@ -40,11 +46,6 @@ def _frame(value: Any) -> Any:
     return "frame", value.columns, value.index, columns, value.attrs
 
 
-def _is_extension_array(value: Any) -> bool:
-    extension_array = getattr(sys.modules.get("pandas.api.extensions"), "ExtensionArray", None)
-    return extension_array is not None and isinstance(value, extension_array)
-
-
 def _extension_array(value: Any) -> Any:
     """Returns the parts of an array of pandas: its pickle also depends on the properties that were read from it.
 
@@ -59,11 +60,6 @@ def _extension_array(value: Any) -> Any:
         return part
 
     return "extension array", type(value), [counted(part) for part in value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[1:]]
-
-
-def _is_tensor(value: Any) -> bool:
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor is not None and isinstance(value, tensor)
 
 
 def _tensor(value: Any) -> Any:

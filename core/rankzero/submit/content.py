@@ -166,7 +166,8 @@ class _ContentPickler(TrainingPickler):
             return self._dict(value)
         if isinstance(value, (set, frozenset)):
             # The order of the items differs between processes.
-            return cls, sorted(map(self._digest_of_item, value)), getattr(value, "__dict__", {})
+            items = sorted(digest_with_code(item, code=self._code, module=self._in_module) for item in value)
+            return cls, items, getattr(value, "__dict__", {})
         if isinstance(value, typing.TypeVar):
             variance = value.__covariant__, value.__contravariant__
             return "TypeVar", value.__name__, value.__bound__, value.__constraints__, variance
@@ -186,9 +187,6 @@ class _ContentPickler(TrainingPickler):
             return self._contents(value, facts)
         # The class of a script travels by value, under a random name.
         return None if self._is_named(type(value)) else self._contents(value, self._instance)
-
-    def _digest_of_item(self, item: Any) -> str:
-        return digest_with_code(item, code=self._code, module=self._in_module)
 
     def _contents(self, value: Any, facts: Any) -> Any:
         return self._once(value, facts) if self._memo else facts(value)

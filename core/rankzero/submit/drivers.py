@@ -135,8 +135,10 @@ def start_driver(run: RunDirectory, job: Job, private: dict[str, Any], owner: in
     command = [sys.executable, "-P", "-c", program, package_root, run.directory, "--submission", number]
     if owner is not None:
         command += ["--owner", str(owner)]
+    # An object store cannot append: the starter of the driver can read a file without a name.
+    output: IO[bytes] = tempfile.TemporaryFile() if run.is_remote else open(run.path("driver.log"), "a+b")
     # A file without a name: it disappears whichever process dies, and unlike a pipe it never blocks.
-    with _open_driver_log(run) as log, _open_private() as private_file:
+    with output as log, _open_private() as private_file:
         private_file.write(json.dumps({**private, "nonce": job.nonce}).encode())
         private_file.seek(0)
         driver = DriverProcess(
@@ -172,11 +174,6 @@ def _open_pipe() -> list[int]:
     finally:
         for end in ends:
             os.close(end)
-
-
-def _open_driver_log(run: RunDirectory) -> IO[bytes]:
-    # An object store cannot append: the starter of the driver can read a file without a name.
-    return tempfile.TemporaryFile() if run.is_remote else open(run.path("driver.log"), "a+b")
 
 
 @contextlib.contextmanager

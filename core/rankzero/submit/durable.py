@@ -11,8 +11,7 @@ from typing import Any
 from rankzero import bounds
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Asked, describe
-from rankzero.run.reconcile import Decision
+from rankzero.run.identity import Asked, Decision, describe
 from rankzero.run.tries import PipelineTry, attempt, detaching
 from rankzero.submit import datasets, drivers, existing
 from rankzero.submit.drivers import open_owned

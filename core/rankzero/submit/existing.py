@@ -15,9 +15,8 @@ from rankzero.job import Job
 from rankzero.run import delivery
 from rankzero.run.directory import RunDirectory, compare_job
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Asked, Comparison
+from rankzero.run.identity import Asked, Comparison, Decision, decide
 from rankzero.run.observer import dead_after
-from rankzero.run.reconcile import Decision, decide
 from rankzero.run.status import RunStatus
 from rankzero.run.tries import PipelineTry
 
@@ -89,7 +88,7 @@ def assess(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -
     found = _state(run)
     if found is None:
         return None
-    job, status, ending = found.job, found.status, found.ending
+    job, status, ending = found
     delivered = delivery.read(run.directory, job.submission)
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
@@ -119,22 +118,15 @@ def explain_unknown(existing: Existing) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _State:
-    job: Job
-    status: RunStatus
-    ending: bool
-
-
-def _state(run: RunDirectory) -> _State | None:
-    """Returns job and status of the last submission, and whether the run is ending; None if there is none."""
+def _state(run: RunDirectory) -> tuple[Job, RunStatus, bool] | None:
+    """Returns job and status of the last submission, and True if the run is ending; None if there is none."""
     check_owner(run)
     if (job := find_job_of(run)) is None:
         return None
     owner_is_gone = bool(job.owner and is_gone(job.owner))
     status = _await_certainty(RunHandle(run.directory), job, owner_is_gone)
     ending = not status.final and (owner_is_gone or run.cancel_requested(job.submission))
-    return _State(job, status, ending)
+    return job, status, ending
 
 
 def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -> RunStatus:
@@ -174,7 +166,7 @@ def await_end(run: RunDirectory, job: Job) -> None:
     bound = job.stop_grace + CANCEL_TIMEOUT
     deadline = time.monotonic() + bound
     # Ends also when another submitter that waited for the same has submitted the run again.
-    while (found := _state(run)) and found.ending:
+    while (found := _state(run)) and found[2]:
         if time.monotonic() > deadline:
             raise EngineError(f"the run in {run.directory} was asked to stop and is still running after {bound:g} s")
         time.sleep(bounds.POLL_INTERVAL_SHORT)

@@ -19,7 +19,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -78,16 +78,20 @@ def build(
     training = resolve(train)
     extra, needed = _pickle_restart_on(restart_on)
     if isinstance(training, (Script, Module, Command)):
-        payload = _build_program(training, args, kwargs, extra, needed)
-        return replace(payload, refs=refs)
+        return _build_program(training, args, kwargs, extra, needed, refs)
     check_callable(training, args, kwargs)
     name = name_of(training)
     parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
     make_pickler = functools.partial(TrainingPickler, is_alone=is_alone)
-    data, modules = _pickle(
-        parts | extra, make_pickler, lambda: _find_culprit(training, args, kwargs, make_pickler), needed
-    )
-    return Payload(name, data, modules, refs)
+    buffer = io.BytesIO()
+    buffers: list[memoryview] = []
+    pickler = make_pickler(buffer, beside(buffers))
+    try:
+        pickler.dump(parts | extra)
+    except Exception as error:
+        culprit = _find_culprit(training, args, kwargs, make_pickler)
+        raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
+    return Payload(name, pack(buffer.getvalue(), buffers), zip_modules(pickler.needed | needed), refs)
 
 
 def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], set[str]]:
@@ -109,6 +113,7 @@ def _build_program(
     kwargs: dict[str, Any],
     extra: dict[str, bytes],
     needed: set[str],
+    refs: list[ResultRef],
 ) -> Payload:
     """Builds the payload of a script, module or command, which take a command line."""
     if kwargs:
@@ -119,20 +124,7 @@ def _build_program(
     line = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
     modules = zip_modules(program.imports() | needed, program.directory)
     parts = {**program.parts(), "args": (*program.line, *line), **extra}
-    return Payload(program.name, pack(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), []), modules)
-
-
-def _pickle(
-    parts: dict[str, Any], make_pickler: _Maker, find_culprit: Callable[[], str], needed: set[str]
-) -> tuple[list[Part], Shipped | None]:
-    buffer = io.BytesIO()
-    buffers: list[memoryview] = []
-    pickler = make_pickler(buffer, beside(buffers))
-    try:
-        pickler.dump(parts)
-    except Exception as error:
-        raise InvalidJobError(f"{find_culprit()} cannot be pickled: {error}", code="RZ-1004") from error
-    return pack(buffer.getvalue(), buffers), zip_modules(pickler.needed | needed)
+    return Payload(program.name, pack(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), []), modules, refs)
 
 
 def _find_culprit(

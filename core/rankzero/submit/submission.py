@@ -24,8 +24,7 @@ from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run.checkpoints import list_folders, read_manifests
 from rankzero.run.directory import RunDirectory, new_claim
-from rankzero.run.identity import Asked, describe
-from rankzero.run.reconcile import Decision
+from rankzero.run.identity import Asked, Decision, describe
 from rankzero.run.tries import PipelineTry
 from rankzero.submit.existing import Existing, assess, await_end, check_owner, explain_unknown, find_job_of
 from rankzero.values.pickled import Part

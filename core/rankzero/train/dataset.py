@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from rankzero.data.columns import Columns
-    from rankzero.data.shares import Spans, Stretch
     from rankzero.train.batches import BatchDataset, Cut
 
 DEFAULT = "train"
@@ -270,6 +269,7 @@ class DatasetShard:
     def _iterate(self, cut: Cut, device: torch.device | str | None) -> Iterator[Any]:
         import torch
 
+        from rankzero.data.shares import remaining
         from rankzero.train.batches import batches_of, check_order
         from rankzero.train.data_loader import on_device
 
@@ -277,12 +277,8 @@ class DatasetShard:
         at = self._epochs.begin()
         check_order({**at.order, "consumed": at.consumed}, cut.seed)
         at.cut, at.order = cut, {"seed": cut.seed}
-        batches = batches_of(self._manifest, self._world, self._scratch, cut, at.epoch, self._left(at.consumed))
+        left = remaining(self.num_rows, at.consumed)
+        batches = batches_of(self._manifest, self._world, self._scratch, cut, at.epoch, left)
         if place.type != "cpu":
             batches = on_device(batches, place, ahead=place.type == "cuda")
         yield from self._epochs.count(at, batches)
-
-    def _left(self, consumed: list[Stretch]) -> Spans:
-        from rankzero.data.shares import remaining
-
-        return remaining(self.num_rows, consumed)

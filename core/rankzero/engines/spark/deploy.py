@@ -1,4 +1,4 @@
-"""The command, configuration and environment with which each kind of cluster starts a driver. Pure functions.
+"""The command, configuration and environment with which each kind of cluster starts a driver.
 
 ``spark-submit`` refuses a Python application in cluster mode for a standalone master. So there the main class is
 Spark's own `PythonRunner`, whose "jar" is the zip of rankzero: Spark's `DriverWrapper` fetches it, and starts the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +85,23 @@ def unpack(word: str) -> dict[str, Any]:
     """Returns the private data from the word that `pack` made."""
     private: dict[str, Any] = json.loads(base64.b64decode(word))
     return private
+
+
+def read_private(place: str) -> dict[str, Any]:
+    """Reads the private data, in the process of a driver, from the place that `driver_arguments` names."""
+    kind, _, name = place.partition(":")
+    if kind == "env":
+        # Child processes of this one must not inherit it.
+        return unpack(os.environ.pop(name))
+    if kind == "file":
+        with open(name) as file:
+            return unpack(file.read())
+    from pyspark import SparkContext
+
+    gateway: Any = SparkContext
+    gateway._ensure_initialized()
+    # The application's SparkContext must not keep it either.
+    return unpack(str(gateway._jvm.java.lang.System.clearProperty(name)))
 
 
 def deployment(

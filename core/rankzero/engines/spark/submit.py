@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _TAIL = 12
 """Lines of the output of ``spark-submit`` that an error shows."""
 
-_PROGRAM = "from rankzero.driver.cluster import main\n\nmain()\n"
+_PROGRAM = "from rankzero.driver.main import main_on_cluster\n\nmain_on_cluster()\n"
 
 
 @dataclass(frozen=True)

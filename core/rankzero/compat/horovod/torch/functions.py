@@ -61,10 +61,13 @@ def broadcast_optimizer_state(
         process_set: The ranks that take part.
     """
     is_root = global_process_set.rank() == root_rank
-    packed = _Packer.pack(optimizer.state_dict()) if is_root else None
-    data = broadcast_object(packed.data if packed else None, root_rank, "optimizer.state", process_set)
-    if packed:
-        tensors = packed.tensors
+    file = io.BytesIO()
+    packer = _Packer(file)
+    if is_root:
+        packer.dump(optimizer.state_dict())
+    data = broadcast_object(file.getvalue(), root_rank, "optimizer.state", process_set)
+    if is_root:
+        tensors = packer.tensors
     else:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         unpacker = _Unpacker(data, next((parameter.device for parameter in parameters), torch.device("cpu")))
@@ -79,18 +82,9 @@ def broadcast_optimizer_state(
 class _Packer(pickle.Pickler):
     """Pickles an object without its tensors, which it collects at any depth."""
 
-    def __init__(self) -> None:
-        self.data = b""
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
         self.tensors: list[torch.Tensor] = []
-        self._file = io.BytesIO()
-        super().__init__(self._file)
-
-    @classmethod
-    def pack(cls, value: Any) -> _Packer:
-        packer = cls()
-        packer.dump(value)
-        packer.data = packer._file.getvalue()
-        return packer
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided:
