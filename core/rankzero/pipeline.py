@@ -46,9 +46,9 @@ from rankzero import lazy_names
 
 if TYPE_CHECKING:
     from rankzero import store as store
-    from rankzero.doctor.before import find_problems as find_problems
     from rankzero.doctor.examine import Examination as Examination
     from rankzero.doctor.examine import examine as examine
+    from rankzero.doctor.examine import find_problems as find_problems
     from rankzero.doctor.findings import OK as OK
     from rankzero.engines.base import Engine as Engine
     from rankzero.engines.spark.engine import embedded_engine as embedded_engine
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
 
 _NAMES = (
     "store report.curves report.pages run.lease run.reports submit.datasets values.formats "
-    "doctor.before.find_problems doctor.examine.Examination doctor.examine.examine doctor.findings.OK "
+    "doctor.examine.Examination doctor.examine.examine doctor.examine.find_problems doctor.findings.OK "
     "engines.base.Engine engines.spark.engine.embedded_engine host.processes.describe_process job.Job "
     "job.describe_world job.qualified_name job.world_bounds kinds.AUTO kinds.NumProcesses kinds.RestartOn "
     "run.printing.print_line masking.secrets_of options.Option options.described options.step_options "

@@ -1,8 +1,8 @@
 """Finds problems that would stop a training on an engine before it starts, and names a fix for each.
 
-`before` checks everything that can be checked without starting a process. `probe` is a training that examines the
-machines of its ranks. `findings` judges both with pure functions, and `examine` runs all of it. The probe is launched
-like any other training, so it meets the same problems.
+`examine` checks everything that can be checked without starting a process, and runs `probe`, a training that examines
+the machines of its ranks. `findings` judges both with pure functions. The probe is launched like any other training, so
+it meets the same problems.
 """
 
 from rankzero import lazy_names

@@ -71,7 +71,7 @@ class Renewal:
         """Seconds between two renewals; 0 if the run has no ``orphan_timeout``. Raises OSError on the first use."""
         if self._interval is None:
             bound = (self._job or self._run.job()).orphan_timeout
-            self._interval = 0.0 if bound is None else self._interval_of(bound)
+            self._interval = 0.0 if bound is None else interval_of(self._run, bound)
         return self._interval
 
     def renew(self) -> None:
@@ -83,7 +83,7 @@ class Renewal:
         bound = self._run.lease_bound() if self._bound is None else self._bound
         self._run.renew_lease(bound)
         if bound is not None:
-            self._interval = self._interval_of(bound)
+            self._interval = interval_of(self._run, bound)
 
     def hold(self, bound: float) -> None:
         """Makes the run end after ``bound`` seconds without a renewal, and renews the lease. Raises like `renew`."""
@@ -97,6 +97,3 @@ class Renewal:
             if self.interval and time.monotonic() - self._renewed > self.interval:
                 self._renewed = time.monotonic()
                 self.renew()
-
-    def _interval_of(self, bound: float) -> float:
-        return interval_of(self._run, bound)

@@ -198,10 +198,11 @@ def collect(
 def _remove_earlier(run: RunDirectory, before: float, dry_run: bool) -> list[Removed]:
     """Removes checkpoints and rows of earlier trainings with the same run id that are older than a Unix time."""
     job = run.job()
-    fresh_since = job.fresh_since
-    removed = []
-    for manifest in list_committed(run) if fresh_since else []:
-        if manifest.attempt < fresh_since and manifest.time < before:
+    removed: list[Removed] = []
+    if not job.fresh_since:
+        return removed
+    for manifest in list_committed(run):
+        if manifest.attempt < job.fresh_since and manifest.time < before:
             folder = run.path(FOLDER, manifest.id)
             removed.append(Removed(folder, EARLIER, store.tree_size(folder), manifest.time))
             if not dry_run:
@@ -212,8 +213,6 @@ def _remove_earlier(run: RunDirectory, before: float, dry_run: bool) -> list[Rem
 def _remove_earlier_rows(run: RunDirectory, job: Job, dry_run: bool) -> list[Removed]:
     """Removes the rows of attempts of earlier trainings that have no result."""
     removed: list[Removed] = []
-    if not job.fresh_since:
-        return removed
     values = store.list_names(run.path("result"))
     earlier = [name for name in store.list_names(run.path(TABLES)) if name.isdecimal() and int(name) < job.fresh_since]
     for name in earlier:

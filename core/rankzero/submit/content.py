@@ -113,8 +113,7 @@ def digest_with_code(value: object, name: str = "a value", code: Code | None = N
 def _digest_with(value: object, code: Code | None, module: str | None, *, memo: bool, plain: bool) -> str:
     hashed = _Hash()
     buffers: list[memoryview] = []
-    make = _PlainPickler if plain else _ContentPickler
-    make(hashed, beside(buffers), code, module, memo=memo).dump(value)
+    _ContentPickler(hashed, beside(buffers), code, module, memo=memo, plain=plain).dump(value)
     for buffer in buffers:
         hashed.write(digest_of_bytes([buffer]).encode())
     return hashed.sha256.hexdigest()
@@ -142,6 +141,7 @@ class _ContentPickler(TrainingPickler):
         module: str | None,
         *,
         memo: bool,
+        plain: bool,
     ) -> None:
         super().__init__(file, on_buffer)
         self._code, self._in_module = code, module
@@ -149,6 +149,8 @@ class _ContentPickler(TrainingPickler):
             self.needed = code.modules
         self.fast = not memo
         self._memo = memo
+        # Dicts and objects are pickled as plain pickle does if their parts cannot be found or nest too deeply.
+        self._plain = plain
         self._seen: dict[int, tuple[int, object]] = {}
         self._visited = 0
 
@@ -163,7 +165,7 @@ class _ContentPickler(TrainingPickler):
             # Item by item a million numbers take seconds; this takes 30 ms. Version 2 of marshal writes no references.
             return cls.__name__, hashlib.sha256(marshal.dumps(value, 2)).hexdigest()
         if cls is dict:
-            return self._dict(value)
+            return None if self._plain else self._contents(value, self._pairs)
         if isinstance(value, (set, frozenset)):
             # The order of the items differs between processes.
             items = sorted(digest_with_code(item, code=self._code, module=self._in_module) for item in value)
@@ -177,10 +179,7 @@ class _ContentPickler(TrainingPickler):
             return None if self._is_named(value) else self._apart(value) or self._once(value, self._class)
         if isinstance(value, types.ModuleType):
             return self._module(value)
-        return self._object(value)
-
-    def _dict(self, value: dict[Any, Any]) -> Any:
-        return self._contents(value, self._pairs)
+        return None if self._plain else self._object(value)
 
     def _object(self, value: Any) -> Any:
         if facts := facts_of_numbers(value):
@@ -297,16 +296,6 @@ class _ContentPickler(TrainingPickler):
         descriptors = (types.GetSetDescriptorType, types.MemberDescriptorType)
         told = [(name, member) for name, member in members if not isinstance(member, descriptors)]
         return cls.__qualname__, type(cls), cls.__bases__, told
-
-
-class _PlainPickler(_ContentPickler):
-    """Pickles dicts and objects as plain pickle does, for those whose parts cannot be found or nest too deeply."""
-
-    def _dict(self, value: dict[Any, Any]) -> Any:
-        return None
-
-    def _object(self, value: Any) -> Any:
-        return None
 
 
 def _is_written_in_python(cls: type) -> bool:

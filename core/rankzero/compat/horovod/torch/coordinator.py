@@ -345,14 +345,13 @@ class Coordinator:
         if not is_known:
             # The other ranks receive the failure in their next round, for which this rank does not wait.
             message = failure_message(f"{self._me} failed: {failed}")
-            self._reporting = threading.Thread(
-                target=self._report_failure, args=(message,), name="rankzero-horovod-failure", daemon=True
-            )
-            self._reporting.start()
 
-    def _report_failure(self, message: bytes) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._rounds.exchange(message)
+            def report() -> None:
+                with contextlib.suppress(RuntimeError):
+                    self._rounds.exchange(message)
+
+            self._reporting = threading.Thread(target=report, name="rankzero-horovod-failure", daemon=True)
+            self._reporting.start()
 
 
 class Roll:
