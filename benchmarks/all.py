@@ -1,6 +1,6 @@
 """Every measurement, one after the other: a table, JSON and a chart. ``python benchmarks/all.py [name ...]``.
 
-Takes about half an hour on two cores, which should have nothing else to do. Pages of the docs that quote a number are
+Takes about an hour on two cores, which should have nothing else to do. Pages of the docs that quote a number are
 written again, too (`quotes.py`).
 """
 
