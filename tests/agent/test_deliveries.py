@@ -17,8 +17,6 @@ from rankzero import Launcher, ResultError, bounds
 from rankzero.agent import output
 from rankzero.channel import Finished, frames, messages
 from rankzero.driver import Recorder
-from rankzero.testing import run_inline
-from rankzero.testing.ranks import Ranks
 from rankzero.worker import Control
 from rankzero.worker import control as controls
 
@@ -133,22 +131,6 @@ def test_go_may_overtake_the_start_of_an_agent_that_still_fetches_files(control:
     assert rank.expect(messages.Start) == start
     assert rank.expect(messages.Go) == go
     assert rank.expect(messages.NotCommitted) == lost
-
-
-def test_a_rank_trains_although_go_comes_before_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank is that of a run; `run_inline` only sends its messages."""
-    send, held = Ranks._send, []
-
-    def swapped(ranks: Ranks, rank: int, message: messages.Message) -> None:
-        if isinstance(message, messages.Start):
-            held.append(message)
-            return
-        send(ranks, rank, message)
-        while held:
-            send(ranks, rank, held.pop())
-
-    monkeypatch.setattr(Ranks, "_send", swapped)
-    assert run_inline(lambda: rt.get_context().rank, world_size=2).values == [0, 1]
 
 
 def test_what_is_between_reports_stays_there(control: tuple[Control, socket.socket], no_delivery: None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rankzero import bounds
 from rankzero.job import Job
 from rankzero.run import Asked, Comparison, Decision, Identity, RunDirectory, RunStatus
 from rankzero.submit import Claim, Existing, Step, next_step, submit
@@ -48,22 +49,24 @@ def test_every_state_has_one_row_and_its_step() -> None:
     assert {Step[step] for _, _, step in table} == set(Step)
 
 
-def test_a_later_claim_that_is_withdrawn_ends_no_submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("look", [1, 2])
+def test_a_later_claim_that_is_withdrawn_ends_no_submission(
+    look: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another submitter claims the next number before one of this one's looks at the claims, and gives up after it."""
     run = RunDirectory(str(tmp_path / "one"))
-    newest = RunDirectory.newest_claim
+    newest, looks = RunDirectory.newest_claim, itertools.count(1)
 
-    def overtake(self: RunDirectory, *_: object) -> None:
-        if newest(self) == 0:
-            self.claim(1)
-
-    def withdraw(self: RunDirectory) -> int:
+    def overtaken(self: RunDirectory) -> int:
+        if next(looks) != look:
+            return newest(self)
+        self.claim(1)
         found = newest(self)
-        if found == 1:
-            self.release(1)
+        self.release(1)
         return found
 
-    monkeypatch.setattr(RunDirectory, "write_files", overtake)
-    monkeypatch.setattr(RunDirectory, "newest_claim", withdraw)
+    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.2)
+    monkeypatch.setattr(RunDirectory, "newest_claim", overtaken)
     submitted = submit(run, Asked(Identity.of(train="ab")), job, {})
     assert submitted is not None
     assert run.find_job() == submitted

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from tests.conftest import until
 
 import rankzero.train as rt
-from rankzero import InvalidJobError, ResultError, ResultRef, WorkerFailedError
+from rankzero import InvalidJobError, WorkerFailedError
 from rankzero.testing import run_inline
 from rankzero.train import context
 
@@ -153,7 +152,7 @@ def come_when_the_others_have_failed() -> None:
     for child in psutil.Process().children():
         # Not the children of other tests in this process: a JVM, a warm server.
         with contextlib.suppress(psutil.NoSuchProcess):
-            if any("rankzero.worker.main" in word for word in child.cmdline()):
+            if any("rankzero.testing.rank" in word for word in child.cmdline()):
                 child.wait(60)
     time.sleep(1)
     rt.barrier()
@@ -222,45 +221,3 @@ def test_no_rank_awaits_a_checkpoint_without_a_driver() -> None:
         return "done"
 
     assert run_inline(train, world_size=2).values == ["done", "done"]
-
-
-def shard() -> Any:
-    rt.report({}, checkpoint={"rank": rt.get_context().rank}, sharded=True)
-    rt.await_checkpoint()
-    checkpoint = rt.get_checkpoint()
-    return checkpoint and (checkpoint.sharded, checkpoint.load())
-
-
-def test_a_sharded_checkpoint_has_the_parts_of_all_ranks() -> None:
-    run = run_inline(shard, world_size=2)
-    assert run.values == [(True, {"rank": 0}), (True, {"rank": 1})]
-    assert run.checkpoint
-    assert run.checkpoint.load(rank=1) == {"rank": 1}
-
-
-def disagree() -> None:
-    rt.report({}, checkpoint={}, sharded=rt.get_context().rank == 1)
-
-
-def test_ranks_that_report_other_kinds_of_checkpoints_are_refused_as_in_a_run() -> None:
-    with pytest.raises(ResultError, match="rank 0 has reported a whole checkpoint, and rank 1 a sharded one"):
-        run_inline(disagree, world_size=2)
-
-
-def test_handles_of_results_are_opened_as_in_a_run(tmp_path: Path) -> None:
-    ref = ResultRef.save(0.5, tmp_path)
-    assert run_inline(lambda given: given["lr"], ({"lr": ref},), world_size=2).values == [0.5, 0.5]
-
-
-def test_a_checkpoint_to_start_from_is_that_of_an_earlier_attempt() -> None:
-    assert run_inline(lambda: rt.get_context().attempt, world_size=2, checkpoint={"epoch": 1}).values == [1, 1]
-
-
-def leave() -> str:
-    if rt.get_context().rank == 1:
-        sys.exit(0)
-    return "done"
-
-
-def test_a_rank_that_exits_with_code_0_has_succeeded_as_in_a_run() -> None:
-    assert run_inline(leave, world_size=2).values == ["done", None]

@@ -86,7 +86,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def become(rank: int, world_size: int) -> None:
         here = context.TrainContext(rank=rank, world_size=world_size, backend="gloo")
-        monkeypatch.setattr(context, "_session", context.Session(here))
+        monkeypatch.setattr(context, "_session", context._Session(here))
 
     return become
 

@@ -33,7 +33,7 @@ def test_time_left_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_an_unknown_length_and_other_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     list(rt.progress(iter(range(7))))
     assert capsys.readouterr().out.startswith("7, ")
-    monkeypatch.setattr(context, "_session", context.Session(context.TrainContext(rank=1, world_size=2)))
+    monkeypatch.setattr(context, "_session", context._Session(context.TrainContext(rank=1, world_size=2)))
     list(rt.progress(range(7)))
     assert capsys.readouterr().out == ""
 

@@ -220,10 +220,10 @@ class RunDirectory:
         for name, parts in files.items():
             store.write_parts(self.submission_path(submission, name), parts)
 
-    def write_submission(self, job: Job, patience: float = 0.0) -> None:
+    def write_submission(self, job: Job, patience: float = 0.0) -> bool:
         """Makes a submission the current one, after `write_files`; the last write has that effect. Raises OSError.
 
-        If a later submission was claimed in the meantime, its status and job are left unchanged.
+        If a later submission was claimed in the meantime, nothing is written, and this returns False.
 
         Args:
             job: Job of the submission.
@@ -233,7 +233,7 @@ class RunDirectory:
             store.write_bytes(self.path("token"), _new_token())
         store.remove(self.path("lease"))
         if self.newest_claim() > job.submission:
-            return
+            return False
         # Written before job.json, so that no reader takes the end of an earlier submission for the end of this one.
         started = RunStatus(heartbeat=time.time(), attempt=job.first_attempt, patience=patience)
         self.write_status(replace(started, submission=job.submission, nonce=job.nonce, metrics=job.metrics))
@@ -241,6 +241,7 @@ class RunDirectory:
         store.write_bytes(self.submission_path(job.submission, "job.json"), data)
         store.write_bytes(self.path("job.json"), data, durable=True)
         store.sync_directory(os.path.dirname(self.directory))
+        return True
 
     def restore(self, submission: int) -> None:
         """Makes a submission the current one: copies its job to the ``job.json`` of the run.

@@ -204,8 +204,8 @@ def _claim(
         run.write_files(number, files)
         if (newest := run.newest_claim()) == number:
             job = _job_of(run, number, existing, make_job)
-            run.write_submission(job, start_timeout)
-            if (newest := run.newest_claim()) == number:
+            is_written = run.write_submission(job, start_timeout)
+            if (newest := run.newest_claim()) == number and is_written:
                 if existing:
                     _report_earlier(run, existing)
                 return Claim.WON, number, job

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankzero.errors import InvalidJobError
-from rankzero.testing.ranks import Ranks
-from rankzero.train import standalone
-from rankzero.train.tables import RankTables
-from rankzero.values.ref import ResultRef, map_refs
+from rankzero import bounds
+from rankzero.errors import InvalidJobError, WorkerFailedError
+from rankzero.testing import rank as ranks
+from rankzero.worker.failures import describe
 
 if TYPE_CHECKING:
     from rankzero.train.checkpoint import Checkpoint
+
+HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -84,27 +92,56 @@ def run_inline(
         raise InvalidJobError(f"world_size is {world_size!r}; it must be a positive integer")
     import torch.distributed as dist
 
-    args, named = map_refs((args, dict(kwargs or {})), ResultRef.load)
     home = tempfile.TemporaryDirectory(prefix="rankzero-inline-")
-    if checkpoint is not None:
-        writer = standalone.open_writer(home.name, "checkpoint")
-        writer.write(checkpoint, {}, time.time(), RankTables(), sharded=False)
-        writer.finish()
+    seeded = ranks.seed_checkpoint(home.name, checkpoint) if checkpoint is not None else None
+    # This process keeps the store open, so that no rank has to guess a free port.
+    store: list[Any] = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
+    common = {
+        **dict(env or {}),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(store[0].port),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": f"inline-{secrets.token_hex(4)}",
+    }
+    peers = _Peers(home.name, world_size, common, (train, args, dict(kwargs or {})), seeded)
     had_group = dist.is_initialized()
-    ranks = Ranks(home.name, world_size, dict(env or {}), attempt=int(checkpoint is not None))
     try:
-        value = ranks.call(train, args, named)
-        values = [value, *ranks.finish()]
-    except BaseException:
+        with _environment({**common, "RANK": "0", "LOCAL_RANK": "0"}), peers.watched(store):
+            outcome = ranks.call(0, world_size, home.name, seeded, lambda: train(*args, **dict(kwargs or {})))
+    except BaseException as error:
         if not (had_group or dist.is_initialized()):
             _count_groups_anew()
+        if isinstance(error, Exception) and (failure := peers.failure_behind(error)):
+            raise failure from error
         raise
+    else:
+        found = [outcome, *peers.outcomes()]
     finally:
         if dist.is_initialized() and not had_group:
             dist.destroy_process_group()
-        ranks.close()
-    metrics = sorted(ranks.metrics, key=lambda row: row["time"])
-    return InlineRun(value, values, metrics, ranks.writer.last, home)
+        peers.kill()
+        store.clear()
+    metrics = sorted((row for one in found for row in one.metrics), key=lambda row: row["time"])
+    return InlineRun(outcome.value, [one.value for one in found], metrics, outcome.checkpoint, home)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _count_groups_anew() -> None:
@@ -114,3 +151,110 @@ def _count_groups_anew() -> None:
     alone: Any = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
     dist.destroy_process_group()
+
+
+class _Peers:
+    """The ranks but 0, each a process of its own that ends with this one."""
+
+    def __init__(
+        self,
+        home: str,
+        world_size: int,
+        common: Mapping[str, str],
+        call: tuple[Any, ...],
+        seeded: dict[str, Any] | None,
+    ) -> None:
+        self._home = home
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._first: WorkerFailedError | None = None
+        if world_size == 1:
+            return
+        payload = os.path.join(home, "payload.pkl")
+        with open(payload, "wb") as file:
+            ranks.dump(call, file)
+        path = os.pathsep.join(filter(None, sys.path))
+        for rank in range(1, world_size):
+            start = {"rank": rank, "world_size": world_size, "home": home, "payload": payload, "seeded": seeded}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": path}
+            self._processes[rank] = subprocess.Popen(
+                [sys.executable, "-c", "from rankzero.testing.rank import main; main()", json.dumps(start)],
+                stdin=subprocess.PIPE,
+                env={**os.environ, **common, **own},
+            )
+
+    @contextlib.contextmanager
+    def watched(self, store: list[Any]) -> Iterator[None]:
+        """Ends rank 0's waits for the others once one has failed: before they have a group, nothing else would.
+
+        Args:
+            store: Where they meet; emptied then.
+        """
+        is_over = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(store, is_over), name="rankzero-inline", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watcher.join()
+
+    def _watch(self, store: list[Any], is_over: threading.Event) -> None:
+        while not self._first:
+            if is_over.wait(bounds.POLL_INTERVAL):
+                return
+            self._first = self.failure()
+        # torch would retry a closed store until the group's timeout, so a rank 0 that connects later gets no address.
+        os.environ.pop("MASTER_PORT", None)
+        if not is_over.wait(bounds.INLINE_ARRIVAL_TIMEOUT):
+            # This is the last reference, so the store is closed.
+            store.clear()
+            for process in self._processes.values():
+                process.kill()
+
+    def outcomes(self) -> list[ranks.Outcome]:
+        """Returns the outcomes of the ranks; raises WorkerFailedError for the rank that failed first."""
+        for process in self._processes.values():
+            if process.stdin:
+                process.stdin.close()
+        for rank, process in self._processes.items():
+            try:
+                process.wait(bounds.INLINE_PEER_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                what = f"rank {rank} has not ended {bounds.INLINE_PEER_TIMEOUT:g} s after rank 0"
+                raise self.failure() or WorkerFailedError(what, rank=rank, host=HOST) from None
+        if failure := self.failure():
+            raise failure
+        return [ranks.read_outcome(self._home, rank) for rank in self._processes]
+
+    def failure(self) -> WorkerFailedError | None:
+        """Returns the error of the rank that failed first or was killed; None if none has failed."""
+        if self._first:
+            # Later failures are of ranks that were killed because of it.
+            return self._first
+        failures = [ranks.read_failure(self._home, rank) for rank in self._processes]
+        known = sorted((one for one in failures if one), key=lambda one: one["time"])
+        if known:
+            first = known[0]
+            text = f"rank {first['rank']} failed: {first['exception_type']}: {first['message']}\n{first['traceback']}"
+            facts = {name: first[name] for name in ("rank", "exception_type", "traceback")}
+            return WorkerFailedError(text, host=HOST, **facts)
+        for rank, process in self._processes.items():
+            if process.poll() not in (None, 0):
+                what = f"rank {rank} ended with code {process.returncode}"
+                return WorkerFailedError(what, rank=rank, host=HOST, exit_code=process.returncode)
+        return None
+
+    def failure_behind(self, error: Exception) -> WorkerFailedError | None:
+        """Returns the failure that caused an error of rank 0, which may see a broken collective before its cause."""
+        deadline = time.monotonic() + (bounds.CAUSE_WINDOW if describe(error).collateral else 0.0)
+        while not (found := self.failure()) and time.monotonic() < deadline:
+            time.sleep(bounds.POLL_INTERVAL)
+        return found
+
+    def kill(self) -> None:
+        """Ends those that live."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+            if process.stdin:
+                process.stdin.close()

@@ -104,30 +104,21 @@ _BACKENDS: dict[str | None, str] = {"cuda": "nccl", "xpu": "xccl"}
 
 
 @dataclass
-class Session:
-    """State of a rank's process, which the worker installs before it calls the user's code.
-
-    Attributes:
-        context: Identity of the rank.
-        send_report: Sends the metrics of a report, given as JSON.
-        writer: Writes checkpoints.
-        datasets: Path of the file that describes the datasets of the run; None if there are none.
-        scratch: Directory of this task.
-        parts: Reads and writes files of the run directory.
-    """
+class _Session:
+    """State of a rank's process, which the worker installs before it calls the user's code."""
 
     context: TrainContext
     pid: int = field(default_factory=os.getpid, kw_only=True)
     send_report: Callable[[str], None] | None = None
     writer: CheckpointWriter | None = None
-    datasets: str | None = None
-    scratch: str | None = None
-    parts: Parts | None = None
     result: object = None
     has_result: bool = False
     progress: int = 0
     checkpoints: int = 0
     at_return: list[Callable[[], object]] = field(default_factory=list)
+    datasets: str | None = None
+    scratch: str | None = None
+    parts: Parts | None = None
     shards: dict[str, Any] = field(default_factory=dict)
     tables: RankTables = field(default_factory=RankTables)
     resumed: bool = False
@@ -175,10 +166,10 @@ class Session:
         return state["epoch"], [Stretch.from_json(values) for values in state["consumed"]]
 
 
-_session: Session | None = None
+_session: _Session | None = None
 
 
-def current() -> Session:
+def current() -> _Session:
     """Returns the session of this process; outside of a run one from ``torchrun``'s environment variables."""
     global _session
     if _session is None:
@@ -188,11 +179,11 @@ def current() -> Session:
             from rankzero.train import standalone
 
             writer = standalone.open_writer(context.storage_path, STORAGE)
-        _session = Session(context, writer=writer)
+        _session = _Session(context, writer=writer)
     return _session
 
 
-def own(call: str) -> Session:
+def own(call: str) -> _Session:
     """Returns the session of this process, for functions that only the rank itself may call.
 
     Args:
@@ -239,11 +230,27 @@ def _from_environment() -> TrainContext:
     )
 
 
-def install(session: Session | None) -> Session | None:
-    """Makes a session that of this process, for a worker; returns the one before, or None if there was none."""
+def install(
+    context: TrainContext,
+    send_report: Callable[[str], None],
+    writer: CheckpointWriter,
+    parts: Parts,
+    datasets: str | None,
+    scratch: str,
+) -> _Session:
+    """Makes this process a worker of a run. Called by the worker, not by users.
+
+    Args:
+        context: Identity of the rank.
+        send_report: Sends the metrics of a report, given as JSON.
+        writer: Writes checkpoints.
+        parts: Reads and writes files of the run directory.
+        datasets: Path of the file that describes the datasets of the run; None if there are none.
+        scratch: Directory of this task.
+    """
     global _session
-    before, _session = _session, session
-    return before
+    _session = _Session(context, send_report, writer, datasets=datasets, scratch=scratch, parts=parts)
+    return _session
 
 
 def get_context() -> TrainContext:

@@ -122,8 +122,7 @@ def _work(
     world = context.TrainContext(**start.context)
     files = parts.Parts(start, control.fetch)
     writer = writers.CheckpointWriter(files, world.attempt, world.rank, world.world_size, control.send)
-    session = context.Session(world, control.report, writer, start.datasets, start.scratch, files)
-    context.install(session)
+    session = context.install(world, control.report, writer, files, start.datasets, start.scratch)
     if start.checkpoint:
         writer.committed(start.checkpoint)
     os.environ.update(start.env)

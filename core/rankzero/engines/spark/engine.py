@@ -47,7 +47,7 @@ from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.jvm import Embedded
 from rankzero.engines.spark.materialize import materialize, open_query
 from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
-from rankzero.errors import EngineError, InvalidJobError, RankZeroError
+from rankzero.errors import EngineError, InvalidJobError
 from rankzero.host.network import address_towards, without_brackets
 from rankzero.job import Job
 from rankzero.kinds import STRINGS
@@ -301,8 +301,6 @@ class SparkEngineSession(EngineSession):
         self._require_running()
         try:
             self._require_places()
-        except RankZeroError:
-            raise
         except Exception:
             # Spark may have stopped the context meanwhile, which explains any other error.
             self._require_running()
