@@ -140,6 +140,27 @@ def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
     assert sent[-1].index == 3
 
 
+def test_a_report_returns_when_the_agent_has_the_part_before(tmp_path: Path) -> None:
+    """A process that is killed right behind its second report must not lose the first checkpoint, too."""
+    sent: list[Any] = []
+    delivered: list[list[int]] = []
+    may_deliver = threading.Event()
+
+    def flush() -> None:
+        may_deliver.wait(60.0)
+        delivered.append([message.index for message in sent if message.kind == "checkpoint"])
+
+    parts = Parts(Start(str(tmp_path), run_token="", shared=True, scratch=""), str)
+    writer = CheckpointWriter(parts, 0, 0, 1, sent.append, flush)
+    writer.write({"step": 0}, {}, 0.0, RankTables(), sharded=False)
+    assert not delivered
+    threading.Timer(0.2, may_deliver.set).start()
+    writer.write({"step": 1}, {}, 0.0, RankTables(), sharded=False)
+    assert delivered[0] == [0]
+    writer.finish()
+    assert delivered == [[0], [0, 1]]
+
+
 def test_storages_that_begin_at_one_address_are_copied_as_far_as_the_longest_reaches() -> None:
     array = numpy.arange(100_000.0)
     copy, _ = snapshot.take({"begin": torch.from_numpy(array[:10]), "all": torch.from_numpy(array)})

@@ -57,7 +57,13 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, parts: Parts, attempt: int, rank: int, world_size: int, send: Callable[[messages.Message], None]
+        self,
+        parts: Parts,
+        attempt: int,
+        rank: int,
+        world_size: int,
+        send: Callable[[messages.Message], None],
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepares the writer of one attempt.
 
@@ -66,13 +72,15 @@ class CheckpointWriter:
             attempt: Number of the attempt.
             rank: Global rank.
             world_size: Number of ranks.
-            send: Sends a message to the agent.
+            send: Sends a message to the agent, perhaps later.
+            flush: Waits until the agent has all messages.
         """
         self._parts = parts
         self._attempt = attempt
         self._rank = rank
         self._world_size = world_size
         self._send = send
+        self._flush = flush
         self._next = 0
         self._settled = -1
         self._sharded: bool | None = None
@@ -273,6 +281,8 @@ class CheckpointWriter:
                 with self._changed:
                     self._staged.add(taken.index)
             self._send(messages.Part(id=taken.name, index=taken.index, file=file, **{**taken.facts, **facts}))
+            # This part is not lost if the process is killed once the next report has returned.
+            self._flush()
         except Exception as error:
             self._fail(taken.index)
             self._note_failure(taken, error)

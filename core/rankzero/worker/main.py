@@ -121,7 +121,7 @@ def _work(
     start.context["backend"] = _backend(start.context["backend"], context.accelerator)
     world = context.TrainContext(**start.context)
     files = parts.Parts(start, control.fetch)
-    writer = writers.CheckpointWriter(files, world.attempt, world.rank, world.world_size, control.send)
+    writer = writers.CheckpointWriter(files, world.attempt, world.rank, world.world_size, control.send, control.flush)
     session = context.install(world, control.report, writer, files, start.datasets, start.scratch)
     if start.checkpoint:
         writer.committed(start.checkpoint)
