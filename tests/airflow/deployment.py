@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from tests import servers
 from tests.airflow.database import migrate
-from tests.conftest import free_port, processes_with, until
+from tests.conftest import ROOT, free_port, is_alive, processes_with, until
 from tests.postgres import Postgres, find_programs
 from tests.servers import STOP_TIMEOUT
 
@@ -53,14 +53,13 @@ class Deployment:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.token = ""
         self._password = secrets.token_hex(8)
-        self._components: dict[str, subprocess.Popen[bytes]] = {}
+        self._leaders: list[subprocess.Popen[bytes]] = []
         programs = find_programs() if importlib.util.find_spec("psycopg2") else None
         self.postgres = Postgres(programs) if programs else None
         self._env = self._environment()
         try:
             migrate(self._env)
-            for name in COMPONENTS:
-                self.start(name)
+            self.start(*COMPONENTS)
         except BaseException:
             self.stop()
             raise
@@ -100,23 +99,30 @@ class Deployment:
         return {
             **os.environ,
             **{f"AIRFLOW__{name}": value for name, value in settings.items()},
-            # Airflow starts its parts by the name `airflow`.
-            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
             "AIRFLOW_HOME": str(self._home),
             "AIRFLOW_CONN_HERE": json.dumps({"conn_type": "rankzero", "extra": {"engine": "local"}}),
             "RANKZERO_STORE": str(self.store),
             "AIRFLOW_OF_TEST": self.marker,
         }
 
-    def start(self, name: str) -> None:
-        """Starts a component."""
-        command = (sys.executable, "-m", "airflow", name)
-        self._components[name] = servers.start(*command, log=self._home / f"{name}.log", env=self._env)
+    def start(self, *names: str) -> None:
+        """Starts components."""
+        command = (sys.executable, "-m", "tests.airflow.components", str(self._home), *names)
+        self._leaders.append(servers.start(*command, log=self._home / "components.log", env=self._env, cwd=ROOT))
 
     def kill(self, name: str) -> None:
         """Ends a component and its helpers at once, as the death of their host does."""
-        os.killpg(self._components[name].pid, signal.SIGKILL)
-        self._components.pop(name).wait(STOP_TIMEOUT)
+        pid = self._pid(name)
+        assert pid
+        os.killpg(pid, signal.SIGKILL)
+        wait_until(lambda: not is_alive(pid), STOP_TIMEOUT, f"the end of the {name}")
+
+    def _pid(self, name: str) -> int | None:
+        """The process of a component; None before it has begun."""
+        try:
+            return int((self._home / f"{name}.pid").read_text())
+        except FileNotFoundError:
+            return None
 
     # -- its REST API --------------------------------------------------------------------------
 
@@ -138,8 +144,9 @@ class Deployment:
         try:
             return self.call(method, path, body)
         except (urllib.error.URLError, OSError, ValueError):
-            ended = [name for name, process in self._components.items() if process.poll() is not None]
-            assert not ended, f"{ended} ended: {(self._home / f'{ended[0]}.log').read_text()[-3000:]}"
+            ended = ["components"] if self._leaders[0].poll() is not None else []
+            ended += [name for name in COMPONENTS if (pid := self._pid(name)) and not is_alive(pid)]
+            assert not ended, f"{ended} ended: {(self._home / f'{ended[-1]}.log').read_text()[-3000:]}"
             return None
 
     def wait_until_ready(self, dag_ids: list[str]) -> None:
@@ -219,7 +226,7 @@ class Deployment:
     def stop(self) -> None:
         """Kills the components; what their tasks have started has to end by itself."""
         try:
-            servers.stop(list(self._components.values()), timeout=0)
+            servers.stop(self._leaders, timeout=0)
             wait_until(lambda: not processes_with(self.marker), STOP_TIMEOUT, "the end of Airflow")
         finally:
             for pid in processes_with(self.marker):
