@@ -33,8 +33,20 @@ pytest_plugins = ("tests.schedule", "tests.durations")
 
 os.environ.setdefault("JDK_JAVA_OPTIONS", spark_classes.options())
 
-# Most test modules import these, and so would each rank that runs a function of theirs: 0.2 s of processor time.
-os.environ.setdefault("RANKZERO_PRELOAD", "pytest,hypothesis")
+PRELOADED = (
+    "pytest",
+    "hypothesis",
+    "filecmp",
+    "pyarrow",
+    "rankzero.compat.horovod.torch",
+    "rankzero.compat.ray_train",
+    "rankzero.driver.driver",
+    "rankzero.submit.submission",
+    "rankzero.testing",
+)
+"""Most test modules import these, and so would each rank that runs a function of theirs: 0.2 s of processor time."""
+
+os.environ.setdefault("RANKZERO_PRELOAD", ",".join(PRELOADED))
 
 # Test modules are compiled once, also where the environment forbids it: each process of the suite imports all of them.
 sys.dont_write_bytecode = False

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import marshal
+import os
+import py_compile
 import sys
 import types
 import zipfile
@@ -266,3 +269,26 @@ def test_a_module_that_was_edited_and_not_reloaded_is_named(
     importlib.reload(module)
     launcher.run(module.train)
     assert "changed on the disk" not in caplog.text
+
+
+def test_ranks_use_the_compiled_form_of_what_was_sent_if_it_can_be_of_no_other_source(
+    project: Path, launcher: Launcher
+) -> None:
+    """The compiled forms lie, so that a rank tells which ones it has used."""
+    for name in ("settled", "just_changed", "edited"):
+        source = write(project / f"{name}_here.py", "VALUE = 'source'\n")
+        os.utime(source, (1e9, 1e9))
+        compiled = Path(py_compile.compile(str(source), doraise=True))
+        header = compiled.read_bytes()[:16]
+        compiled.write_bytes(header + marshal.dumps(compile("VALUE = 'compiled'\n", str(source), "exec")))
+        seconds = 1e9 + (1.5 if name == "just_changed" else 3.0)
+        os.utime(compiled, (seconds, seconds))
+    text = "import just_changed_here, settled_here, train_here\n\ndef train():\n    from pathlib import Path\n"
+    # Of the same length and time: only the bytes differ from those that were sent.
+    text += "    import os\n    other = Path(train_here.__file__).with_name('edited_here.py')\n"
+    text += "    other.write_text(\"VALUE = 'edited'\\n\")\n    os.utime(other, (1e9, 1e9))\n    import edited_here\n"
+    text += "    return [module.VALUE for module in (settled_here, just_changed_here, edited_here)]\n"
+    write(project / "train_here.py", text)
+    train: Any = importlib.import_module("train_here")
+    assert launcher.run(train.train) == ["compiled", "source", "source"]
+    assert (project / "edited_here.py").read_text() == "VALUE = 'edited'\n"

@@ -149,7 +149,8 @@ class Watch:
             raise RunCancelledError(reason, requested=self._is_requested)
         now = time.monotonic()
         if now >= self._next_poll:
-            self._next_poll = now + (self._recorder.status.interval if self._run.is_remote else bounds.TICK)
+            interval = self._recorder.status.interval if self._run.is_remote else bounds.POLL_INTERVAL_LONG
+            self._next_poll = now + interval
             self._poll()
         if self._recorder.superseded or self._is_removed:
             raise RunCancelledError(

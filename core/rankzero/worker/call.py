@@ -22,10 +22,11 @@ import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import decode_source, spec_from_file_location
+from importlib.util import cache_from_source, decode_source, spec_from_file_location
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from rankzero import bounds
 from rankzero.channel.messages import Start
 from rankzero.host.processes import signal_name
 from rankzero.worker.failures import CommandError, install_restart_on
@@ -275,8 +276,20 @@ class _Loader(SourceFileLoader):
         return data
 
     def path_stats(self, path: str) -> Any:
-        # Without the time of the source no compiled form is read, which counts as current by seconds and size alone.
-        raise OSError(f"{path} may be another version than the one that was sent")
+        """Returns the time and size of the source here, which let Python read its compiled form.
+
+        Raises:
+            OSError: this source is not the one that was sent, or its compiled form could be of another one, since it
+                counts as current by seconds and size alone.
+        """
+        source, compiled = os.stat(path), os.stat(cache_from_source(path))
+        settled = compiled.st_mtime >= int(source.st_mtime) + bounds.SOURCE_SETTLED_AFTER
+        if not settled or self.get_data(path) != super().get_data(path):
+            raise OSError(f"{path} may be another version than the one that was sent")
+        return {"mtime": source.st_mtime, "size": source.st_size}
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0) -> None:
+        """Writes nothing: the directory of the compiled form is the user's."""
 
 
 def run_command(line: list[str]) -> None:
