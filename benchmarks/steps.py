@@ -3,7 +3,8 @@
 All trainings live at once and take turns of `TURN` seconds, since machines drift from minute to minute: those that wait
 are stopped whole (SIGSTOP), ranks, agents and driver, so that what a training causes falls into its own turns.
 Under rankzero there are heartbeats, a line of output and a report every ten steps; under torchrun the line alone. What
-agent and driver use of the processor is measured beside it, since it would slow down a training that uses every core.
+agent and driver use of the processor is measured beside it, since it would slow down a training that uses every core;
+their share is that of half a minute without stops, since their work of every few seconds would fall into any turn.
 
 Two processes that do the same differ by some percent, by where their memory came to lie and by what else the machine
 did in their turns: the spread of the second torchrun over the first shows by how much. So all are launched many times,
@@ -36,6 +37,9 @@ LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 5
 ROUNDS = 6
 TURN = 0.6
 """Seconds. Well below `rankzero.bounds.CONNECTION_SILENCE`, after which those who were stopped would connect anew."""
+
+STEADY = 31.0
+"""Seconds of one training alone, in which the supervisors' share is measured: a report page is written every 30 s."""
 
 SETTLED = 5.0
 """Seconds between the first steps of all trainings and the first turn."""
@@ -108,11 +112,6 @@ class Taken:
         """Steps per second of processor time of ranks and supervisors, which other tenants change less."""
         return self.steps / (self.trained + self.supervised)
 
-    @property
-    def share(self) -> float:
-        """The supervisors' part of the processor time, which they do not change."""
-        return self.supervised / (self.trained + self.supervised)
-
 
 @dataclass
 class Training:
@@ -168,8 +167,18 @@ def torchrun(folder: Path, name: str, width: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
 
-def take_turns(width: int, reports: bool) -> dict[str, Taken]:
-    """Launches the trainings and lets them take their turns."""
+def share_of(training: Training) -> float:
+    """The supervisors' part of the processor time of a training that runs alone."""
+    trained, supervised = cpu_of(training.ranks), cpu_of(training.supervisors)
+    training.send(signal.SIGCONT)
+    time.sleep(STEADY)
+    training.send(signal.SIGSTOP)
+    trained, supervised = cpu_of(training.ranks) - trained, cpu_of(training.supervisors) - supervised
+    return supervised / (trained + supervised)
+
+
+def take_turns(width: int, reports: bool, shares: dict[str, float] | None = None) -> dict[str, Taken]:
+    """Launches the trainings and lets them take their turns; then measures ``shares``, if a dict is given for them."""
     with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as directory:
         folder = Path(directory)
         bare = {name: torchrun(folder, name, width) for name in BARE}
@@ -190,6 +199,8 @@ def take_turns(width: int, reports: bool) -> dict[str, Taken]:
             for order in itertools.islice(itertools.cycle(itertools.permutations(NAMES)), ROUNDS):
                 for name in order:
                     turn(folder, name, trainings[name], taken[name])
+            if shares is not None:
+                shares.update((name, share_of(trainings[name])) for name in ("rankzero", "torchrun"))
             return taken
         except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError) as error:
             logs = [f"{log.name}: {log.read_text()[-2000:]}" for log in folder.glob("*.log")]
@@ -208,12 +219,12 @@ def take_turns(width: int, reports: bool) -> dict[str, Taken]:
 
 
 def measure(report: Report, size: str, width: int, reports: bool) -> None:
-    launches = [take_turns(width, reports) for _ in range(LAUNCHES)]
+    shares: dict[str, float] = {}
+    launches = [take_turns(width, reports, None if count else shares) for count in range(LAUNCHES)]
     what = f"{size} steps, supervisors' share of the processor time"
     for name in ("torchrun", "rankzero"):
-        share = [taken[name].share for taken in launches]
-        report.add(f"{what}, {name}", share, "")
-    report.hold(what, statistics.median(share), 0.01)
+        report.add(f"{what}, {name}", [shares[name]], "")
+    report.hold(what, shares["rankzero"], 0.01)
     for attribute, unit in {"rate": "steps/s", "per_processor_second": "steps per processor second"}.items():
         rates = {name: [getattr(taken[name], attribute) for taken in launches] for name in NAMES}
         for name in NAMES:

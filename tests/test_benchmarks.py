@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-TIMEOUT = 280.0
+TIMEOUT = 540.0
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("own_warm_servers")
 @pytest.mark.parametrize("command", ["control_plane.py 16", "data.py 20", "connect.py 1", "steps.py 1", "imports.py"])
 def test_it_measures(command: str) -> None:
