@@ -4,11 +4,11 @@ The next call does what docs/tries.md says. The points are a sample of those tha
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tests.faults.crash.bench import SCENARIOS, Bench
 from tests.faults.crash.points import answers_of, points_of, spread
+from tests.s3 import S3Server
 
 POINTS = {"run": 2, "detached restart": 2, "resubmit": 2}
 """Points of each scenario that every suite tries."""
@@ -17,26 +17,27 @@ ANSWERS = {"run": 2}
 """The same, of the wrong answers of an object store."""
 
 
-def open_bench(folder: Path, root: str | None = None) -> Bench:
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Iterator[Bench]:
+    """One bench for all scenarios, so one program and one warm server; its processes reach the object store, too."""
+    folder = tmp_path_factory.mktemp("crash")
     for part in ("bench", "notes"):
         (folder / part).mkdir()
-    return Bench(folder / "bench", folder / "notes", f"crash-{folder.name}-{id(folder)}", root)
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    bench = open_bench(tmp_path_factory.mktemp("crash"))
-    yield bench
-    bench.close()
+    made = Bench(folder / "bench", folder / "notes", f"crash-{folder.name}-{id(folder)}")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_server.environment.items():
+            patch.setenv(name, value)
+        yield made
+    made.close()
 
 
 @pytest.mark.parametrize(
     ("scenario", "count"),
     [*POINTS.items(), *(pytest.param(name, 20, marks=pytest.mark.soak) for name in SCENARIOS)],
 )
-def test_a_kill_at_any_operation_loses_nothing_and_leaves_nothing(local: Bench, scenario: str, count: int) -> None:
-    points = points_of(local.record(SCENARIOS[scenario]))
-    reached = sum(local.hurt(SCENARIOS[scenario], *point) for point in spread(points, count))
+def test_a_kill_at_any_operation_loses_nothing_and_leaves_nothing(bench: Bench, scenario: str, count: int) -> None:
+    points = points_of(bench.record(SCENARIOS[scenario]))
+    reached = sum(bench.hurt(SCENARIOS[scenario], *point) for point in spread(points, count))
     assert reached, "no process came to any of the points"
 
 
@@ -47,11 +48,10 @@ def test_a_kill_at_any_operation_loses_nothing_and_leaves_nothing(local: Bench, 
         *(pytest.param(name, 20, marks=pytest.mark.soak) for name in ("run", "restart", "cancel", "resubmit")),
     ],
 )
-def test_a_wrong_answer_of_a_store_loses_nothing(bucket: str, tmp_path: Path, scenario: str, count: int) -> None:
-    bench = open_bench(tmp_path, bucket)
-    try:
-        points = answers_of(bench.record(SCENARIOS[scenario]))
-        reached = sum(bench.hurt(SCENARIOS[scenario], *point) for point in spread(points, count))
-    finally:
-        bench.close()
+def test_a_wrong_answer_of_a_store_loses_nothing(
+    bench: Bench, bucket: str, monkeypatch: pytest.MonkeyPatch, scenario: str, count: int
+) -> None:
+    monkeypatch.setattr(bench, "root", bucket)
+    points = answers_of(bench.record(SCENARIOS[scenario]))
+    reached = sum(bench.hurt(SCENARIOS[scenario], *point) for point in spread(points, count))
     assert reached, "no process came to any of the points"
