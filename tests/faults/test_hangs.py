@@ -26,6 +26,8 @@ def wait_for_peers(how: str) -> Any:
 
     import rankzero.train as rt
 
+    # As it is read by the first group. In the environment of a launcher it would start a warm server.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
     dist.init_process_group("gloo")
     context = rt.get_context()
     if context.attempt:
@@ -72,8 +74,7 @@ def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how:
 
 def test_a_hang_can_be_tried_again_and_leaves_what_torchs_flight_recorder_knows(launcher: Launcher) -> None:
     """With gloo, whose recorder is NCCL's."""
-    env = {**(launcher.env or {}), "TORCH_FR_BUFFER_SIZE": "100"}
-    launcher = launcher.options(hang_timeout=HANG_TIMEOUT, max_restarts=1, env=env)
+    launcher = launcher.options(hang_timeout=HANG_TIMEOUT, max_restarts=1)
     handle = launcher.submit(wait_for_peers, "python")
     assert handle.result(WAIT) == "went on"
     assert [event["cause"] for event in handle.events() if event["type"] == "restart"] == ["hang"]
