@@ -25,8 +25,16 @@ BOUND = 60.0
 
 HOLD = """
 import json, os, sys
-from rankzero.task.hold import hold
-hold({**json.loads(sys.argv[1]), "owner": os.getpid()})
+from rankzero.task import hold
+make = hold.make_scratch
+
+def announce(*place):
+    made = make(*place)
+    print(made, flush=True)
+    return made
+
+hold.make_scratch = announce
+hold.hold({**json.loads(sys.argv[1]), "owner": os.getpid()})
 """
 
 
@@ -57,23 +65,21 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
         "cores": 1,
         "code_path": os.path.dirname(os.path.dirname(rankzero.__file__)),
     }
-    # Short: the ranks' sockets lie below it.
-    temporary = tmp_path / "t"
-    temporary.mkdir()
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, json.dumps(config)], cwd=ROOT, env={**os.environ, "TMPDIR": str(temporary)}
-    )
+    command = [sys.executable, "-c", HOLD, json.dumps(config)]
+    holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         agent = psutil.Process(inbox.get(timeout=BOUND)["pid"])
-        assert list(temporary.glob("rankzero-agent-*"))
+        assert holder.stdout is not None
+        scratch = Path(holder.stdout.readline().strip())
+        assert scratch.is_dir()
         holder.send_signal(signal.SIGSTOP)
         server.close()
         until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE, BOUND, "the agent's end")
     finally:
         server.close()
         holder.kill()
-        holder.wait()
-    assert list(temporary.glob("rankzero-agent-*")) == []
+        holder.communicate()
+    assert not scratch.exists()
 
 
 def places() -> dict[str, str]:
