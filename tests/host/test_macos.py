@@ -28,7 +28,8 @@ def train(folder):
     total = torch.ones(1)
     dist.all_reduce(total)
     print("of", int(total.item()))
-    return {"weights": torch.full((1 << 20,), total.item())}
+    # The caller imports no torch for it.
+    return {"weights": torch.full((1 << 20,), total.item()).numpy()}
 
 def fail():
     raise ZeroDivisionError("on purpose")

@@ -1,8 +1,10 @@
 """The fixtures for users' own tests, used as users do: in a test session of its own."""
 
-import pytest
+import subprocess
+import sys
+from pathlib import Path
 
-pytest_plugins = ["pytester"]
+import pytest
 
 CONFTEST = 'pytest_plugins = ["rankzero.testing.fixtures"]'
 
@@ -70,7 +72,10 @@ def test_the_gate(fake_trainings, tmp_path):
         pytest.param(DAGSTER, 1, id="dagster", marks=pytest.mark.soak),
     ],
 )
-def test_a_session_of_the_users_passes(pytester: pytest.Pytester, tests: str, passed: int) -> None:
-    pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(tests)
-    pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", timeout=240).assert_outcomes(passed=passed)
+def test_a_session_of_the_users_passes(tmp_path: Path, tests: str, passed: int) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_users.py").write_text(tests)
+    # With this environment, and so with the suite's warm server: pytester has another HOME and PYTHONPATH.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert f"\n{passed} passed in " in done.stdout, done.stdout + done.stderr

@@ -149,18 +149,20 @@ print(of, hvd.__name__, HorovodRunner.__module__, inside, "HOME" in os.environ, 
 def test_programs_that_a_rank_starts_find_horovod_and_its_variables(tmp_path: Path) -> None:
     (tmp_path / "child.py").write_text(CHILD)
 
-    def train(script: str) -> str:
+    def train(script: str, environment: dict[str, str]) -> str:
         import os
         import subprocess
 
         if os.environ["RANK"] != "0":
             return ""
-        return subprocess.run(["sh", "-c", f"python3 {script}"], check=True, capture_output=True, text=True).stdout
+        command, env = ["sh", "-c", f"python3 {script}"], {**os.environ, **environment}
+        return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
 
-    # The interpreter of the ranks is the first on the path, as in an activated environment.
+    # The interpreter of the ranks is the first on the path, as in an activated environment. In the environment of the
+    # launcher both variables would start a warm server.
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    env = {"RANKZERO_HOROVOD": "1", "PATH": path, "HOME": str(tmp_path)}
-    said = Launcher(2, store=tmp_path, env=env).run(train, str(tmp_path / "child.py"))
+    launcher = Launcher(2, store=tmp_path, env={"RANKZERO_HOROVOD": "1"})
+    said = launcher.run(train, str(tmp_path / "child.py"), {"PATH": path, "HOME": str(tmp_path)})
     names = "rankzero.compat.horovod.torch rankzero.compat.horovod.runner"
     assert said == f"0 2 0 2 0 {names} ('1', False) True True\n"
 
