@@ -33,9 +33,11 @@ SCRIPT = """
 
 
 FORKS = """
-import json, os, runpy, sys
+import gc, json, os, runpy, sys
 import torch
 
+# Else each fork examines all of torch at its end, which takes longer than its training.
+gc.freeze()
 for line in sys.stdin:
     script, output, environment = json.loads(line)
     if child := os.fork():
