@@ -56,21 +56,6 @@ assert callable(run) and callable({spelling}.run) and callable({spelling}.torch.
     return f"{imports}\n{checks}"
 
 
-def test_what_real_scripts_import_is_there_and_a_package_of_ours_is_still_what_it_was() -> None:
-    """A second name changes nothing of a module: its name, its spec, its file."""
-    program = """
-import rankzero.compat.horovod.torch as ours
-before = ours.__name__, ours.__spec__, ours.__file__, ours.__package__
-from rankzero.compat.horovod import install
-install()
-import horovod.torch
-assert horovod.torch is ours
-"""
-    # In one process, whose import of torch is the most of it.
-    program += imports_and_checks("horovod") + imports_and_checks("rankzero.compat.horovod")
-    python(program + "assert before == (ours.__name__, ours.__spec__, ours.__file__, ours.__package__)\n")
-
-
 REFUSED = {
     "{}.tensorflow": ", which trains torch: use {}.torch",
     "{}.tensorflow.keras": "{}.tensorflow is not part of rankzero, which trains torch: use {}.torch",
@@ -84,11 +69,21 @@ REFUSED = {
 }
 
 
-def test_what_is_not_here_says_what_to_use() -> None:
+def test_what_real_scripts_import_is_there_and_what_is_not_says_what_to_use() -> None:
+    """A second name changes nothing of a module: its name, its spec, its file."""
     names = [(name, spelling) for spelling in ("horovod", "rankzero.compat.horovod") for name in REFUSED]
-    program = "from rankzero.compat import horovod\nhorovod.install()\n"
+    # In one process, whose import of torch is the most of it.
+    program = """
+import rankzero.compat.horovod.torch as ours
+before = ours.__name__, ours.__spec__, ours.__file__, ours.__package__
+from rankzero.compat.horovod import install
+install()
+"""
     for name, spelling in names:
         program += f"try:\n    import {name.format(spelling)}\nexcept ImportError as error:\n    print(error)\n"
+    program += "import horovod.torch\nassert horovod.torch is ours\n"
+    program += imports_and_checks("horovod") + imports_and_checks("rankzero.compat.horovod")
+    program += "assert before == (ours.__name__, ours.__spec__, ours.__file__, ours.__package__)\n"
     for line, (name, spelling) in zip(python(program).splitlines(), names, strict=True):
         assert REFUSED[name].format(spelling, spelling) in line
 
