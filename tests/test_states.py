@@ -452,6 +452,17 @@ def test_what_an_agent_said_before_the_engine_reports_its_end_is_heard_first(sta
     assert "it got SIGTERM" in str(scene.state.verdict.error)
 
 
+@pytest.mark.parametrize("spoken", [messages.Returned(0.0), messages.Failed(0.0, message="bad", collateral=True)])
+def test_ticks_are_rare_only_while_every_rank_trains(stage: Callable[..., Stage], spoken: messages.Message) -> None:
+    scene = stage()
+    scene.start()
+    assert scene.state.pause == bounds.POLL_INTERVAL_LONG
+    scene.say(spoken, rank=1)
+    scene.step()
+    assert scene.name == "Running"
+    assert scene.state.pause == bounds.TICK
+
+
 def test_the_phase_is_in_the_status_that_readers_get(stage: Callable[..., Stage]) -> None:
     scene = stage()
     scene.start()

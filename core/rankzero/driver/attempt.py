@@ -222,6 +222,12 @@ class Attempt:
         """True once every rank has imported torch and rank 0 has opened the rendezvous."""
         return self._has_rendezvous and self._roster.num_ready == self.job.num_processes
 
+    @property
+    def is_undisturbed(self) -> bool:
+        """True while no rank has returned or failed and every agent is connected: no short time limit runs."""
+        facts = self.facts
+        return not (facts.returned or facts.over or facts.failures or facts.refusal or self._roster.gone())
+
     def note_start(self) -> None:
         """Records that every rank has started."""
         self.started_at = time.monotonic()

@@ -58,6 +58,11 @@ class State:
 
     phase: ClassVar[str]
 
+    @property
+    def pause(self) -> float:
+        """The seconds from a tick to the next one if no message arrives."""
+        return bounds.TICK
+
     def on(self, received: Received) -> State:
         """Handles a message of an agent; returns the next state."""
         return self
@@ -65,7 +70,7 @@ class State:
     def tick(self, now: float) -> State:
         """Polls other threads and applies the time limits; returns the next state.
 
-        A new state ticks immediately, later after each batch of messages and every `TICK` seconds.
+        A new state ticks immediately, later after each batch of messages and every `pause` seconds.
         """
         return self
 
@@ -88,7 +93,7 @@ def follow(state: State, last: type[S], mailbox: Mailbox, recorder: Recorder) ->
         recorder.note_phase(state.phase)
         before, state = state, step(state, mailbox, pause)
         # Messages that arrived before a state has ended are received before the next one judges.
-        pause = bounds.TICK if state is before else 0.0
+        pause = state.pause if state is before else 0.0
     return state
 
 
