@@ -115,7 +115,7 @@ class CurrentStatus:
             error = RunCancelledError("the run was cancelled before its driver started", requested=True)
             ended = replace(status, state="cancelled", error=error.to_json(), ended=time.time())
             self._run.write_status(ended)
-        elif self._run.is_remote:
+        else:
             self._wake_driver(status)
 
     def _is_for_a_cluster(self) -> bool:
@@ -124,7 +124,7 @@ class CurrentStatus:
         return job.submission == self.submission and "deploy_mode" in job.engine
 
     def _wake_driver(self, status: RunStatus) -> None:
-        """Signals the driver of a submitted run if it is on this machine, since it polls an object store seldom."""
+        """Signals the driver of a submitted run if it is on this machine, since it polls the run directory seldom."""
         pid, job = status.driver_pid, self._run.job()
         is_own = status.submission == self.submission == job.submission and job.owner is None
         is_here = status.driver_namespace == process_namespace()
