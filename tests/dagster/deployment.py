@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import servers
-from tests.conftest import ROOT, free_port, processes_with, until
+from tests.conftest import free_port, processes_with, until
 from tests.postgres import Postgres, find_programs
 
 START_TIMEOUT = 180.0
@@ -103,7 +103,6 @@ class Deployment:
             "DAGSTER_OF_TEST": self.marker,
             # A run that a busy machine starts slowly fails before it has begun.
             "DAGSTER_GRPC_TIMEOUT_SECONDS": str(int(START_TIMEOUT)),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         self._server = start(*command, log=home / "dagster-dev.log", env=variables)
         try:

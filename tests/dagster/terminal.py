@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from tests import servers
+from tests.conftest import ROOT
 
 WAIT = 120.0
 CTRL_C = b"\x03"
@@ -27,6 +28,7 @@ class Terminal:
             stdin=screen,
             stdout=screen,
             stderr=screen,
+            cwd=ROOT,
             env=environment,
             preexec_fn=lambda: _own_terminal(screen),
         )

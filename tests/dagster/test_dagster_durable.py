@@ -62,8 +62,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("TEST_STORE", str(tmp_path / "runs"))
     monkeypatch.setenv("TEST_ASSETS", str(tmp_path / "assets"))
     monkeypatch.setenv("TEST_RANK_MARK", mark)
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    # Of the steps' processes; not by a variable, for which the ranks would need a warm server of their own.
+    monkeypatch.syspath_prepend(str(ROOT))
     yield Place(tmp_path, mark)
     assert wait_until_gone(f"OF_RANK={mark}") == []
 
@@ -167,7 +167,7 @@ def test_a_run_that_is_terminated_while_its_step_waits_for_a_retry_ends_the_trai
         "import dagster as dg\nfrom tests.dagster.durable_training import patient_job\n"
         "dg.execute_job(dg.reconstructable(patient_job), dg.DagsterInstance.get())"
     )
-    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as run:
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True) as run:
         try:
             assert place.hurt_step(signal.SIGKILL)
             (record,) = home_instance.get_runs()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import ROOT, processes_with, until, wait_until_gone
+from tests.conftest import processes_with, until, wait_until_gone
 from tests.dagster import durable_training
 from tests.dagster.terminal import CTRL_C, Terminal
 
@@ -49,7 +49,6 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         "TEST_STORE": str(tmp_path / "runs"),
         "TEST_ASSETS": str(tmp_path / "assets"),
         "TEST_RANK_MARK": mark,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     assert wait_until_gone(f"OF_RANK={mark}") == []
 

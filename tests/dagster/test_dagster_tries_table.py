@@ -293,8 +293,9 @@ def dagster(tmp_path: Path, instance: dg.DagsterInstance, monkeypatch: pytest.Mo
     monkeypatch.setenv("TEST_STORE", place.store)
     monkeypatch.setenv("TEST_ASSETS", str(tmp_path / "assets"))
     monkeypatch.setenv("TEST_RANK_MARK", place.mark)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    monkeypatch.syspath_prepend(str(tmp_path))
+    # Of the steps' processes, too.
+    for folder in (ROOT, tmp_path):
+        monkeypatch.syspath_prepend(str(folder))
     yield Dagster(place, instance)
     assert wait_until_gone(f"OF_RANK={place.mark}") == []
 
