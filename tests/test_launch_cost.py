@@ -22,9 +22,12 @@ from rankzero import Launcher, SparkEngine, bounds
 from rankzero.engines import known, make_task
 from rankzero.warm import PRELOADED_LATER
 
-pytestmark = pytest.mark.usefixtures("own_warm_servers")
+pytestmark = pytest.mark.usefixtures("own_warm_servers", "own_environment")
 
 PACKAGE = os.path.dirname(os.path.abspath(rankzero.__file__)) + os.sep
+
+NAMED = {"RANKZERO_PRELOAD": "no_such_module, lib2to3.__main__,xmlrpc.server"}
+"""Names modules for a server to load. The first does not exist, and the second exits."""
 
 TASK_BYTES = 10_000
 """The code of rankzero, nearly 200 kB, does not go with the tasks of every launch."""
@@ -37,6 +40,12 @@ def where_from() -> list[int]:
         with open(f"/proc/{chain[-1]}/stat") as file:
             chain.append(int(file.read().rpartition(")")[2].split()[1]))
     return chain
+
+
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one than the tests of any other file have: the first of these tests starts a server."""
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "FALSE")
 
 
 @pytest.fixture
@@ -62,12 +71,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_a_warm_launch_starts_no_interpreter_and_sleeps_never(launcher: Launcher, counted: Counter[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        # Another environment than any test before had: this one starts a server.
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("OMP_DISPLAY_ENV", "FALSE")
-        launcher.run(where_from)
-        assert counted["processes"] == 1
+    launcher.run(where_from)
+    assert counted["processes"] == 1
     first = launcher.run(where_from)
     counted.clear()
     before = set(threading.enumerate())
@@ -101,8 +106,10 @@ def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: La
         return [name for name in names if name in sys.modules]
 
     names = list(PRELOADED_LATER)
+    # The server of the next test.
+    named = launcher.options(env=NAMED)
     deadline = time.monotonic() + 60
-    while launcher.run(loaded, names) != names:
+    while named.run(loaded, names) != names:
         assert time.monotonic() < deadline
         time.sleep(1.0)
 
@@ -113,9 +120,8 @@ def test_a_server_loads_in_a_pause_what_its_environment_names(launcher: Launcher
 
         return "xmlrpc.server" in sys.modules
 
-    # The first does not exist, and the second exits.
-    named = launcher.options(env={"RANKZERO_PRELOAD": "no_such_module, lib2to3.__main__,xmlrpc.server"})
     assert not launcher.run(loaded)
+    named = launcher.options(env=NAMED)
     deadline = time.monotonic() + 60
     while not named.run(loaded):
         assert time.monotonic() < deadline
