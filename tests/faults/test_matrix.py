@@ -42,6 +42,7 @@ from rankzero import (
     bounds,
 )
 from rankzero.engines import Engine
+from rankzero.task import OWNER
 
 WAIT = 120.0
 """For what is not measured: a start, a JVM, an end without a fault."""
@@ -278,6 +279,8 @@ class Stage:
         self.stack = stack
         self.proxy: Proxy | None = None
         self.value: Future[Any] | None = None
+        # The owner of the suite's warm servers, where those of the cell have another one.
+        self.owner = ""
         self.struck_at = 0.0
         self._wall_at = 0.0
 
@@ -325,6 +328,9 @@ class Stage:
         """Sends the cell's signal."""
         self.note_strike()
         os.kill(pid, getattr(signal, self.cell.fault))
+        if self.owner:
+            # The next submission may use them: what becomes of the servers is seen by then.
+            os.environ[OWNER] = self.owner
         if self.cell.fault == "SIGSTOP":
             self.stack.callback(wake, pid)
 
@@ -723,14 +729,18 @@ def test_cell(
     assert launcher.env
     monkeypatch.setenv("MARK", launcher.env["MARK"])
     # In every run of the suite for one cell of each target: with the others, ranks end although their server stays.
+    owner = ""
     is_own = cell.by_hand or cell.moment == "training"
     if is_own and cell.target in ("executor", "driver", "submitter") and cell.engine != "connect":
+        owner = os.environ[OWNER]
         request.getfixturevalue("own_warm_servers")
     folder = tmp_path / "folder"
     folder.mkdir()
     store = request.getfixturevalue("small_disk") if cell.target == "store" else tmp_path / "store"
     with ExitStack() as stack:
-        OUTCOMES[cell.outcome](Stage(cell, launcher, folder, store, stack, engine))
+        stage = Stage(cell, launcher, folder, store, stack, engine)
+        stage.owner = owner
+        OUTCOMES[cell.outcome](stage)
 
 
 assert HOLD_AT < STEPS - 1
