@@ -20,12 +20,18 @@ def launcher(tmp_path: Path) -> Launcher:
 
 def digits(rank: int, size: int) -> Any:
     """This rank's batches of real digits, in the order of the steps."""
-    import torch
-    from sklearn.datasets import load_digits
+    import importlib.util
 
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
-    labels = torch.tensor(data.target)
+    import numpy
+    import torch
+
+    # From its file: the import of sklearn takes longer than the training.
+    found = importlib.util.find_spec("sklearn")
+    assert found and found.submodule_search_locations
+    path = f"{found.submodule_search_locations[0]}/datasets/data/digits.csv.gz"
+    table = torch.from_numpy(numpy.loadtxt(path, delimiter=",", dtype=numpy.float32, max_rows=STEPS * 16 * size))
+    images = table[:, :-1].reshape(-1, 1, 8, 8) / 16
+    labels = table[:, -1].long()
     return [
         (images[start + rank * 16 : start + rank * 16 + 16], labels[start + rank * 16 : start + rank * 16 + 16])
         for start in range(0, STEPS * 16 * size, 16 * size)
