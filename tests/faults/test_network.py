@@ -107,12 +107,13 @@ def test_ipv6_will_do(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_slow_driver_neither_stalls_a_rank_nor_loses_a_line(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lines = 100_000
+    # Long ones: bytes make the delay, and lines make the work.
+    lines, much = 20_000, "of a rank that has much to say, more than the driver takes in this time, " * 6
 
     def chatter() -> float:
         started = time.monotonic()
         for number in range(lines):
-            print(f"line {number:08d} of a rank that has much to say, more than the driver takes in this time")
+            print(f"line {number:08d} {much}")
         return time.monotonic() - started
 
     log = Recorder.log
