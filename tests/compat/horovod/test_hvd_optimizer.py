@@ -27,7 +27,8 @@ def digits(rank: int, size: int) -> Any:
 
     # From its file: the import of sklearn takes longer than the training.
     found = importlib.util.find_spec("sklearn")
-    assert found and found.submodule_search_locations
+    assert found
+    assert found.submodule_search_locations
     path = f"{found.submodule_search_locations[0]}/datasets/data/digits.csv.gz"
     table = torch.from_numpy(numpy.loadtxt(path, delimiter=",", dtype=numpy.float32, max_rows=STEPS * 16 * size))
     images = table[:, :-1].reshape(-1, 1, 8, 8) / 16
