@@ -456,7 +456,7 @@ def test_what_an_agent_said_before_the_engine_reports_its_end_is_heard_first(sta
 def test_ticks_are_rare_only_while_every_rank_trains(stage: Callable[..., Stage], spoken: messages.Message) -> None:
     scene = stage()
     scene.start()
-    assert scene.state.pause == bounds.POLL_INTERVAL_LONG
+    assert scene.state.pause == bounds.TICK_OF_TRAINING
     scene.say(spoken, rank=1)
     scene.step()
     assert scene.name == "Running"

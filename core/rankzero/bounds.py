@@ -117,7 +117,7 @@ STACKS_TIMEOUT = 1.0
 """Seconds that the workers get to write their stacks."""
 
 SOURCE_SETTLED_AFTER = 2.0
-"""Seconds after which what is compiled from a source belongs to no other one, although times count as whole seconds."""
+"""Seconds from a source's last change until a compiled form that counts as current, by seconds, can be of it alone."""
 
 CUT_OFF_GRACE = 5.0
 """Seconds to exit for a rank that closed its connection to the agent before it finished."""
@@ -190,7 +190,8 @@ TRACKERS_TIMEOUT = 10.0
 """Most seconds until a tracker that keeps failing is called again, and seconds for all trackers after a run's end."""
 
 TICK = 0.1
-"""Seconds between two checks of deadlines."""
+TICK_OF_TRAINING = 0.5
+"""Seconds between two checks of time limits and of the run directory, and the same while every rank trains."""
 
 LEASE_POLL_INTERVAL_MAX = 30.0
 """Most seconds between two reads of a lease on an object store, since it may have been shortened."""

@@ -41,6 +41,20 @@ def test_a_rank_that_raises_costs_no_checkpoint(launcher: Launcher, raising: int
     assert launcher.run(raises_behind_a_report, raising=raising) == 1
 
 
+def is_killed_behind_its_second_report() -> int:
+    """The rank is killed in the line behind a report; the next attempt gives what it begins with."""
+    if checkpoint := rt.get_checkpoint():
+        return int(checkpoint.load()["step"])
+    for step in (1, 2):
+        rt.report({}, checkpoint={"step": step})
+    os.kill(os.getpid(), 9)
+    return -1
+
+
+def test_a_rank_that_is_killed_behind_a_report_loses_no_checkpoint_of_the_one_before(launcher: Launcher) -> None:
+    assert launcher.options(num_processes=1, max_restarts=1).run(is_killed_behind_its_second_report) in (1, 2)
+
+
 def dies_behind_a_commit() -> list[int]:
     """Rank 0 is killed in the line behind a commit, twice; gives the steps that attempts begin with."""
     hvd.init()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from tests.conftest import until, wait_until_gone
 
 from rankzero import CheckpointConfig, Launcher, RunHandle, RunNotFoundError, store
-from rankzero.driver import Committer
+from rankzero.driver import Committer, Recorder
+from rankzero.host.processes import process_namespace
 from rankzero.job import Job
 from rankzero.run import CurrentStatus, Manifest, RunDirectory, RunStatus, owns
 
@@ -134,9 +136,9 @@ def job(submission: int, nonce: str) -> Job:
     return replace(made, submission=submission, nonce=nonce)
 
 
-def submit(run: RunDirectory, submission: int, nonce: str) -> None:
+def submit(run: RunDirectory, submission: int, nonce: str, **facts: Any) -> None:
     assert run.claim(submission)
-    run.write_submission(job(submission, nonce))
+    run.write_submission(replace(job(submission, nonce), **facts))
 
 
 def test_a_status_of_another_submission_is_not_read(tmp_path: Path) -> None:
@@ -209,6 +211,47 @@ def test_a_driver_owns_its_directory_until_it_is_another_run_s(tmp_path: Path) -
     for submission, nonce in ((0, "zero"), (1, "one")):
         assert not owns(run, submission, nonce)
     assert run.job().nonce == "new"
+
+
+def test_a_driver_of_a_removed_run_begins_no_log_in_the_new_one(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run"))
+    submit(run, 0, "old")
+    old = Recorder(run, 0, 0, nonce="old")
+    old.log(0, ["of the old run"])
+    shutil.rmtree(run.directory)
+    submit(run, 0, "new")
+    old.log(1, ["of the removed run"])
+    assert list((tmp_path / "run" / "logs").iterdir()) == []
+    assert old.superseded
+
+
+SIGNALLED = {"driver_pid": 4242, "driver_namespace": process_namespace(), "driver_start": "17", "nonce": "zero"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "job", "signals"),
+    [
+        ({}, {}, 1),
+        ({"driver_start": None}, {}, 0),
+        ({"driver_start": "18"}, {}, 0),
+        ({"driver_namespace": "another"}, {}, 0),
+        ({"driver_pid": None}, {}, 0),
+        ({}, {"owner": {"pid": 1, "start": "17", "namespace": ""}}, 0),
+    ],
+    ids=["own", "macos", "its id again", "elsewhere", "not begun", "of a caller"],
+)
+def test_a_cancel_wakes_the_driver_of_a_submitted_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], job: dict[str, Any], signals: int
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr("rankzero.run.observer.process_state", lambda _, start: "S" if start in (None, "17") else None)
+    monkeypatch.setattr("os.kill", lambda *signal: sent.append(signal))
+    run = RunDirectory(str(tmp_path / "run"))
+    submit(run, 0, "zero", **job)
+    run.write_status(RunStatus(state="running", **{**SIGNALLED, **facts}))
+    CurrentStatus(run).cancel(None)
+    assert sent == [(4242, signal.SIGTERM)] * signals
+    assert run.cancel_requested(0)
 
 
 def test_a_late_status_of_a_driver_that_counted_as_dead_hides_no_result(tmp_path: Path) -> None:

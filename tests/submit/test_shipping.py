@@ -9,6 +9,7 @@ import marshal
 import os
 import py_compile
 import sys
+import time
 import types
 import zipfile
 from collections.abc import Iterator
@@ -275,20 +276,33 @@ def test_ranks_use_the_compiled_form_of_what_was_sent_if_it_can_be_of_no_other_s
     project: Path, launcher: Launcher
 ) -> None:
     """The compiled forms lie, so that a rank tells which ones it has used."""
-    for name in ("settled", "just_changed", "edited"):
+    begin = time.time()
+    later = {"settled": 60.0, "just_changed": 1.0, "set_back": 1.0, "damaged": 60.0, "edited": 60.0}
+    for name, seconds in later.items():
         source = write(project / f"{name}_here.py", "VALUE = 'source'\n")
-        os.utime(source, (1e9, 1e9))
+        if name == "set_back":
+            os.utime(source, (1e9, 1e9))
         compiled = Path(py_compile.compile(str(source), doraise=True))
-        header = compiled.read_bytes()[:16]
-        compiled.write_bytes(header + marshal.dumps(compile("VALUE = 'compiled'\n", str(source), "exec")))
-        seconds = 1e9 + (1.5 if name == "just_changed" else 3.0)
-        os.utime(compiled, (seconds, seconds))
-    text = "import just_changed_here, settled_here, train_here\n\ndef train():\n    from pathlib import Path\n"
-    # Of the same length and time: only the bytes differ from those that were sent.
-    text += "    import os\n    other = Path(train_here.__file__).with_name('edited_here.py')\n"
-    text += "    other.write_text(\"VALUE = 'edited'\\n\")\n    os.utime(other, (1e9, 1e9))\n    import edited_here\n"
-    text += "    return [module.VALUE for module in (settled_here, just_changed_here, edited_here)]\n"
+        content = marshal.dumps(compile("VALUE = 'compiled'\n", str(source), "exec"))
+        compiled.write_bytes(compiled.read_bytes()[:16] + content[: 20 if name == "damaged" else None])
+        os.utime(compiled, (begin + seconds, begin + seconds))
+    # Of the same length and second: only the bytes differ from those that were sent.
+    text = f"""
+import {", ".join(f"{name}_here" for name in later if name not in ("damaged", "edited"))}
+
+def train():
+    import os
+    from pathlib import Path
+
+    other = Path(settled_here.__file__).with_name("edited_here.py")
+    before = os.stat(other)
+    other.write_text("VALUE = 'edited'\\n")
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    import damaged_here
+    import edited_here
+    return [module.VALUE for module in (settled_here, just_changed_here, set_back_here, damaged_here, edited_here)]
+"""
     write(project / "train_here.py", text)
     train: Any = importlib.import_module("train_here")
-    assert launcher.run(train.train) == ["compiled", "source", "source"]
+    assert launcher.options(num_processes=1).run(train.train) == ["compiled", "source", "source", "source", "source"]
     assert (project / "edited_here.py").read_text() == "VALUE = 'edited'\n"

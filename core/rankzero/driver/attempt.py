@@ -224,7 +224,7 @@ class Attempt:
 
     @property
     def is_undisturbed(self) -> bool:
-        """True while no rank has returned or failed and every agent is connected: no short time limit runs."""
+        """True while no rank has returned or failed and every agent is connected, so nothing awaits the next tick."""
         facts = self.facts
         return not (facts.returned or facts.over or facts.failures or facts.refusal or self._roster.gone())
 

@@ -72,7 +72,7 @@ class Running(_Training):
     @property
     def pause(self) -> float:
         """More seconds while every rank trains: each tick takes processor time that the ranks could use."""
-        return bounds.POLL_INTERVAL_LONG if self._attempt.is_undisturbed else bounds.TICK
+        return bounds.TICK_OF_TRAINING if self._attempt.is_undisturbed else bounds.TICK
 
     def tick(self, now: float) -> State:
         """Raises the error of ranks that hang."""

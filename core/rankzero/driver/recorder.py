@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -208,6 +209,12 @@ class Recorder:
         lines = self.mask.lines(lines)
         name = LINES if self._run.is_remote else log_name(rank)
         if name not in self._logs:
+            if not self._run.is_remote:
+                # The directory may have been removed, and belong to another run, which must not get this file.
+                with contextlib.suppress(OSError):
+                    self._writer.check_superseded()
+                if self.superseded:
+                    return
             self._logs[name] = _Lines(self._streams.get(name) or Appender(self._run.path(name)))
         stored = stamped(lines, time.time())
         self._logs[name].append([f"[{rank}] {line}" for line in stored] if self._run.is_remote else stored)

@@ -142,15 +142,18 @@ class Watch:
 
     def check(self) -> None:
         """Raises RunCancelledError, with the reason, if the run must end. Cheap enough for every pass of a loop."""
+        now = time.monotonic()
         if self._inbox.interrupted:
             # A cancel from this host writes the request, then wakes its driver by a signal.
+            deadline = now + bounds.CANCEL_REQUEST_TIMEOUT
             self._poll(bounds.CANCEL_REQUEST_TIMEOUT)
+            while self._is_unreadable and time.monotonic() < deadline:
+                time.sleep(bounds.POLL_INTERVAL_SHORT)
+                self._poll(bounds.POLL_INTERVAL_SHORT)
             reason = _ON_REQUEST if self._is_requested else self._inbox.interrupted
             raise RunCancelledError(reason, requested=self._is_requested)
-        now = time.monotonic()
         if now >= self._next_poll:
-            interval = self._recorder.status.interval if self._run.is_remote else bounds.POLL_INTERVAL_LONG
-            self._next_poll = now + interval
+            self._next_poll = now + (self._recorder.status.interval if self._run.is_remote else bounds.TICK)
             self._poll()
         if self._recorder.superseded or self._is_removed:
             raise RunCancelledError(

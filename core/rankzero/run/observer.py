@@ -124,12 +124,18 @@ class CurrentStatus:
         return job.submission == self.submission and "deploy_mode" in job.engine
 
     def _wake_driver(self, status: RunStatus) -> None:
-        """Signals the driver of a submitted run if it is on this machine, since it polls the run directory seldom."""
-        pid, job = status.driver_pid, self._run.job()
-        is_own = status.submission == self.submission == job.submission and job.owner is None
-        is_here = status.driver_namespace == process_namespace()
-        if pid and is_own and is_here and process_state(pid, status.driver_start):
-            with contextlib.suppress(OSError):
+        """Signals the driver of a submitted run if it is on this machine, since it polls the run directory seldom.
+
+        The request is stored already: without a signal the driver finds it. A driver whose start is not known, as on
+        macOS, gets none, since another process may have its id.
+        """
+        pid, start = status.driver_pid, status.driver_start
+        if pid is None or start is None or status.driver_namespace != process_namespace():
+            return
+        with contextlib.suppress(OSError, RunNotFoundError):
+            job = self._run.job()
+            is_own = status.submission == self.submission == job.submission and job.owner is None
+            if is_own and process_state(pid, start):
                 os.kill(pid, signal.SIGTERM)
 
 

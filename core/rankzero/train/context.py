@@ -271,10 +271,10 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     directory that the environment variable ``RANKZERO_STORAGE`` names.
 
     The call never waits for other ranks. It copies the checkpoint in memory; a thread writes and commits the copy while
-    training continues. The next report with a checkpoint waits until this one is written: it is then kept even if this
-    process is killed. When all parts are stored, the checkpoint is the one that `get_checkpoint` returns and from which
-    a restart resumes. Until then, or if a part fails, the previous checkpoint is used. Rows that this rank has written
-    (`write_rows`) belong to the checkpoint: a restart keeps them.
+    training continues. The next report with a checkpoint waits until this one is written, so that no end of this
+    process can lose it. When all parts are stored, the checkpoint is the one that `get_checkpoint` returns and from
+    which a restart resumes. Until then, or if a part fails, the previous checkpoint is used. Rows that this rank has
+    written (`write_rows`) belong to the checkpoint: a restart keeps them.
 
     Args:
         metrics: Name to value. Numbers, strings, and one-element tensors or arrays. An integer of more than 2048 bits

@@ -281,11 +281,12 @@ class CheckpointWriter:
                 with self._changed:
                     self._staged.add(taken.index)
             self._send(messages.Part(id=taken.name, index=taken.index, file=file, **{**taken.facts, **facts}))
-            # This part is not lost if the process is killed once the next report has returned.
-            self._flush()
         except Exception as error:
             self._fail(taken.index)
             self._note_failure(taken, error)
+        else:
+            # This part is not lost if the process is killed once the next report has returned.
+            self._flush()
         finally:
             # Freed before the next report may copy, since there would be two copies in memory.
             del taken

@@ -275,16 +275,27 @@ class _Loader(SourceFileLoader):
             linecache.cache[path] = (len(data), None, lines, path)
         return data
 
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Returns the compiled source; a compiled form that is damaged counts as none."""
+        try:
+            code = super().get_code(fullname)
+        except (EOFError, ValueError, TypeError):
+            code = None
+        return code or self.source_to_code(self.get_data(self.path), self.path)
+
     def path_stats(self, path: str) -> Any:
         """Returns the time and size of the source here, which let Python read its compiled form.
 
+        A compiled form counts as current by seconds and size alone. So it must be later than the source's last change,
+        also the one of its inode, whose time no tool sets back.
+
         Raises:
-            OSError: this source is not the one that was sent, or its compiled form could be of another one, since it
-                counts as current by seconds and size alone.
+            OSError: this source is not the one that was sent, or its compiled form could be of another one.
         """
         source, compiled = os.stat(path), os.stat(cache_from_source(path))
-        settled = compiled.st_mtime >= int(source.st_mtime) + bounds.SOURCE_SETTLED_AFTER
-        if not settled or self.get_data(path) != super().get_data(path):
+        changed = max(source.st_mtime, source.st_ctime)
+        read = super().get_data
+        if compiled.st_mtime < changed + bounds.SOURCE_SETTLED_AFTER or read(self._sent) != read(path):
             raise OSError(f"{path} may be another version than the one that was sent")
         return {"mtime": source.st_mtime, "size": source.st_size}
 
