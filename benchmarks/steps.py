@@ -38,8 +38,13 @@ ROUNDS = 6
 TURN = 0.6
 """Seconds. Well below `rankzero.bounds.CONNECTION_SILENCE`, after which those who were stopped would connect anew."""
 
-STEADY = 31.0
-"""Seconds of one training alone, in which the supervisors' share is measured: a report page is written every 30 s."""
+STEADY = 30.0
+SHARES = 2
+"""Seconds of one training alone, in which the supervisors' share is measured, and launches in which it is: a report
+page is written every 30 s."""
+
+WAKING = 1.0
+"""Seconds before that for what a training that was stopped has to do at once, such as a page that is due."""
 
 SETTLED = 5.0
 """Seconds between the first steps of all trainings and the first turn."""
@@ -49,6 +54,7 @@ CASES = {"small": (64, True), "small, without reports": (64, False), "large": (1
 
 BARE = ("torchrun", "torchrun, again")
 NAMES = (*BARE, "rankzero")
+SUPERVISED = ("rankzero", "torchrun")
 
 
 def train(folder: str, name: str, width: int, reports: bool) -> None:
@@ -168,16 +174,17 @@ def torchrun(folder: Path, name: str, width: int) -> subprocess.Popen[bytes]:
 
 
 def share_of(training: Training) -> float:
-    """The supervisors' part of the processor time of a training that runs alone."""
-    trained, supervised = cpu_of(training.ranks), cpu_of(training.supervisors)
+    """The supervisors' part of the processor time of a training that runs alone, and was stopped for seconds only."""
     training.send(signal.SIGCONT)
+    time.sleep(WAKING)
+    trained, supervised = cpu_of(training.ranks), cpu_of(training.supervisors)
     time.sleep(STEADY)
     training.send(signal.SIGSTOP)
     trained, supervised = cpu_of(training.ranks) - trained, cpu_of(training.supervisors) - supervised
     return supervised / (trained + supervised)
 
 
-def take_turns(width: int, reports: bool, shares: dict[str, float] | None = None) -> dict[str, Taken]:
+def take_turns(width: int, reports: bool, shares: dict[str, list[float]] | None = None) -> dict[str, Taken]:
     """Launches the trainings and lets them take their turns; then measures ``shares``, if a dict is given for them."""
     with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as directory:
         folder = Path(directory)
@@ -200,7 +207,9 @@ def take_turns(width: int, reports: bool, shares: dict[str, float] | None = None
                 for name in order:
                     turn(folder, name, trainings[name], taken[name])
             if shares is not None:
-                shares.update((name, share_of(trainings[name])) for name in ("rankzero", "torchrun"))
+                # rankzero's first: after half a minute of standing still its connections would be made again.
+                for name in SUPERVISED:
+                    shares.setdefault(name, []).append(share_of(trainings[name]))
             return taken
         except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError) as error:
             logs = [f"{log.name}: {log.read_text()[-2000:]}" for log in folder.glob("*.log")]
@@ -219,12 +228,12 @@ def take_turns(width: int, reports: bool, shares: dict[str, float] | None = None
 
 
 def measure(report: Report, size: str, width: int, reports: bool) -> None:
-    shares: dict[str, float] = {}
-    launches = [take_turns(width, reports, None if count else shares) for count in range(LAUNCHES)]
+    shares: dict[str, list[float]] = {}
+    launches = [take_turns(width, reports, shares if count < SHARES else None) for count in range(LAUNCHES)]
     what = f"{size} steps, supervisors' share of the processor time"
-    for name in ("torchrun", "rankzero"):
-        report.add(f"{what}, {name}", [shares[name]], "")
-    report.hold(what, shares["rankzero"], 0.01)
+    for name in SUPERVISED:
+        report.add(f"{what}, {name}", shares[name], "")
+    report.hold(what, statistics.median(shares["rankzero"]), 0.01)
     for attribute, unit in {"rate": "steps/s", "per_processor_second": "steps per processor second"}.items():
         rates = {name: [getattr(taken[name], attribute) for taken in launches] for name in NAMES}
         for name in NAMES:
