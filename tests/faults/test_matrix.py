@@ -109,7 +109,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        where = " on Spark Connect" if self.engine == "connect" else ""
+        where = {"local": "", "spark": f" of {self.ranks}", "connect": " on Spark Connect"}[self.engine]
         return f"{self.target}{where}, {self.moment}, {self.fault}: {self.outcome}"
 
 
@@ -178,7 +178,8 @@ CELLS = [
     Cell("agent", "training", "SIGSTOP", "restart", "lost", bound=LOST, by_hand=True),
     Cell("agent", "committed", "SIGSTOP", "unharmed", bound=ENDED, by_hand=True),
     # The executor's JVM holds the agent's standard input. Stopped, it holds nobody up but Spark.
-    Cell("executor", "training", "SIGKILL", "restart", "lost", ranks=2, **SPARK),
+    Cell("executor", "training", "SIGKILL", "restart", "lost", **SPARK),
+    Cell("executor", "training", "SIGKILL", "restart", "lost", ranks=2, **SPARK, by_hand=True),
     Cell("executor", "committed", "SIGKILL", "unharmed", **SPARK, by_hand=True),
     Cell("executor", "training", "SIGTERM", "restart", "lost|preempted", **SPARK, by_hand=True),
     Cell("executor", "training", "SIGSTOP", "unharmed", ranks=2, engine="spark", bound=60.0, by_hand=True),
@@ -721,7 +722,7 @@ def test_cell(
 ) -> None:
     engine: Engine | None = None
     if cell.engine == "spark":
-        engine = SparkEngine(master="local-cluster[2,1,1024]")
+        engine = SparkEngine(master=f"local-cluster[{cell.ranks},1,1024]")
     elif cell.engine == "connect":
         # Before the marker: a server is no process of the run.
         engine = SparkConnectEngine(request.getfixturevalue("server").url)
