@@ -224,10 +224,11 @@ FILES = {
 
 
 def main() -> None:
-    """Writes the files, or names the first one that is not what the code says, or prints the pages."""
+    """Writes the files, or with ``--check`` names the first that is not what the code says; ``--pages`` prints pages."""
     if "--pages" in sys.argv[1:]:
         json.dump(pages(), sys.stdout)
-        return
+        if "--check" not in sys.argv[1:]:
+            return
     for name, make in FILES.items():
         path, made = ROOT / name, make(name)
         if path.read_text() == made:

@@ -7,27 +7,32 @@ import re
 import subprocess
 import sys
 
+import pytest
 from tests.conftest import ROOT
 from tests.docs.pages import anchors
 
 import rankzero
 
 
-def made(*arguments: str) -> str:
-    # In a process of its own: no variable of Airflow changes the defaults that it shows.
+@pytest.fixture(scope="module")
+def made() -> "subprocess.CompletedProcess[str]":
+    """One process for all: it imports everything. No variable of Airflow changes the defaults that it shows."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("AIRFLOW")}
-    command = [sys.executable, str(ROOT / "scripts" / "reference.py"), *arguments]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    command = [sys.executable, str(ROOT / "scripts" / "reference.py"), "--check", "--pages"]
+    return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=120)
 
 
-def test_the_lines_for_type_checkers_are_what_the_table_of_options_says() -> None:
-    made("--check")
+def test_the_lines_for_type_checkers_are_what_the_table_of_options_says(
+    made: "subprocess.CompletedProcess[str]",
+) -> None:
+    assert made.returncode == 0, made.stderr[-2000:]
 
 
-def test_the_reference_has_a_page_for_each_module_and_an_entry_for_each_name() -> None:
-    pages = json.loads(made("--pages"))
+def test_the_reference_has_a_page_for_each_module_and_an_entry_for_each_name(
+    made: "subprocess.CompletedProcess[str]",
+) -> None:
+    assert made.stdout, made.stderr[-2000:]
+    pages = json.loads(made.stdout)
     headings = {name: re.findall(r"^## `(\w+)`$", page, re.M) for name, page in pages.items()}
     assert headings["rankzero.md"] == sorted(rankzero.__all__, key=str.lower)
     assert all(headings.values())

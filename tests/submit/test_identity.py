@@ -105,7 +105,8 @@ def of_all_kinds() -> dict[str, str]:
 
 
 OF_ALL_KINDS = """
-import json, sys
+import gc, json, sys
+gc.disable()
 from tests.submit.test_identity import of_all_kinds
 json.dump(of_all_kinds(), sys.stdout)
 """
@@ -392,7 +393,8 @@ def test_the_world_size_and_a_code_version_count() -> None:
 
 
 CLASSES = """
-import functools, sys, threading
+import functools, gc, sys, threading
+gc.disable()
 import torch
 from dataclasses import dataclass, make_dataclass
 from typing import Generic, NamedTuple, TypeVar
