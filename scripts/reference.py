@@ -224,7 +224,7 @@ FILES = {
 
 
 def main() -> None:
-    """Writes the files, or with ``--check`` names the first that is not what the code says; ``--pages`` prints pages."""
+    """Writes the files, or with ``--check`` names the first that is not what the code says; ``--pages`` prints all."""
     if "--pages" in sys.argv[1:]:
         json.dump(pages(), sys.stdout)
         if "--check" not in sys.argv[1:]:

@@ -102,11 +102,11 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def assert_values_come_back(way: Way) -> None:
+def assert_values_come_back(way: Way, examples: int = 100) -> None:
     """Pushes fixed and generated values. Raises AssertionError for one that is pulled changed."""
     settings = hypothesis.settings(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
 
-    @hypothesis.settings(settings, max_examples=100)
+    @hypothesis.settings(settings, max_examples=examples)
     @hypothesis.given(values)
     def check(value: Any) -> None:
         """What is pushed as itself is pulled unchanged, and can be an argument of the task that pulls it."""
@@ -115,7 +115,7 @@ def assert_values_come_back(way: Way) -> None:
         rendered = comms.SetRenderedFields(rendered_fields={"op_args": [value]})
         httpx.Request("PUT", "http://airflow", json=through_messages(rendered.model_dump())["rendered_fields"])
 
-    @hypothesis.settings(settings, max_examples=30)
+    @hypothesis.settings(settings, max_examples=examples // 3)
     @hypothesis.given(values)
     def check_summary(value: Any) -> None:
         """A summary may hold any metric: it is pushed without an error, as what Airflow returns unchanged."""
