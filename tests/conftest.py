@@ -302,8 +302,6 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     # all processes of the suite share. A rank has one thread, however many ranks its run has: servers would differ.
     os.environ[OWNER] = str(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
     os.environ["OMP_NUM_THREADS"] = "1"
-    # scikit-learn sets these when it is imported: what a process launches after that would have another server.
-    os.environ.update(KMP_DUPLICATE_LIB_OK="True", KMP_INIT_AT_FORK="FALSE")
     # A JVM that was killed leaves its files where pytest removes them.
     os.environ["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={tmp_path_factory.mktemp('java')}"
     yield marker

@@ -23,11 +23,17 @@ import pytest
 
 from rankzero import EngineError, InvalidJobError, Launcher
 from rankzero.engines import LocalGroup
-from rankzero.task import OWNER, start_time
+from rankzero.task import OWNER, load_time, start_time
 
 SERVER = "rankzero.warm.server import main"
 ENDED = 8.0
 WAIT = 60.0
+
+
+def test_what_scikit_learn_or_torchrun_set_names_no_other_server() -> None:
+    loaded = {"OMP_NUM_THREADS": "1", "TORCH_LOGS": "all", "KMP_AFFINITY": "none", "PATH": "/bin"}
+    later = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE", "TORCHELASTIC_RUN_ID": "1", "LEARNING": "1"}
+    assert load_time({**loaded, **later}) == loaded
 
 
 def servers(owner: int | None = None) -> set[int]:

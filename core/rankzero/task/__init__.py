@@ -9,5 +9,5 @@ from rankzero import lazy_names
 lazy_names(
     __name__,
     "hold.make_scratch hold.remove_abandoned stage.ATTEMPT stage.OVER stage.put stage.run_task stage.sealed "
-    "start.OWNER start.start_time",
+    "start.OWNER start.load_time start.start_time",
 )
