@@ -47,7 +47,7 @@ _LINE = 4096
 # Variables that torch and the libraries below it read while they are imported, and the names of further modules to
 # load; all others are set after a fork.
 # Cache directories are excluded: they are read when used, and many jobs set one for each run. So are variables that
-# scikit-learn sets when a caller imports it, and those of torchrun's ranks: else such a caller would get another server.
+# scikit-learn sets when it is imported, and those of the ranks of torchrun: such a caller would get another server.
 _LOAD_TIME = re.compile(
     r"(?!TORCHINDUCTOR_CACHE_DIR$|TRITON_CACHE_DIR$|TORCH_HOME$|XDG_CACHE_HOME$|TORCHELASTIC_|"
     r"KMP_DUPLICATE_LIB_OK$|KMP_INIT_AT_FORK$)"
