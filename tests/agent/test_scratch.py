@@ -12,9 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from tests.conftest import ROOT, until
+from tests.conftest import ROOT, is_alive, until
 
 import rankzero
 from rankzero import Launcher
@@ -68,13 +67,13 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
     command = [sys.executable, "-c", HOLD, json.dumps(config)]
     holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
-        agent = psutil.Process(inbox.get(timeout=BOUND)["pid"])
+        agent = inbox.get(timeout=BOUND)["pid"]
         assert holder.stdout is not None
         scratch = Path(holder.stdout.readline().strip())
         assert scratch.is_dir()
         holder.send_signal(signal.SIGSTOP)
         server.close()
-        until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE, BOUND, "the agent's end")
+        until(lambda: not is_alive(agent), BOUND, "the agent's end")
     finally:
         server.close()
         holder.kill()
