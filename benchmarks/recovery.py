@@ -8,6 +8,7 @@ that runs for hours. The ranks reduce the loss and not the gradients, which woul
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from measure import Report
 
 from rankzero import Launcher, LocalEngine, SparkEngine
@@ -150,6 +152,11 @@ def program(command: list[str], folder: str) -> Iterator[None]:
             yield
             assert process.wait(WAIT) == 0, Path(folder, "log").read_text()[-12000:]
         finally:
+            # Ranks have sessions of their own, and outlive a launcher that is killed.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
             process.kill()
             process.wait()
 
