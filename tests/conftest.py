@@ -44,7 +44,7 @@ PRELOADED = (
     "rankzero.submit.submission",
     "rankzero.testing",
 )
-"""Most test modules import these, and so would each rank that runs a function of theirs: 0.2 s of processor time."""
+"""Test modules import these, and so would each rank that runs a function of theirs: up to 0.2 s of processor time."""
 
 os.environ.setdefault("RANKZERO_PRELOAD", ",".join(PRELOADED))
 

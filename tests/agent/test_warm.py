@@ -32,7 +32,8 @@ WAIT = 60.0
 
 def test_what_scikit_learn_or_torchrun_set_names_no_other_server() -> None:
     loaded = {"OMP_NUM_THREADS": "1", "TORCH_LOGS": "all", "KMP_AFFINITY": "none", "PATH": "/bin"}
-    later = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE", "TORCHELASTIC_RUN_ID": "1", "LEARNING": "1"}
+    later = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE", "TORCHELASTIC_RUN_ID": "1"}
+    later |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "LEARNING": "1"}
     assert load_time({**loaded, **later}) == loaded
 
 

@@ -5,6 +5,7 @@ python -m tests.airflow.components FOLDER COMPONENT...
 FOLDER/COMPONENT.pid has the id of each one's process and group, and FOLDER/COMPONENT.log what it prints.
 """
 
+import contextlib
 import gc
 import importlib
 import os
@@ -62,7 +63,9 @@ def main() -> None:
 
     def end(*_: object) -> None:
         for child in children:
-            os.kill(child, signal.SIGTERM)
+            # One that was killed may have been collected.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)
         os._exit(1)
 
     signal.signal(signal.SIGTERM, end)

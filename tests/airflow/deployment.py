@@ -116,6 +116,8 @@ class Deployment:
         assert pid
         os.killpg(pid, signal.SIGKILL)
         wait_until(lambda: not is_alive(pid), STOP_TIMEOUT, f"the end of the {name}")
+        # The next one writes it again.
+        (self._home / f"{name}.pid").unlink()
 
     def _pid(self, name: str) -> int | None:
         """The process of a component; None before it has begun."""

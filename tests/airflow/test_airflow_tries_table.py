@@ -404,10 +404,8 @@ def test_a_clear_of_a_deferred_task_ends_its_training_although_its_trigger_is_go
     airflow.place.assert_outcome("resumes", airflow.xcom())
 
 
-# By day: the cell "submitter, SIGKILL: owned" of `tests/faults/test_matrix.py`, a caller that ends without a word.
-@pytest.mark.soak
 @pytest.mark.usefixtures("hangups")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
 def test_the_ranks_end_with_a_process_that_is_no_worker_s(airflow: Airflow, number: signal.Signals) -> None:
     """Of ``airflow tasks test`` or ``dag.test()``: nobody comes back for the training, and no other try starts."""
     with airflow.apart(worker=False) as process:

@@ -265,8 +265,6 @@ def test_a_schedule_trains(dagster: Deployment) -> None:
     assert dagster.finish(dagster.runs_of("quick_job")[-1]) == "SUCCESS"
 
 
-# By day: `test_dagster_terminal.py`, a Ctrl-C of a process that runs a step.
-@pytest.mark.soak
 def test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs(
     launch: Any, dagster: Deployment, terminals: list[Terminal]
 ) -> None:

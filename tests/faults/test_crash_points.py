@@ -10,8 +10,8 @@ from tests.faults.crash.bench import SCENARIOS, Bench
 from tests.faults.crash.points import answers_of, points_of, spread
 from tests.s3 import S3Server
 
-POINTS = {"run": 2}
-"""Points of a scenario that every suite tries; the nightly one tries twenty of each scenario."""
+POINTS = {"run": 2, "detached restart": 1, "resubmit": 1}
+"""Points of each scenario that every suite tries; the nightly one tries twenty of all scenarios."""
 
 ANSWERS = {"run": 2}
 """The same, of the wrong answers of an object store."""

@@ -47,10 +47,10 @@ _LINE = 4096
 # Variables that torch and the libraries below it read while they are imported, and the names of further modules to
 # load; all others are set after a fork.
 # Cache directories are excluded: they are read when used, and many jobs set one for each run. So are variables that
-# scikit-learn sets when it is imported, and those of the ranks of torchrun: such a caller would get another server.
+# scikit-learn sets when it is imported, and those that torchrun gives each rank: they would name another server.
 _LOAD_TIME = re.compile(
     r"(?!TORCHINDUCTOR_CACHE_DIR$|TRITON_CACHE_DIR$|TORCH_HOME$|XDG_CACHE_HOME$|TORCHELASTIC_|"
-    r"KMP_DUPLICATE_LIB_OK$|KMP_INIT_AT_FORK$)"
+    r"TORCH_NCCL_ASYNC_ERROR_HANDLING$|KMP_DUPLICATE_LIB_OK$|KMP_INIT_AT_FORK$)"
     r"((LD_|MALLOC_|GLIBC_|PYTHON(?!_WORKER_)|OMP_|GOMP_|KMP_|MKL|OPENBLAS_|GOTO_|BLIS_|NUMEXPR_|NPY_|NUMPY_|TORCH|"
     r"PYTORCH|ATEN_|TRITON_|CUDA(?!_VISIBLE_DEVICES$)|CUBLAS|CUDNN|NVIDIA_|HIP|HSA_|ROC|MIOPEN_|DNNL_|ONEDNN_|IPEX_|XLA_|"
     r"KINETO_|GFORTRAN_|I_MPI_|ACC_|INDUCTOR_|AOT|SYMPY_|MPMATH_|CUTLASS_|CUTEDSL_|ENABLE_|FX_|PARTITIONER_|COMPILE_|"

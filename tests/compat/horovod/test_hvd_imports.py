@@ -73,15 +73,15 @@ def test_what_real_scripts_import_is_there_and_what_is_not_says_what_to_use() ->
     """A second name changes nothing of a module: its name, its spec, its file."""
     names = [(name, spelling) for spelling in ("horovod", "rankzero.compat.horovod") for name in REFUSED]
     # In one process, whose import of torch is the most of it.
-    program = """
-import rankzero.compat.horovod.torch as ours
-before = ours.__name__, ours.__spec__, ours.__file__, ours.__package__
-from rankzero.compat.horovod import install
-install()
-"""
+    program = "from rankzero.compat.horovod import install\ninstall()\n"
     for name, spelling in names:
         program += f"try:\n    import {name.format(spelling)}\nexcept ImportError as error:\n    print(error)\n"
-    program += "import horovod.torch\nassert horovod.torch is ours\n"
+    program += """
+import rankzero.compat.horovod.torch as ours
+before = ours.__name__, ours.__spec__, ours.__file__, ours.__package__
+import horovod.torch
+assert horovod.torch is ours
+"""
     program += imports_and_checks("horovod") + imports_and_checks("rankzero.compat.horovod")
     program += "assert before == (ours.__name__, ours.__spec__, ours.__file__, ours.__package__)\n"
     for line, (name, spelling) in zip(python(program).splitlines(), names, strict=True):
