@@ -95,15 +95,8 @@ class Attempt:
 
             identity = make_identity()
             logger.info("the connections of attempt %s are encrypted", number)
-        self.committer = Committer(
-            run,
-            number,
-            job.num_processes,
-            CheckpointConfig(**job.checkpoints),
-            job.fresh_since,
-            (job.submission, job.nonce),
-            mailbox.wake,
-        )
+        kept, owner = CheckpointConfig(**job.checkpoints), (job.submission, job.nonce)
+        self.committer = Committer(run, number, job.num_processes, kept, job.fresh_since, owner, mailbox.wake)
         self.storage = Storage(run, number, self.committer, self.facts)
         self._scratch = Scratch() if run.is_remote else None
         try:
