@@ -177,8 +177,7 @@ class Job:
     def to_json(self) -> bytes:
         """Returns the job as JSON, for `from_json`."""
         # With indent= the encoder of json is not the one written in C.
-        lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in vars(self).items())
-        return "{{\n{}\n}}".format(",\n".join(lines)).encode()
+        return json.dumps(vars(self), separators=(",\n", ": ")).encode()
 
     @staticmethod
     def from_json(data: bytes) -> Job:

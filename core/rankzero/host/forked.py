@@ -24,7 +24,7 @@ import zipimport
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from rankzero.host.processes import die_with_parent, settle_signals
+from rankzero.host.processes import SIGNALS, die_with_parent, getsignal, set_signal_mask, settle_signals
 
 ROOM = "RANKZERO_ROOM"
 """Environment variable that reserves space in a warm server's environment, where its forks show theirs."""
@@ -64,13 +64,13 @@ def fork(
         # Else both processes write the buffered text.
         stream.flush()
     # A signal that arrives in the child before its handlers are reset would run the parent's handlers.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    mask = set_signal_mask(signal.SIG_BLOCK, SIGNALS)
     with warnings.catch_warnings():
         # Python 3.12 warns of threads; OpenBLAS stops its own for the fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        set_signal_mask(signal.SIG_SETMASK, mask)
         return child
     # No object of the parent may be freed here: its files and sockets would close descriptors of this process.
     gc.freeze()
@@ -81,7 +81,7 @@ def fork(
         die_with_parent(parent)
         signal.set_wakeup_fd(-1)
         for number in _HANDLED_SIGNALS:
-            if callable(signal.getsignal(number)):
+            if callable(getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         settle_signals()
         if surroundings is not None:
