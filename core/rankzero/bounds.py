@@ -76,8 +76,7 @@ HANDSHAKE_TIMEOUT = 10.0
 """Time that a new connection has to prove the secret to the driver."""
 
 UNPROVED_GRACE = 1.0
-"""Age before which an unproved connection is not closed for a new one, because many agents may connect together; new
-ones wait in the listener's queue meanwhile."""
+"""Age before which an unproved connection is not closed for a new one, because many agents may connect together."""
 
 DISCONNECT_TIMEOUT = 1.0
 CHANNEL_CLOSE_TIMEOUT = 5.0
@@ -145,8 +144,7 @@ STAGE_END_TIMEOUT = 5.0
 
 CAUSE_WINDOW = 0.8
 AGENT_LOST_WINDOW = 2.0
-"""Seconds to wait for the true cause when the first failure looks like a consequence of another, and for the engine's
-own explanation when an agent's connection ended."""
+"""Seconds to wait for the cause of a failure that looks like a consequence, or for the engine to explain a loss."""
 
 SESSION_CLOSE_TIMEOUT = 10.0
 """Seconds for an engine session to close (a SparkContext to stop)."""
@@ -167,8 +165,7 @@ AGENT_CONNECT_TIMEOUT_MIN = 1.0
 """Seconds that an agent has at least to find its driver."""
 
 GROWTH_TIMEOUT = 30.0
-"""Seconds without a new slot after which an elastic attempt starts with those that exist, as for torchrun's rendezvous;
-a quarter of ``start_timeout`` where that is less."""
+"""Seconds without a new slot until an elastic attempt starts; a quarter of ``start_timeout`` where that is less."""
 
 WAITING_INTERVAL = 30.0
 """Seconds between two messages about what an attempt waits for."""
@@ -360,8 +357,7 @@ CONNECT_SESSION_WINDOW = 1800.0
 """Seconds for which launches share a session of a Spark Connect server, which keeps an unused one for an hour."""
 
 CONNECT_DRIVER_TIMEOUT = 20.0
-"""Seconds for an agent on Spark Connect to reach the driver, which runs before any agent. Less than for a classic
-driver, because executors may have no route to a client's host at all."""
+"""Seconds for an agent on Spark Connect to reach the driver: executors may have no route to a client's host at all."""
 
 DATAFRAME_PROGRESS_INTERVAL = 10.0
 """Seconds between two lines about a DataFrame that Spark is computing."""

@@ -297,12 +297,7 @@ class Observer:
             is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
             return None if is_stopped else True
         if status.driver_pid is None and (process := self._starting(status)):
-            status = replace(
-                status,
-                driver_pid=process["pid"],
-                driver_start=process["start"],
-                driver_namespace=process["namespace"],
-            )
+            status = replace(status, **{f"driver_{fact}": process[fact] for fact in ("pid", "start", "namespace")})
         return process_lives(status)
 
     def _starting(self, status: RunStatus) -> dict[str, Any] | None:

@@ -158,3 +158,15 @@ class Checkpoint:
 
     def _open(self, name: str) -> Any:
         return self._files.open(self.id, name, self._parts[name])
+
+
+def as_directory(value: object) -> str | None:
+    """Returns the path of a reported checkpoint that is a directory; None for a dict. Raises TypeError for neither."""
+    if isinstance(value, (str, os.PathLike)):
+        path = os.fspath(value)
+        if not isinstance(path, str) or not os.path.isdir(path):
+            raise TypeError(f"checkpoint is {value!r}; there is no such directory")
+        return path
+    if isinstance(value, dict):
+        return None
+    raise TypeError(f"checkpoint is of type {type(value).__name__}; give a directory or a dict of tensors and values")

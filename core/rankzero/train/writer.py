@@ -16,7 +16,7 @@ from rankzero import bounds, store
 from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.train import snapshot
-from rankzero.train.checkpoint import Checkpoint
+from rankzero.train.checkpoint import Checkpoint, as_directory
 from rankzero.train.parts import NotTakenError, Parts, copy_file
 from rankzero.values import formats, shards
 
@@ -144,7 +144,7 @@ class CheckpointWriter:
             ValueError: sharded and whole checkpoints in one run, or a whole one that cannot contain the rows of a rank.
             ResultError: the checkpoint cannot be pickled, or the disk has refused it or the previous one.
         """
-        directory = _as_directory(value)
+        directory = as_directory(value)
         sharded = sharded or (directory is None and shards.has_sharded(value))
         if self._sharded is None:
             self._sharded = sharded
@@ -393,15 +393,3 @@ class CheckpointWriter:
                     while len(self._kept) > KEPT_STAGED:
                         shutil.rmtree(self._kept.popleft(), ignore_errors=True)
             self._changed.notify_all()
-
-
-def _as_directory(value: object) -> str | None:
-    """Returns the path of a checkpoint that is a directory; None for a dict."""
-    if isinstance(value, (str, os.PathLike)):
-        path = os.fspath(value)
-        if not isinstance(path, str) or not os.path.isdir(path):
-            raise TypeError(f"checkpoint is {value!r}; there is no such directory")
-        return path
-    if isinstance(value, dict):
-        return None
-    raise TypeError(f"checkpoint is of type {type(value).__name__}; give a directory or a dict of tensors and values")
