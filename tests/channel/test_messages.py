@@ -1,6 +1,5 @@
 """Every kind of message on the wire: what is sent is what arrives, and what does not fit is refused."""
 
-import dataclasses
 import json
 import socket
 from typing import Any
@@ -25,9 +24,9 @@ VALUES: dict[str, Any] = {
 def example(kind: type[messages.Message]) -> messages.Message:
     """Returns a message of a kind in which every field has a value."""
     values = {}
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        empty: Any = [] if str(field.type).startswith("list") else {}
-        values[field.name] = VALUES.get(str(field.type), empty)
+    for name, annotation in kind.__annotations__.items():
+        empty: Any = [] if annotation.startswith("list") else {}
+        values[name] = VALUES.get(annotation, empty)
     return kind(**values)
 
 
@@ -41,7 +40,7 @@ def test_every_kind_of_message_arrives_as_it_was_sent(kind: type[messages.Messag
 
 
 def test_a_message_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError, match="grace of a message"):
         messages.Stop(2.0).grace = 0.0  # type: ignore[misc]
 
 

@@ -1,70 +1,21 @@
-"""The messages of driver, agents and ranks: one frozen dataclass for each kind, encoded and decoded here.
-
-On the wire a message is a JSON object with its kind under ``type`` and its fields. A field whose value is None is left
-out, and the receiver ignores fields that its version does not have. An agent adds ``local_rank`` to the messages of its
-ranks, so that the driver can tell the sender. Standard library only: this module travels to executors.
-"""
+"""The messages of driver, agents and ranks: one class for each kind. Standard library only, as for `Message`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, dataclass_transform
+from dataclasses import field
+from typing import Any
 
-from rankzero.channel.frames import FrameError
-
-KINDS: dict[str, type[Message]] = {}
-"""The class of each kind of message."""
+from rankzero.channel.message import KINDS as KINDS
+from rankzero.channel.message import Message as Message
+from rankzero.channel.message import decode as decode
+from rankzero.channel.message import encode as encode
 
 NEVER = sys.maxsize
 """Number in `NotCommitted` that is greater than that of any checkpoint."""
 
 FINISHED = "finished-"
 """Beginning of the name of an empty file, behind which a rank's `Finished` follows the files of its checkpoints."""
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-class Message:
-    """The base of all messages. A subclass is a frozen dataclass, and gives the ``type`` that it has on the wire."""
-
-    kind: ClassVar[str]
-
-    def __init_subclass__(cls, kind: str) -> None:
-        cls.kind = kind
-        KINDS[kind] = dataclass(frozen=True)(cls)
-
-    def facts(self) -> dict[str, Any]:
-        """Returns the fields whose value is not None."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-    def having(self, **changes: Any) -> Self:
-        """Returns a copy with other values of some fields."""
-        return type(self)(**{**vars(self), **changes})
-
-
-def encode(message: Message, local_rank: int | None = None) -> dict[str, Any]:
-    """Returns a message as a JSON object.
-
-    Args:
-        message: The message.
-        local_rank: The rank that sent it, if an agent forwards it.
-    """
-    sender = {} if local_rank is None else {"local_rank": local_rank}
-    return {"type": message.kind, **message.facts(), **sender}
-
-
-def decode(wire: Mapping[str, Any]) -> Message:
-    """Returns the message in a JSON object. Raises FrameError for an unknown kind or if a field is missing."""
-    kind = KINDS.get(wire["type"])
-    if kind is None:
-        raise FrameError(f"{wire['type']!r} is not a kind of message")
-    names: Mapping[str, object] = getattr(kind, "__dataclass_fields__")  # noqa: B009 - mypy sees the base only
-    try:
-        return kind(**{name: wire[name] for name in names if name in wire})
-    except TypeError as error:
-        raise FrameError(f"a message of the kind {kind.kind!r} is incomplete: {error}") from None
-
 
 # -- an agent to the driver ------------------------------------------------------------------------
 

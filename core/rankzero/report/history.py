@@ -6,7 +6,6 @@ A `Curve` has few points, and looks like one with many.
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -186,9 +185,13 @@ class History:
 
     def straggler(self) -> dict[str, Any] | None:
         """The rank whose last reports are furthest apart, if it stands out from the others."""
-        gaps = {rank: statistics.median(found) for rank, found in self._gaps.items() if len(found) > 1}
-        if len(gaps) < 2:
+        several = {rank: found for rank, found in self._gaps.items() if len(found) > 1}
+        if len(several) < 2:
             return None
+        # Imported here, so that most drivers do not load it.
+        import statistics
+
+        gaps = {rank: statistics.median(found) for rank, found in several.items()}
         slowest = max(gaps, key=lambda rank: gaps[rank])
         usual = statistics.median(gap for rank, gap in gaps.items() if rank != slowest)
         if usual <= 0 or gaps[slowest] < SLOWER * usual:

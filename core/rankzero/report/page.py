@@ -10,10 +10,10 @@ import functools
 import hashlib
 import json
 import math
+import pkgutil
 import re
 import time
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any
 
 from rankzero.errors import RunNotFoundError
@@ -228,7 +228,9 @@ def _page(title: str, facts: dict[str, Any]) -> str:
 
 @functools.cache
 def _part(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text("utf-8")
+    data = pkgutil.get_data(__name__, name)
+    assert data is not None
+    return data.decode()
 
 
 def plain(value: Any) -> Any:

@@ -4,13 +4,17 @@ This package has `Tracker` and the trackers for MLflow, TensorBoard and the like
 are used. `rankzero.driver.trackers` calls them. Nothing here decides about a run.
 """
 
+from typing import TYPE_CHECKING
+
 from rankzero import lazy_names
-from rankzero.tracking.mlflow import MLflow
-from rankzero.tracking.opentelemetry import OpenTelemetry
-from rankzero.tracking.registry import ModelVersion, load_model, register_model
-from rankzero.tracking.tensorboard import TensorBoard
-from rankzero.tracking.tracker import Tracker
-from rankzero.tracking.wandb import WandB
+
+if TYPE_CHECKING:
+    from rankzero.tracking.mlflow import MLflow
+    from rankzero.tracking.opentelemetry import OpenTelemetry
+    from rankzero.tracking.registry import ModelVersion, load_model, register_model
+    from rankzero.tracking.tensorboard import TensorBoard
+    from rankzero.tracking.tracker import Tracker
+    from rankzero.tracking.wandb import WandB
 
 __all__ = [
     "MLflow",
@@ -24,5 +28,8 @@ __all__ = [
 ]
 
 lazy_names(
-    __name__, "opentelemetry.Attempt opentelemetry.Outcomes tracker.Folder tracker.Row tracker.Rows tracker.training_of"
+    __name__,
+    "mlflow.MLflow opentelemetry.OpenTelemetry registry.ModelVersion registry.load_model registry.register_model "
+    "tensorboard.TensorBoard tracker.Tracker wandb.WandB "
+    "opentelemetry.Attempt opentelemetry.Outcomes tracker.Folder tracker.Row tracker.Rows tracker.training_of",
 )
