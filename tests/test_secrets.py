@@ -17,7 +17,8 @@ from rankzero import Launcher, RankZeroError, RunHandle, WorkerFailedError
 from rankzero.masking import Mask
 from rankzero.submit import drivers
 
-SECRET = "hunter2-of-the-user"
+# Not in this source, which is shipped with the run.
+SECRET = "-".join(["hunter2", "of", "the", "user"])
 WAIT = 60.0
 
 

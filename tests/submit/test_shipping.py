@@ -102,6 +102,39 @@ def test_a_package_with_which_a_computed_name_begins_travels(project: Path, expr
     assert identity_of(train, (), {}, 1) != before
 
 
+def test_a_package_that_appears_between_two_submissions_travels(project: Path) -> None:
+    write(project / "job.py", "def train():\n    import zoo\n    return zoo\n")
+    train = load_module("job").train
+    before = identity_of(train, (), {}, 1)
+    assert files_of(payload.build(train, (), {})) == {"job.py"}
+    write(project / "zoo" / "__init__.py")
+    assert files_of(payload.build(train, (), {})) == {"job.py", "zoo/__init__.py"}
+    assert identity_of(train, (), {}, 1) != before
+
+
+def test_modules_that_import_each_other_in_many_ways_are_followed_once(project: Path) -> None:
+    def calls(package: str, modules: int) -> int:
+        write(project / package / "__init__.py")
+        for number in range(modules):
+            imports = [f"import {package}.layer{below}\n" for below in range(number)]
+            write(project / package / f"layer{number}.py", "".join(imports) + "def train(): pass\n")
+        train = load_module(f"{package}.layer{modules - 1}").train
+        count = 0
+
+        def on_event(frame: Any, event: str, _: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(on_event)
+        try:
+            payload.build(train, (), {})
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls("deep", 16) < 10 * calls("flat", 4)
+
+
 def test_a_name_that_nobody_can_know_fails_with_what_to_do(launcher: Launcher, project: Path) -> None:
     write(project / "plugin.py", "SIZE = 1")
 

@@ -78,7 +78,7 @@ def modified(location: str) -> float:
         raise OSError(f"the store does not tell when {location} was written") from None
 
 
-def fingerprint(file: str | int) -> str:
+def fingerprint(file: str | int | os.stat_result) -> str:
     """Returns inode, size and change times of a local file, which differ once the file is changed.
 
     The last of these times (ctime) changes when the file is written, renamed or linked, and only the kernel sets it, in
@@ -86,12 +86,12 @@ def fingerprint(file: str | int) -> str:
     (with sha_ni; three to five times that without), where mapping them takes less than 1 ms.
 
     Args:
-        file: Path or descriptor.
+        file: Path or descriptor, or what `os.stat` has returned for it.
 
     Raises:
         OSError: the file does not exist.
     """
-    found = os.stat(file)
+    found = file if isinstance(file, os.stat_result) else os.stat(file)
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
 
 

@@ -101,7 +101,7 @@ def spec_of(name: str, first: str | None = None) -> Any:
     root, *rest = name.split(".")
     if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
         return None
-    spec = _find(root, None if first is None else [first, *sys.path])
+    spec = _find(root, None if first is None else (first, *sys.path))
     if spec is None:
         return None
     places = list(spec.submodule_search_locations or []) or [spec.origin or ""]
@@ -111,18 +111,23 @@ def spec_of(name: str, first: str | None = None) -> Any:
         if not spec or not spec.submodule_search_locations:
             return None
         # An editable install may have put a module elsewhere than its parent.
-        spec = _find(f"{spec.name}.{part}", list(spec.submodule_search_locations))
+        spec = _find(f"{spec.name}.{part}", tuple(spec.submodule_search_locations))
     return spec
 
 
-def _find(name: str, places: list[str] | None) -> Any:
+@functools.lru_cache(maxsize=4096)
+def _find(name: str, places: tuple[str, ...] | None) -> Any:
     # Not importlib.util.find_spec: it trusts sys.modules, where a DAG file may have a name
     # that executors cannot import; and it imports parents. Without these, a namespace package raises KeyError here.
     spec = None
     for finder in sys.meta_path:
         with contextlib.suppress(ImportError, ValueError, AttributeError, KeyError):
-            spec = spec or finder.find_spec(name, places)
+            spec = spec or finder.find_spec(name, places and [*places])
     return spec
+
+
+forget_places = _find.cache_clear
+"""Makes the next searches find modules where they are now; called before each submission and each pickle."""
 
 
 def source_of(name: str, first: str | None = None) -> str | None:
@@ -149,24 +154,24 @@ def source_of(name: str, first: str | None = None) -> str | None:
 
 def travels_as_source(name: str) -> bool:
     """Returns True for a user module that can be found by its name and imported without an orchestrator."""
-    spec = spec_of(name.partition(".")[0])
-    return spec is not None and not _needs_orchestrator(name, frozenset())
+    return spec_of(name.partition(".")[0]) is not None and not _needs_orchestrator(name)
 
 
-def _needs_orchestrator(name: str, visiting: frozenset[str]) -> bool:
+def _needs_orchestrator(name: str) -> bool:
     """Returns True if importing a user module imports Airflow or Dagster, directly or through another user module."""
-    root = name.partition(".")[0]
-    if root in _ORCHESTRATORS:
-        return True
-    if name in visiting or spec_of(root) is None:
-        return False
-    # Importing a.b.c imports a and a.b first.
-    imported_with_it = itertools.accumulate(name.split("."), "{}.{}".format)
-    return any(
-        _needs_orchestrator(imported, visiting | {name})
-        for part in imported_with_it
-        for imported in _imports_of_module(part) - {name}
-    )
+    waiting, seen = {name}, set()
+    while waiting:
+        name = waiting.pop()
+        root = name.partition(".")[0]
+        if root in _ORCHESTRATORS:
+            return True
+        # Importing a.b.c imports a and a.b first.
+        for part in itertools.accumulate(name.split("."), "{}.{}".format) if spec_of(root) else ():
+            if part not in seen:
+                seen.add(part)
+                waiting |= _imports_of_module(part)
+        waiting -= seen
+    return False
 
 
 def _imports_of_module(name: str) -> set[str]:

@@ -27,7 +27,7 @@ import cloudpickle
 from rankzero.errors import InvalidJobError
 from rankzero.host.processes import fork_safe
 from rankzero.submit.imports import globals_of_classes, imports_of_code
-from rankzero.submit.modules import is_made_by_hand, is_user_module, travels_as_source
+from rankzero.submit.modules import forget_places, is_made_by_hand, is_user_module, travels_as_source
 from rankzero.submit.params import named_arguments
 from rankzero.submit.shipping import Shipped, zip_modules
 from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
@@ -163,6 +163,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def dump(self, obj: object) -> None:
         """Pickles an object; one thread of this process at a time."""
         self._tensors = Tensors(obj)
+        forget_places()
         with _REGISTRY_LOCK:
             try:
                 super().dump(obj)

@@ -24,13 +24,14 @@ import json
 import logging
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from rankzero import store
 from rankzero.errors import InvalidJobError
+from rankzero.store import fingerprint
 from rankzero.submit.imports import imports_of_tree, modules_in_text, parse
 from rankzero.submit.modules import spec_of
 
@@ -68,17 +69,25 @@ class Shipped:
     listing: str
 
 
-@functools.lru_cache(maxsize=4096)
-def _modules_in_file(path: str, _fingerprint: str, package: str) -> frozenset[str] | None:
-    with open(path, "rb") as file:
-        return modules_in_text(file.read(), package)
+class _File(NamedTuple):
+    """A file that is shipped, as a key of caches: once it is changed, it has another fingerprint."""
+
+    path: str
+    size: int
+    fingerprint: str
 
 
 @functools.lru_cache(maxsize=4096)
-def _imports_of_file(path: str, _fingerprint: str, package: str) -> set[str]:
+def _modules_in_file(file: _File, package: str) -> frozenset[str] | None:
+    with open(file.path, "rb") as source:
+        return modules_in_text(source.read(), package)
+
+
+@functools.lru_cache(maxsize=4096)
+def _imports_of_file(file: _File, package: str) -> set[str]:
     """Returns the names that a source file imports. Raises OSError, which is not cached."""
-    with open(path, "rb") as file:
-        source = file.read()
+    with open(file.path, "rb") as opened:
+        source = opened.read()
     try:
         return imports_of_tree(parse(source), source, package)
     except (SyntaxError, ValueError):
@@ -101,12 +110,11 @@ def zip_modules(names: Iterable[str], first: str | None = None) -> Shipped | Non
     names_of_files = {name: os.path.basename(name) for name in left_out}
     if named := [name for name, file in names_of_files.items() if is_private(file) and not file.startswith(".")]:
         logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(sorted(named)))
-    sizes = {archive_name: os.path.getsize(path) for archive_name, path in files.items()}
+    sizes = {archive_name: file.size for archive_name, file in files.items()}
     _check_size(sizes)
     lines = [f"{sizes[name]:>12}  {name}" for name in sorted(files)]
     lines += [f"{'left out':>12}  {name}" for name in sorted(left_out)]
-    packed = tuple((name, path, store.fingerprint(path)) for name, path in sorted(files.items()))
-    return Shipped(_zip(packed), "\n".join(lines) + "\n")
+    return Shipped(_zip(tuple(sorted(files.items()))), "\n".join(lines) + "\n")
 
 
 def digests_of_data_files(modules: Iterable[str], first: str | None = None) -> dict[str, str]:
@@ -122,34 +130,39 @@ def digests_of_data_files(modules: Iterable[str], first: str | None = None) -> d
     digests: dict[str, str] = {}
     for root in sorted({name.partition(".")[0] for name in modules}):
         found = _files_of(root, spec) if (spec := spec_of(root, first)) else ()
-        files = {name: path for name, path in found if not (name.endswith(".py") or is_private(os.path.basename(name)))}
-        _check_size({name: os.path.getsize(path) for name, path in files.items()})
+        files = {name: file for name, file in found if not (name.endswith(".py") or is_private(os.path.basename(name)))}
+        _check_size({name: file.size for name, file in files.items()})
         if files:
-            contents = [(name, _digest_of_file(files[name], store.fingerprint(files[name]))) for name in sorted(files)]
+            contents = [(name, _digest_of_file(files[name])) for name in sorted(files)]
             digests[root] = hashlib.sha256(repr(contents).encode()).hexdigest()
     return digests
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest_of_file(path: str, _fingerprint: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest_of_file(file: _File) -> str:
+    with open(file.path, "rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
-def _files_for(names: Iterable[str], first: str | None) -> tuple[dict[str, str], list[str]]:
-    """Returns the files of the user modules that ``names`` need: name in the zip to path, and the names left out."""
+def _files_for(names: Iterable[str], first: str | None) -> tuple[dict[str, _File], list[str]]:
+    """Returns the files of the user modules that ``names`` need, by name in the zip, and the names left out."""
     waiting = list(names)
     seen: set[str] = set()
     roots: dict[str, bool] = {}
-    files: dict[str, str] = {}
+    settled: set[str] = set()
+    files: dict[str, _File] = {}
     left_out: list[str] = []
 
-    def is_settled(module: str) -> bool:
-        """Returns True for a module that is never shipped, and for one whose file is packed; False for a package."""
-        root = module.partition(".")[0]
-        if root not in roots and not spec_of(root, first):
-            roots[root] = False
-        return not roots.get(root, True) or f"{module.replace('.', os.sep)}.py" in files
+    def are_settled(modules: frozenset[str]) -> bool:
+        """Returns True for modules that are never shipped or whose files are packed; False if one may be a package."""
+        for module in modules - settled:
+            root = module.partition(".")[0]
+            if root not in roots and not spec_of(root, first):
+                roots[root] = False
+            if roots.get(root, True) and f"{module.replace('.', os.sep)}.py" not in files:
+                return False
+            settled.add(module)
+        return True
 
     while waiting:
         name = waiting.pop()
@@ -168,28 +181,27 @@ def _files_for(names: Iterable[str], first: str | None) -> tuple[dict[str, str],
         found = dict(_files_of(name, spec))
         if not found and spec.origin:
             left_out.append(name.replace(".", os.sep))
-        private = {archive_name for archive_name, path in found.items() if is_private(os.path.basename(path))}
+        private = {archive_name for archive_name in found if is_private(os.path.basename(archive_name))}
         left_out += private
-        new = {archive_name: path for archive_name, path in found.items() if archive_name not in private}
+        new = {archive_name: file for archive_name, file in found.items() if archive_name not in private}
         files |= new
-        for archive_name, path in new.items():
-            waiting += _imports_of(archive_name, path, is_settled)
+        for archive_name, file in new.items():
+            waiting += _imports_of(archive_name, file, are_settled)
     return files, left_out
 
 
-def _imports_of(archive_name: str, path: str, is_settled: Callable[[str], bool]) -> set[str]:
+def _imports_of(archive_name: str, file: _File, are_settled: Callable[[frozenset[str]], bool]) -> set[str]:
     """Returns the names that a file imports; empty if it is no source, was removed, or imports nothing unsettled.
 
     Most files of a package import what is installed or packed already: they are not parsed, which takes milliseconds
     for each.
     """
-    if path.endswith(".py"):
+    if archive_name.endswith(".py"):
         with contextlib.suppress(OSError):
             package = os.path.dirname(archive_name).replace(os.sep, ".")
-            fingerprint = store.fingerprint(path)
-            modules = _modules_in_file(path, fingerprint, package)
-            if modules is None or not all(map(is_settled, modules)):
-                return _imports_of_file(path, fingerprint, package)
+            modules = _modules_in_file(file, package)
+            if modules is None or not are_settled(modules):
+                return _imports_of_file(file, package)
     return set()
 
 
@@ -225,35 +237,37 @@ def matcher(excludes: Sequence[str], ignore_file: str | None = None) -> Callable
 
 
 @functools.lru_cache(maxsize=1)
-def _zip(files: tuple[tuple[str, str, str], ...]) -> bytes:
-    """Returns a zip of files, each given by its name there, its path and its fingerprint.
+def _zip(files: tuple[tuple[str, _File], ...]) -> bytes:
+    """Returns a zip of files, each given by its name there.
 
-    The last one is kept: to pack 300 modules takes 0.1 s, and the next training mostly needs the same.
+    They are not compressed, which would take six times as long here, and three times as long where they are unpacked.
+    The last zip is kept: the next training mostly needs the same.
     """
     import zipfile
 
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
-        for archive_name, path, _ in files:
-            archive.write(path, archive_name)
+    with zipfile.ZipFile(buffer, "w", strict_timestamps=False) as archive:
+        for archive_name, file in files:
+            archive.write(file.path, archive_name)
         origins = json.dumps(_origins_of(files)).encode()
         archive.comment = origins if len(origins) <= zipfile.ZIP_MAX_COMMENT else b"{}"
     return buffer.getvalue()
 
 
-def _origins_of(files: tuple[tuple[str, str, str], ...]) -> dict[str, str]:
+def _origins_of(files: tuple[tuple[str, _File], ...]) -> dict[str, str]:
     """Returns the directory that each top-level module is in; none for one that is linked together of several."""
     found: dict[str, set[str]] = {}
-    for archive_name, path, _ in files:
-        origin = path.removesuffix(f"{os.sep}{archive_name}")
-        found.setdefault(archive_name.split(os.sep)[0].partition(".")[0], set()).add("" if origin == path else origin)
+    for archive_name, file in files:
+        origin = file.path.removesuffix(f"{os.sep}{archive_name}")
+        root = archive_name.split(os.sep)[0].partition(".")[0]
+        found.setdefault(root, set()).add("" if origin == file.path else origin)
     return {root: origin for root, (origin, *others) in found.items() if origin and not others}
 
 
-def _is_known(name: str, files: Mapping[str, str]) -> bool:
+def _is_known(name: str, files: Mapping[str, _File]) -> bool:
     """Returns True for a module whose file is known, and for a name in a module, such as a function."""
     place = name.replace(".", os.sep)
-    is_module = f"{place}.py" in files or os.path.join(place, "__init__.py") in files
+    is_module = f"{place}.py" in files or f"{place}{os.sep}__init__.py" in files
     return is_module or f"{os.path.dirname(place)}.py" in files
 
 
@@ -276,11 +290,11 @@ def _is_ignored(parents: Sequence[str], path: str) -> bool:
     return matcher((), os.path.join(top, IGNORE_FILE))(inner)
 
 
-def _files_of(module: str, spec: Any) -> Iterator[tuple[str, str]]:
+def _files_of(module: str, spec: Any) -> Iterator[tuple[str, _File]]:
     *parents, _ = parts = module.split(".")
     if not spec.submodule_search_locations:
-        if spec.origin and os.path.isfile(spec.origin) and not _is_ignored(parents, spec.origin):
-            yield os.path.join(*parents, os.path.basename(spec.origin)), spec.origin
+        if spec.origin and (file := _file(spec.origin)) and not _is_ignored(parents, spec.origin):
+            yield os.path.join(*parents, os.path.basename(spec.origin)), file
         return
     for base in spec.submodule_search_locations:
         # Patterns count from the folder of the top-level package.
@@ -300,5 +314,13 @@ def _files_of(module: str, spec: Any) -> Iterator[tuple[str, str]]:
                 packages.add(directory)
             for name in names if directory in packages else [name for name in names if name.endswith(".py")]:
                 path = os.path.join(directory, name)
-                if os.path.isfile(path) and not ignored(os.path.join(below, name)):
-                    yield os.path.join(*parts, beneath, name), path
+                if (file := _file(path)) and not ignored(os.path.join(below, name)):
+                    yield os.path.join(*parts, beneath, name), file
+
+
+def _file(path: str) -> _File | None:
+    """Returns a regular file with its size and fingerprint; None for all else."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG((found := os.stat(path)).st_mode):
+            return _File(path, found.st_size, fingerprint(found))
+    return None

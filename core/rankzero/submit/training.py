@@ -14,7 +14,7 @@ from typing import Any
 
 from rankzero.errors import InvalidJobError
 from rankzero.submit.imports import imports_of_tree, parse
-from rankzero.submit.modules import source_of, spec_of
+from rankzero.submit.modules import forget_places, source_of, spec_of
 
 MODULE = "-m "
 """Prefix of a ``train`` that names a module to run, as for ``python`` and ``torchrun``."""
@@ -147,6 +147,7 @@ def resolve(train: object) -> Any:
     Raises:
         InvalidJobError: there is no such script, module, function or program.
     """
+    forget_places()
     if isinstance(train, (list, tuple)):
         return _command(train)
     if isinstance(train, str) and train.startswith(MODULE):
