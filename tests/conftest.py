@@ -1,6 +1,5 @@
 """What every room's tests share: a store of their own, and proof that nothing outlives the suite."""
 
-import compileall
 import contextlib
 import fcntl
 import gc
@@ -146,6 +145,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     them would do it again where the environment forbids Python to write compiled modules.
     """
     if not hasattr(session.config, "workerinput"):
+        # Not above: ranks import this module.
+        import compileall
+
         session.config.stash[_before] = temporary_files()
         for folder in ("core", "airflow_provider", "dagster_integration", "tests"):
             compileall.compile_dir(ROOT / folder, quiet=2)

@@ -102,6 +102,27 @@ def test_a_package_with_which_a_computed_name_begins_travels(project: Path, expr
     assert identity_of(train, (), {}, 1) != before
 
 
+def test_each_file_of_a_package_arrives_unchanged(launcher: Launcher, project: Path) -> None:
+    files = {
+        "__init__.py": b"",
+        "größe.txt": b"1",
+        "inner/deep/table.bin": b"PK\3\4" * 20_000,
+        "inner/empty.bin": b"",
+        "z.bin": b"PK\5\6\0",
+    }
+    for name, data in files.items():
+        write(project / "zoo" / name).write_bytes(data)
+
+    def train() -> dict[str, bytes]:
+        import zoo
+
+        sent = Path(zoo.__path__[-1])
+        assert sent.parent.name == "modules"
+        return {str(path.relative_to(sent)): path.read_bytes() for path in sent.rglob("*") if path.is_file()}
+
+    assert launcher.options(num_processes=1).run(train) == files
+
+
 def test_a_package_that_appears_between_two_submissions_travels(project: Path) -> None:
     write(project / "job.py", "def train():\n    import zoo\n    return zoo\n")
     train = load_module("job").train
