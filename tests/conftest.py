@@ -23,6 +23,7 @@ from rankzero import Launcher, bounds
 from rankzero.task import OWNER, hold
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
     from tests.engines.connect_server import ConnectServer
     from tests.s3 import S3Server
 
@@ -401,18 +402,38 @@ def launcher(tmp_path: Path, marker: str) -> Launcher:
     return Launcher(2, store=tmp_path / "store", env={"MARK": marker}, start_timeout=240, warm_start=warm_start)
 
 
-@pytest.fixture(scope="module")
-def session() -> Iterator[object]:
-    """A SparkSession of the test's own process, made as users make it: no PYSPARK_PYTHON."""
+def start_own_jvm() -> None:
+    """Starts pyspark's JVM in this process without a configuration, if it does not run.
+
+    A JVM that a SparkContext starts keeps the configuration of that context, and gives it to all later ones.
+    """
+    from pyspark import SparkContext
+
+    SparkContext._ensure_initialized()
+
+
+@contextlib.contextmanager
+def spark_session(master: str, **conf: str) -> "Iterator[SparkSession]":
+    """Starts a session in this process, and stops it. No later session has anything of its configuration."""
     from pyspark.sql import SparkSession
 
-    os.environ.pop("PYSPARK_PYTHON", None)
+    start_own_jvm()
     handlers = signal_handlers()
-    spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
+    spark = SparkSession.builder.master(master).config(map={"spark.ui.enabled": "false", **conf}).getOrCreate()
     # A SparkContext takes SIGINT, and leaves its handler.
     restore_signal_handlers(handlers)
-    yield spark
-    spark.stop()
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+@pytest.fixture(scope="module")
+def session() -> "Iterator[SparkSession]":
+    """A SparkSession of the test's own process, made as users make it: no PYSPARK_PYTHON."""
+    os.environ.pop("PYSPARK_PYTHON", None)
+    with spark_session("local[4]") as spark:
+        yield spark
 
 
 @pytest.fixture(scope="session")

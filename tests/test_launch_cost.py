@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import restore_signal_handlers, signal_handlers
+from tests.conftest import spark_session
 
 import rankzero
 from rankzero import Launcher, SparkEngine, bounds
@@ -151,15 +151,9 @@ def test_a_restart_finds_loaded_what_the_first_optimizer_step_imports(launcher: 
 
 @pytest.fixture(scope="module")
 def spark() -> Any:
-    from pyspark.sql import SparkSession
-
     os.environ.pop("PYSPARK_PYTHON", None)
-    handlers = signal_handlers()
-    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
-    # A SparkContext takes SIGINT, and leaves its handler.
-    restore_signal_handlers(handlers)
-    yield session
-    session.stop()
+    with spark_session("local[2]") as session:
+        yield session
 
 
 def test_launches_on_spark_share_a_server_and_its_python_workers(launcher: Launcher, spark: Any) -> None:

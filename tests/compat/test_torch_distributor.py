@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import restore_signal_handlers, signal_handlers
+from tests.conftest import spark_session
 
 from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, TorchDistributor, WorkerFailedError
 
@@ -87,7 +87,7 @@ def test_on_spark_without_a_session_says_what_to_do() -> None:
 
 
 def test_what_the_configuration_of_a_session_allows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In a session of its own, with GPUs and TLS, in the JVM of the one before."""
+    """In a session of its own, with GPUs and TLS."""
     from pyspark.sql import SparkSession
 
     if (active := SparkSession.getActiveSession()) is not None:
@@ -98,12 +98,9 @@ def test_what_the_configuration_of_a_session_allows(tmp_path: Path, caplog: pyte
     conf = {
         "spark.driver.resource.gpu.amount": "3", "spark.driver.resource.gpu.discoveryScript": str(script),
         "spark.task.resource.gpu.amount": "2", "spark.executor.resource.gpu.amount": "2",
-        "spark.ui.enabled": "false", "spark.ssl.enabled": "true",
+        "spark.ssl.enabled": "true",
     }  # fmt: skip
-    handlers = signal_handlers()
-    spark = SparkSession.builder.master("local[2]").config(map=conf).getOrCreate()
-    restore_signal_handlers(handlers)
-    try:
+    with spark_session("local[2]", **conf):
         expected = {"num_processes": 3, "local_mode": True, "use_gpu": True, "num_tasks": 3}
         assert TorchDistributor(8).input_params == expected
         assert TorchDistributor(8, local_mode=False).num_tasks == 4
@@ -118,8 +115,6 @@ def test_what_the_configuration_of_a_session_allows(tmp_path: Path, caplog: pyte
         plain.spark.conf.set(plain.ssl_conf, "true")
         assert plain._check_encryption() is None
         assert "has TLS encryption enabled, but" in caplog.text
-    finally:
-        spark.stop()
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from tests.conftest import restore_signal_handlers, signal_handlers
+from tests.conftest import spark_session
 
 CONF = {
-    "spark.ui.enabled": "false",
     "spark.sql.shuffle.partitions": "4",
     "spark.python.daemon.module": "tests.spark_daemon",
 }
@@ -15,12 +14,7 @@ CONF = {
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[object]:
-    """A SparkSession of the test's own process, made as users make it: no PYSPARK_PYTHON."""
-    from pyspark.sql import SparkSession
-
+    """A SparkSession of the test's own process. `test_materialization_faults` has one with Spark's own daemon."""
     os.environ.pop("PYSPARK_PYTHON", None)
-    handlers = signal_handlers()
-    spark = SparkSession.builder.master("local[4]").config(map=CONF).getOrCreate()
-    restore_signal_handlers(handlers)
-    yield spark
-    spark.stop()
+    with spark_session("local[4]", **CONF) as spark:
+        yield spark

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import restore_signal_handlers, signal_handlers
+from tests.conftest import spark_session, start_own_jvm
 from tests.engines.bare_trainings import fail_once, hvd_loop, load_whole_states, ray_loop, train_digits, what_is_there
 from tests.engines.pythons import TORCH, python_with
 
@@ -21,18 +21,14 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def bare(bare_python: str) -> Iterator[SparkEngine]:
     """A session of this process on two executors with that Python."""
-    from pyspark.sql import SparkSession
-
+    # The environment of the JVM stays that of the suite.
+    start_own_jvm()
     before = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "PYSPARK_PYTHON")}
     os.environ["PYSPARK_PYTHON"] = bare_python
-    handlers = signal_handlers()
-    builder = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.ui.enabled", "false")
-    session = builder.config("spark.executorEnv.PYTHONPATH", "").getOrCreate()
-    restore_signal_handlers(handlers)
     try:
-        yield SparkEngine(session=session)
+        with spark_session("local-cluster[2,1,1024]", **{"spark.executorEnv.PYTHONPATH": ""}) as session:
+            yield SparkEngine(session=session)
     finally:
-        session.stop()
         os.environ.update({name: value for name, value in before.items() if value is not None})
         if before["PYSPARK_PYTHON"] is None:
             del os.environ["PYSPARK_PYTHON"]

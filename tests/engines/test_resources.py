@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import restore_signal_handlers, signal_handlers, until
+from tests.conftest import spark_session, until
 
 from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine, bounds
 from rankzero import Launcher as AnyLauncher
@@ -83,11 +83,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fair(gpus: Path) -> Iterator[Any]:
     """Two executors of two cores and two GPUs each; a task of the session takes one core and no GPU, jobs share."""
-    from pyspark.sql import SparkSession
-
-    handlers = signal_handlers()
     conf = {
-        "spark.ui.enabled": "false",
         "spark.scheduler.mode": "FAIR",
         "spark.executor.resource.gpu.amount": "2",
         "spark.worker.resource.gpu.amount": "2",
@@ -95,13 +91,8 @@ def fair(gpus: Path) -> Iterator[Any]:
         "spark.executor.resource.gpu.discoveryScript": str(gpus),
         "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
     }
-    builder = SparkSession.builder.master("local-cluster[2,2,1024]")
-    for name, value in conf.items():
-        builder = builder.config(name, value)
-    session = builder.getOrCreate()
-    restore_signal_handlers(handlers)
-    yield session
-    session.stop()
+    with spark_session("local-cluster[2,2,1024]", **conf) as session:
+        yield session
 
 
 def what_ranks_have() -> list[list[str]]:

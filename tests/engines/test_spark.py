@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import restore_signal_handlers, signal_handlers, wait_until_gone
+from tests.conftest import spark_session, wait_until_gone
 
 from rankzero import (
     EngineError,
@@ -369,8 +369,5 @@ def test_a_session_that_was_stopped_is_refused(on_session: Launcher, session: An
     session.stop()
     with pytest.raises(EngineError, match="was stopped"):
         on_session.run(len, [1])
-    handlers = signal_handlers()
-    another = type(session).builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
-    restore_signal_handlers(handlers)
-    assert on_session.options(engine=SparkEngine(session=another)).run(len, [1, 2]) == 2
-    another.stop()
+    with spark_session("local[2]") as another:
+        assert on_session.options(engine=SparkEngine(session=another)).run(len, [1, 2]) == 2

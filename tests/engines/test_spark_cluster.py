@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests import servers
-from tests.conftest import restore_signal_handlers, signal_handlers, until
+from tests.conftest import spark_session, until
 from tests.engines.conftest import Standalone
 
 from rankzero import InvalidJobError, Launcher, SparkEngine, SparkSubmitEngine, StartTimeoutError, bounds
@@ -102,20 +102,15 @@ def on_session(
     launcher: Launcher, cluster: Standalone, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Launcher]]:
     """Makes a launcher on a session of this process, so that the test may hurry what waits."""
-    from pyspark.sql import SparkSession
-
     monkeypatch.setattr(bounds, "WAITING_INTERVAL", 1.0)
     monkeypatch.setattr(bounds, "GROWTH_TIMEOUT", 1.0)
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
-    handlers = signal_handlers()
-    builder = SparkSession.builder.master(cluster.url).config("spark.executor.memory", "1g")
+    conf = {"spark.executor.memory": "1g"}
     if os.path.exists("/proc/net/if_inet6"):
         # As Spark writes them; agents and driver shall meet there.
-        builder = builder.config("spark.driver.host", "[::1]").config("spark.driver.bindAddress", "[::1]")
-    session = builder.config("spark.ui.enabled", "false").getOrCreate()
-    restore_signal_handlers(handlers)
-    yield lambda **options: launcher.options(engine=SparkEngine(session=session), **options)
-    session.stop()
+        conf |= {"spark.driver.host": "[::1]", "spark.driver.bindAddress": "[::1]"}
+    with spark_session(cluster.url, **conf) as session:
+        yield lambda **options: launcher.options(engine=SparkEngine(session=session), **options)
 
 
 def await_event(launcher: Launcher, sign: str) -> None:
