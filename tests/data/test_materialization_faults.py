@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
 import pytest
-from tests.conftest import until
+from tests.conftest import spark_session, until
 
 import rankzero.train as rt
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkEngine
@@ -21,6 +22,14 @@ WAIT = 120.0
 
 STUCK = "SELECT id FROM range(0, 4, 1, 4) WHERE id = 0 OR java_method('java.lang.Thread', 'sleep', 600000L) IS NULL"
 """One of its tasks writes its rows at once, and the others sleep."""
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Any]:
+    """A session whose Python workers Spark's own daemon starts, as those of users: nothing is imported before."""
+    os.environ.pop("PYSPARK_PYTHON", None)
+    with spark_session("local[2]") as spark:
+        yield spark
 
 
 @pytest.fixture
@@ -38,6 +47,15 @@ def test_a_full_disk_is_a_typed_error_and_is_as_empty_as_before(session: Any, sm
     with pytest.raises(EngineError, match="no room where Spark writes .*No space left on device"):
         materialize(session.range(800_000), str(small_disk / "rows"), "train", lambda _: None)
     assert os.listdir(small_disk) == []
+
+
+def test_the_workers_of_sparks_own_daemon_write_every_row(session: Any, tmp_path: Path) -> None:
+    frame = session.range(0, 100, 1, 3).selectExpr("id", "array(id / 2, null) AS halves", "string(id) AS text")
+    manifest = materialize(frame, str(tmp_path / "rows"), "train", lambda _: None)
+    tables = [pa.ipc.open_file(file.location).read_all() for file in manifest.files]
+    assert pa.concat_tables(tables).rename_columns(["id", "halves", "text"]).sort_by("id").to_pylist() == [
+        {"id": number, "halves": [number / 2, None], "text": str(number)} for number in range(100)
+    ]
 
 
 def ids() -> list[int]:
