@@ -1,5 +1,6 @@
 """The fixtures for users' own tests, used as users do: in a test session of its own."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,5 +78,7 @@ def test_a_session_of_the_users_passes(tmp_path: Path, tests: str, passed: int) 
     (tmp_path / "test_users.py").write_text(tests)
     # With this environment, and so with the suite's warm server: pytester has another HOME and PYTHONPATH.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert f"\n{passed} passed in " in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
