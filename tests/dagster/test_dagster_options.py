@@ -98,15 +98,18 @@ def test_names_and_defaults_are_those_of_airflows_operator(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "checkpoints",
+    ("checkpoints", "warm_start"),
     [
-        pytest.param({"num_to_keep": None, "metric": "loss", "mode": "max"}, marks=pytest.mark.soak),
-        CheckpointConfig(None, "loss", "max"),
+        # Its rank is an interpreter of its own, which imports torch.
+        pytest.param({"num_to_keep": None, "metric": "loss", "mode": "max"}, False, marks=pytest.mark.soak),
+        (CheckpointConfig(None, "loss", "max"), True),
     ],
 )
-def test_they_reach_the_run(checkpoints: object, torch_distributor: TorchDistributorResource, tmp_path: Path) -> None:
+def test_they_reach_the_run(
+    checkpoints: object, warm_start: bool, torch_distributor: TorchDistributorResource, tmp_path: Path
+) -> None:
     configured = torch_distributor.options(
-        num_processes=1, max_preemptions=3, ports=(20000, 29999), checkpoints=checkpoints
+        num_processes=1, max_preemptions=3, ports=(20000, 29999), checkpoints=checkpoints, warm_start=warm_start
     )
 
     @dg.asset
@@ -117,7 +120,7 @@ def test_they_reach_the_run(checkpoints: object, torch_distributor: TorchDistrib
     (job,) = (json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/job.json"))
     assert job["checkpoints"] == {"num_to_keep": None, "metric": "loss", "mode": "max"}
     assert (job["max_restarts"], job["max_preemptions"], job["ports"]) == (1, 3, [20000, 29999])
-    # Without a rank that is an interpreter of its own, and imports torch.
+    assert job["warm_start"] is warm_start
     assert configured.options(warm_start=False)._launcher({}).warm_start is False
 
 
