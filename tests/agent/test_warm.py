@@ -195,22 +195,23 @@ def test_a_module_that_was_edited_between_two_runs_is_the_new_one(
     assert launcher.run(script) == 2
 
 
-def test_what_comes_onto_a_relative_search_path_between_two_runs_is_found(
+def test_directories_that_come_onto_the_search_path_between_two_runs_are_found(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path begins in the directory of the launch. The server has looked there when it loaded torch: in vain."""
+    """A relative one begins in the directory of the launch. The server found neither when it loaded torch."""
     monkeypatch.chdir(tmp_path)
 
-    def find() -> str | None:
-        if importlib.util.find_spec("comes_between_runs") is None:
-            return None
-        return str(importlib.import_module("comes_between_runs").NAME)
+    def find() -> list[str]:
+        names = ("comes_relative", "comes_absolute")
+        return [importlib.import_module(name).PLACE for name in names if importlib.util.find_spec(name)]
 
-    later = launcher.options(env={**(launcher.env or {}), "PYTHONPATH": "packages"})
-    assert later.run(find) is None
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "comes_between_runs.py").write_text("NAME = 'found'\n")
-    assert later.run(find) == "found"
+    path = os.pathsep.join(["relative", str(tmp_path / "absolute")])
+    later = launcher.options(env={**(launcher.env or {}), "PYTHONPATH": path})
+    assert later.run(find) == []
+    for place in ("relative", "absolute"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / f"comes_{place}.py").write_text(f"PLACE = '{place}'\n")
+    assert later.run(find) == ["relative", "absolute"]
 
 
 def test_mask_limits_and_cores_are_those_of_now_and_not_of_the_first_run(launcher: Launcher) -> None:
