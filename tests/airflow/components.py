@@ -5,7 +5,7 @@ python -m tests.airflow.components FOLDER COMPONENT...
 FOLDER/COMPONENT.pid has the id of each one's process and group, and FOLDER/COMPONENT.log what it prints.
 """
 
-import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -26,6 +26,9 @@ SHARED = [
 ]
 """Modules that two of them import."""
 
+PR_SET_PDEATHSIG = 1
+"""The option of prctl by which a process gets a signal when its parent dies."""
+
 
 def load() -> None:
     """Imports what the components share, and prepares Airflow's models. It opens no connection."""
@@ -41,9 +44,11 @@ def load() -> None:
     gc.freeze()
 
 
-def run(folder: Path, name: str) -> None:
-    """Becomes a component, as ``python -m airflow`` does, in a group of its own."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def run(folder: Path, name: str, parent: int) -> None:
+    """Becomes a component, as ``python -m airflow`` does, in a group of its own. It gets SIGTERM if its parent dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        return
     os.setpgid(0, 0)
     with open(folder / f"{name}.log", "ab") as log:
         os.dup2(log.fileno(), 1)
@@ -56,25 +61,15 @@ def run(folder: Path, name: str) -> None:
 
 
 def main() -> None:
-    """Ends with the last component; SIGTERM ends all of them."""
+    """Ends with the last component; all of them end with this process."""
     folder, *names = sys.argv[1:]
     load()
-    children: list[int] = []
-
-    def end(*_: object) -> None:
-        for child in children:
-            # One that was killed may have been collected.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGTERM)
-        os._exit(1)
-
-    signal.signal(signal.SIGTERM, end)
+    parent = os.getpid()
     for name in names:
-        children.append(os.fork())
-        if not children[-1]:
-            return run(Path(folder), name)
-    for child in children:
-        os.waitpid(child, 0)
+        if not os.fork():
+            return run(Path(folder), name, parent)
+    for _ in names:
+        os.wait()
 
 
 if __name__ == "__main__":
