@@ -18,6 +18,7 @@ from typing import Any
 from airflow.listeners import hookimpl
 
 from airflow_rankzero.links import DIRECTORY_KEY
+from airflow_rankzero.tries import TaskTry
 from rankzero import RunHandle
 from rankzero.errors import RunNotFoundError
 
@@ -84,10 +85,14 @@ def _end(dag_id: str, run_id: str, task_id: str, map_index: int, until: float) -
         if not isinstance(directory, str):
             return
         handle = RunHandle.attach(directory, follows=False)
-        if handle.wait(max(0.0, until - time.monotonic())) or _state_of(key) not in _MARKED:
+        if handle.wait(max(0.0, until - time.monotonic())):
+            return
+        (task_instance,) = _rows(_TASKS, "state", "id", "try_number", **key) or (None,)
+        if task_instance is None or task_instance.state not in _MARKED:
             return
         logger.info("the task %s of %s was marked or ended: ending its training in %s", task_id, run_id, directory)
-        handle.cancel()
+        # By then a user may have cleared the task, and the next try may follow the run.
+        handle.cancel(TaskTry(task_instance).receiver, "the Airflow task was marked, or its DAG run has ended")
     except RunNotFoundError:
         # Each end of a DAG run comes here, also where the store is a disk of the workers.
         logger.info("the training of the task %s is not within reach, and is left to its lease: %s", task_id, directory)
@@ -99,10 +104,6 @@ def _value_of(row: Any) -> Any:
     """Returns the value of an XCom, which a backend may keep elsewhere, such as in an object store."""
     backend: Any = importlib.import_module("airflow.sdk.execution_time.xcom").XCom
     return backend.deserialize_value(row)
-
-
-def _state_of(key: dict[str, Any]) -> str | None:
-    return next((str(row.state) for row in _rows(_TASKS, "state", **key)), None)
 
 
 def _rows(model: str, *columns: str, **key: Any) -> Sequence[Any]:

@@ -220,7 +220,7 @@ class TorchDistributorOperator(BaseOperator):
         follower = before.delivery().receiver
         if follower.get(_GENERATION, task_try.generation) != task_try.generation:
             self.log.info("the deferred task was cleared; the run in %s ends, and is submitted again", before.directory)
-            before.cancel(follower)
+            before.cancel(follower, "the deferred Airflow task was cleared")
 
     def _follow(self, opened: Opened, launcher: Launcher, task_try: TaskTry) -> None:
         """Follows the run to its end, here or in the triggerer."""
@@ -281,7 +281,8 @@ class TorchDistributorOperator(BaseOperator):
                     # By its XCom: the connection may be deleted.
                     index = -1 if ti.map_index is None else ti.map_index
                     directory = ti.xcom_pull(key=DIRECTORY_KEY, task_ids=self.task_id, map_indexes=index)
-                    end(RunHandle.attach(directory), self.stop_grace)
+                    why = f"the deferral of the Airflow task failed: {type(error).__name__}"
+                    end(RunHandle.attach(directory), self.stop_grace, None, why)
             raise
 
     def _final(self, error: RankZeroError, *, has_checkpoint: bool) -> Exception:

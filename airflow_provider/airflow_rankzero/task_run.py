@@ -106,7 +106,7 @@ class TaskLog:
         if not self._is_killed():
             return
         if (state := self._try.state()) in STATES_OF_USERS:
-            end(self._handle, self._stop_grace, self._try.receiver)
+            end(self._handle, self._stop_grace, self._try.receiver, "a user ended the Airflow task")
             why = f"a user ended the task, and with it the run in {self._handle.directory}"
             if state == "failed":
                 # With tries left, Airflow would else notify of a retry, which never comes.
@@ -118,7 +118,7 @@ class TaskLog:
             raise RunCancelledError(why, requested=True)
         if self._try.is_in_process:
             self._log.warning("this process was asked to exit, and the run in %s ends with it", self._handle.directory)
-            end(self._handle, self._stop_grace)
+            end(self._handle, self._stop_grace, None, "the process of the Airflow task was asked to exit")
             # Airflow's loop would start the next try or task in this process.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)

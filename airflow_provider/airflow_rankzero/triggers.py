@@ -158,7 +158,7 @@ class RunTrigger(BaseTrigger):
             if receiver and handle.delivery().receiver == receiver:
                 self.log.info("a worker follows the run in %s for the task's same try", self.directory)
                 return
-            handle.cancel(receiver)
+            handle.cancel(receiver, "a user ended the deferred Airflow task")
 
     async def _in_thread(self, action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls ``action`` in a thread of the run's store with the task's context, like `asyncio.to_thread`."""

@@ -201,7 +201,7 @@ def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
         return
     if owner == step.dagster_run:
         log.warning("the Dagster run has ended or was deleted, so its training ends")
-        handle.cancel()
+        handle.cancel(reason="the Dagster run has ended or was deleted")
         return
     # Without another try, the driver ends with this process.
     while not (opened.attached or step.is_followed_by_another or handle.wait(QUERY_INTERVAL)):

@@ -111,16 +111,17 @@ def test_a_mark_ends_no_run_that_was_submitted_after_it(
     launcher = Launcher(1, store=tmp_path, run_id="left")
     before = launcher.submit(wait_long)
     until(lambda: before.status().state == "running", 60, "the training")
-    state_of = marks._state_of
+    rows = marks._rows
 
-    def submit_again(key: dict[str, Any]) -> str | None:
-        state = state_of(key)
-        before.cancel()
-        assert before.wait(60)
-        launcher.submit(wait_long)
-        return state
+    def submit_again(model: str, *columns: str, **key: Any) -> Any:
+        found = rows(model, *columns, **key)
+        if "state" in columns:
+            before.cancel()
+            assert before.wait(60)
+            launcher.submit(wait_long)
+        return found
 
-    monkeypatch.setattr(marks, "_state_of", submit_again)
+    monkeypatch.setattr(marks, "_rows", submit_again)
     with create_session() as session:
         ti = session.scalars(select(TaskInstance).where(TaskInstance.run_id == outcome.run_id)).one()
         ti.state = "failed"
@@ -149,6 +150,8 @@ def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     from airflow.sdk import task
     from airflow.utils.session import create_session
     from sqlalchemy import select
+
+    from airflow_rankzero import marks
 
     threads = Threads(1)
     settle = marks_settle(monkeypatch, threads)
@@ -183,6 +186,10 @@ def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     tell("skipped")
     assert handle.wait(60)
     assert handle.status().state == "cancelled"
+    assert "on request: the Airflow task was marked, or its DAG run has ended" in str(handle.status().error)
+    # A try after a clear, which has begun to follow the run meanwhile, submits it again.
+    (row,) = marks._rows(marks._TASKS, "id", "try_number", run_id=outcome.run_id)
+    assert handle.cancelled_for() == {"task_instance": str(row.id), "try": row.try_number}
 
 
 def test_the_followers_of_many_trainings_have_one_grace_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,17 +208,18 @@ def test_the_followers_of_many_trainings_have_one_grace_together(monkeypatch: py
             now[0] += timeout
             return False
 
-        def cancel(self) -> None:
+        def cancel(self, receiver: dict[str, Any], reason: str) -> None:
             ended.append(self.directory)
 
     def rows(_: str, *columns: str, **key: Any) -> list[Any]:
+        if "state" in columns:
+            return [SimpleNamespace(state="failed", id="1", try_number=1)]
         return [("train", index) for index in range(5)] if "task_id" in columns else [key["map_index"]]
 
     settle = marks_settle(monkeypatch)
     monkeypatch.setattr(marks, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(marks, "_rows", rows)
     monkeypatch.setattr(marks, "_value_of", str)
-    monkeypatch.setattr(marks, "_state_of", lambda _: "failed")
     monkeypatch.setattr(marks.RunHandle, "attach", lambda directory, follows: Unfollowed(directory))
     marks._threads.submit(marks._end_all, "dag", "run")
     settle()

@@ -241,7 +241,9 @@ def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Pat
     outcome = run_dag(dag)
     assert isinstance(outcome.errors["train"], versions.exception("AirflowTaskTimeout"))
     (directory,) = tmp_path.iterdir()
-    assert RunHandle.attach(directory).status().state == "cancelled"
+    status = RunHandle.attach(directory).status()
+    assert status.state == "cancelled"
+    assert "AirflowTaskTimeout" in str(status.error)
 
 
 def test_connection_without_enough_slots_is_refused(

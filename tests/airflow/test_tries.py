@@ -170,6 +170,7 @@ def test_a_user_s_mark_notifies_of_a_failure_only_if_it_is_one(
     with pytest.raises(AirflowFailException if notified else RunCancelledError, match="a user ended the task"):
         log.follow()
     assert handle.status().state == "cancelled"
+    assert "on request: a user ended the Airflow task" in str(handle.status().error)
     assert bool(task.on_failure_callback) is bool(task.email) is notified
     # With tries left, Airflow calls this for every other exception than AirflowFailException.
     assert notified or not task.on_retry_callback

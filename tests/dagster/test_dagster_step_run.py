@@ -247,6 +247,7 @@ def test_a_training_ends_whose_dagster_run_was_deleted(
         unfinished.discard("one")
         assert list(step_run.follow(opened, step, LOG, print, None)) == []
     assert opened.handle.status().state == "cancelled"
+    assert "on request: the Dagster run has ended or was deleted" in str(opened.handle.status().error)
 
 
 @pytest.mark.parametrize("comes", ["attached", "by itself"])

@@ -21,6 +21,7 @@ class Run:
     interrupts: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     directory: str = "/runs/one"
+    reason: str = ""
 
     def _call(self, name: str) -> None:
         if name in self.interrupts:
@@ -28,8 +29,9 @@ class Run:
             raise KeyboardInterrupt(name)
         self.calls.append(name)
 
-    def cancel(self, receiver: Mapping[str, Any] | None = None) -> None:
+    def cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
         self._call("cancel")
+        self.reason = reason
 
     def wait(self, timeout: float) -> bool:
         self._call("wait")
@@ -69,6 +71,7 @@ def test_a_second_interrupt_does_not_keep_the_run_alive(again: list[str]) -> Non
     with pytest.raises(KeyboardInterrupt, match="the first"):
         follow(run, KeyboardInterrupt("the first"), goes_on=False)
     assert run.calls[-2:] == ["cancel", "wait"]
+    assert run.reason == "its pipeline step was ended by KeyboardInterrupt"
 
 
 def test_a_run_that_goes_on_is_left_alone() -> None:

@@ -251,7 +251,7 @@ def test_a_cancel_wakes_the_driver_of_a_submitted_run_alone(
     run.write_status(RunStatus(state="running", **{**SIGNALLED, **facts}))
     CurrentStatus(run).cancel(None)
     assert sent == [(4242, signal.SIGTERM)] * signals
-    assert run.cancel_requested(0)
+    assert run.cancel_request(0) == {"receiver": {}, "reason": ""}
 
 
 def test_a_late_status_of_a_driver_that_counted_as_dead_hides_no_result(tmp_path: Path) -> None:

@@ -28,8 +28,6 @@ MISSED_RENEWALS = 3
 BACKLOG = 256
 """Most messages that wait for the driver before agents have to hold back their log lines."""
 
-_ON_REQUEST = "the run was cancelled on request"
-
 
 class Received(NamedTuple):
     """A message of the agent of a task, or of one of its ranks."""
@@ -135,7 +133,8 @@ class Watch:
         self._is_unreadable = False
         self._next_poll = self._next_lease = 0.0
         self._poller: threading.Thread | None = None
-        self._is_requested = self._is_removed = False
+        self._is_removed = False
+        self._request: dict[str, Any] | None = None
         # On a disk each check reads it, which is cheap: a removed directory may soon belong to another run.
         self._claim = b"" if run.is_remote else run.claim_text(job.submission)
         self._abandoned = ""
@@ -150,8 +149,7 @@ class Watch:
             while self._is_unreadable and time.monotonic() < deadline:
                 time.sleep(bounds.POLL_INTERVAL_SHORT)
                 self._poll(bounds.POLL_INTERVAL_SHORT)
-            reason = _ON_REQUEST if self._is_requested else self._inbox.interrupted
-            raise RunCancelledError(reason, requested=self._is_requested)
+            raise self._requested_end() or RunCancelledError(self._inbox.interrupted, requested=False)
         if now >= self._next_poll:
             self._next_poll = now + (self._recorder.status.interval if self._run.is_remote else bounds.TICK)
             self._poll()
@@ -160,10 +158,16 @@ class Watch:
                 "the run directory belongs to another driver by now: it was removed, the run was submitted again, or "
                 "this driver was thought to be dead"
             )
-        if self._is_requested:
-            raise RunCancelledError(_ON_REQUEST, requested=True)
+        if error := self._requested_end():
+            raise error
         if self._abandoned:
             raise RunCancelledError(self._abandoned)
+
+    def _requested_end(self) -> RunCancelledError | None:
+        if self._request is None:
+            return None
+        text = ": ".join(filter(None, ["the run was cancelled on request", self._request["reason"]]))
+        return RunCancelledError(text, requested=True)
 
     def is_called_off(self) -> bool:
         """Returns True if the run must end on request or because another driver has it."""
@@ -187,7 +191,7 @@ class Watch:
         try:
             if self._claim and self._run.claim_text(self._submission) != self._claim:
                 self._is_removed = True
-            self._is_requested = self._is_requested or self._run.cancel_requested(self._submission)
+            self._request = self._request or self._run.cancel_request(self._submission)
             if self._orphan_timeout and time.monotonic() >= self._next_lease:
                 if self._run.is_remote:
                     self._next_lease = time.monotonic() + min(

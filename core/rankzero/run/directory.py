@@ -325,28 +325,25 @@ class RunDirectory:
                 self._write_outcome(status)
         store.write_bytes(self.path("status.json"), data, durable=status.certain)
 
-    def request_cancel(self, submission: int, receiver: Mapping[str, Any] | None = None) -> None:
+    def request_cancel(self, submission: int, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
         """Stores a request to end one submission, which its driver polls for.
 
         Args:
             submission: Number of the submission.
             receiver: The orchestrator's try for which the end is requested; None if it is requested for all.
+            reason: The cause of the request, for the error of the run.
         """
-        store.write_bytes(self.submission_path(submission, "cancel"), json.dumps(receiver or {}).encode())
+        request = {"receiver": receiver or {}, "reason": reason}
+        store.write_bytes(self.submission_path(submission, "cancel"), json.dumps(request).encode())
 
-    def cancel_requested(self, submission: int) -> bool:
-        """Returns True if the end of this submission was requested. Makes one request to an object store."""
-        try:
-            store.read_bytes(self.submission_path(submission, "cancel"))
-        except FileNotFoundError:
-            return False
-        return True
+    def cancel_request(self, submission: int) -> dict[str, Any] | None:
+        """Returns ``receiver`` and ``reason`` of the request to end this submission; None if there is no request.
 
-    def cancelled_for(self, submission: int) -> dict[str, Any]:
-        """Returns the try for which the end of a submission was requested; empty if none, or for all."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        Makes one request to an object store.
+        """
+        with contextlib.suppress(FileNotFoundError):
             return dict(json.loads(store.read_bytes(self.submission_path(submission, "cancel"))))
-        return {}
+        return None
 
     def renew_lease(self, bound: float | None = None) -> None:
         """Renews the lease of the run for ``bound`` seconds; None renews it for its ``orphan_timeout``."""

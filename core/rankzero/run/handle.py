@@ -325,7 +325,7 @@ class RunHandle(Generic[R]):
         """Returns the committed checkpoints, oldest first."""
         return list_committed(self._run, self._run.job().fresh_since)
 
-    def cancel(self, receiver: Mapping[str, Any] | None = None) -> None:
+    def cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
         """Requests the end of the run; call `wait` for the end. Does nothing if the run has ended.
 
         The request concerns only the submission that this handle was made for, and no later one.
@@ -333,9 +333,10 @@ class RunHandle(Generic[R]):
         Args:
             receiver: The orchestrator's try whose end also ends the run, as in `offer`. Another try that follows the
                 run by then finds this in `cancelled_for`, and may submit the run again.
+            reason: The cause of the request, which the error of the run shows.
         """
         self._is_ending = True
-        self._current.cancel(receiver)
+        self._current.cancel(receiver, reason)
 
     def cancelled_for(self) -> dict[str, Any]:
         """Returns the try for which the end of this submission was requested; empty if none, or for all tries.
@@ -343,7 +344,7 @@ class RunHandle(Generic[R]):
         Raises:
             OSError: the store cannot be read.
         """
-        return self._run.cancelled_for(self._current.submission)
+        return dict((self._run.cancel_request(self._current.submission) or {}).get("receiver", {}))
 
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         """Yields the lines that the ranks wrote, in every attempt.

@@ -104,12 +104,12 @@ class CurrentStatus:
         found = None if status.certain else self._run.outcome(status.submission)
         return found if found and found.nonce == status.nonce else status
 
-    def cancel(self, receiver: Mapping[str, Any] | None) -> None:
+    def cancel(self, receiver: Mapping[str, Any] | None, reason: str = "") -> None:
         """Requests the end of `submission`, as `RunHandle.cancel` describes."""
         status = self.read()
         if status.final or status.submission > self.submission:
             return
-        self._run.request_cancel(self.submission, receiver)
+        self._run.request_cancel(self.submission, receiver, reason)
         if status.driver_pid is None and self._is_for_a_cluster() and self._run.claim_driver(self.submission):
             # If the cluster starts the driver later, it finds the submission claimed and exits.
             error = RunCancelledError("the run was cancelled before its driver started", requested=True)

@@ -97,19 +97,20 @@ def _detach_or_end(
     if caller.detaches(error):
         log.warning("%s; the run in %s continues for the next try", type(error).__name__, handle.directory)
     else:
-        end(handle, stop_grace)
+        end(handle, stop_grace, None, f"its pipeline step was ended by {type(error).__name__}")
 
 
-def end(handle: RunHandle[Any], stop_grace: float, receiver: Mapping[str, Any] | None = None) -> None:
+def end(handle: RunHandle[Any], stop_grace: float, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
     """Cancels a run and waits for its end. A run that cannot be cancelled now ends when its lease expires.
 
     Args:
         handle: The run.
         stop_grace: Seconds between SIGTERM and SIGKILL for the ranks.
         receiver: The try whose end this is: see `RunHandle.cancel`.
+        reason: The cause of the end, which the error of the run shows.
     """
     with contextlib.suppress(OSError, RankZeroError):
-        handle.cancel(receiver)
+        handle.cancel(receiver, reason)
         handle.wait(stop_grace + CANCEL_TIMEOUT)
 
 

@@ -116,7 +116,7 @@ def _reconcile(before: RunHandle[Any], asked: Asked, caller: PipelineTry, log: A
     assert found
     _report(found, log)
     if found.decision is Decision.FRESH and not found.status.final:
-        before.cancel()
+        before.cancel(reason="another training was submitted in its place")
         existing.await_end(run, found.job)
     return found.decision
 

@@ -125,7 +125,7 @@ def _state(run: RunDirectory) -> tuple[Job, RunStatus, bool] | None:
         return None
     owner_is_gone = bool(job.owner and is_gone(job.owner))
     status = _await_certainty(RunHandle(run.directory), job, owner_is_gone)
-    ending = not status.final and (owner_is_gone or run.cancel_requested(job.submission))
+    ending = not status.final and (owner_is_gone or run.cancel_request(job.submission) is not None)
     return job, status, ending
 
 

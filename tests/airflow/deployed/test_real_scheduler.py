@@ -80,7 +80,7 @@ def test_marking_a_task_failed_ends_its_ranks(airflow: Deployment, endless: tupl
     wait_until(lambda: run.status().final, RUN_TIMEOUT, "the end of the run")
     assert run.status().state == "cancelled"
     # By the task, and not by the lease of a run that has lost it.
-    assert "on request" in str(run.status().error)
+    assert "on request: a user ended the Airflow task" in str(run.status().error)
     wait_until(lambda: not processes_with(marker), STOP_TIMEOUT, "the end of the ranks")
 
 
