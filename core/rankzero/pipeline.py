@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from rankzero.options import step_options as step_options
     from rankzero.report import curves as curves
     from rankzero.report import pages as pages
-    from rankzero.report.page import REPORT_FILE as REPORT_FILE
     from rankzero.run import lease as lease
     from rankzero.run import reports as reports
     from rankzero.run.follower import EngineOpened as EngineOpened
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     from rankzero.run.follower import MetricsReported as MetricsReported
     from rankzero.run.follower import RunEnded as RunEnded
     from rankzero.run.identity import Identity as Identity
+    from rankzero.run.names import REPORT_FILE as REPORT_FILE
     from rankzero.run.output import level_of as level_of
     from rankzero.run.printing import print_line as print_line
     from rankzero.run.reports import is_number as is_number
@@ -106,7 +106,7 @@ _NAMES = (
     "engines.base.Engine engines.spark.engine.embedded_engine host.processes.describe_process job.Job "
     "job.describe_world job.qualified_name job.world_bounds kinds.AUTO kinds.NumProcesses kinds.RestartOn "
     "run.printing.print_line masking.secrets_of options.Option options.described options.step_options "
-    "report.page.REPORT_FILE run.tries.attempt run.tries.PipelineTry run.tries.detaching run.tries.end "
+    "run.names.REPORT_FILE run.tries.attempt run.tries.PipelineTry run.tries.detaching run.tries.end "
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
     "run.follower.RunEnded run.identity.Identity run.output.level_of run.reports.is_number run.tries.may_retry "
     "submit.durable.Opened submit.training.check_callable submit.training.is_module_reference texts.with_matches "

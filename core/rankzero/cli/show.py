@@ -21,7 +21,7 @@ from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
-from rankzero.run.names import DRIVER_LOG
+from rankzero.run.names import DRIVER_LOG, REPORT_FILE
 from rankzero.run.output import Line
 from rankzero.run.status import STATES
 
@@ -60,7 +60,7 @@ def report(run: tuple[str, ...], output: str, link: float | None, as_json: bool)
     handles = [RunHandle.attach(find_run(one), follows=False) for one in run]
     if link is not None:
         for one in handles:
-            address = store.presign(store.join(one.directory, page.REPORT_FILE), link)
+            address = store.presign(store.join(one.directory, REPORT_FILE), link)
             if as_json:
                 words.print_json({"directory": one.directory, "link": address})
             else:

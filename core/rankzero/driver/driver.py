@@ -39,6 +39,7 @@ from rankzero.masking import Mask, secrets_of
 from rankzero.report import page
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
+from rankzero.run.names import REPORT_FILE
 from rankzero.run.status import RunStatus
 
 logger = logging.getLogger(__name__)
@@ -303,7 +304,7 @@ class Reporter:
             # In an object store there is no earlier report, and a removal could block as long as the write does.
             with contextlib.suppress(OSError):
                 if not self._run.is_remote:
-                    store.remove(self._run.path(page.REPORT_FILE))
+                    store.remove(self._run.path(REPORT_FILE))
 
     def _refresh(self) -> None:
         interval = bounds.REPORT_INTERVAL
@@ -315,7 +316,7 @@ class Reporter:
         began = time.thread_time()
         try:
             text = page.render([self._collector.collect()])
-            store.write_bytes(self._run.path(page.REPORT_FILE), text.encode("utf-8", "replace"))
+            store.write_bytes(self._run.path(REPORT_FILE), text.encode("utf-8", "replace"))
         except Exception as error:
             if not self._is_failing:
                 logger.warning("the report of the run could not be written: %s; trying again", error)

@@ -173,9 +173,6 @@ def _logs(handle: RunHandle[Any], job: Job, status: RunStatus) -> list[dict[str,
     ]
 
 
-REPORT_FILE = "report.html"
-"""Its name in a run directory."""
-
 _NOTHING_ELSE = "base-uri 'none'; form-action 'none'"
 
 

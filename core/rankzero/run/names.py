@@ -15,6 +15,9 @@ OUTCOME = "outcome.json"
 DRIVER_LOG = "driver.log"
 """The output of a driver with a process of its own, and of its JVM. An object store has none."""
 
+REPORT_FILE = "report.html"
+"""The report, which shows the run in a browser."""
+
 DATASETS = "datasets"
 """The folder of rows that Spark has computed for the ranks, with a folder for each dataset."""
 

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from dagster_rankzero.arguments.inputs import type_of_input
 from dagster_rankzero.arguments.partitions import PARTITION_KEYS, PartitionArguments, take_single
 from dagster_rankzero.fields import ADDED, added_to, check_fields
-from dagster_rankzero.metadata import METRIC_PREFIX
 from dagster_rankzero.resource import TorchDistributorResource
 
 CONTEXT_NAMES = frozenset({"context", "_context", "context_", "_"})
@@ -215,6 +214,8 @@ def with_reported_checks(context: dg.AssetExecutionContext, result: dg.Materiali
 
 def check_result(key: dg.AssetCheckKey, metadata: Any) -> dg.AssetCheckResult:
     """Returns the result of a check: passed if rank 0's latest value was True; failed if it has reported none."""
+    from dagster_rankzero.metadata import METRIC_PREFIX
+
     name = CHECK_PREFIX + key.name
     entry = metadata.get(METRIC_PREFIX + name)
     if entry is None:
