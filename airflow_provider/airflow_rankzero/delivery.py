@@ -8,13 +8,15 @@ not acknowledged, and the next try gets it again.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from airflow.listeners import hookimpl
 
 from airflow_rankzero.tries import TaskTry, state_of
-from rankzero import RunHandle
 from rankzero.pipeline import store
+
+if TYPE_CHECKING:
+    from rankzero import RunHandle
 
 logger = logging.getLogger(__name__)
 

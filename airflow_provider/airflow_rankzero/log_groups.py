@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rankzero.pipeline import curves, describe_world, level_of
+from rankzero.pipeline import describe_world
 
 if TYPE_CHECKING:
     from rankzero import Launcher, RunHandle
@@ -41,6 +41,8 @@ def show_line(log: Any, text: str) -> None:
         text: The line, with its ``[rank]`` prefix.
     """
     # An invisible character within, since Airflow's page searches whole lines.
+    from rankzero.pipeline import level_of
+
     log.log(level_of(text), "%s", _GROUP.sub(":\u200b:", text))
 
 
@@ -54,6 +56,8 @@ def show_reports(log: Any, rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         return
     log.info("::group::Reports of rank 0")
+    from rankzero.pipeline import curves
+
     for name in curves.loss_names(rows):
         if drawn := curves.text(rows, name):
             log.info("%s: %s", name, drawn)

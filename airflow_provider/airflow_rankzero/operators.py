@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from airflow.sdk import BaseOperator
 
+import rankzero
 from airflow_rankzero import config, log_groups, paths, templates, tries
 from airflow_rankzero._compat import (
     AirflowFailException,
@@ -25,17 +26,18 @@ from airflow_rankzero.connection.target import Target
 from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.openlineage import lineage
 from airflow_rankzero.outlets import record
-from airflow_rankzero.task_run import TaskLog
 from airflow_rankzero.tries import TaskTry, run_id_of
 from airflow_rankzero.xcom import value_of
-from rankzero import CheckpointConfig, Launcher, RunHandle
+from rankzero import CheckpointConfig, Launcher
 from rankzero.errors import InvalidJobError, RankZeroError, WorkerFailedError
-from rankzero.pipeline import Follower, attempt, described, detaching, end, may_retry
+from rankzero.pipeline import attempt, described, detaching, end, may_retry
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from airflow_rankzero.arguments import OperatorArguments
+    from airflow_rankzero.task_run import TaskLog
+    from rankzero import RunHandle
     from rankzero.pipeline import Opened
 
 _GENERATION = "generation"
@@ -243,6 +245,10 @@ class TorchDistributorOperator(BaseOperator):
         task_log.follow()
 
     def _task_log(self, handle: RunHandle[Any], task_try: TaskTry, *, attached: bool) -> TaskLog:
+        # Imported here, since a DAG file that is only parsed does not need them.
+        from airflow_rankzero.task_run import TaskLog
+        from rankzero.pipeline import Follower
+
         follower = Follower(handle, ranks=self.log_ranks, attached=attached)
         return TaskLog(handle, follower, task_try, self.stop_grace, lambda: self._killed, self.log)
 
@@ -257,7 +263,7 @@ class TorchDistributorOperator(BaseOperator):
             # The training has an end of its own, whatever becomes of the secrets backend meanwhile.
             self.log.warning("the connection's secrets cannot be masked: %s", type(problem).__name__)
         task_try = TaskTry(context["ti"])
-        handle: RunHandle[Any] = RunHandle.attach(event["directory"])
+        handle: RunHandle[Any] = rankzero.RunHandle.attach(event["directory"])
         if handle.nonce != event["nonce"]:
             return self.execute(context)
         with detaching(lambda: handle, task_try, self.stop_grace, self.log):
@@ -282,7 +288,7 @@ class TorchDistributorOperator(BaseOperator):
                     index = -1 if ti.map_index is None else ti.map_index
                     directory = ti.xcom_pull(key=DIRECTORY_KEY, task_ids=self.task_id, map_indexes=index)
                     why = f"the deferral of the Airflow task failed: {type(error).__name__}"
-                    end(RunHandle.attach(directory), self.stop_grace, None, why)
+                    end(rankzero.RunHandle.attach(directory), self.stop_grace, None, why)
             raise
 
     def _final(self, error: RankZeroError, *, has_checkpoint: bool) -> Exception:

@@ -9,11 +9,12 @@ from airflow_rankzero import log_groups
 from airflow_rankzero._compat import extra_of_alias
 from airflow_rankzero.delivery import offer
 from airflow_rankzero.tries import TaskTry
-from rankzero import RunHandle
 from rankzero.pipeline import attempt, reports, split, storable
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
+
+    from rankzero import RunHandle
 
 logger = logging.getLogger(__name__)
 

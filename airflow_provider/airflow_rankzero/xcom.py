@@ -6,11 +6,13 @@ so a ``nan`` cannot be hidden from Airflow in an object that only XCom's seriali
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from airflow_rankzero._compat import AirflowFailException, conf
-from rankzero import ResultRef, RunHandle
 from rankzero.pipeline import VALUE_LIMIT, find_unstorable, plain_view
+
+if TYPE_CHECKING:
+    from rankzero import ResultRef, RunHandle
 
 _MAX_MAP_LENGTH = 1024
 # Airflow's own default.

@@ -13,15 +13,13 @@ from rankzero.errors import InvalidJobError
 from rankzero.job import Job, world_bounds
 from rankzero.kinds import COUNT_FROM_ONE
 from rankzero.options import TABLE, Options, described, refuse_unknown
-from rankzero.report.cost import prices_from_environment
-from rankzero.run.handle import RunHandle
-from rankzero.run.printing import print_line
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from rankzero.engines.base import Engine
     from rankzero.kinds import WorldSize
+    from rankzero.run.handle import RunHandle
     from rankzero.run.identity import Identity
     from rankzero.run.tries import PipelineTry
     from rankzero.submit import durable
@@ -113,7 +111,7 @@ class Launcher(Options):
         train: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        on_line: Callable[[str, str], object] = print_line,
+        on_line: Callable[[str, str], object] | None = None,
     ) -> tuple[Any, RunHandle[Any]]:
         """Runs, follows and acknowledges a training like `run`, and also returns the handle; for compatibility layers.
 
@@ -121,7 +119,7 @@ class Launcher(Options):
             train: As for `run`.
             args: Positional arguments of the function, or the script's command line.
             kwargs: Keyword arguments of the function.
-            on_line: Called with each line of a rank, which begins with its ``[rank]``, and the run's name.
+            on_line: Called with each line of a rank, which begins with its ``[rank]``, and the run's name; None prints.
 
         Returns:
             Rank 0's value, and the handle of the run that has ended.
@@ -130,11 +128,13 @@ class Launcher(Options):
             RankZeroError: the same errors as `run`.
         """
         from rankzero.report import notebook
+        from rankzero.run.printing import print_line
 
+        show_line = on_line or print_line
         with notebook.showing() as show, self.owned(train, args, kwargs) as handle:
             show(handle)
             for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
-                on_line(line, handle.id)
+                show_line(line, handle.id)
         value = handle.result()
         self._acknowledge(handle)
         return value, handle
@@ -194,6 +194,8 @@ class Launcher(Options):
             >>> sweep.best.load()
             0.3
         """
+        from rankzero.run.handle import RunHandle
+        from rankzero.run.printing import print_line
         from rankzero.run.retention import remove_unread
         from rankzero.submit import datasets
         from rankzero.sweep.search import ListedParams, Search
@@ -354,6 +356,7 @@ class Launcher(Options):
         return found
 
     def _request(self) -> Request:
+        from rankzero.report.cost import prices_from_environment
         from rankzero.submit import datasets, trackers
         from rankzero.submit.prepare import Request
         from rankzero.submit.user_code import UserCode

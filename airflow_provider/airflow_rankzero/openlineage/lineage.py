@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankzero import ResultRef
+import rankzero
 from rankzero.pipeline import map_refs, store
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def inputs_of(arguments: Any, dataset: Any, spark_conf: Mapping[str, Any] | None
     try:
         map_refs(arguments, lambda ref: files.append(ref.uri))
         for source in dataset.values() if isinstance(dataset, Mapping) else [dataset] if dataset else []:
-            if isinstance(source, ResultRef):
+            if isinstance(source, rankzero.ResultRef):
                 files.append(source.uri)
             elif datasets.is_path(source):
                 files.append(os.fspath(source))

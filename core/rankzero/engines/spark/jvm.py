@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -95,6 +94,9 @@ def require_java() -> None:
         )
     if home and java != home:
         raise InvalidJobError(f"JAVA_HOME is {home!r}, which has no bin/java: correct it, or unset it to use {java}")
+    # Imported here: it takes as long as the rest of this module's imports.
+    import importlib.metadata
+
     with contextlib.suppress(OSError, importlib.metadata.PackageNotFoundError):
         with open(os.path.join(java, "release"), encoding="utf-8", errors="replace") as file:
             found = re.search(r'JAVA_VERSION="(?:1\.)?(\d+)', file.read())

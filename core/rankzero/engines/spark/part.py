@@ -7,7 +7,7 @@ library, pyspark and pyarrow.
 from __future__ import annotations
 
 import itertools
-import uuid
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,7 +130,7 @@ def write_part(
             raise RuntimeError(f"{folder} {ELSEWHERE}")
     context: Any = TaskContext.get()
     # The partition number sorts files in the order of the DataFrame's rows; the rest keeps tasks that ran twice apart.
-    part = Part(f"part-{context.partitionId():06d}-{uuid.uuid4().hex}.arrow", names)
+    part = Part(f"part-{context.partitionId():06d}-{secrets.token_hex(16)}.arrow", names)
     large = _large(part.note(batch) for batch in batches if batch.num_rows)
     first = next(large, None)
     if first is not None:
