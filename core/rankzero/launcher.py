@@ -103,8 +103,7 @@ class Launcher(Options):
             WorkerFailedError: a rank failed; describes the first cause.
             RankZeroError: other subclasses for slots, time, cancellation, the result.
         """
-        value, _ = self.followed(train, args, kwargs)
-        return value
+        return self.followed(train, args, kwargs)[0]
 
     def followed(
         self,
@@ -130,11 +129,10 @@ class Launcher(Options):
         from rankzero.report import notebook
         from rankzero.run.printing import print_line
 
-        show_line = on_line or print_line
         with notebook.showing() as show, self.owned(train, args, kwargs) as handle:
             show(handle)
             for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
-                show_line(line, handle.id)
+                (on_line or print_line)(line, handle.id)
         value = handle.result()
         self._acknowledge(handle)
         return value, handle
