@@ -114,6 +114,25 @@ def test_what_is_too_large_is_refused_by_name(project: Path, monkeypatch: pytest
     assert UserCode(str(project), excludes=("*.pt",)).archive
 
 
+@pytest.mark.parametrize("name", ["one.py", "package/inner.py"])
+def test_two_files_of_one_name_are_refused_and_one_that_is_given_twice_is_not(
+    launcher: Launcher, tmp_path: Path, name: str
+) -> None:
+    paths = []
+    for folder in ("first", "second"):
+        file = tmp_path / folder / name
+        file.parent.mkdir(parents=True)
+        file.write_text(f"NAME = '{folder}'")
+        paths.append(tmp_path / folder / name.partition("/")[0])
+    both = f"{tmp_path}/first/{name} and {tmp_path}/second/{name}"
+    launcher = launcher.options(run_id="refused")
+    with pytest.raises(InvalidJobError, match=f"py_files has {both}, and ranks import one '{name}'"):
+        launcher.options(py_files=paths).run(print)
+    assert launcher.find() is None
+    again = UserCode(py_files=(str(paths[0]), f"{tmp_path}/first/../first/{paths[0].name}"))
+    assert list(again.files) == [f"py_files/{name}"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -95,9 +95,16 @@ class UserCode:
             if os.path.isdir(path):
                 ignored = matcher(self.excludes)
                 _refuse_homes("py_files", path, ignored)
-                found |= {f"{PY_FILES}/{root}/{name}": file for name, file in _walk(path, ignored, linked)}
+                named = {f"{PY_FILES}/{root}/{name}": file for name, file in _walk(path, ignored, linked)}
             else:
-                found[f"{PY_FILES}/{root}"] = path
+                named = {f"{PY_FILES}/{root}": path}
+            for name in sorted(named.keys() & found.keys()):
+                if not os.path.samefile(named[name], found[name]):
+                    raise InvalidJobError(
+                        f"py_files has {found[name]} and {named[name]}, and ranks import one {name.partition('/')[2]!r}: "
+                        "rename one of them"
+                    )
+            found |= named
         if settings := [path for path in found.values() if _is_setting(path)]:
             raise InvalidJobError(
                 f"working_dir or py_files would send {settings[0]}, the configuration of an orchestrator, to the "
