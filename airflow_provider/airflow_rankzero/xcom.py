@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from airflow_rankzero._compat import AirflowFailException, conf
+from airflow_rankzero.links import DIRECTORY_KEY
 from rankzero.pipeline import VALUE_LIMIT, find_unstorable, plain_view
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def _taken_apart(ref: ResultRef, inline: list[Any], uses: list[str]) -> Any:
     why = find_unstorable(pushed)
     if _BY_KEYS in uses and not isinstance(pushed, dict):
         why = "it is no dict"
+    elif _BY_KEYS in uses and DIRECTORY_KEY in pushed:
+        why = f"its key {DIRECTORY_KEY!r} is the XCom of the run directory"
     if _BY_ITEMS in uses and not isinstance(pushed, (list, dict)):
         why = "it is neither a list nor a dict"
     elif _BY_ITEMS in uses and len(pushed) > most:
