@@ -23,7 +23,7 @@ import pytest
 
 from rankzero import EngineError, InvalidJobError, Launcher
 from rankzero.engines import LocalGroup
-from rankzero.task import OWNER, load_time, start_time
+from rankzero.task import OWNER, load_time, start, start_time
 
 SERVER = "rankzero.warm.server import main"
 ENDED = 8.0
@@ -193,6 +193,33 @@ def test_a_module_that_was_edited_between_two_runs_is_the_new_one(
     assert launcher.run(script) == 1
     module.write_text("VERSION = 2  # the size differs too\n")
     assert launcher.run(script) == 2
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_an_installation_needs_another_server_and_a_first_import_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    place = tmp_path / "site-packages"
+    place.mkdir()
+    (place / "single_file_module.py").touch()
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setattr(sys, "dont_write_bytecode", not is_compiled)
+
+    def key() -> str:
+        return start._key({"code_path": "/code"}, os.getpid(), {})
+
+    # Two changes within the resolution of the kernel's clock would have one time.
+    os.utime(place, (0, 0))
+    before = key()
+    importlib.import_module("single_file_module")
+    monkeypatch.delitem(sys.modules, "single_file_module")
+    assert (place / "__pycache__").exists() == is_compiled
+    assert key() == before
+    for change in ((place / "acme-1.0.dist-info").mkdir, (place / "acme-1.0.dist-info").rmdir):
+        os.utime(place, (0, 0))
+        before = key()
+        change()
+        assert key() != before
 
 
 def test_directories_that_come_onto_the_search_path_between_two_runs_are_found(

@@ -15,8 +15,6 @@ def python_with(home: Path, packages: Iterable[str]) -> str:
     venv.create(home, symlinks=True)
     version = "python{}.{}".format(*sys.version_info)
     place = home / "lib" / version / "site-packages"
-    # Else the first import makes it, which looks like an installation: a second warm server would start.
-    (place / "__pycache__").mkdir()
     for name in packages:
         spec = importlib.util.find_spec(name)
         if spec and spec.origin:
