@@ -101,8 +101,8 @@ class UserCode:
             for name in sorted(named.keys() & found.keys()):
                 if not os.path.samefile(named[name], found[name]):
                     raise InvalidJobError(
-                        f"py_files has {found[name]} and {named[name]}, and ranks import one {name.partition('/')[2]!r}: "
-                        "rename one of them"
+                        f"py_files has {found[name]} and {named[name]}, and ranks import one "
+                        f"{name.partition('/')[2]!r}: rename one of them"
                     )
             found |= named
         if settings := [path for path in found.values() if _is_setting(path)]:
