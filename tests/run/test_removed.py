@@ -254,6 +254,15 @@ def test_a_cancel_wakes_the_driver_of_a_submitted_run_alone(
     assert run.cancel_request(0) == {"receiver": {}, "reason": ""}
 
 
+@pytest.mark.parametrize("text", ["", "{}", '{"try": 1}', "[]"], ids=["no text", "for all", "for a try", "no object"])
+def test_a_request_of_another_version_ends_the_run_too(tmp_path: Path, text: str) -> None:
+    run = RunDirectory(str(tmp_path / "run"))
+    submit(run, 0, "zero")
+    assert run.cancel_request(0) is None
+    Path(run.submission_path(0, "cancel")).write_text(text)
+    assert run.cancel_request(0) == {"receiver": {"try": 1} if "try" in text else {}, "reason": ""}
+
+
 def test_a_late_status_of_a_driver_that_counted_as_dead_hides_no_result(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run"))
     submit(run, 0, "zero")

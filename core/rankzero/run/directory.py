@@ -341,9 +341,15 @@ class RunDirectory:
 
         Makes one request to an object store.
         """
-        with contextlib.suppress(FileNotFoundError):
-            return dict(json.loads(store.read_bytes(self.submission_path(submission, "cancel"))))
-        return None
+        try:
+            text = store.read_bytes(self.submission_path(submission, "cancel"))
+        except FileNotFoundError:
+            return None
+        request: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            request = dict(json.loads(text))
+        # Whoever cancels may run another version, which writes the receiver alone.
+        return request if "reason" in request else {"receiver": request, "reason": ""}
 
     def renew_lease(self, bound: float | None = None) -> None:
         """Renews the lease of the run for ``bound`` seconds; None renews it for its ``orphan_timeout``."""
