@@ -7,6 +7,7 @@ parts that differ.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -88,18 +89,17 @@ def _codes(tree: ast.Module) -> dict[str, str]:
 
 def _calls(tree: ast.Module, errors: dict[str, str]) -> Iterator[tuple[ast.Call, str, Values]]:
     """Yields the calls that make an error, its type, and what the names around it are assigned."""
-
-    def visit(node: ast.AST, values: Values) -> Iterator[tuple[ast.Call, str, Values]]:
+    assigned = functools.cache(_assigned)
+    waiting: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(tree, (tree,))]
+    while waiting:
+        node, scopes = waiting.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            values = {**values, **_assigned(node)}
+            scopes = (*scopes, node)
         if isinstance(node, ast.Call) and node.args:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name in errors:
-                yield node, name, values
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, values)
-
-    yield from visit(tree, _assigned(tree))
+                yield node, name, {key: value for scope in scopes for key, value in assigned(scope).items()}
+        waiting += [(child, scopes) for child in ast.iter_child_nodes(node)]
 
 
 def _assigned(scope: ast.AST) -> Values:

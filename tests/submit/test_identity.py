@@ -140,7 +140,10 @@ def test_objects_of_extension_modules_count_by_content(one: Callable[[Any], Any]
     assert of(print_it, one(pandas)) == of(print_it, one(pandas)) != of(print_it, other(pandas))
 
 
-def test_what_shares_parts_many_times_over_is_visited_a_bounded_number_of_times() -> None:
+def test_what_shares_parts_many_times_over_is_visited_a_bounded_number_of_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rankzero.submit.content.MOST_OBJECTS", 30_000)
     shared: list[Any] = [1]
     for _ in range(200):
         shared = [shared, shared]
