@@ -415,9 +415,11 @@ def start_own_jvm() -> None:
 @contextlib.contextmanager
 def spark_session(master: str, **conf: str) -> "Iterator[SparkSession]":
     """Starts a session in this process, and stops it. No later session has anything of its configuration."""
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
     start_own_jvm()
+    assert SparkContext._active_spark_context is None
     handlers = signal_handlers()
     spark = SparkSession.builder.master(master).config(map={"spark.ui.enabled": "false", **conf}).getOrCreate()
     # A SparkContext takes SIGINT, and leaves its handler.
@@ -430,7 +432,7 @@ def spark_session(master: str, **conf: str) -> "Iterator[SparkSession]":
 
 @pytest.fixture(scope="module")
 def session() -> "Iterator[SparkSession]":
-    """A SparkSession of the test's own process, made as users make it: no PYSPARK_PYTHON."""
+    """A SparkSession of the test's own process, without PYSPARK_PYTHON, as users have it."""
     os.environ.pop("PYSPARK_PYTHON", None)
     with spark_session("local[4]") as spark:
         yield spark

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -196,6 +197,8 @@ class TorchDistributorOperator(BaseOperator):
 
     def execute(self, context: Context) -> Any:
         """Starts the training, or attaches to what an earlier try started; returns rank 0's value or its handle."""
+        # Before the training starts: an upgrade of the worker meanwhile must not end it.
+        importlib.import_module("airflow_rankzero.task_run")
         task_try = TaskTry(context["ti"])
         try:
             args, kwargs = positional(self.op_args), keyword(self.op_kwargs)
@@ -245,7 +248,7 @@ class TorchDistributorOperator(BaseOperator):
         task_log.follow()
 
     def _task_log(self, handle: RunHandle[Any], task_try: TaskTry, *, attached: bool) -> TaskLog:
-        # Imported here, since a DAG file that is only parsed does not need them.
+        # Imported by `execute`, since a DAG file that is only parsed does not need them.
         from airflow_rankzero.task_run import TaskLog
         from rankzero.pipeline import Follower
 

@@ -43,9 +43,10 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
 ) -> None:
     """As a driver that was stopped: its agent loses it, ends, and finds it alive; then it is killed."""
     monkeypatch.setenv("MARK", marker)
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
     if directories == 2:
         # The path of Spark's directory is too long for sockets.
-        monkeypatch.delenv("TMPDIR", raising=False)
         local = tmp_path / "a-long-name-as-yarn-has-it" / "blockmgr-8c1b"
         local.mkdir(parents=True)
         monkeypatch.setenv("SPARK_LOCAL_DIRS", str(local))

@@ -212,7 +212,7 @@ def test_an_installation_needs_another_server_and_a_first_import_does_not(
     os.utime(place, (0, 0))
     before = key()
     importlib.import_module("single_file_module")
-    monkeypatch.delitem(sys.modules, "single_file_module")
+    del sys.modules["single_file_module"]
     assert (place / "__pycache__").exists() == is_compiled
     assert key() == before
     for change in ((place / "acme-1.0.dist-info").mkdir, (place / "acme-1.0.dist-info").rmdir):

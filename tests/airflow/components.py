@@ -68,8 +68,9 @@ def main() -> None:
     for name in names:
         if not os.fork():
             return run(Path(folder), name, parent)
-    for _ in names:
-        os.wait()
+    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in names]
+    # Tests kill components.
+    sys.exit(max(codes))
 
 
 if __name__ == "__main__":

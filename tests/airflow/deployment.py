@@ -109,6 +109,17 @@ class Deployment:
         """Starts components."""
         command = (sys.executable, "-m", "tests.airflow.components", str(self._home), *names)
         self._leaders.append(servers.start(*command, log=self._home / "components.log", env=self._env, cwd=ROOT))
+        wait_until(lambda: self._have_begun(names), START_TIMEOUT, f"the processes of {names}")
+
+    def _have_begun(self, names: tuple[str, ...]) -> bool:
+        self._check_alive()
+        return all(map(self._pid, names))
+
+    def _check_alive(self) -> None:
+        # The process of a component that a test has killed ends with 0.
+        ended = ["components"] if any(leader.poll() for leader in self._leaders) else []
+        ended += [name for name in COMPONENTS if (pid := self._pid(name)) and not is_alive(pid)]
+        assert not ended, f"{ended} ended: {(self._home / f'{ended[-1]}.log').read_text()[-3000:]}"
 
     def kill(self, name: str) -> None:
         """Ends a component and its helpers at once, as the death of their host does."""
@@ -146,10 +157,7 @@ class Deployment:
         try:
             return self.call(method, path, body)
         except (urllib.error.URLError, OSError, ValueError):
-            # The process of a component that a test has killed ends with 0.
-            ended = ["components"] if any(leader.poll() for leader in self._leaders) else []
-            ended += [name for name in COMPONENTS if (pid := self._pid(name)) and not is_alive(pid)]
-            assert not ended, f"{ended} ended: {(self._home / f'{ended[-1]}.log').read_text()[-3000:]}"
+            self._check_alive()
             return None
 
     def wait_until_ready(self, dag_ids: list[str]) -> None:
@@ -163,6 +171,7 @@ class Deployment:
         wait_until(self._is_healthy, START_TIMEOUT, "healthy components")
 
     def _is_healthy(self) -> bool:
+        self._check_alive()
         health = self._probe("GET", "/api/v2/monitor/health") or {}
         return all(health.get(name, {}).get("status") == "healthy" for name in ("scheduler", "triggerer"))
 

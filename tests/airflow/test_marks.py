@@ -151,14 +151,17 @@ def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     from airflow.utils.session import create_session
     from sqlalchemy import select
 
-    from airflow_rankzero import marks
+    from airflow_rankzero.tries import TaskTry
 
     threads = Threads(1)
     settle = marks_settle(monkeypatch, threads)
 
+    followers: list[TaskTry] = []
+
     @task(task_id="train")
     def note(**context: Any) -> None:
         context["ti"].xcom_push(key="run_directory", value=str(tmp_path / "left"))
+        followers.append(TaskTry(context["ti"]))
 
     note()
     outcome = run_dag(dag)
@@ -188,8 +191,10 @@ def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     assert handle.status().state == "cancelled"
     assert "on request: the Airflow task was marked, or its DAG run has ended" in str(handle.status().error)
     # A try after a clear, which has begun to follow the run meanwhile, submits it again.
-    (row,) = marks._rows(marks._TASKS, "id", "try_number", run_id=outcome.run_id)
-    assert handle.cancelled_for() == {"task_instance": str(row.id), "try": row.try_number}
+    (follower,) = followers
+    assert handle.cancelled_for() == follower.receiver
+    assert not follower.is_replaced(handle)
+    assert TaskTry(SimpleNamespace(id="cleared", try_number=2)).is_replaced(handle)
 
 
 def test_the_followers_of_many_trainings_have_one_grace_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,12 @@ def test_what_is_no_message_is_refused(wire: dict[str, Any]) -> None:
         messages.decode(wire)
 
 
+@pytest.mark.parametrize(("values", "named"), [((2.0, 3.0), {}), ((2.0,), {"grace": 3.0}), ((), {}), ((), {"g": 1})])
+def test_a_message_has_the_values_of_its_names(values: tuple[float, ...], named: dict[str, float]) -> None:
+    with pytest.raises(TypeError, match="no values of grace"):
+        messages.Stop(*values, **named)
+
+
 def test_rows_that_a_rank_sends_as_text_are_a_message_of_metrics() -> None:
     agent, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with agent:

@@ -50,6 +50,7 @@ def test_a_full_disk_is_a_typed_error_and_is_as_empty_as_before(session: Any, sm
 
 
 def test_the_workers_of_sparks_own_daemon_write_every_row(session: Any, tmp_path: Path) -> None:
+    assert not session.sparkContext.getConf().contains("spark.python.daemon.module")
     frame = session.range(0, 100, 1, 3).selectExpr("id", "array(id / 2, null) AS halves", "string(id) AS text")
     manifest = materialize(frame, str(tmp_path / "rows"), "train", lambda _: None)
     tables = [pa.ipc.open_file(file.location).read_all() for file in manifest.files]

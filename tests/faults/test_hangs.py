@@ -75,7 +75,9 @@ def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how:
     handle = launcher.find()
     assert handle is not None
     # The stacks of all threads are in the log of a rank whose interpreter still runs Python.
-    assert any(line.startswith("Thread 0x") for line in handle.logs(rank=1)) == (how == "python")
+    lines = list(handle.logs(rank=1))
+    assert any(line.startswith("Thread 0x") for line in lines) == (how == "python")
+    assert any(words in line for line in lines) == (how != "stopped")
     assert not Path(handle.directory, "flight").exists()
 
 

@@ -254,7 +254,7 @@ def test_a_cancel_wakes_the_driver_of_a_submitted_run_alone(
     assert run.cancel_request(0) == {"receiver": {}, "reason": ""}
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"try": 1}', "[]"], ids=["no text", "for all", "for a try", "no object"])
+@pytest.mark.parametrize("text", ["", "{}", '{"try": 1}', "null"], ids=["no text", "for all", "for a try", "no object"])
 def test_a_request_of_another_version_ends_the_run_too(tmp_path: Path, text: str) -> None:
     run = RunDirectory(str(tmp_path / "run"))
     submit(run, 0, "zero")

@@ -123,17 +123,19 @@ def test_each_file_of_a_package_arrives_unchanged(launcher: Launcher, project: P
     assert launcher.options(num_processes=1).run(train) == files
 
 
-def test_a_package_that_appears_between_two_submissions_travels(project: Path) -> None:
-    write(project / "job.py", "def train():\n    import zoo\n    return zoo\n")
-    train = load_module("job").train
+@pytest.mark.parametrize("kind", ["function", "script"])
+def test_a_package_that_appears_between_two_submissions_travels(project: Path, kind: str) -> None:
+    path = write(project / "job.py", "def train():\n    import zoo\n    return zoo\n")
+    train = load_module("job").train if kind == "function" else str(path)
+    own = {"job.py"} if kind == "function" else set()
     before = identity_of(train, (), {}, 1)
-    assert files_of(payload.build(train, (), {})) == {"job.py"}
+    assert files_of(payload.build(train, (), {})) == own
     write(project / "zoo" / "__init__.py")
-    assert files_of(payload.build(train, (), {})) == {"job.py", "zoo/__init__.py"}
+    assert files_of(payload.build(train, (), {})) == {*own, "zoo/__init__.py"}
     assert identity_of(train, (), {}, 1) != before
 
 
-def test_modules_that_import_each_other_in_many_ways_are_followed_once(project: Path) -> None:
+def test_following_modules_that_import_each_other_in_many_ways_is_not_exponential(project: Path) -> None:
     def calls(package: str, modules: int) -> int:
         write(project / package / "__init__.py")
         for number in range(modules):

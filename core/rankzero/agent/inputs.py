@@ -11,8 +11,8 @@ import contextlib
 import json
 import os
 import secrets
-import struct
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,12 +24,6 @@ from rankzero.values.digest import digest_of_file
 
 MODULES, CODE = "modules.zip", "code.tar.gz"
 _CODE = {MODULES, CODE}
-
-_MEMBER = struct.Struct("<4s18xIHH")
-"""The header of a member of a zip: signature, size, lengths of its name and of what follows the name."""
-
-_END_SIZE = 22
-"""Bytes at the end of a zip before its comment, which says where top-level modules are from."""
 
 KEPT = 4
 """Most archives in `KeptFiles`; each has at most 64 MiB."""
@@ -133,20 +127,14 @@ class Inputs:
         if MODULES not in self._here:
             return None, {}
         directory = os.path.join(self._scratch, "modules")
-        with _unpacking(MODULES, directory), open(self._here[MODULES], "rb") as archive:
-            # Not by `zipfile`, which takes twice as long. Members are not compressed, and the digest was checked.
-            data, end, folder = archive.read(), 0, None
-            while (header := _MEMBER.unpack_from(data, end))[0] == b"PK\3\4":
-                _, size, length, extra = header
-                name_at = end + _MEMBER.size
-                begin = name_at + length + extra
-                end = begin + size
-                path = os.path.join(directory, data[name_at : name_at + length].decode())
-                if os.path.dirname(path) != folder:
-                    os.makedirs(folder := os.path.dirname(path), exist_ok=True)
-                with open(path, "wb") as file:
-                    file.write(data[begin:end])
-            return directory, json.loads(data[data.rindex(b"PK\5\6") + _END_SIZE :])
+        with _unpacking(MODULES, directory), zipfile.ZipFile(self._here[MODULES]) as archive:
+            # Not by `extractall`, which takes twice as long: the names are rankzero's own, and the digest was checked.
+            for folder in {os.path.dirname(name) for name in archive.namelist()}:
+                os.makedirs(os.path.join(directory, folder), exist_ok=True)
+            for name in archive.namelist():
+                with open(os.path.join(directory, name), "wb") as file:
+                    file.write(archive.read(name))
+            return directory, json.loads(archive.comment or b"{}")
 
     def _unpack_code(self) -> str | None:
         """Returns a copy of the user's code for this task's ranks, which may write into it."""

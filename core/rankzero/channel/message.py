@@ -36,14 +36,15 @@ class Message:
         KINDS[kind] = cls
 
     def __init__(self, *values: Any, **named: Any) -> None:
-        """Takes the values in the order of the names, or by name. Raises TypeError if one is missing or unknown."""
+        """Takes the values in the order of the names, or by name. Raises TypeError if they do not fit the names."""
         own = vars(self)
         own.update(zip(self.names, values, strict=False), **named)
+        is_clear = len(own) == len(values) + len(named)
         for name, default in self.defaults.items():
             if name not in own:
                 own[name] = default.default_factory() if isinstance(default, Field) else default  # type: ignore[operator]
-        if own.keys() != set(self.names):
-            raise TypeError(f"it has {', '.join(own)}, and must have {', '.join(self.names)}")
+        if not is_clear or own.keys() != set(self.names):
+            raise TypeError(f"{values} and {named} are no values of {', '.join(self.names)}")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} of a message cannot be changed")

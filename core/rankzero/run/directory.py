@@ -346,9 +346,9 @@ class RunDirectory:
         except FileNotFoundError:
             return None
         request: dict[str, Any] = {}
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError):
             request = dict(json.loads(text))
-        # Whoever cancels may run another version, which writes the receiver alone.
+        # A process of another version writes the receiver alone.
         return request if "reason" in request else {"receiver": request, "reason": ""}
 
     def renew_lease(self, bound: float | None = None) -> None:

@@ -240,7 +240,7 @@ def matcher(excludes: Sequence[str], ignore_file: str | None = None) -> Callable
 def _zip(files: tuple[tuple[str, _File], ...]) -> bytes:
     """Returns a zip of files, each given by its name there.
 
-    They are not compressed, which would take six times as long here, and three times as long where they are unpacked.
+    They are not compressed: that makes a third of the bytes, and takes six times as long here.
     The last zip is kept: the next training mostly needs the same.
     """
     import zipfile

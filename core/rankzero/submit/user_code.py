@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import functools
 import gzip
 import io
@@ -86,6 +87,7 @@ class UserCode:
         """The files to ship: name in the archive to local path."""
         found: dict[str, str] = {}
         linked: list[str] = []
+        modules: dict[str, str] = {}
         if self.working_dir is not None:
             ignored = matcher(self.excludes, os.path.join(self.working_dir, IGNORE_FILE))
             _refuse_homes("working_dir", self.working_dir, ignored)
@@ -98,11 +100,16 @@ class UserCode:
                 named = {f"{PY_FILES}/{root}/{name}": file for name, file in _walk(path, ignored, linked)}
             else:
                 named = {f"{PY_FILES}/{root}": path}
+            module = root.removesuffix(".py")
+            if os.path.isdir(other := modules.setdefault(module, path)) != os.path.isdir(path):
+                raise InvalidJobError(
+                    f"py_files has {other} and {path}, and ranks import one {module!r}: rename one of them"
+                )
             for name in sorted(named.keys() & found.keys()):
-                if not os.path.samefile(named[name], found[name]):
+                if not filecmp.cmp(named[name], found[name], shallow=False):
                     raise InvalidJobError(
-                        f"py_files has {found[name]} and {named[name]}, and ranks import one "
-                        f"{name.partition('/')[2]!r}: rename one of them"
+                        f"py_files has {found[name]} and {named[name]}, and ranks get one "
+                        f"{name.partition('/')[2]!r}: rename one of them, or leave them out by excludes="
                     )
             found |= named
         if settings := [path for path in found.values() if _is_setting(path)]:

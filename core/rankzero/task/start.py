@@ -251,7 +251,7 @@ def _key(config: dict[str, Any], owner: int, loaded: dict[str, str]) -> str:
     for place in dict.fromkeys(sys.path):
         # Installing or removing a package changes the directory it is in.
         if os.path.basename(place) in ("site-packages", "dist-packages"):
-            if not sys.dont_write_bytecode:
+            if not (sys.dont_write_bytecode or sys.pycache_prefix):
                 # The first import of a module without a package creates it, and changes the directory, too.
                 with contextlib.suppress(OSError):
                     os.mkdir(os.path.join(place, "__pycache__"))

@@ -33,3 +33,7 @@ lazy_names(
     "tensorboard.TensorBoard tracker.Tracker wandb.WandB "
     "opentelemetry.Attempt opentelemetry.Outcomes tracker.Folder tracker.Row tracker.Rows tracker.training_of",
 )
+
+
+def __dir__() -> list[str]:
+    return __all__
