@@ -6,6 +6,7 @@ Needs uv: old releases get the other packages of their time.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -118,7 +119,9 @@ def _is_silent(python: str, venv: Path) -> bool:
 
 def _uv(*arguments: str) -> None:
     uv = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
-    subprocess.run([uv, arguments[0], *(arguments[1:2]), "--quiet", *arguments[2:]], check=True, cwd=ROOT)
+    # As in scripts/setup.sh: the certificates of the system.
+    env = {**os.environ, "UV_SYSTEM_CERTS": "true", "UV_NATIVE_TLS": "true"}
+    subprocess.run([uv, arguments[0], *(arguments[1:2]), "--quiet", *arguments[2:]], check=True, cwd=ROOT, env=env)
 
 
 def main() -> None:

@@ -186,6 +186,9 @@ def test_each_extra_installs_alone(built: Built, tmp_path: Path, extras: str, pr
     bare = Environment(tmp_path / "venv")
     uv = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
     release = f"rankzero{extras} @ {built.wheel.as_uri()}"
-    subprocess.run([uv, "pip", "install", "--quiet", "--python", bare.python, "-c", LOCK, release], check=True)
+    # As in scripts/setup.sh: the certificates of the system.
+    trusting = {**os.environ, "UV_SYSTEM_CERTS": "true", "UV_NATIVE_TLS": "true"}
+    install = [uv, "pip", "install", "--quiet", "--python", bare.python, "-c", LOCK, release]
+    subprocess.run(install, check=True, env=trusting)
     engine, use = (", SparkEngine", ', engine=SparkEngine("local[2]")') if "spark" in extras else ("", "")
     assert bare.run(program.format(engine=engine, use=use, store=str(tmp_path / "runs")), tmp_path) == said
