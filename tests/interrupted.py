@@ -75,6 +75,10 @@ def _call(function: Callable[[], object], file: str, left: int, handle: Callable
         function()
     except Interrupt:
         pass
+    except RuntimeError as error:
+        # Of CPython, whose Condition.wait had released its lock when the exception came.
+        if not (isinstance(error.__context__, Interrupt) and "release unlocked lock" in str(error)):
+            raise
     finally:
         sys.settrace(before)
         # The frames hold what the function held.

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import spark_classes
 from tests.conftest import until
 
 from rankzero import Launcher, SparkEngine, bounds
@@ -18,6 +19,8 @@ from rankzero.engines.spark import archive, dump
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The archives' folder in a user's cache that is empty yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # Without the suite's own archive: a JVM that is given one makes none.
+    monkeypatch.setenv("JDK_JAVA_OPTIONS", spark_classes.QUICK_START)
     place = tmp_path / "cache" / "rankzero" / "jvm"
     place.mkdir(parents=True, mode=0o700)
     return place

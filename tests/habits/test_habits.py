@@ -410,7 +410,9 @@ HEALTH = list(HealthCheck)
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(5, 14), pytest.param(100, 30, marks=pytest.mark.soak)], ids=["sample", "many"]
+    ("examples", "steps"),
+    [(5, 14), pytest.param(100, 30, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])],
+    ids=["sample", "many"],
 )
 def test_calls_return_what_the_model_says(examples: int, steps: int) -> None:
     chosen = settings(
