@@ -29,7 +29,7 @@ from rankzero.task.start import start_fresh, start_time, start_warm
 SOCKET_PATH_ROOM = 74
 """Most characters of a temporary directory's path for multiprocessing's sockets (33 of 107) to fit below it."""
 
-_PREFIX = "rankzero-agent-"
+PREFIX = "rankzero-agent-"
 
 _TAIL = 4096
 """Bytes of an agent's last output that its error shows."""
@@ -52,7 +52,7 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         RuntimeError: the agent crashed; the message has the end of its output.
     """
     marker = secrets.token_hex(8)
-    scratch = make_scratch(scratch_root(), _PREFIX)
+    scratch = make_scratch(scratch_root(), PREFIX)
     temporary = _temporary(scratch)
     locks = [lock_directory(directory) for directory in (scratch, temporary) if directory]
     # A file without a name: an agent removes its directory when it ends, and the log is read after that.
@@ -192,7 +192,7 @@ def _temporary(scratch: str) -> str | None:
         os.mkdir(below)
         return below
     try:
-        apart = make_scratch(tempfile.gettempdir(), _PREFIX)
+        apart = make_scratch(tempfile.gettempdir(), PREFIX)
     except FileNotFoundError:
         # The path of a socket may be too long there, but no other directory is writable.
         os.mkdir(below)

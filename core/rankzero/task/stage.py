@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from typing import Any
@@ -26,7 +25,7 @@ from rankzero.bounds import (
     POLL_INTERVAL_BRIEF,
     POLL_INTERVAL_LONG,
 )
-from rankzero.task.hold import hold, scratch_root
+from rankzero.task.hold import PREFIX, hold, lock_directory, make_scratch, scratch_root
 
 ATTEMPT = "attempt-"
 """Prefix, before the attempt's number, of the file with the agents' configuration, which the driver writes."""
@@ -93,13 +92,18 @@ def _require_directory(stage: dict[str, Any]) -> None:
 
 
 def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> Process:
-    stage["code"] = tempfile.mkdtemp(prefix="rankzero-stage-", dir=scratch_root())
+    # A later task of this host removes it if this one is killed, with which the driver ends.
+    stage["code"] = make_scratch(scratch_root(), PREFIX)
+    lock = lock_directory(stage["code"])
     path = os.path.join(stage["code"], "rankzero.zip")
     with open(path, "wb") as file:
         file.write(config["code_zip"])
     with open(os.path.join(stage["directory"], "driver.log"), "ab") as log:
         command = [sys.executable, "-u", "-c", _DRIVER, path]
-        driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        driver = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=[lock]
+        )
+    os.close(lock)
     settings = {**stage, "env": config["env"], "host": config["host"]}
     assert driver.stdin
     with contextlib.suppress(BrokenPipeError):
