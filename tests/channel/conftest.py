@@ -134,7 +134,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
         "CONNECTION_SILENCE": 1.0,
         "CONNECTION_LOST_AFTER": 2.0,
         "CONNECT_TRY_TIMEOUT": 0.3,
-        "HANDSHAKE_REPLY_TIMEOUT": 0.3,
+        "HANDSHAKE_REPLY_TIMEOUT": 1.0,
         "CONNECT_PAUSE_MIN": 0.02,
         "CONNECT_PAUSE_MAX": 0.1,
     }.items():

@@ -704,7 +704,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own that can be filled."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "none", str(disk)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "none", str(disk)]
     try:
         subprocess.run(command, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):

@@ -251,10 +251,10 @@ def _key(config: dict[str, Any], owner: int, loaded: dict[str, str]) -> str:
     for place in dict.fromkeys(sys.path):
         # Installing or removing a package changes the directory it is in.
         if os.path.basename(place) in ("site-packages", "dist-packages"):
-            if not (sys.dont_write_bytecode or sys.pycache_prefix):
+            if not (sys.dont_write_bytecode or sys.pycache_prefix or os.path.isdir(f"{place}/__pycache__")):
                 # The first import of a module without a package creates it, and changes the directory, too.
                 with contextlib.suppress(OSError):
-                    os.mkdir(os.path.join(place, "__pycache__"))
+                    os.mkdir(f"{place}/__pycache__")
             with contextlib.suppress(OSError):
                 places.append([place, os.stat(place).st_mtime_ns])
     torch = importlib.util.find_spec("torch")
