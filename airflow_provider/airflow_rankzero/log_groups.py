@@ -40,9 +40,9 @@ def show_line(log: Any, text: str) -> None:
         log: The operator's or trigger's logger.
         text: The line, with its ``[rank]`` prefix.
     """
-    # An invisible character within, since Airflow's page searches whole lines.
     from rankzero.pipeline import level_of
 
+    # An invisible character within, since Airflow's page searches whole lines.
     log.log(level_of(text), "%s", _GROUP.sub(":\u200b:", text))
 
 
@@ -55,9 +55,9 @@ def show_reports(log: Any, rows: Sequence[dict[str, Any]]) -> None:
     """
     if not rows:
         return
-    log.info("::group::Reports of rank 0")
     from rankzero.pipeline import curves
 
+    log.info("::group::Reports of rank 0")
     for name in curves.loss_names(rows):
         if drawn := curves.text(rows, name):
             log.info("%s: %s", name, drawn)

@@ -8,7 +8,7 @@ ranks, so that the driver can tell the sender. Standard library only: this modul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, field
+from dataclasses import field
 from typing import Any, ClassVar, Self, dataclass_transform
 
 from rankzero.channel.frames import FrameError
@@ -39,11 +39,12 @@ class Message:
         """Takes the values in the order of the names, or by name. Raises TypeError if they do not fit the names."""
         own = vars(self)
         own.update(zip(self.names, values, strict=False), **named)
-        is_clear = len(own) == len(values) + len(named)
+        has_lost_one = len(own) < len(values) + len(named)
         for name, default in self.defaults.items():
             if name not in own:
-                own[name] = default.default_factory() if isinstance(default, Field) else default  # type: ignore[operator]
-        if not is_clear or own.keys() != set(self.names):
+                make = getattr(default, "default_factory", None)
+                own[name] = make() if make else default
+        if has_lost_one or own.keys() != set(self.names):
             raise TypeError(f"{values} and {named} are no values of {', '.join(self.names)}")
 
     def __setattr__(self, name: str, value: object) -> None:
