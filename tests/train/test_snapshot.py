@@ -103,6 +103,19 @@ def test_who_waits_for_a_checkpoint_does_not_hang(tmp_path: Path, monkeypatch: p
     assert not writer.busy
 
 
+def test_a_rank_that_reports_late_has_the_checkpoint_that_was_committed_before(tmp_path: Path) -> None:
+    """Rank 0's part is all of a whole checkpoint, so its commit may overtake the other ranks' reports."""
+    writer = CheckpointWriter(Parts(Start(str(tmp_path), run_token="", shared=True, scratch=""), str), 1, 1, 2, print)
+    facts: dict[str, Any] = {"metrics": {}, "world_size": 2, "sharded": False, "tables": [], "formats": ["json"]}
+    facts["parts"] = {"0": {"file": "rank-0.json", "format": "json", "size": 2, "sha256": ""}}
+    writer.committed({**facts, "id": "0000-000003", "attempt": 0, "index": 3})
+    writer.committed({**facts, "id": "0001-000000", "attempt": 1, "index": 0})
+    assert writer.last is not None
+    assert writer.last.id == "0000-000003"
+    writer.write({"step": 4}, {}, 0.0, RankTables(), sharded=False)
+    assert writer.last.id == "0001-000000"
+
+
 def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._busy = False
         self._changed = threading.Condition()
+        self._first: Checkpoint | None = None
         self._last: Checkpoint | None = None
         self.cursors: dict[str, dict[str, list[Any]]] = {}
         """Positions of all ranks in datasets, from the checkpoint that this attempt started from, where they differ."""
@@ -107,8 +108,8 @@ class CheckpointWriter:
 
     @property
     def last(self) -> Checkpoint | None:
-        """Returns the last committed checkpoint that the driver has sent to this rank."""
-        return self._last
+        """Returns the last committed checkpoint, or the one of the start until this rank has reported one."""
+        return self._last if self._next > 0 else self._first
 
     @property
     def is_sharded(self) -> bool | None:
@@ -355,28 +356,28 @@ class CheckpointWriter:
     def committed(self, manifest: Mapping[str, Any]) -> None:
         """Records the newest committed checkpoint, or the one that the attempt starts from.
 
-        A rank that has reported none in this attempt keeps the one that it started from.
+        A rank that reports late, for rank 0's is committed already, has it when its own report returns.
 
         Args:
             manifest: The facts from `rankzero.run.checkpoints.Manifest.for_ranks` for this task.
         """
         own = manifest["attempt"] == self._attempt
+        self._last = Checkpoint(
+            manifest["id"],
+            manifest["metrics"],
+            manifest["world_size"],
+            manifest["sharded"],
+            self._rank,
+            self._world_size,
+            self._parts.listed(manifest),
+            self._parts,
+            functools.partial(self._send, messages.Damaged(manifest["id"])),
+        )
         if not own:
+            self._first = self._last
             self.carried = set(manifest["tables"])
             self.cursors = manifest.get("cursors", {})
             self.had_result = manifest.get("has_result", False)
-        if not own or self._next > 0:
-            self._last = Checkpoint(
-                manifest["id"],
-                manifest["metrics"],
-                manifest["world_size"],
-                manifest["sharded"],
-                self._rank,
-                self._world_size,
-                self._parts.listed(manifest),
-                self._parts,
-                functools.partial(self._send, messages.Damaged(manifest["id"])),
-            )
         if own:
             # At the end, since it lets `await_settled` return, after which the rank may ask for this checkpoint.
             self._forget(manifest["index"])
