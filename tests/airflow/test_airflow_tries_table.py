@@ -19,6 +19,8 @@ from tests.airflow import tries_dag
 from tests.conftest import ROOT, until, wait_until_gone
 from tests.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, rows
 
+from rankzero.run import RunDirectory
+
 
 def session_of_airflow() -> Any:
     """Of its database, committed after the block; apart from those of other threads."""
@@ -402,6 +404,9 @@ def test_a_clear_of_a_deferred_task_ends_its_training_although_its_trigger_is_go
     with airflow.beside(end_later):
         assert airflow.try_again(retries=1)
     airflow.place.assert_outcome("resumes", airflow.xcom())
+    request = RunDirectory(airflow.place.run().directory).cancel_request(0)
+    assert request is not None
+    assert request["reason"] == "the deferred Airflow task was cleared"
 
 
 @pytest.mark.usefixtures("hangups")
@@ -413,3 +418,4 @@ def test_the_ranks_end_with_a_process_that_is_no_worker_s(airflow: Airflow, numb
         assert process.wait(WAIT) == -number
         assert wait_until_gone(f"OF_RANK={airflow.place.mark}") == []
     assert len(airflow.place.begun()) == 1
+    assert "on request: the process of the Airflow task was asked to exit" in str(airflow.place.run().status().error)

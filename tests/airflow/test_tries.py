@@ -11,6 +11,7 @@ from tests.airflow import versions
 
 from rankzero import Launcher, RunCancelledError
 from rankzero.pipeline import Follower
+from rankzero.run import RunDirectory
 
 
 def make(try_number: int, max_tries: int, **task: Any) -> tuple[Any, Any]:
@@ -174,3 +175,37 @@ def test_a_user_s_mark_notifies_of_a_failure_only_if_it_is_one(
     assert bool(task.on_failure_callback) is bool(task.email) is notified
     # With tries left, Airflow calls this for every other exception than AirflowFailException.
     assert notified or not task.on_retry_callback
+
+
+@pytest.mark.parametrize(
+    ("error", "try_number", "reason"),
+    [
+        ("Trigger timeout", 1, "TaskDeferralTimeout"),
+        ("Trigger failure", 2, "TaskDeferralError"),
+        # The next try attaches to the run.
+        ("Trigger failure", 1, None),
+    ],
+)
+def test_a_deferral_that_failed_for_good_ends_the_run(
+    tmp_path: Path, error: str, try_number: int, reason: str | None
+) -> None:
+    from airflow.sdk.bases.operator import TRIGGER_FAIL_REPR
+    from airflow.sdk.exceptions import TaskDeferralError, TaskDeferralTimeout
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    handle = Launcher(1, store=tmp_path).submit(wait_long)
+    operator = TorchDistributorOperator(task_id="train", train=wait_long, num_processes=1, stop_grace=0.1)
+    _, ti = make(try_number, 1)
+    ti.map_index, ti.xcom_pull = None, lambda **_: handle.directory
+    try:
+        with pytest.raises((TaskDeferralError, TaskDeferralTimeout)):
+            operator.resume_execution(TRIGGER_FAIL_REPR, {"error": error}, {"ti": ti})
+        if reason is None:
+            assert RunDirectory(handle.directory).cancel_request(0) is None
+        else:
+            assert handle.wait(60)
+            assert f"on request: the deferral of the Airflow task failed: {reason}" in str(handle.status().error)
+    finally:
+        handle.cancel()
+        handle.wait(60)

@@ -196,6 +196,19 @@ def test_arguments_count_for_every_try(
     assert "begins from scratch: other than before: argument #2" in caplog.text
 
 
+def test_a_living_run_of_another_training_ends_with_that_reason(
+    durable: Launcher, script: Path, tmp_path: Path
+) -> None:
+    end = str(tmp_path / "end")
+    run = leave(durable, script, (end, "0.1"), "scheduled")
+    with durable.durable(str(script), (end, "0.2"), {}, Try("scheduled"), LOG) as opened:
+        assert not opened.attached
+        (tmp_path / "end").touch()
+        assert opened.handle.result(60) == 1
+    request = RunDirectory(run.directory).cancel_request(0)
+    assert request == {"receiver": {}, "reason": "another training was submitted in its place"}
+
+
 def test_no_attempt_gets_the_number_of_one_that_left_rows(tmp_path: Path) -> None:
     # Its driver could not write its last status, as with a full disk.
     launcher = Launcher(1, store=tmp_path, run_id="run")
