@@ -17,7 +17,13 @@ from rankzero.run import Manifest, RunDirectory, list_committed
 class Commits:
     """A committer whose store fails once, and what came of what it was given."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        world_size: int = 1,
+        config: CheckpointConfig | None = None,
+    ) -> None:
         self.directory = directory
         self._committed: list[int] = []
         self._lost: list[int] = []
@@ -33,7 +39,7 @@ class Commits:
         monkeypatch.setattr(bounds, "WRITE_RETRY_INTERVAL", 0.01)
 
         self._gate = threading.Event()
-        self.committer = Committer(self._run, 0, world_size, CheckpointConfig(), 0)
+        self.committer = Committer(self._run, 0, world_size, config or CheckpointConfig(), 0)
         # Everything else waits behind it.
         self.committer.do(self._gate.wait)
 
@@ -74,6 +80,11 @@ class Commits:
     def await_commit(self, index: int) -> None:
         until(lambda: index in self.committed, 60.0, "the commit")
 
+    def on_disk(self) -> list[int]:
+        """Returns the committed checkpoints that are left, once everything that was queued is done."""
+        until(lambda: not self.committer.is_busy, 60.0, "an idle committer")
+        return [manifest.index for manifest in list_committed(self._run)]
+
     def finish(self) -> None:
         self._gate.set()
         self.committer.close(60.0)
@@ -112,6 +123,7 @@ def test_a_sharded_checkpoint_that_lacks_a_part_of_a_finished_rank_is_given_up(
         work.add(0, rank, sharded=True)
     work.add(1, rank=0, sharded=True)
     work.committer.note_over(1)
+    work.await_commit(0)
     assert work.lost == [1]
     work.add(2, rank=0, sharded=True)
     assert work.lost == [1, 2]
@@ -249,6 +261,75 @@ def test_a_checkpoint_that_a_newer_one_has_overtaken_is_left_out(work: Commits) 
     work.add(0)
     work.finish()
     assert (work.committed, work.lost) == ([1], [0])
+
+
+def test_a_checkpoint_that_ranks_may_read_is_kept_until_there_are_no_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be reading it, since the message about the one that replaces it is on its way."""
+    work = Commits(tmp_path, monkeypatch, config=CheckpointConfig(num_to_keep=1))
+    work.open()
+    assert work.committer.newest() is None
+    for index, kept in enumerate([[0], [0, 1], [1, 2]]):
+        work.add(index)
+        work.await_commit(index)
+        assert work.on_disk() == kept
+    work.committer.release()
+    assert work.on_disk() == [2]
+    work.finish()
+
+
+def test_ranks_are_told_of_checkpoints_in_their_order(work: Commits) -> None:
+    """To a rank, all checkpoints up to one that is lost or committed are either."""
+    work.add(0)
+    work.committer.drop(1)
+    assert (work.committed, work.lost) == ([], [])
+    work.open()
+    work.await_commit(0)
+    assert (work.committed, work.lost) == ([0], [1])
+    work.finish()
+
+
+def test_a_part_that_comes_after_its_checkpoint_was_given_up_is_given_up_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose host does not see the store has no room for more checkpoints until it is told of this one."""
+    work = Commits(tmp_path, monkeypatch, world_size=2)
+    work.committer.drop(0)
+    assert work.lost == [0]
+    work.add(0, 1, sharded=True)
+    assert work.lost == [0, 0]
+    work.finish()
+    assert not list(tmp_path.rglob("rank-1.json"))
+
+
+def test_a_commit_that_ends_after_its_attempt_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt starts from the checkpoint before; the one that comes too late has lost its parts by then."""
+    work = Commits(tmp_path, monkeypatch, config=CheckpointConfig(num_to_keep=1))
+    work.open()
+    assert work.committer.newest() is None
+    work.add(0)
+    work.await_commit(0)
+    is_written, may_write, write_bytes = threading.Event(), threading.Event(), store.write_bytes
+
+    def write(location: str, content: bytes, **options: Any) -> None:
+        is_written.set()
+        assert may_write.wait(60.0)
+        write_bytes(location, content, **options)
+
+    monkeypatch.setattr(store, "write_bytes", write)
+    work.add(1)
+    assert is_written.wait(60.0)
+    work.committer.release()
+    work.committer.close(0.0)
+    resumed = Committer(RunDirectory(str(tmp_path)), 1, 1, CheckpointConfig(num_to_keep=1), 0).newest()
+    assert resumed is not None
+    assert resumed.index == 0
+    # An object store needs no folder.
+    (tmp_path / "checkpoints" / "0000-000001").mkdir()
+    may_write.set()
+    work.finish()
+    assert work.on_disk() == [0, 1]
 
 
 def test_a_commit_reads_no_manifest_of_those_before(work: Commits, monkeypatch: pytest.MonkeyPatch) -> None:

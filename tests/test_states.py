@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,10 +203,12 @@ class Stage:
         self.say(messages.Rendezvous(1), rank=0)
         self.until("Running")
 
-    def finish(self) -> None:
+    def finish(self, *, by_value: bool = True) -> None:
         path = Path(self.run.path("result", "value-0.json"))
         path.write_text("7")
-        result = {"format": "json", "size": 1, "digest": "0" * 64, "path": str(path), "summary": {}, "value": 7}
+        result: dict[str, Any] = {"format": "json", "size": 1, "digest": "0" * 64, "path": str(path), "summary": {}}
+        if by_value:
+            result["value"] = 7
         for rank in range(RANKS):
             self.say(messages.Returned(0.0), messages.Finished(0.0, result if rank == 0 else None), rank=rank)
 
@@ -437,6 +439,32 @@ def test_a_value_that_is_stored_after_an_error_is_a_success(stage: Callable[...,
     scene.finish()
     scene.store()
     scene.until("Final")
+    assert isinstance(scene.state, Final)
+    assert scene.state.verdict.success
+
+
+def test_a_value_that_is_stored_at_the_last_moment_is_a_success(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stored between the look at what has been stored and the look at what is under way."""
+    scene, may_store = stage(), threading.Event()
+    scene.start()
+    for rank in range(RANKS):
+        scene.say(messages.Returned(0.0), rank=rank)
+    scene.cancel()
+    scene.until("Leaving")
+    scene.attempt.committer.submit(functools.partial(may_store.wait, WAIT))
+    scene.finish(by_value=False)
+    scene.group.on_end(None)
+    scene.until("Storing")
+    may_store.set()
+    wait([scene.attempt.storage._storing or Future()], WAIT)
+    for _ in scene.mailbox.receive(0.0):
+        pass
+    poll, looks = scene.attempt.poll, [lambda: None]
+    monkeypatch.setattr(scene.attempt, "poll", lambda: (looks.pop() if looks else poll)())
+    scene.until("Final")
+    assert not looks
     assert isinstance(scene.state, Final)
     assert scene.state.verdict.success
 

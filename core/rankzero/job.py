@@ -30,7 +30,9 @@ MODES = ("min", "max")
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Decides which checkpoints of a run are kept. The newest is always kept, since a restart needs it.
+    """Decides which checkpoints of a run are kept.
+
+    The newest is always kept, since a restart needs it. While ranks train, so is the one before, which they may read.
 
     Attributes:
         num_to_keep: Number of checkpoints to keep; None keeps all.

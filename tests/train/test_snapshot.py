@@ -1,5 +1,8 @@
 """What a report takes is the state of that moment, whatever becomes of it."""
 
+import contextlib
+import os
+import signal
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -117,7 +120,7 @@ def test_a_rank_that_reports_late_has_the_checkpoint_that_was_committed_before(t
 
 
 def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def take(state: object) -> None:
         raise MemoryError("no room")
@@ -132,6 +135,13 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
         {"type": "checkpoint-begun", "index": 0},
         {"type": "checkpoint-failed", "index": 0},
     ]
+    # The driver alone knows whether the checkpoint before this one is committed.
+    monkeypatch.setattr(bounds, "CHECKPOINT_COMMIT_TIMEOUT", 0.01)
+    writer.await_settled()
+    assert "checkpoint 0001-000000 is not complete" in capsys.readouterr().out
+    writer.on_message(decode({"type": "checkpoint-lost", "index": 0}))
+    writer.await_settled()
+    assert not capsys.readouterr().out
 
 
 def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
@@ -172,6 +182,39 @@ def test_a_report_returns_when_the_agent_has_the_part_before(tmp_path: Path) -> 
     assert delivered[0] == [0]
     writer.finish()
     assert delivered == [[0], [0, 1]]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_signal_handler_that_reports_or_raises_leaves_no_report_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
+    parts = Parts(Start(str(tmp_path), run_token="", shared=True, scratch=""), str)
+    sent: list[Any] = []
+    writer = CheckpointWriter(parts, 0, 0, 1, sent.append)
+
+    def handle(*_: object) -> None:
+        if raises:
+            raise TimeoutError("of the user's handler")
+        writer.write({"step": 1}, {}, 0.0, RankTables(), sharded=False)
+
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        start(thread)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+        with pytest.raises(TimeoutError) if raises else contextlib.nullcontext():
+            writer.write({"step": 0}, {}, 0.0, RankTables(), sharded=False)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    ended = threading.Event()
+    threading.Thread(target=lambda: (writer.finish(), ended.set()), daemon=True).start()
+    assert ended.wait(60.0)
+    assert sorted(message.index for message in sent if message.kind == "checkpoint") == ([] if raises else [0, 1])
 
 
 def test_storages_that_begin_at_one_address_are_copied_as_far_as_the_longest_reaches() -> None:

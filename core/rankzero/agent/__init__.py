@@ -10,5 +10,7 @@ processes that clean up shared memory after others, such as multiprocessing's re
 from rankzero import lazy_names
 
 lazy_names(
-    __name__, "inputs.KEPT inputs.KeptFiles output.is_own_frame output.LineSplitter output.MAX_LINE ranks.visible_gpus"
+    __name__,
+    "inputs.KEPT inputs.KeptFiles output.is_own_frame output.LineSplitter output.MAX_LINE ranks.Ending ranks.Rank "
+    "ranks.visible_gpus",
 )

@@ -61,6 +61,8 @@ class Rank:
         """Numbers of the checkpoints that the training reported and the worker has not written yet."""
         self.has_flushed = False
         """True once the worker has sent all reports that preceded the stop."""
+        self.begun: frozenset[int] | None = None
+        """Numbers of the checkpoints that the training reported before the stop; None until a stop."""
         self._client = client
         self.output = RankOutput(local_rank, client, config["scratch"])
         self.decoder = frames.Decoder()
@@ -118,7 +120,8 @@ class Rank:
         elif isinstance(message, (messages.Part, messages.PartFailed)):
             self.writing.discard(message.index)
         elif isinstance(message, messages.Flushed):
-            self.has_flushed = True
+            # The worker may have reported some that were on their way when the agent stopped it.
+            self.has_flushed, self.begun = True, frozenset(self.writing)
         elif isinstance(message, (messages.Finished, messages.Failed)):
             self.outcome = message
 
@@ -290,7 +293,6 @@ class Ending:
         self.flush_by: float | None = None
         self._released: list[Rank] = []
         self._asked: set[Rank] = set()
-        self._writing: dict[Rank, frozenset[int]] = {}
         self._stop_by = 0.0
         self.has_parts = False
         """True once parts of checkpoints are queued on the channel: their delivery may use the rest of the grace."""
@@ -310,9 +312,9 @@ class Ending:
         if not self.has_begun:
             self.has_begun = True
             self._asked = set()
-            self._writing = {rank: frozenset(rank.writing) for rank in self._ranks}
             self.flush_by = now + bounds.FLUSH_TIMEOUT
             for rank in self._ranks:
+                rank.begun = frozenset(rank.writing)
                 rank.tell(messages.Flush())
             self.ask_written(now)
 
@@ -323,9 +325,10 @@ class Ending:
         """
         if self.flush_by is not None and now >= self.flush_by:
             self.flush_by = None
-        for rank, begun in self._writing.items():
+        for rank in self._ranks:
             has_flushed = self.flush_by is None or rank.has_flushed or rank.outcome is not None or not rank.alive
-            if rank not in self._asked and has_flushed and not begun & rank.writing:
+            is_written = rank.begun is not None and not rank.begun & rank.writing
+            if rank not in self._asked and has_flushed and is_written:
                 self._asked.add(rank)
                 rank.kill(signal.SIGTERM)
 

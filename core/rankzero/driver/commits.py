@@ -83,13 +83,14 @@ class Committer:
         self._is_apart = self._has_warned = False
         self._commits: dict[int, Future[Manifest]] = {}
         self._lost: list[int] = []
-        self.has_dropped = False
-        """True if a checkpoint of this attempt was given up, whose other parts may be in the store."""
+        self.dropped: set[int] = set()
+        """Checkpoints of this attempt that were given up, whose other parts may be in the store."""
         self._over: set[int] = set()
         self._has_all = False
         self._closed = False
         self._last: Future[Any] | None = None
         self._in_use: str | None = None
+        self._is_released = False
         self._kept: list[Manifest] | None = None
         """The committed checkpoints of this training, which only this object writes; None until they were read."""
         self.tables: Written = {}
@@ -139,6 +140,10 @@ class Committer:
         """
         parts = self._incoming.setdefault(part["index"], {})
         parts[rank] = part
+        if part["index"] in self.dropped:
+            # Again, since its rank did not have it when it was told that this checkpoint is lost.
+            self.drop(part["index"])
+            return None
         if not part["sharded"]:
             # Parts of other ranks do not belong to an unsharded checkpoint, in whatever order they arrive.
             parts = {rank: part}
@@ -170,7 +175,7 @@ class Committer:
             for place in filter(None, places):
                 self.do(functools.partial(store.remove, place), as_owner=True)
         self._lost.append(index)
-        self.has_dropped = True
+        self.dropped.add(index)
 
     def _limit_waiting(self, rank: int, part: dict[str, Any]) -> None:
         """Warns once about ranks that gave no part of a rank's last checkpoints, and gives up its oldest ones.
@@ -241,11 +246,16 @@ class Committer:
 
         After the last one, the number is `NEVER`.
         """
-        while self._lost:
-            yield self._lost.pop(0)
-        for index in [index for index, commit in self._commits.items() if commit.done()]:
-            commit = self._commits.pop(index)
-            yield index if commit.exception() else commit.result()
+        # In this order: to a rank, all checkpoints up to one that has settled have settled.
+        for index in sorted([*self._lost, *self._commits]):
+            commit = self._commits.get(index)
+            if commit and not commit.done():
+                return
+            if commit:
+                del self._commits[index]
+            else:
+                self._lost.remove(index)
+            yield index if commit is None or commit.exception() else commit.result()
         if self._has_all and not self._commits:
             self._has_all = False
             yield NEVER
@@ -268,6 +278,9 @@ class Committer:
         self.submit(functools.partial(self._do, action, as_owner))
 
     def _do(self, action: Callable[[], object], as_owner: bool) -> None:
+        if self._closed:
+            # Its successor may use by now what this would remove.
+            return
         try:
             if as_owner:
                 self.check_owner()
@@ -278,9 +291,9 @@ class Committer:
             logger.exception("the committer failed")
 
     def release(self) -> None:
-        """Allows the checkpoint that this attempt started from to be pruned."""
-        if self._in_use and self._last:
-            self._in_use = None
+        """Allows the checkpoints that ranks may read, but the newest, to be pruned: there are no ranks any more."""
+        self._is_released = True
+        if self._kept:
             self.do(self._prune)
 
     def close(self, timeout: float) -> None:
@@ -343,7 +356,7 @@ class Committer:
 
     def _folder_with(self, rank: int, part: dict[str, Any]) -> str:
         """Returns the folder that has a part: that of the newest committed checkpoint with it, else the rank's own."""
-        found = (one.id for one in reversed(self._kept or []) if _is_part_of(one, rank, part))
+        found = (one.id for one in reversed(self._kept or []) if one.has_part(rank, part))
         return next(found, str(part["own"]))
 
     def check_owner(self) -> None:
@@ -357,7 +370,10 @@ class Committer:
             # Checkpoints of an earlier training stay until the user runs `rankzero gc`.
             if self._kept is None:
                 self._kept = list_committed(self._run, self.fresh_since)
-            for manifest in to_remove(self._kept, self._config, self._in_use):
+            # Ranks may be reading the one before the newest: the message about the newest is on its way.
+            own = [manifest.id for manifest in self._kept if manifest.attempt == self._attempt]
+            in_use = [] if self._is_released else [self._in_use, *own[-2:]]
+            for manifest in to_remove(self._kept, self._config, in_use):
                 remove(self._run, manifest)
                 self._kept.remove(manifest)
         except Exception as error:
@@ -382,9 +398,3 @@ def _are_apart(parts: Mapping[int, Mapping[str, Any]]) -> bool:
     cursors = [part.get("cursors", {}) for part in parts.values()]
     names = {name for each in cursors for name in each}
     return any(are_apart(each.get(name) for each in cursors) for name in names)
-
-
-def _is_part_of(manifest: Manifest, rank: int, part: Mapping[str, Any]) -> bool:
-    """Returns True if a committed checkpoint has this file as the part of a rank."""
-    found = manifest.parts.get(str(rank), {})
-    return all(found.get(name) == part[name] for name in ("file", "size", "sha256"))

@@ -182,12 +182,14 @@ class Storing(_Ending):
             return self
         if not self._is_swept:
             self._is_swept = True
+            # The committer may have stored the value since.
+            self._attempt.poll()
             # Only now: until here, a value that was still being stored could have made the attempt a success.
             if self._verdict.error and not self._attempt.facts.success:
                 self._attempt.storage.sweep()
             else:
                 self._attempt.storage.abort_uploads()
-                if self._attempt.committer.has_dropped:
+                if self._attempt.committer.dropped:
                     self._attempt.committer.sweep()
             if self._waits(now):
                 return self

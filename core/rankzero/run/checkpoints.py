@@ -18,7 +18,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -117,6 +117,11 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as plain JSON values."""
         return asdict(self)
+
+    def has_part(self, rank: int, part: Mapping[str, Any]) -> bool:
+        """Returns True if the part of a rank in this checkpoint is this file."""
+        found = self.parts.get(str(rank), {})
+        return all(found.get(name) == part[name] for name in ("file", "size", "sha256"))
 
     def for_ranks(self, ranks: Iterable[int]) -> dict[str, Any]:
         """Returns the part of the manifest that the ranks of one task need, as plain JSON values.
@@ -239,8 +244,10 @@ def remove(run: RunDirectory, manifest: Manifest) -> None:
     store.remove(run.path(FOLDER, manifest.id))
 
 
-def to_remove(committed: list[Manifest], config: CheckpointConfig, in_use: str | None = None) -> list[Manifest]:
-    """Returns the checkpoints to remove of the committed ones (oldest first). The one named ``in_use`` is kept."""
+def to_remove(
+    committed: list[Manifest], config: CheckpointConfig, in_use: Collection[str | None] = ()
+) -> list[Manifest]:
+    """Returns the checkpoints to remove of the committed ones (oldest first). Those named in ``in_use`` are kept."""
     if config.num_to_keep is None or not committed:
         return []
     ranked = sorted(
@@ -248,7 +255,7 @@ def to_remove(committed: list[Manifest], config: CheckpointConfig, in_use: str |
         key=lambda manifest: (score(manifest.metrics, config.metric, config.mode), manifest.attempt, manifest.index),
         reverse=True,
     )
-    kept = {manifest.id for manifest in ranked[: config.num_to_keep]} | {committed[-1].id, in_use}
+    kept = {manifest.id for manifest in ranked[: config.num_to_keep]} | {committed[-1].id, *in_use}
     return [manifest for manifest in committed if manifest.id not in kept]
 
 

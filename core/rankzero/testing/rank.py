@@ -109,6 +109,8 @@ def _checkpoints(
     committer = Committer(run, attempt, 1, CheckpointConfig(), 0)
 
     def on_message(message: messages.Message) -> None:
+        if isinstance(message, messages.PartFailed):
+            checkpoints.on_message(messages.NotCommitted(message.index))
         if not isinstance(message, messages.Part):
             return
         if message.sharded and world_size > 1:

@@ -55,6 +55,8 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
     def send(message: messages.Message) -> None:
         if isinstance(message, messages.Part):
             writer.committed(_commit(run, attempt, message, last).for_ranks([0]))
+        elif isinstance(message, messages.PartFailed):
+            writer.on_message(messages.NotCommitted(message.index))
         elif isinstance(message, messages.Damaged):
             mark_damaged(run, message.id)
 
@@ -80,7 +82,7 @@ def _commit(run: RunDirectory, attempt: int, part: messages.Part, resumed: Manif
     manifest = Manifest.of_parts(attempt, 1, {0: {**part.facts(), "tables": {}}}, {})
     file = run.path(FOLDER, manifest.id, MANIFEST)
     store.write_bytes(file, json.dumps(manifest.to_json()).encode(), durable=True)
-    for old in to_remove(list_committed(run), CheckpointConfig(), resumed.id if resumed else None):
+    for old in to_remove(list_committed(run), CheckpointConfig(), [resumed.id] if resumed else []):
         remove(run, old)
     return manifest
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import shutil
 import threading
 from collections import deque
@@ -86,7 +85,7 @@ class CheckpointWriter:
         self._sharded: bool | None = None
         self._staged: set[int] = set()
         self._kept: deque[str] = deque()
-        self._waiting: queue.SimpleQueue[_Taken] = queue.SimpleQueue()
+        self._waiting: deque[_Taken] = deque()
         self._writing = 0
         self._failure: ResultError | None = None
         self._thread: threading.Thread | None = None
@@ -171,11 +170,11 @@ class CheckpointWriter:
             # After the copy: if that is refused, a repetition of the call that writes rows must not double them.
             self._add_rows(taken, tables)
         except NotTakenError as error:
-            self._fail(index)
+            self._send(messages.PartFailed(index))
             self._note_not_taken(self._name(index), error)
             return
         except BaseException as error:
-            self._fail(index)
+            self._send(messages.PartFailed(index))
             if not isinstance(error, OSError):
                 raise
             raise ResultError(
@@ -228,12 +227,6 @@ class CheckpointWriter:
         finally:
             self._busy = False
 
-    def _fail(self, index: int) -> None:
-        self._send(messages.PartFailed(index))
-        with self._changed:
-            self._settled = max(self._settled, index)
-            self._changed.notify_all()
-
     def _name(self, index: int) -> str:
         return f"{self._attempt:04d}-{index:06d}"
 
@@ -263,16 +256,24 @@ class CheckpointWriter:
     # -- the thread ------------------------------------------------------------------------------
 
     def _start(self, taken: _Taken) -> None:
-        with self._changed:
-            self._writing += 1
+        # A signal handler may interrupt this anywhere, report or raise: what counts as waiting is in the queue.
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
-            self._thread.start()
-        self._waiting.put(taken)
+            thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
+            thread.start()
+            self._thread = thread
+        with self._changed:
+            self._waiting.append(taken)
+            self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
-            self._write(self._waiting.get())
+            self._write(self._next_waiting())
+
+    def _next_waiting(self) -> _Taken:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting)
+            self._writing += 1
+            return self._waiting.popleft()
 
     def _write(self, taken: _Taken) -> None:
         file = self._file(taken.facts["format"])
@@ -283,7 +284,7 @@ class CheckpointWriter:
                     self._staged.add(taken.index)
             self._send(messages.Part(id=taken.name, index=taken.index, file=file, **{**taken.facts, **facts}))
         except Exception as error:
-            self._fail(taken.index)
+            self._send(messages.PartFailed(taken.index))
             self._note_failure(taken, error)
         else:
             # This part is not lost if the process is killed once the next report has returned.
@@ -339,7 +340,7 @@ class CheckpointWriter:
 
     def _await_written(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._writing == 0)
+            self._changed.wait_for(lambda: not (self._waiting or self._writing))
             failure, self._failure = self._failure, None
         if failure:
             raise failure
