@@ -141,11 +141,11 @@ def test_a_terminal_sees_progress_and_ctrl_c_cancels(script: Path, store: Path) 
     try:
         while not re.search(rb"running  \d+/6000 steps  .* left  loss 0\.\d+", seen):
             seen += os.read(ours, 1 << 16)
+        # The lines of the ranks go to the pipe, not to the terminal.
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"[0] arguments")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-        # The lines of the ranks went to the pipe, not to the terminal.
-        assert process.stdout is not None
-        assert process.stdout.read().startswith(b"[0] arguments")
         assert b"arguments" not in seen
     finally:
         process.kill()

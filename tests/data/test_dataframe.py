@@ -3,6 +3,7 @@
 import glob
 import itertools
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -273,8 +274,13 @@ class Interrupted(BaseException):
     pass
 
 
-def test_an_interrupt_while_spark_computes_leaves_nothing(session: Any, tmp_path: Path) -> None:
+def test_an_interrupt_while_spark_computes_leaves_nothing(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pyspark.sql import functions as F
+
+    # The first python3 of the path may have no pyarrow, without which the function fails before the interrupt.
+    monkeypatch.setattr(session.sparkContext, "pythonExec", sys.executable)
 
     @F.udf("long")  # type: ignore[untyped-decorator,unused-ignore]
     def forever(number: int) -> int:
