@@ -75,8 +75,8 @@ def test_a_cluster_that_grows_slowly_is_waited_for(
 
 def test_start_timeout_bounds_the_wait_and_says_what_was_missing(growing: Launcher, slots: Path) -> None:
     slots.write_text("1")
-    with pytest.raises(StartTimeoutError, match=r"offers 1 of the 2 .* start_timeout=0.4 s: add what is missing") as it:
-        growing.options(start_timeout=0.4).run(len, "ab")
+    with pytest.raises(StartTimeoutError, match=r"offers 1 of the 2 .* start_timeout=1.5 s: add what is missing") as it:
+        growing.options(start_timeout=1.5).run(len, "ab")
     assert it.value.missing == ["task 1"]
 
 
@@ -166,7 +166,7 @@ def test_each_attempt_of_an_elastic_run_takes_what_there_is_and_goes_on(growing:
 def test_a_world_that_is_too_small_is_waited_for(growing: Launcher, slots: Path) -> None:
     slots.write_text("1")
     with pytest.raises(StartTimeoutError, match="offers 1 of the 2 to 4 task slots"):
-        growing.options(num_processes=(2, 4), start_timeout=0.5).run(len, "ab")
+        growing.options(num_processes=(2, 4), start_timeout=1.5).run(len, "ab")
 
 
 def test_a_world_that_is_large_enough_starts_within_the_bound(
