@@ -67,20 +67,22 @@ def open_durable(
         before = existing.find(run)
         repeated = as_repeated(request, before, caller.generation) if before else request
         kept = {name: source for name, source in repeated.sources.items() if source is not request.sources[name]}
-        decision = Decision.FRESH
+        found = None
         if before:
             asked = repeated.asked(train, repeated.identity_of(train, args, kwargs))
-            decision = _reconcile(before, asked, caller, log)
-        if before and decision in (Decision.ATTACH, Decision.DELIVER):
-            handle = before
+            found = _reconcile(run, asked, caller, log)
+        if found and found.decision in (Decision.ATTACH, Decision.DELIVER):
+            # Spark may have computed checksums of datasets for minutes, and another try submitted the run meanwhile.
+            handle = RunHandle(run.directory, job=found.job)
             log.info("attached to the run in %s", handle.directory)
             # An earlier try may have been the last one, and have shortened the lease.
-            lease = caller.lease_when_attached or run.job().orphan_timeout
+            lease = caller.lease_when_attached or found.job.orphan_timeout
             if lease is not None and not handle.status().final:
                 handle.hold(lease)
             yield Opened(handle, attached=True)
             return
-        if not kept or (decision is Decision.RESUME and datasets.are_readable(kept, request.sources, request.engine)):
+        resumes = found is not None and found.decision is Decision.RESUME
+        if not kept or (resumes and datasets.are_readable(kept, request.sources, request.engine)):
             request = repeated
         if caller.is_followed_by_another:
             handle, is_new = drivers.start(request, train, args, kwargs)
@@ -109,16 +111,15 @@ def _await_trackers(handle: RunHandle[Any]) -> None:
         handle.await_driver(bounds.TRACKERS_TIMEOUT)
 
 
-def _reconcile(before: RunHandle[Any], asked: Asked, caller: PipelineTry, log: Any) -> Decision:
+def _reconcile(run: RunDirectory, asked: Asked, caller: PipelineTry, log: Any) -> existing.Existing | None:
     """Decides what the run is to this try, as `submission.submit` does. A living run of another training is ended."""
-    run = RunDirectory(before.directory)
-    found = existing.assess(run, asked, caller)
-    assert found
+    if (found := existing.assess(run, asked, caller)) is None:
+        return None
     _report(found, log)
     if found.decision is Decision.FRESH and not found.status.final:
-        before.cancel(reason="another training was submitted in its place")
+        RunHandle[Any](run.directory, job=found.job).cancel(reason="another training was submitted in its place")
         existing.await_end(run, found.job)
-    return found.decision
+    return found
 
 
 def _report(found: existing.Existing, log: Any) -> None:

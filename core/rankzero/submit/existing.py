@@ -125,6 +125,9 @@ def _state(run: RunDirectory) -> tuple[Job, RunStatus, bool] | None:
         return None
     owner_is_gone = bool(job.owner and is_gone(job.owner))
     status = _await_certainty(RunHandle(run.directory), job, owner_is_gone)
+    if status.submission > job.submission and (later := run.job_of(status.submission)):
+        # It was submitted again meanwhile, or a delayed submitter has overwritten job.json with an older job.
+        job, owner_is_gone = later, bool(later.owner and is_gone(later.owner))
     ending = not status.final and (owner_is_gone or run.cancel_request(job.submission) is not None)
     return job, status, ending
 

@@ -1,0 +1,127 @@
+"""A submission follows the run that it has compared with its own training, whatever is submitted meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.submit.test_durable import Try
+
+from rankzero import EngineError, Launcher
+from rankzero.host import describe_process
+from rankzero.job import Job
+from rankzero.run import Identity, RunDirectory, RunStatus
+
+LOG = logging.getLogger(__name__)
+OLD = EngineError("the old failure").to_json()
+
+
+class Slow:
+    """An argument with a checksum that takes long: another process submits the run meanwhile."""
+
+    def __init__(self, meanwhile: Callable[[], object] = bool) -> None:
+        self.meanwhile = meanwhile
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        self.meanwhile()
+        return (str, ("data",))
+
+
+@pytest.fixture
+def single(launcher: Launcher) -> Launcher:
+    return launcher.options(num_processes=1, run_id="one")
+
+
+@pytest.fixture
+def run(single: Launcher) -> RunDirectory:
+    """The directory of a run whose submission 0, of the training `len` of `Slow`, has failed."""
+    run = RunDirectory(f"{single.store}/one")
+    run.make()
+    submit(run, single.identity(len, (Slow(),), {}), 0, RunStatus("failed", error=OLD, ended=time.time()))
+    return run
+
+
+def submit(run: RunDirectory, training: Identity, number: int, status: RunStatus) -> None:
+    """Submits a training, and writes the status of its driver."""
+    parts = {"identity": training.digest, "identity_parts": dict(training.parts), "generation": "scheduled"}
+    job = Job("one", "len", 1, 1, False, None, None, 60.0, {"kind": "local"}, submission=number, **parts)
+    job = replace(job, nonce=f"nonce-{number}", first_attempt=number)
+    assert run.claim(number)
+    if number:
+        run.keep_outcome(run.status())
+    run.write_submission(job)
+    run.write_status(
+        replace(status, submission=number, nonce=job.nonce, attempt=number, heartbeat=time.time(), driver_host="host")
+    )
+
+
+def of_driver(state: str, pid: int, **facts: Any) -> RunStatus:
+    process = {f"driver_{name}": value for name, value in describe_process(pid).items()}
+    return RunStatus(state, **process, **facts)
+
+
+class Meanwhile:
+    """Submits a run once."""
+
+    def __init__(self, run: RunDirectory, training: Identity, status: RunStatus) -> None:
+        self.act: Callable[[], None] | None = lambda: submit(run, training, 1, status)
+
+    def __call__(self) -> None:
+        act, self.act = self.act, None
+        if act:
+            act()
+
+
+@pytest.mark.parametrize("state", ["running", "succeeded"])
+def test_a_try_follows_the_submission_that_came_while_it_computed_a_checksum(
+    single: Launcher, run: RunDirectory, state: str
+) -> None:
+    path = Path(run.path("result", "value-1.json"))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("7")
+    value: dict[str, Any] = {"value": [7], "result": {"uri": str(path)}}
+    status = of_driver(state, os.getpid(), **(value if state == "succeeded" else {}))
+    meanwhile = Meanwhile(run, single.identity(len, (Slow(),), {}), status)
+    with single.durable(len, (Slow(meanwhile),), {}, Try("scheduled"), LOG) as opened:
+        assert opened.attached
+        assert opened.handle.status().state == state
+        run.write_status(replace(run.status(), state="succeeded", **value))
+        assert opened.handle.result() == 7
+
+
+@pytest.fixture
+def driver() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as driver:
+        yield driver
+        driver.kill()
+
+
+def test_another_training_that_came_while_a_try_computed_a_checksum_is_ended(
+    single: Launcher, run: RunDirectory, driver: subprocess.Popen[bytes]
+) -> None:
+    meanwhile = Meanwhile(run, Identity.of(train="other"), of_driver("running", driver.pid))
+    with single.durable(len, (Slow(meanwhile),), {}, Try("scheduled"), LOG) as opened:
+        assert not opened.attached
+        assert opened.handle.result(60) == 4
+    request = run.cancel_request(1)
+    assert request
+    assert request["reason"] == "another training was submitted in its place"
+
+
+def test_a_try_follows_the_living_run_whose_job_a_delayed_submitter_has_overwritten(
+    single: Launcher, run: RunDirectory
+) -> None:
+    old = Path(run.path("job.json")).read_bytes()
+    submit(run, single.identity(len, (Slow(),), {}), 1, of_driver("running", os.getpid()))
+    Path(run.path("job.json")).write_bytes(old)
+    with single.durable(len, (Slow(),), {}, Try("scheduled"), LOG) as opened:
+        assert opened.attached
+        assert opened.handle.status().submission == 1
