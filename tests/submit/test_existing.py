@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import until
 from tests.submit.test_durable import Try
 
-from rankzero import EngineError, Launcher
+from rankzero import EngineError, Launcher, RunCancelledError
 from rankzero.host import describe_process
 from rankzero.job import Job
 from rankzero.run import Identity, RunDirectory, RunStatus
+from rankzero.submit import Claim, Existing, Step, next_step
 
 LOG = logging.getLogger(__name__)
 OLD = EngineError("the old failure").to_json()
@@ -125,3 +128,46 @@ def test_a_try_follows_the_living_run_whose_job_a_delayed_submitter_has_overwrit
     with single.durable(len, (Slow(),), {}, Try("scheduled"), LOG) as opened:
         assert opened.attached
         assert opened.handle.status().submission == 1
+
+
+def end_late(folder: str) -> str:
+    """Handles SIGTERM until the file ``end`` is there. Returns immediately if it is there already."""
+    end = Path(folder, "end")
+
+    def stop(*_: object) -> None:
+        while not end.exists():
+            time.sleep(0.01)
+        sys.exit(1)
+
+    signal.signal(signal.SIGTERM, stop)
+    Path(folder, "begun").touch()
+    while not end.exists():
+        time.sleep(0.01)
+    return "resumed"
+
+
+def test_a_try_that_comes_while_a_run_cancels_itself_waits_and_resumes_it(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = single.options(stop_grace=60.0)
+    handle = single.submit(end_late, str(tmp_path))
+    until((tmp_path / "begun").exists, 60, "the training")
+    run = RunDirectory(handle.directory)
+    driver = run.status().driver_pid
+    assert driver
+    # As a host does that is shut down.
+    os.kill(driver, signal.SIGTERM)
+    until(lambda: run.status().cancelling, 60, "the driver's decision")
+
+    def end_when_awaited(existing: Existing | None, claim: Claim) -> Step:
+        step = next_step(existing, claim)
+        if step is Step.AWAIT_END:
+            (tmp_path / "end").touch()
+        return step
+
+    monkeypatch.setattr("rankzero.submit.submission.next_step", end_when_awaited)
+    with single.durable(end_late, (str(tmp_path),), {}, Try("scheduled"), LOG) as opened:
+        assert not opened.attached
+        assert opened.handle.result(60) == "resumed"
+    with pytest.raises(RunCancelledError, match="the driver got SIGTERM"):
+        handle.result()

@@ -89,7 +89,9 @@ class Driver:
             metrics=job.metrics,
             trace_id=job.trace_id,
         )
-        self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
+        self._watch = Watch(
+            run, self._job, self._recorder, self.inbox, leased=leased, note_cancelling=self._note_cancelling
+        )
         self._trackers = Trackers(run, self._job.fresh_since, trackers)
         self._places = Places(engine, self.inbox)
         self._started_at: float | None = None
@@ -216,6 +218,11 @@ class Driver:
         timeout, started_at = self._job.timeout, self._started_at
         if timeout and started_at is not None and time.monotonic() - started_at > timeout:
             raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended between two attempts")
+
+    def _note_cancelling(self) -> None:
+        """Records that the run is about to end, so that no other try attaches to it while its ranks stop."""
+        if not self._recorder.status.cancelling:
+            self._recorder.update(cancelling=True)
 
     def _note_placement(self, number: int, placed: Placed) -> None:
         """Records a world size or a set of hosts that differs from what the job alone would give."""

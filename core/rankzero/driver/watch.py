@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rankzero import bounds
@@ -113,7 +113,16 @@ class Inbox:
 class Watch:
     """Watches for a request to cancel, an interrupt, an abandoned lease and a newer submission."""
 
-    def __init__(self, run: RunDirectory, job: Job, recorder: Recorder, inbox: Inbox, *, leased: bool) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        job: Job,
+        recorder: Recorder,
+        inbox: Inbox,
+        *,
+        leased: bool,
+        note_cancelling: Callable[[], None] = lambda: None,
+    ) -> None:
         """Starts the lease's clock.
 
         Args:
@@ -122,11 +131,13 @@ class Watch:
             recorder: Reports whether another submission has the run.
             inbox: Receives the interrupt.
             leased: False if the driver watches its owner by other means.
+            note_cancelling: Called before `check` ends the run without a request.
         """
         self._run = run
         self._submission = job.submission
         self._recorder = recorder
         self._inbox = inbox
+        self._note_cancelling = note_cancelling
         self._orphan_timeout = job.orphan_timeout if leased else None
         self._lease = run.lease() if self._orphan_timeout else b""
         self._lease_seen = time.monotonic()
@@ -149,7 +160,7 @@ class Watch:
             while self._is_unreadable and time.monotonic() < deadline:
                 time.sleep(bounds.POLL_INTERVAL_SHORT)
                 self._poll(bounds.POLL_INTERVAL_SHORT)
-            raise self._requested_end() or RunCancelledError(self._inbox.interrupted, requested=False)
+            raise self._requested_end() or self._own_end(self._inbox.interrupted)
         if now >= self._next_poll:
             self._next_poll = now + (self._recorder.status.interval if self._run.is_remote else bounds.TICK)
             self._poll()
@@ -161,13 +172,17 @@ class Watch:
         if error := self._requested_end():
             raise error
         if self._abandoned:
-            raise RunCancelledError(self._abandoned)
+            raise self._own_end(self._abandoned)
 
     def _requested_end(self) -> RunCancelledError | None:
         if self._request is None:
             return None
         text = ": ".join(filter(None, ["the run was cancelled on request", self._request["reason"]]))
         return RunCancelledError(text, requested=True)
+
+    def _own_end(self, reason: str) -> RunCancelledError:
+        self._note_cancelling()
+        return RunCancelledError(reason, requested=False)
 
     def is_called_off(self) -> bool:
         """Returns True if the run must end on request or because another driver has it."""

@@ -172,7 +172,8 @@ def decide(
         state: State of the run; ``"failed"`` if its driver died.
         same_training: The run has the identity of the requested training (`rankzero.submit.identity`).
         acknowledged: The result of the run was delivered, and the receiver has acknowledged it.
-        ending: The run is running and was asked to stop, or the process that owned it has exited.
+        ending: The run is running and was asked to stop, its driver has decided to cancel it, or the process that owned
+            it has exited.
         same_generation: An orchestrator, and not a user, repeats a step that had succeeded.
         by_name: The name of a run alone decides that it is continued, as in Ray Train: it resumes from the last
             checkpoint even if the training has changed or has succeeded.

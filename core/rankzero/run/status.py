@@ -28,6 +28,8 @@ class RunStatus:
             ``"cancelled"``.
         phase: State of the current attempt: ``"opening"``, ``"waiting for slots"``, ``"starting"``, ``"running"``,
             ``"ending"`` or ``"final"``; empty before the first one.
+        cancelling: True once the driver has decided to cancel the run without a request: a new submission of the same
+            training waits for the end, and resumes the run.
         attempt: Number of the current attempt, from 0.
         preemptions: Number of preempted attempts of this submission.
         submission: Number of the submission: how often the run id was submitted before.
@@ -59,6 +61,7 @@ class RunStatus:
 
     state: str = "pending"
     phase: str = ""
+    cancelling: bool = False
     attempt: int = 0
     preemptions: int = 0
     submission: int = 0
@@ -142,6 +145,7 @@ _NUMBER = (int, float)
 # Fields that earlier versions of rankzero do not write, with their types.
 _LATER_KINDS: dict[str, type | tuple[type, ...]] = {
     "phase": str,
+    "cancelling": bool,
     "attempt": int,
     "interval": _NUMBER,
     "patience": _NUMBER,

@@ -31,7 +31,8 @@ class Existing:
         job: The job of its last submission.
         status: Its current status; ``"failed"`` if its driver died.
         decision: The effect of submitting a training under its id.
-        ending: True if it is live but was asked to stop, or its owner has exited: a new submission waits for its end.
+        ending: True if it is live but was asked to stop, its driver has decided to cancel it, or its owner has exited:
+            a new submission waits for its end.
         comparison: Comparison of its training with the requested one.
     """
 
@@ -128,7 +129,7 @@ def _state(run: RunDirectory) -> tuple[Job, RunStatus, bool] | None:
     if status.submission > job.submission and (later := run.job_of(status.submission)):
         # It was submitted again meanwhile, or a delayed submitter has overwritten job.json with an older job.
         job, owner_is_gone = later, bool(later.owner and is_gone(later.owner))
-    ending = not status.final and (owner_is_gone or run.cancel_request(job.submission) is not None)
+    ending = not status.final and (status.cancelling or owner_is_gone or bool(run.cancel_request(job.submission)))
     return job, status, ending
 
 
