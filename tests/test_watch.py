@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import until
@@ -38,3 +40,40 @@ def test_only_an_end_without_a_request_is_noted_by_the_driver(run: RunDirectory,
     with pytest.raises(RunCancelledError) as raised:
         watch.check()
     assert raised.value.requested == (cause == "request")
+
+
+class SlowStore(RunDirectory):
+    """A run on an object store whose first reply to a reader of the request takes until the test lets it come."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self.is_remote = True
+        self.has_read, self.may_reply = threading.Event(), threading.Event()
+
+    def cancel_request(self, submission: int) -> dict[str, Any] | None:
+        found = super().cancel_request(submission)
+        if not self.has_read.is_set():
+            self.has_read.set()
+            assert self.may_reply.wait(60)
+        return found
+
+
+def test_a_request_counts_that_is_stored_while_an_earlier_poll_is_under_way(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a signal that comes with the request counts as the cause, and an orchestrator tries again."""
+    slow, inbox = SlowStore(run.directory), Inbox()
+    watch = Watch(slow, JOB, Recorder(run, 0, 0), inbox, leased=False)
+    watch.check()
+    assert slow.has_read.wait(60)
+    run.request_cancel(0, reason="a user ended it")
+    inbox.interrupt("the driver got SIGTERM")
+    join = threading.Thread.join
+
+    def join_after_reply(thread: threading.Thread, timeout: float | None = None) -> None:
+        slow.may_reply.set()
+        join(thread, 60)
+
+    monkeypatch.setattr(threading.Thread, "join", join_after_reply)
+    with pytest.raises(RunCancelledError, match="cancelled on request: a user ended it"):
+        watch.check()

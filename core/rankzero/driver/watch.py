@@ -156,7 +156,10 @@ class Watch:
         if self._inbox.interrupted:
             # A cancel from this host writes the request, then wakes its driver by a signal.
             deadline = now + bounds.CANCEL_REQUEST_TIMEOUT
-            self._poll(bounds.CANCEL_REQUEST_TIMEOUT)
+            if self._poller:
+                # The store may have executed its read before the request came.
+                self._poller.join(bounds.CANCEL_REQUEST_TIMEOUT)
+            self._poll(max(0.0, deadline - time.monotonic()))
             while self._is_unreadable and time.monotonic() < deadline:
                 time.sleep(bounds.POLL_INTERVAL_SHORT)
                 self._poll(bounds.POLL_INTERVAL_SHORT)
