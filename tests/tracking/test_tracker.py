@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
-from rankzero.driver import Reporter, Trackers
+from rankzero.driver import Recorder, Reporter, Trackers
+from rankzero.job import Job
 from rankzero.run import EVENTS, RunDirectory, RunStatus
 from rankzero.submit import pack
 from rankzero.tracking import Folder, Tracker, training_of
@@ -158,7 +160,7 @@ def test_a_store_that_does_not_say_what_is_there_ends_no_driver_and_what_comes_l
     kept = events.rename(tmp_path / "kept")
     # Whoever opens it, or asks for its size, gets an error.
     events.symlink_to(events)
-    trackers = Trackers(run, 7, pack([Notes(notes)], LocalEngine()))
+    trackers = Trackers(run, replace(run.job(), fresh_since=7), pack([Notes(notes)], LocalEngine()))
     events.unlink()
     kept.rename(events)
     trackers.start()
@@ -168,6 +170,36 @@ def test_a_store_that_does_not_say_what_is_there_ends_no_driver_and_what_comes_l
     trackers.close()
     assert [row["event"]["type"] for row in noted(notes) if "event" in row] == ["later"]
     assert noted(notes)[-1]["end"] == "succeeded"
+
+
+@pytest.mark.parametrize("place", ["disk", "object store"])
+def test_a_tracker_that_is_late_gets_the_events_of_its_own_submission(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    root = tmp_path if place == "disk" else request.getfixturevalue("bucket")
+    run, notes = RunDirectory(f"{root}/one"), tmp_path / "notes"
+    jobs = [Job("one", "train", 1, 1, False, None, None, 60.0, {}, submission=0, nonce="first")]
+    jobs.append(replace(jobs[0], submission=1, nonce="second", first_attempt=1))
+
+    def begin(job: Job) -> Recorder:
+        assert run.claim(job.submission)
+        run.write_submission(job)
+        return Recorder(run, job.submission, job.first_attempt, nonce=job.nonce)
+
+    first = begin(jobs[0])
+    trackers = Trackers(run, jobs[0], pack([Notes(notes)], LocalEngine()))
+    first.update(state="starting")
+    first.event({"type": "failure", "what": "no luck"})
+    first.finish(state="failed")
+    second = begin(jobs[1])
+    second.update(state="starting")
+    until(lambda: run.status().state == "starting", 30, "the later submission")
+    trackers.start()
+    trackers.close()
+    assert kinds(noted(notes)) == ["starting", "failure", "failed"]
+    # The training goes on, and so does what an external system shows of it.
+    assert noted(notes)[-1]["end"] == "starting"
+    second.finish(state="failed")
 
 
 def test_a_tracker_that_hangs_does_not_hold_the_result(

@@ -92,7 +92,7 @@ class Driver:
         self._watch = Watch(
             run, self._job, self._recorder, self.inbox, leased=leased, note_cancelling=self._note_cancelling
         )
-        self._trackers = Trackers(run, self._job.fresh_since, trackers)
+        self._trackers = Trackers(run, self._job, trackers)
         self._places = Places(engine, self.inbox)
         self._started_at: float | None = None
 

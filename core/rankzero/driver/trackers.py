@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import logging
 import os
 import pickle
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankzero import bounds
+from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of, without_credentials
 from rankzero.run import growing
 from rankzero.run.directory import RunDirectory
@@ -28,12 +30,12 @@ logger = logging.getLogger(__name__)
 class Trackers:
     """The trackers of one submission, while this process drives it."""
 
-    def __init__(self, run: RunDirectory, fresh_since: int, packed: Mapping[str, Any] | None) -> None:
+    def __init__(self, run: RunDirectory, job: Job, packed: Mapping[str, Any] | None) -> None:
         """Notes the current end of the events: trackers get later ones. Starts no thread.
 
         Args:
             run: The run.
-            fresh_since: `Job.fresh_since`.
+            job: The job of the submission.
             packed: The result of `rankzero.submit.trackers.pack`; None for no trackers.
         """
         self._ended = threading.Event()
@@ -43,7 +45,7 @@ class Trackers:
             # An error of a tracker must not end the run. Then events count from when the store can be read.
             with contextlib.suppress(Exception):
                 since = growing.end_of(run.path(EVENTS))
-            self._feeds = [_Feed(run, pickled, fresh_since, since, self._ended) for pickled in packed["pickles"]]
+            self._feeds = [_Feed(run, pickled, job, since, self._ended) for pickled in packed["pickles"]]
 
     def start(self) -> None:
         """Starts the threads that call the trackers, if they do not run yet."""
@@ -70,12 +72,15 @@ class _Feed(threading.Thread):
     """The thread that calls one tracker."""
 
     def __init__(
-        self, run: RunDirectory, pickled: str, fresh_since: int, since: Position | None, ended: threading.Event
+        self, run: RunDirectory, pickled: str, job: Job, since: Position | None, ended: threading.Event
     ) -> None:
         super().__init__(name="rankzero-tracker", daemon=True)
         self._run_directory = run
         self._handle: RunHandle[Any] = RunHandle(run.directory, follows=False)
-        self._is_of_training = OfTraining(fresh_since)
+        self._submission = job.submission
+        self._is_followed = False
+        """True once an event of a later submission was read."""
+        self._is_of_training = OfTraining(job.fresh_since)
         self._pickled = pickled
         self._position = since
         self._ended = ended
@@ -114,15 +119,22 @@ class _Feed(threading.Thread):
             tracker.begin(self._handle)
             self._has_begun = True
         status = self._handle.status()
-        while True:
+        # The status of a later submission has other positions, or none yet.
+        is_current = status.submission == self._submission and not status.final
+        while not self._is_followed:
             before = self._position
-            events, after = self._handle.output.read_events(before, None if status.final else status)
+            events, after = self._handle.output.read_events(before, status if is_current else None)
             if not tracker.is_idempotent:
                 self._position = after
-            tracker.add(self._handle, [event for event in events if self._is_of_training(event)])
-            self._position = after
+            own = list(itertools.takewhile(self._is_own, events))
+            tracker.add(self._handle, [event for event in own if self._is_of_training(event)])
+            self._position, self._is_followed = after, len(own) < len(events)
             if after == before:
                 return
+
+    def _is_own(self, event: Mapping[str, Any]) -> bool:
+        """Returns False for the first event of a later submission, whose driver has trackers of its own."""
+        return not (event.get("type") == "state" and event.get("submission", 0) > self._submission)
 
     def _load(self) -> Tracker:
         tracker: Tracker = pickle.loads(base64.b64decode(self._pickled))
