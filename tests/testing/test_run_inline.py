@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import until
 
 import rankzero.train as rt
-from rankzero import InvalidJobError, WorkerFailedError
+from rankzero import InvalidJobError, WorkerFailedError, testing
 from rankzero.testing import run_inline
 from rankzero.train import context
 
@@ -200,6 +200,31 @@ def test_rank_0_does_not_wait_for_a_rank_that_was_killed() -> None:
     assert (caught.value.rank, caught.value.exit_code) == (1, -9)
     # The group that could not be made does not disturb the next one.
     assert run_inline(reduce, (0.0,), world_size=2).value["sum"] == 1.0
+
+
+def fail_once_it_may() -> None:
+    until(lambda: Path(os.environ["MAY_FAIL"]).exists(), 60, "the first read of rank 1's failure")
+    if rt.get_context().rank == 1:
+        raise ValueError("rank 1 has no data")
+
+
+def test_a_rank_that_fails_while_its_failure_is_read_has_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, may_fail = testing.rank.read_failure, tmp_path / "may-fail"
+
+    def read_and_lose_the_processor(home: str, rank: int) -> Any:
+        found = read(home, rank)
+        if not may_fail.exists():
+            may_fail.touch()
+            (process,) = (child for child in psutil.Process().children() if str(may_fail) in child.environ().values())
+            # Leaves the exit status to `run_inline`.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return found
+
+    monkeypatch.setattr(testing.rank, "read_failure", read_and_lose_the_processor)
+    with pytest.raises(WorkerFailedError, match=r"rank 1 failed: ValueError: rank 1 has no data"):
+        run_inline(fail_once_it_may, world_size=2, env={"MAY_FAIL": str(may_fail)})
 
 
 def test_a_result_that_a_script_would_set() -> None:

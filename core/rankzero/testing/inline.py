@@ -231,6 +231,8 @@ class _Peers:
         if self._first:
             # Later failures are of ranks that were killed because of it.
             return self._first
+        # Before the files: a rank writes its failure before it exits.
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
         failures = [ranks.read_failure(self._home, rank) for rank in self._processes]
         known = sorted((one for one in failures if one), key=lambda one: one["time"])
         if known:
@@ -238,10 +240,9 @@ class _Peers:
             text = f"rank {first['rank']} failed: {first['exception_type']}: {first['message']}\n{first['traceback']}"
             facts = {name: first[name] for name in ("rank", "exception_type", "traceback")}
             return WorkerFailedError(text, host=HOST, **facts)
-        for rank, process in self._processes.items():
-            if process.poll() not in (None, 0):
-                what = f"rank {rank} ended with code {process.returncode}"
-                return WorkerFailedError(what, rank=rank, host=HOST, exit_code=process.returncode)
+        for rank, code in codes.items():
+            if code:
+                return WorkerFailedError(f"rank {rank} ended with code {code}", rank=rank, host=HOST, exit_code=code)
         return None
 
     def failure_behind(self, error: Exception) -> WorkerFailedError | None:
