@@ -143,20 +143,23 @@ class RunTrigger(BaseTrigger):
         """Ends the run after a user has marked or cleared the task.
 
         Airflow also calls this in a triggerer that was blocked and whose triggers were assigned to another one; the
-        task is still deferred then, or a worker follows the run, since the other triggerer could not. (A restart of the
-        triggerer only calls `cleanup`.)
+        task is still deferred then, or a worker follows the run or is about to, since the other triggerer could not. (A
+        restart of the triggerer only calls `cleanup`.)
         """
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
         ti = self.task_instance
-        if ti is not None and _state_of(ti) == "deferred":
+        state, receiver = (_state_of(ti), tries.TaskTry(ti).receiver) if ti is not None else (None, {})
+        if state == "deferred":
             self.log.info("another triggerer follows the run in %s", self.directory)
             return
         with contextlib.suppress(OSError, RankZeroError):
-            handle, receiver = self._attach(), tries.TaskTry(ti).receiver if ti is not None else None
-            if receiver and handle.delivery().receiver == receiver:
-                self.log.info("a worker follows the run in %s for the task's same try", self.directory)
+            handle = self._attach()
+            if state not in tries.STATES_OF_USERS and receiver.items() <= handle.delivery().receiver.items():
+                # A worker of the same try follows the run. After a clear the next try finds the record of the deferral,
+                # and ends the run.
+                self.log.info("the run in %s is left to the task's next process", self.directory)
                 return
             handle.cancel(receiver, "a user ended the deferred Airflow task")
 

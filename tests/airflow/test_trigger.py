@@ -143,6 +143,24 @@ def test_a_trigger_that_was_blocked_leaves_the_run_to_a_worker_of_its_try(
     assert values == [7]
 
 
+@pytest.mark.parametrize("state", ["scheduled", "queued", "running"])
+def test_a_trigger_that_was_blocked_leaves_the_run_to_a_worker_that_is_about_to_follow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Another triggerer had the trigger meanwhile, and could not follow: the task has not recorded itself yet."""
+    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
+
+    monkeypatch.setattr(RuntimeTaskInstance, "get_task_states", staticmethod(lambda **_: {"r": {"train": state}}))
+    run, *_ = make_runs(str(tmp_path), "running")
+    handle = RunHandle[Any](run.directory)
+    # What a task records when it defers.
+    handle.offer({"task_instance": "i", "try": 1, "generation": "r#0"})
+    trigger = make_trigger(handle)
+    trigger.task_instance = SimpleNamespace(id="i", try_number=1, dag_id="d", task_id="train", run_id="r", map_index=-1)
+    asyncio.run(asyncio.wait_for(trigger.on_kill(), 120))
+    assert handle.cancelled_for() == {}
+
+
 def test_a_trigger_does_not_follow_another_run_of_the_same_name(tmp_path: Path) -> None:
     """The directory was removed, and its name and the number of its submission are those of another run."""
     launcher = Launcher(1, store=tmp_path / "store", run_id="run")
