@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import free_port, until
 from tests.engines.connect_server import ConnectServer, connect_server
+from tests.engines.pickled_late import PickledLate
 from tests.engines.pythons import python_with
 
 from rankzero import (
@@ -31,6 +32,7 @@ from rankzero import (
     bounds,
 )
 from rankzero.doctor.examine import examine
+from rankzero.job import Job
 
 WAIT = 90.0
 
@@ -147,6 +149,36 @@ def test_arguments_and_results_larger_than_a_message(on_connect: Launcher) -> No
     size, back = on_connect.run(size_of, data)
     assert size == len(data)
     assert back == data
+
+
+def test_agents_that_are_cancelled_before_the_server_has_their_stage_end(
+    server: ConnectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyspark.sql.connect.session import SparkSession
+
+    value, requested, ended = PickledLate(), threading.Event(), Future[BaseException | None]()
+    interrupt = SparkSession.interruptTag
+
+    def note(session: SparkSession, tag: str) -> list[str]:
+        found = interrupt(session, tag)
+        requested.set()
+        return found
+
+    monkeypatch.setattr(SparkSession, "interruptTag", note)
+    engine = SparkConnectEngine(server.url).open(Job("run", "train", 1, 1, False, None, None, 60.0, {}))
+    try:
+        config = {"env": {}, "connect_timeout": 1.0, "value": value}
+        group = engine.launch(1, config, ended.set_result)
+        assert value.begun.wait(WAIT)
+        cancelling = threading.Thread(target=group.cancel)
+        cancelling.start()
+        assert requested.wait(WAIT)
+        value.may_end.set()
+        assert "OPERATION_CANCELED" in str(ended.result(WAIT))
+        cancelling.join(WAIT)
+    finally:
+        value.may_end.set()
+        engine.close()
 
 
 @pytest.mark.soak

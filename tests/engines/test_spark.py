@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import spark_session, wait_until_gone
+from tests.engines.pickled_late import PickledLate
 
 from rankzero import (
     EngineError,
@@ -26,7 +28,8 @@ from rankzero import (
     StartTimeoutError,
     WorkerFailedError,
 )
-from rankzero.engines import with_own_python
+from rankzero.engines import AgentGroup, with_own_python
+from rankzero.job import Job
 
 WAIT = 120.0
 
@@ -188,6 +191,52 @@ def test_a_run_is_cancelled_from_another_process_by_its_directory(on_session: La
     thread.join(WAIT)
     assert len(errors) == 1
     assert wait_until_gone(marker) == []
+
+
+@pytest.fixture
+def group(session: Any) -> Iterator[tuple[AgentGroup, PickledLate, Future[BaseException | None]]]:
+    """Returns agents whose function is being pickled: Spark has no job of them."""
+    value = PickledLate()
+    ended: Future[BaseException | None] = Future()
+    engine = SparkEngine(session=session).open(Job("run", "train", 1, 1, False, None, None, 60.0, {}))
+    group = engine.launch(1, {"env": {}, "value": value}, ended.set_result)
+    assert value.begun.wait(WAIT)
+    yield group, value, ended
+    group.cancel()
+    value.may_end.set()
+    assert group.wait(WAIT)
+
+
+def test_agents_that_are_cancelled_before_spark_has_their_job_never_start(group: Any, session: Any) -> None:
+    if session.version < "4":
+        pytest.skip("Spark 3.5 cannot cancel future jobs")
+    agents, value, ended = group
+    agents.cancel()
+    value.may_end.set()
+    assert "SPARK_JOB_CANCELLED" in str(ended.result(WAIT))
+
+
+def test_agents_are_cancelled_where_spark_cannot_cancel_future_jobs(
+    group: Any, session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from py4j.protocol import Py4JError
+
+    agents, _, _ = group
+    names: list[str] = []
+
+    class Spark35:
+        def sc(self) -> "Spark35":
+            return self
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "cancelJobGroup":
+                raise Py4JError(f"Method {name}([class java.lang.String]) does not exist")
+            return names.append
+
+    monkeypatch.setattr(session.sparkContext, "_jsc", Spark35())
+    agents.cancel()
+    monkeypatch.undo()
+    assert [name.rpartition("-")[0] for name in names] == ["rankzero-run"]
 
 
 def test_cancelling_the_spark_job_ends_the_run_with_that_cause(on_session: Launcher, session: Any) -> None:

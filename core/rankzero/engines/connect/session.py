@@ -264,9 +264,11 @@ class ConnectGroup(AgentGroup):
         self._retry_longer()
 
     def cancel(self) -> None:
-        """Interrupts the stage; Spark kills the tasks, and agents and ranks end with them."""
+        """Interrupts the stage, as soon as the server has it; its tasks, agents and ranks end with it."""
         with contextlib.suppress(Exception):
-            self._session.interruptTag(self._tag)
+            # The server has no stage whose task is still pickled.
+            while not self._session.interruptTag(self._tag) and not self._ended.wait(bounds.POLL_INTERVAL_LONGEST):
+                pass
 
     def explain(self, error: BaseException) -> RankZeroError:
         """Returns the typed error for an error of the server."""

@@ -65,9 +65,14 @@ class SparkGroup(AgentGroup):
         self._on_end(error)
 
     def cancel(self) -> None:
-        """Cancels the stage; Spark kills the tasks, and agents and ranks end with them."""
+        """Cancels the stage, also one that Spark will start later; its tasks, agents and ranks end with it."""
         with contextlib.suppress(Exception):
-            self._context.cancelJobGroup(self._group)
+            try:
+                # The task may still be pickled. Before Spark 4.3 a stage that waits for slots is a future job, too.
+                self._context._jsc.sc().cancelJobGroupAndFutureJobs(self._group)
+            except Exception:
+                # Spark 3.5 has no such method.
+                self._context.cancelJobGroup(self._group)
 
     def explain(self, error: BaseException) -> RankZeroError:
         """Returns the typed error for an exception of Spark."""
