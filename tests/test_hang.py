@@ -12,7 +12,8 @@ class Watched:
 
     def __init__(self) -> None:
         self.asked = 0
-        self.watch = HangWatch(2, self.ask)
+        self.disconnected: list[str] = []
+        self.watch = HangWatch(2, self.ask, lambda: self.disconnected)
         for rank in range(2):
             self.watch.on_beat(rank, 1, 0.0)
 
@@ -25,7 +26,7 @@ class Watched:
 
 def test_a_rank_that_was_never_heard_of_hangs_from_the_start_on() -> None:
     asked: list[int] = []
-    watch = HangWatch(2, lambda _: asked.append(1))
+    watch = HangWatch(2, lambda _: asked.append(1), list)
     assert watch.poll(5.0, BOUND) is None
     watch.on_beat(0, 1, 6.0)
     # Until then it may be looking for rank 0.
@@ -57,6 +58,25 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_longer() -> None:
     ranks.watch.on_stack(1, "there")
     stacks = ranks.poll(BOUND + 1.1 + bounds.STACKS_WINDOW)
     assert stacks == {0: "no answer: its agent or the network hangs", 1: "there"}
+
+
+def test_no_run_hangs_while_heartbeats_are_delayed_by_a_broken_connection() -> None:
+    """The run counts as hung just before the connection breaks, and its agent has 15 s to make a new one."""
+    ranks = Watched()
+    assert ranks.poll(BOUND + 1) is None
+    ranks.disconnected = ["agent"]
+    assert ranks.poll(BOUND + 2) is None
+    back = BOUND + 1.1 + bounds.STACKS_WINDOW
+    assert ranks.poll(back) is None
+    # Its heartbeats arrive after it is connected again.
+    ranks.disconnected = []
+    assert ranks.poll(back + 0.1) is None
+    ranks.watch.on_beat(0, 2, back + 0.2)
+    assert ranks.poll(back + 0.2) is None
+    # Ranks that then make no progress hang.
+    hung = back + 0.3 + BOUND
+    assert ranks.poll(hung) is None
+    assert ranks.poll(hung + 0.1 + bounds.STACKS_WINDOW)
 
 
 def test_progress_of_one_rank_is_progress_and_a_beat_without_it_is_none() -> None:

@@ -100,9 +100,19 @@ def test_who_is_disconnected_is_gone_until_it_is_back() -> None:
     assert member
     # A clock may begin at zero.
     member.disconnected_at = 0.0
-    assert roster.gone() == [member]
+    assert roster.gone() == roster.disconnected() == [member]
     member.disconnected_at = None
-    assert roster.gone() == []
+    assert roster.gone() == roster.disconnected() == []
+
+
+def test_a_lost_agent_is_gone_for_good_and_not_disconnected() -> None:
+    roster = roster_of(join("a"))
+    member = roster.get(0)
+    assert member
+    member.disconnected_at = 0.0
+    member.leave("its host died", 1.0)
+    assert roster.gone() == [member]
+    assert roster.disconnected() == []
 
 
 @pytest.mark.parametrize(

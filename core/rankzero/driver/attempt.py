@@ -84,7 +84,7 @@ class Attempt:
         self._roster = Roster(num_agents, job.processes_per_task, placement.spare, placement.left_out)
         self.facts = Facts(job.num_processes, run.directory)
         self._has_rendezvous = False
-        self._hang = HangWatch(job.num_processes, self.broadcast)
+        self._hang = HangWatch(job.num_processes, self.broadcast, self._roster.disconnected)
         self._remaining = RemainingWatch(job.num_processes, self.broadcast)
         self._ended: Future[BaseException | None] = Future()
         encrypts = job.encrypts(by_default=session.encrypts)

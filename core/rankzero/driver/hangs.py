@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Set
 
 from rankzero import bounds
 from rankzero.channel.messages import Dump, Message, Peek, Position
@@ -25,15 +25,23 @@ _HOROVOD_DEPTH = 4
 class HangWatch:
     """Tracks the last progress of every rank, and requests their stacks before it reports a hang."""
 
-    def __init__(self, num_processes: int, broadcast: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        num_processes: int,
+        broadcast: Callable[[Message], None],
+        disconnected: Callable[[], Collection[object]],
+    ) -> None:
         """Creates a watch that has not seen any rank yet.
 
         Args:
             num_processes: Number of ranks.
             broadcast: Sends a message to all agents: a request for stacks, which arrive through `on_stack`.
+            disconnected: Returns the agents that may connect again. The heartbeats of their ranks are delayed, and so
+                no run counts as hung while there are any.
         """
         self._ranks = range(num_processes)
         self._broadcast = broadcast
+        self._disconnected = disconnected
         self._progress: dict[int, tuple[int, float]] = {}
         self._returned: set[int] = set()
         self._beats: dict[int, float] = {}
@@ -88,7 +96,7 @@ class HangWatch:
         else:
             silent, is_hung = [], policy.is_hung((when for _, when in self._progress.values()), now, bound)
         self.silent = silent
-        if not is_hung:
+        if not is_hung or self._disconnected():
             self._stacks_deadline = None
         elif self._stacks_deadline is None:
             self._stacks.clear()

@@ -213,6 +213,10 @@ class Roster:
         """Returns the members that have exited or are disconnected."""
         return [member for member in self._members.values() if member.is_gone]
 
+    def disconnected(self) -> list[Member]:
+        """Returns the members that are disconnected and may connect again."""
+        return [member for member in self.gone() if member.left_at is None]
+
     def is_on_one_host(self) -> bool:
         """Returns True if all members run on one host."""
         return len({member.name for member in self._members.values()}) == 1
