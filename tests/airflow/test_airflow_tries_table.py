@@ -418,4 +418,7 @@ def test_the_ranks_end_with_a_process_that_is_no_worker_s(airflow: Airflow, numb
         assert process.wait(WAIT) == -number
         assert wait_until_gone(f"OF_RANK={airflow.place.mark}") == []
     assert len(airflow.place.begun()) == 1
-    assert "on request: the process of the Airflow task was asked to exit" in str(airflow.place.run().status().error)
+    if number == signal.SIGTERM:
+        # Airflow has no handler of SIGHUP.
+        error = str(airflow.place.run().status().error)
+        assert "on request: the process of the Airflow task was asked to exit" in error
