@@ -158,6 +158,8 @@ def test_a_line_says_how_far_spark_is_whenever_the_interval_is_over(
     ],
 )
 def test_a_column_without_a_tensor_is_refused(session: Any, tmp_path: Path, column: str, why: str) -> None:
+    if "parse_json" in column and session.version < "4":
+        pytest.skip("Spark 4 is the first with variants")
     frame = session.range(10).selectExpr("id", f"{column} AS bad")
     with pytest.raises(InvalidJobError, match=why):
         Launcher(2, dataset=frame, store=tmp_path).run(max, 1, 2)
