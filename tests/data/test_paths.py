@@ -688,7 +688,7 @@ def test_timestamps_that_spark_wrote_are_those_of_its_frame(session: Any, tmp_pa
     values = ", ".join(f"({number}, timestamp'{text} UTC')" for number, text in enumerate(texts))
     frame = session.sql(f"SELECT id, t, unix_micros(t) AS expected FROM VALUES {values} AS rows(id, t)")
     # Spark 3.5 asks for the calendar of years before 1900, and Spark 4 takes this one.
-    session.conf.set("spark.sql.parquet.datetimeRebaseModeInWrite", "CORRECTED")
+    session.conf.set("spark.sql.parquet.int96RebaseModeInWrite", "CORRECTED")
     frame.coalesce(1).write.option("compression", "none").parquet(str(tmp_path / "table"))
     shard = shard_of(manifest_of_path(str(tmp_path / "table"), "train"), tmp_path)
     (batch,) = shard.iter_batches(4)
