@@ -1,6 +1,7 @@
 """What crosses over: every kind of value comes back as it was, as a result, in a checkpoint and as an argument."""
 
 import collections
+import functools
 import json
 import os
 import subprocess
@@ -104,6 +105,29 @@ def test_tensors_share_what_they_shared_and_no_more_is_written(tmp_path: Path) -
     assert ResultRef.save([base[:2]], tmp_path).size < 1000
     assert ResultRef.save([base[:2], base], tmp_path).size < base.nbytes + 1000
     assert sum(map(len, payload.build(len, ([base[5:7]],), {}).data)) < 1000
+
+
+class WithLock:
+    """An object that pickle alone refuses before Python 3.12, and rankzero's picklers take."""
+
+    @functools.cached_property
+    def steps(self) -> int:
+        return 3
+
+
+def test_a_script_beside_a_part_of_a_memory_comes_back(tmp_path: Path) -> None:
+    base = torch.arange(100_000.0)
+    scripted = torch.jit.script(torch.nn.Linear(2, 1))
+    module, first, second = back([scripted, base[:30], base[20:50]], tmp_path)
+    assert torch.equal(module(torch.ones(2)), scripted(torch.ones(2)))
+    first[25] = 7.0
+    assert second[5] == 7.0
+
+
+def test_an_argument_beside_a_part_of_a_memory_travels_as_beside_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # By value, as the classes of a script or notebook.
+    monkeypatch.setattr(WithLock, "__module__", "__main__")
+    assert payload.build(len, ([torch.zeros(100_000)[:30], WithLock()],), {}).data
 
 
 def test_a_dict_of_parts_of_one_memory(tmp_path: Path) -> None:

@@ -217,6 +217,20 @@ def test_a_signal_handler_that_reports_or_raises_leaves_no_report_waiting(
     assert sorted(message.index for message in sent if message.kind == "checkpoint") == ([] if raises else [0, 1])
 
 
+def test_a_script_beside_a_part_of_a_memory_comes_back(tmp_path: Path) -> None:
+    base = torch.arange(100_000.0)
+    state, _ = snapshot.take(
+        {"model": torch.jit.script(torch.nn.Linear(2, 1)), "first": base[:30], "last": base[20:50]}
+    )
+    chosen, path = formats.choose(state), tmp_path / "checkpoint"
+    with path.open("wb") as file:
+        snapshot.write_to(state, chosen, file)
+    loaded = formats.read(str(path), chosen, None)
+    assert loaded["model"](torch.ones(2)).shape == (1,)
+    loaded["first"][25] = 7.0
+    assert loaded["last"][5] == 7.0
+
+
 def test_storages_that_begin_at_one_address_are_copied_as_far_as_the_longest_reaches() -> None:
     array = numpy.arange(100_000.0)
     copy, _ = snapshot.take({"begin": torch.from_numpy(array[:10]), "all": torch.from_numpy(array)})

@@ -162,7 +162,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def dump(self, obj: object) -> None:
         """Pickles an object; one thread of this process at a time."""
-        self._tensors = Tensors(obj)
+        self._tensors = Tensors(obj, self._reduce)
         forget_places()
         with _REGISTRY_LOCK:
             try:
@@ -193,8 +193,9 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces an object like cloudpickle, and collects the modules that it needs."""
-        if reduced := self._tensors.reduce(obj):
-            return reduced
+        return self._tensors.reduce(obj) or self._reduce(obj)
+
+    def _reduce(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and self.travels(obj.__name__):
             self.needed.add(obj.__name__)
             return importlib.import_module, (obj.__name__,)

@@ -96,21 +96,24 @@ def pickled(value: object) -> Sequence[Part]:
     """
     import cloudpickle
 
-    tensors = Tensors(value)
-
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
+            return tensors.reduce(obj) or self.rest(obj)
+
+        def rest(self, obj: Any) -> Any:
             if hasattr(type(obj), "placements") and hasattr(type(obj), "device_mesh"):
                 raise ResultError(
                     f"a value of type {_type(value)} holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
-            return tensors.reduce(obj) or saved(obj) or with_qualname(super().reducer_override(obj), obj)
+            return saved(obj) or with_qualname(super().reducer_override(obj), obj)
 
     stream = io.BytesIO()
     buffers: list[memoryview] = []
+    pickler = Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside(buffers))
+    tensors = Tensors(value, pickler.rest)
     try:
-        Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside(buffers)).dump(value)
+        pickler.dump(value)
     except (OSError, ResultError):
         raise
     except Exception as error:

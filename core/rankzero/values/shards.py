@@ -182,7 +182,7 @@ def _pickle(plain: Any) -> memoryview:
     """Pickles a state without its sharded tensors, and loads the pickle once to prove that it can be read."""
     file = io.BytesIO()
     try:
-        _Pickler(file, Tensors(plain)).dump(plain)
+        _pickler(file, plain).dump(plain)
         file.seek(0)
         _Prover(file).load()
     except (OSError, ResultError, MemoryError):
@@ -200,7 +200,7 @@ class _Prover(pickled.Loader):
         return name
 
 
-def _Pickler(file: IO[bytes], memory: Tensors) -> Any:
+def _pickler(file: IO[bytes], plain: Any) -> Any:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -210,6 +210,11 @@ def _Pickler(file: IO[bytes], memory: Tensors) -> Any:
             return obj.name if isinstance(obj, Stored) else None
 
         def reducer_override(self, obj: Any) -> Any:
-            return memory.reduce(obj) or pickled.saved(obj) or super().reducer_override(obj)
+            return tensors.reduce(obj) or self.rest(obj)
 
-    return Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+        def rest(self, obj: Any) -> Any:
+            return pickled.saved(obj) or super().reducer_override(obj)
+
+    pickler = Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    tensors = Tensors(plain, pickler.rest)
+    return pickler

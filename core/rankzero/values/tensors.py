@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,13 +27,15 @@ Reduced = tuple[Any, ...]
 class Tensors:
     """Reduces tensors and storages of one value for the pickler that writes it."""
 
-    def __init__(self, root: object = None) -> None:
+    def __init__(self, root: object = None, rest: Callable[[Any], Any] = lambda _: NotImplemented) -> None:
         """Prepares for one value.
 
         Args:
             root: The value, in which the tensors that share memory are searched.
+            rest: Reduces any object other than a tensor or storage as the value's pickler does.
         """
         self._root = root
+        self._rest = rest
         self._recorder: _Recorder | None = None
         self._memories: dict[tuple[int, int, int], _Memory] = {}
         self._typed: dict[tuple[int, Any], _Typed] = {}
@@ -85,7 +88,7 @@ class Tensors:
         total = storage.nbytes()
         if total - (high - low) >= WASTE:
             if self._recorder is None:
-                self._recorder = _find_extents(self._root)
+                self._recorder = _find_extents(self._root, self._rest)
             for begin, end in merged(self._recorder.found.get(storage._cdata, [])):
                 if begin <= low and high <= end and begin % dtype.itemsize == 0:
                     low, high = begin, end
@@ -175,7 +178,7 @@ def _itself(value: object) -> object:
 # -- memory that tensors of a value share ----------------------------------------------------------
 
 
-def _find_extents(root: object) -> _Recorder:
+def _find_extents(root: object, rest: Callable[[Any], Any]) -> _Recorder:
     """Returns the ranges of memory that the tensors of a value use."""
     import cloudpickle
 
@@ -183,7 +186,7 @@ def _find_extents(root: object) -> _Recorder:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            return recorder.reduce(obj) or super().reducer_override(obj)
+            return recorder.reduce(obj) or rest(obj)
 
     Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=lambda _: None).dump(root)
     return recorder
