@@ -140,6 +140,35 @@ def test_objects_of_extension_modules_count_by_content(one: Callable[[Any], Any]
     assert of(print_it, one(pandas)) == of(print_it, one(pandas)) != of(print_it, other(pandas))
 
 
+def hooked(hook: Callable[..., None]) -> Any:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
+    module[0].register_forward_hook(hook)
+    module[0].register_forward_pre_hook(hook, with_kwargs=True)
+    return module
+
+
+def test_a_module_counts_the_same_however_many_hooks_its_process_has_made() -> None:
+    first, again = hooked(print_it), hooked(print_it)
+    assert next(iter(first[0]._forward_hooks)) < next(iter(again[0]._forward_hooks))
+    assert of(print_it, first) == of(print_it, again) != of(print_it, hooked(print))
+    with torch.no_grad():
+        again[0].weight[0] += 1
+    assert of(print_it, first) != of(print_it, again)
+
+
+def test_bytes_between_the_numbers_of_an_array_do_not_count() -> None:
+    aligned = numpy.dtype([("a", "i1"), ("b", "i8", (2,))], align=True)
+    for kind in (aligned, numpy.longdouble, numpy.clongdouble):
+        size = 3 * numpy.dtype(kind).itemsize
+        first, again = (numpy.frombuffer(bytes([byte]) * size, kind).copy() for byte in (0, 255))
+        for array in (first, again):
+            array[:] = numpy.ones(3, kind)
+        assert of(print_it, first) == of(print_it, again)
+        again[2:] = numpy.zeros(1, kind)
+        assert of(print_it, first) != of(print_it, again)
+
+
 def test_what_shares_parts_many_times_over_is_visited_a_bounded_number_of_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of tensors, arrays and frames, which are the same however they lie in memory."""
+"""The contents of tensors, arrays and frames however they lie in memory, and of modules whenever they were made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rankzero.values.digest import digest_of as digest_of_bytes
 
 
-def facts_of_numbers(value: Any) -> Callable[[Any], Any] | None:
+def facts_of_data(value: Any) -> Callable[[Any], Any] | None:
     """Returns the function that returns the facts of such a value, which stand for it; None for any other value."""
     if _is_instance("torch", "Tensor", value):
         return _tensor
@@ -18,6 +18,10 @@ def facts_of_numbers(value: Any) -> Callable[[Any], Any] | None:
         return _array
     if _is_instance("pandas.api.extensions", "ExtensionArray", value):
         return _extension_array
+    if _is_instance("torch.nn", "Module", value):
+        return _module
+    if _is_instance("torch.utils.hooks", "RemovableHandle", value):
+        return type
     return _frame if _is_a("pandas", "DataFrame", value) else None
 
 
@@ -33,11 +37,32 @@ def _is_instance(package: str, name: str, value: Any) -> bool:
 
 
 def _array(value: Any) -> Any:
-    """Returns type, shape and numbers of an array: its pickle also depends on strides."""
+    """Returns type, shape and numbers of an array: its pickle also depends on strides, and on bytes between numbers."""
     import numpy
 
-    data = numpy.ascontiguousarray(value)
-    return "array", value.dtype, value.shape, digest_of_bytes([data.reshape(-1).view(numpy.uint8).data])
+    if value.dtype.names:
+        return "array", value.dtype, value.shape, [_array(value[name]) for name in value.dtype.names]
+    data = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+    if value.dtype.char in "gG" and numpy.finfo(numpy.longdouble).nmant == 63:
+        # An x86 processor uses ten of the sixteen bytes.
+        data = numpy.ascontiguousarray(data.reshape(-1, numpy.dtype(numpy.longdouble).itemsize)[:, :10]).reshape(-1)
+    return "array", value.dtype, value.shape, digest_of_bytes([data.data])
+
+
+def _module(value: Any) -> Any:
+    """Returns the parts of a module that pickle would write, with its hooks numbered in their order.
+
+    torch numbers the hooks of all modules that a process has made.
+    """
+    import torch
+
+    parts = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if isinstance(parts, str) or len(parts) < 3 or not isinstance(parts[2], dict):
+        return type(value), parts
+    hooks = {name: parts[2].get(name) or {} for name in vars(torch.nn.Module()) if "_hooks" in name}
+    order = {number: place for place, number in enumerate(sorted({n for found in hooks.values() for n in found}))}
+    numbered = {name: {order[n]: hook for n, hook in found.items()} for name, found in hooks.items()}
+    return type(value), parts[:2], parts[2] | numbered, [list(part) for part in parts[3:] if part is not None]
 
 
 def _frame(value: Any) -> Any:

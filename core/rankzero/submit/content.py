@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 
 from rankzero.run.identity import DIGITS
-from rankzero.submit.arrays import facts_of_numbers
+from rankzero.submit.arrays import facts_of_data
 from rankzero.submit.imports import globals_of_classes, imports_of_code, submodules_of_code
 from rankzero.submit.modules import digest_of_script, is_user_module, is_user_module_name, stable_name
 from rankzero.submit.payload import TrainingPickler, named_like, wrapper_of
@@ -182,7 +182,7 @@ class _ContentPickler(TrainingPickler):
         return None if self._plain else self._object(value)
 
     def _object(self, value: Any) -> Any:
-        if facts := facts_of_numbers(value):
+        if facts := facts_of_data(value):
             return self._contents(value, facts)
         # The class of a script travels by value, under a random name.
         return None if self._is_named(type(value)) else self._contents(value, self._instance)
