@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -458,7 +458,12 @@ def test_a_value_that_is_stored_at_the_last_moment_is_a_success(
     scene.group.on_end(None)
     scene.until("Storing")
     may_store.set()
-    wait([scene.attempt.storage._storing or Future()], WAIT)
+    storing = scene.attempt.storage._storing
+    assert storing
+    is_over = threading.Event()
+    # Called behind the callback that wakes the driver.
+    storing.add_done_callback(lambda _: is_over.set())
+    assert is_over.wait(WAIT)
     for _ in scene.mailbox.receive(0.0):
         pass
     poll, looks = scene.attempt.poll, [lambda: None]

@@ -32,7 +32,8 @@ MODES = ("min", "max")
 class CheckpointConfig:
     """Decides which checkpoints of a run are kept.
 
-    The newest is always kept, since a restart needs it. While ranks train, so is the one before, which they may read.
+    The newest is always kept, since a restart needs it. While ranks train, the one before it and the one from which
+    they started are kept, too, since they may be reading these.
 
     Attributes:
         num_to_keep: Number of checkpoints to keep; None keeps all.

@@ -20,8 +20,8 @@ from tests.submit.test_durable import Try
 from rankzero import EngineError, Launcher, RunCancelledError
 from rankzero.host import describe_process
 from rankzero.job import Job
-from rankzero.run import Identity, RunDirectory, RunStatus
-from rankzero.submit import Claim, Existing, Step, next_step
+from rankzero.run import Asked, Identity, RunDirectory, RunStatus
+from rankzero.submit import Claim, Existing, Step, assess, next_step
 
 LOG = logging.getLogger(__name__)
 OLD = EngineError("the old failure").to_json()
@@ -52,11 +52,13 @@ def run(single: Launcher) -> RunDirectory:
     return run
 
 
-def submit(run: RunDirectory, training: Identity, number: int, status: RunStatus) -> None:
+def submit(
+    run: RunDirectory, training: Identity, number: int, status: RunStatus, owner: dict[str, Any] | None = None
+) -> None:
     """Submits a training, and writes the status of its driver."""
     parts = {"identity": training.digest, "identity_parts": dict(training.parts), "generation": "scheduled"}
     job = Job("one", "len", 1, 1, False, None, None, 60.0, {"kind": "local"}, submission=number, **parts)
-    job = replace(job, nonce=f"nonce-{number}", first_attempt=number)
+    job = replace(job, nonce=f"nonce-{number}", first_attempt=number, owner=owner)
     assert run.claim(number)
     if number:
         run.keep_outcome(run.status())
@@ -128,6 +130,30 @@ def test_a_try_follows_the_living_run_whose_job_a_delayed_submitter_has_overwrit
     with single.durable(len, (Slow(),), {}, Try("scheduled"), LOG) as opened:
         assert opened.attached
         assert opened.handle.status().submission == 1
+
+
+def test_a_run_that_is_submitted_while_an_older_job_of_it_is_read_is_not_taken_for_dead(
+    single: Launcher, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = single.identity(len, (Slow(),), {})
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    owner = describe_process(gone.pid)
+    gone.wait()
+    submit(run, training, 1, RunStatus("failed", error=OLD, ended=time.time()), owner)
+    find = RunDirectory.find_job
+
+    def find_and_submit(self: RunDirectory) -> Job | None:
+        found = find(self)
+        monkeypatch.undo()
+        # Its driver has not begun.
+        submit(run, training, 2, RunStatus("pending"), describe_process(os.getpid()))
+        return found
+
+    monkeypatch.setattr(RunDirectory, "find_job", find_and_submit)
+    found = assess(run, Asked(training))
+    assert found is not None
+    assert (found.job.submission, found.status.final) == (2, False)
+    assert next_step(found, Claim.NONE) is Step.FOLLOW
 
 
 def end_late(folder: str) -> str:

@@ -213,11 +213,16 @@ def test_a_rank_that_fails_while_its_failure_is_read_has_its_own_error(
 ) -> None:
     read, may_fail = testing.rank.read_failure, tmp_path / "may-fail"
 
+    def is_rank(child: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return str(may_fail) in child.environ().values()
+        return False
+
     def read_and_lose_the_processor(home: str, rank: int) -> Any:
         found = read(home, rank)
         if not may_fail.exists():
+            (process,) = (child for child in psutil.Process().children() if is_rank(child))
             may_fail.touch()
-            (process,) = (child for child in psutil.Process().children() if str(may_fail) in child.environ().values())
             # Leaves the exit status to `run_inline`.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         return found

@@ -141,7 +141,7 @@ class Committer:
         parts = self._incoming.setdefault(part["index"], {})
         parts[rank] = part
         if part["index"] in self.dropped:
-            # Again, since its rank did not have it when it was told that this checkpoint is lost.
+            # The part came after the ranks were notified that its checkpoint is lost: they are notified again.
             self.drop(part["index"])
             return None
         if not part["sharded"]:
@@ -246,7 +246,7 @@ class Committer:
 
         After the last one, the number is `NEVER`.
         """
-        # In this order: to a rank, all checkpoints up to one that has settled have settled.
+        # In their order: ranks take a number to mean that no commit of a smaller one is under way.
         for index in sorted([*self._lost, *self._commits]):
             commit = self._commits.get(index)
             if commit and not commit.done():
@@ -291,7 +291,7 @@ class Committer:
             logger.exception("the committer failed")
 
     def release(self) -> None:
-        """Allows the checkpoints that ranks may read, but the newest, to be pruned: there are no ranks any more."""
+        """Allows the checkpoints that ranks may read, except the newest, to be pruned: there are no ranks any more."""
         self._is_released = True
         if self._kept:
             self.do(self._prune)
@@ -370,7 +370,7 @@ class Committer:
             # Checkpoints of an earlier training stay until the user runs `rankzero gc`.
             if self._kept is None:
                 self._kept = list_committed(self._run, self.fresh_since)
-            # Ranks may be reading the one before the newest: the message about the newest is on its way.
+            # Ranks may still be reading the one before the newest, until they are notified of the newest.
             own = [manifest.id for manifest in self._kept if manifest.attempt == self._attempt]
             in_use = [] if self._is_released else [self._in_use, *own[-2:]]
             for manifest in to_remove(self._kept, self._config, in_use):

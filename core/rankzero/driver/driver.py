@@ -220,8 +220,9 @@ class Driver:
             raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended between two attempts")
 
     def _note_cancelling(self) -> None:
-        """Records that the run is about to end, so that no other try attaches to it while its ranks stop."""
-        if not self._recorder.status.cancelling:
+        """Records that the run is about to be cancelled, so that no other try attaches to it while its ranks stop."""
+        # A success stands, whatever the driver is asked for behind it.
+        if not (self._recorder.status.cancelling or self._recorder.status.certain):
             self._recorder.update(cancelling=True)
 
     def _note_placement(self, number: int, placed: Placed) -> None:

@@ -124,11 +124,12 @@ class _Feed(threading.Thread):
         while not self._is_followed:
             before = self._position
             events, after = self._handle.output.read_events(before, status if is_current else None)
-            if not tracker.is_idempotent:
-                self._position = after
             own = list(itertools.takewhile(self._is_own, events))
+            reached = after, len(own) < len(events)
+            if not tracker.is_idempotent:
+                self._position, self._is_followed = reached
             tracker.add(self._handle, [event for event in own if self._is_of_training(event)])
-            self._position, self._is_followed = after, len(own) < len(events)
+            self._position, self._is_followed = reached
             if after == before:
                 return
 

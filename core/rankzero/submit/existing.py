@@ -124,13 +124,19 @@ def _state(run: RunDirectory) -> tuple[Job, RunStatus, bool] | None:
     check_owner(run)
     if (job := find_job_of(run)) is None:
         return None
-    owner_is_gone = bool(job.owner and is_gone(job.owner))
-    status = _await_certainty(RunHandle(run.directory), job, owner_is_gone)
+    status, owner_is_gone = _judged(run, job)
     if status.submission > job.submission and (later := run.job_of(status.submission)):
         # It was submitted again meanwhile, or a delayed submitter has overwritten job.json with an older job.
-        job, owner_is_gone = later, bool(later.owner and is_gone(later.owner))
+        job = later
+        status, owner_is_gone = _judged(run, job)
     ending = not status.final and (status.cancelling or owner_is_gone or bool(run.cancel_request(job.submission)))
     return job, status, ending
+
+
+def _judged(run: RunDirectory, job: Job) -> tuple[RunStatus, bool]:
+    """Returns the run's current status, and True if the process that owns this job has exited."""
+    owner_is_gone = bool(job.owner and is_gone(job.owner))
+    return _await_certainty(RunHandle(run.directory), job, owner_is_gone), owner_is_gone
 
 
 def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -> RunStatus:

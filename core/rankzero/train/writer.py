@@ -164,6 +164,7 @@ class CheckpointWriter:
         self._send(messages.PartBegun(index))
         self._busy = True
         try:
+            self._start_thread()
             self._await_room()
             facts = {"sharded": sharded, "metrics": metrics, "time": when, "has_result": has_result or self.had_result}
             taken = self._take(index, value, directory, facts)
@@ -182,7 +183,10 @@ class CheckpointWriter:
             ) from error
         finally:
             self._busy = False
-        self._start(taken)
+        with self._changed:
+            # Only what is in the queue counts as waiting: a signal handler may have reported or raised before.
+            self._waiting.append(taken)
+            self._changed.notify_all()
 
     def _add_rows(self, taken: _Taken, tables: RankTables) -> None:
         try:
@@ -255,15 +259,11 @@ class CheckpointWriter:
 
     # -- the thread ------------------------------------------------------------------------------
 
-    def _start(self, taken: _Taken) -> None:
-        # A signal handler may interrupt this anywhere, report or raise: what counts as waiting is in the queue.
+    def _start_thread(self) -> None:
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
             thread.start()
             self._thread = thread
-        with self._changed:
-            self._waiting.append(taken)
-            self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
@@ -357,7 +357,8 @@ class CheckpointWriter:
     def committed(self, manifest: Mapping[str, Any]) -> None:
         """Records the newest committed checkpoint, or the one that the attempt starts from.
 
-        A rank that reports late, for rank 0's is committed already, has it when its own report returns.
+        Rank 0's checkpoint may be committed before another rank's report of the same number. That rank has the
+        checkpoint once its own report returns.
 
         Args:
             manifest: The facts from `rankzero.run.checkpoints.Manifest.for_ranks` for this task.

@@ -65,7 +65,7 @@ class SparkGroup(AgentGroup):
         self._on_end(error)
 
     def cancel(self) -> None:
-        """Cancels the stage, also one that Spark will start later; its tasks, agents and ranks end with it."""
+        """Cancels the stage with its tasks, agents and ranks; from Spark 4 on also a stage that has not started."""
         with contextlib.suppress(Exception):
             try:
                 # The task may still be pickled. Before Spark 4.3 a stage that waits for slots is a future job, too.
