@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import rankzero.train as rt
-from rankzero import InvalidJobError, Launcher, ResultError, RetryableError, WorkerFailedError, store
+from rankzero import InvalidJobError, Launcher, ResultError, RetryableError, SparkEngine, WorkerFailedError, store
 from rankzero.data import Manifest, Order, Stretch, files, filesystem_of, reader, shares
 from rankzero.submit import manifest_of_path, paths
 from rankzero.train import DatasetShard, TrainContext, batches, context, data_loader
@@ -681,6 +681,19 @@ def test_an_object_store_is_asked_what_its_files_are(bucket: str, monkeypatch: p
     first, again, other = flipped(f"{bucket}/table")
     assert first == again != other
     assert manifest_of_path(f"{bucket}/table/part-0.parquet", "train").rows == 1000
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}", "file:{}", "~/{.name}", "./{.name}"])
+def test_a_path_may_have_spaces(parquet: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    place = parquet.rename(parquet.parent / "my data")
+    monkeypatch.chdir(place.parent)
+    monkeypatch.setenv("HOME", str(place.parent))
+    launcher = Launcher(1, engine=SparkEngine(master="local[1]"), store=place.parent)
+    launcher.options(dataset=form.format(place)).identity(len, (), {})
+    with pytest.raises(InvalidJobError, match="the dataset 'train' does not exist"):
+        launcher.options(dataset=form.format(place) + ".lost").identity(len, (), {})
+    # A query, whose tables Spark has: nothing is read before the run.
+    launcher.options(dataset="/* a / b */ SELECT 1").identity(len, (), {})
 
 
 def test_timestamps_that_spark_wrote_are_those_of_its_frame(session: Any, tmp_path: Path) -> None:

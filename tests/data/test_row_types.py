@@ -129,6 +129,16 @@ def test_spark_reads_every_row_of_every_type(session: Any) -> None:
         assert sorted(map(repr, found)) == sorted(map(repr, expected)), name
 
 
+def test_spark_reads_a_table_of_this_host_whatever_its_default_file_system_is(session: Any) -> None:
+    table = rt.write_rows({"a": [1, 2]}, "local")
+    configuration = session.sparkContext._jsc.hadoopConfiguration()
+    configuration.set("fs.defaultFS", "hdfs://elsewhere.invalid:1")
+    try:
+        assert sorted(row.a for row in table.to_spark(session).collect()) == [1, 2]
+    finally:
+        configuration.unset("fs.defaultFS")
+
+
 def test_arrays_with_more_values_than_arrow_counts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columns, "MAX_VALUES", 2)
     batch = {"a": Ragged(torch.arange(3), torch.tensor([0, 1, 3]))}

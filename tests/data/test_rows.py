@@ -550,9 +550,16 @@ def test_the_name_of_each_file_of_rows_is_durable(monkeypatch: pytest.MonkeyPatc
     assert {*files, uri, os.path.dirname(uri), os.path.dirname(os.path.dirname(uri))} <= durable
 
 
+def test_a_part_of_a_conjugated_tensor_is_written() -> None:
+    table = rt.write_rows({"a": torch.tensor([1.0 + 2.0j]).conj().imag}, "conjugated")
+    assert table.to_arrow().to_table()["a"].to_pylist() == [-2.0]
+
+
 def test_what_are_no_rows_is_refused() -> None:
     with pytest.raises(TypeError, match="different lengths"):
         rt.write_rows({"a": [1], "b": [1, 2]})
+    with pytest.raises(TypeError, match=r"a column of shape \(2, 0\) has no elements in a row"):
+        rt.write_rows({"a": torch.ones(2, 0)})
     with pytest.raises(TypeError, match="Field a has incompatible types: int64 vs string"):
         rt.write_rows([{"a": [1]}, {"a": ["x"]}])
     for same in ({1: [1], "1": [2]}, {"a": {1: [1], "1": [2]}}):

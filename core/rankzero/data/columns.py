@@ -272,7 +272,7 @@ def _array(column: Any) -> Any:
             raise TypeError(f"a column of arrays has {count} values in one batch, too many: write smaller batches")
         return pa.ListArray.from_arrays(_array(column.offsets.int()), _array(column.values))
     if isinstance(column, torch.Tensor):
-        column = column.detach().cpu()
+        column = column.detach().cpu().resolve_conj().resolve_neg()
         column = (column.float() if column.dtype == torch.bfloat16 else column).numpy()
     if isinstance(column, numpy.ndarray):
         # A matrix stays one of two dimensions however it is reshaped; Arrow knows this machine's order of bytes only.
@@ -281,6 +281,8 @@ def _array(column: Any) -> Any:
         arrays = _arrays(column)
         return pa.StructArray.from_arrays(list(arrays.values()), list(arrays))
     if getattr(column, "ndim", 1) > 1:
+        if 0 in column.shape[1:]:
+            raise TypeError(f"a column of shape {tuple(column.shape)} has no elements in a row: leave it out")
         inner = _array(column.reshape(-1, *column.shape[2:]))
         return pa.FixedSizeListArray.from_arrays(inner, column.shape[1])
     return pa.array(column)

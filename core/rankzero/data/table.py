@@ -120,7 +120,8 @@ class Table:
         files: dict[Any, list[str]] = {}
         for fragment in table.get_fragments() if len(schemas.published(self.uri)) != 1 else ():
             files.setdefault(fragment.physical_schema.remove_metadata(), []).append(fragment.path.rsplit("/", 1)[-1])
-        uri = self.uri.replace("s3://", "s3a://", 1) if self.uri.startswith("s3://") else self.uri
+        # Spark would look for a path without a scheme in the cluster's default file system.
+        uri = self.uri.replace("s3://", "s3a://", 1) if store.is_url(self.uri) else f"file://{self.uri}"
         read: Any = session.read
         # Spark reads files with different types of a column only separately.
         frames = [

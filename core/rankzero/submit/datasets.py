@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _TABLE = re.compile(r"[A-Za-z_`][\w`-]*(\.[\w`-]+){0,3}")
 _PATH = re.compile(r".*(/|\\|\.(parquet|arrow|feather|ipc)$)")
+_BEGIN_OF_PATH = re.compile(r"[A-Za-z][\w+.-]*:/|~|\.{0,2}/(?!\*)")
+"""URLs, and paths from the root, the home or the working directory; a comment of SQL begins with a slash, too."""
 
 
 @dataclass(frozen=True)
@@ -266,8 +268,9 @@ def _is_frame(source: object) -> bool:
 def is_path(source: Any) -> bool:
     """Returns True for the path of a table's files, False for the name of a table or a query."""
     text = os.fspath(source)
-    is_query = any(character.isspace() for character in text.strip()) and not os.path.exists(text)
-    return not isinstance(source, str) or (not is_query and bool(_PATH.match(text) or os.path.exists(text)))
+    if not isinstance(source, str) or _BEGIN_OF_PATH.match(text) or os.path.exists(text):
+        return True
+    return _PATH.match(text) is not None and not any(character.isspace() for character in text.strip())
 
 
 def _opened(source: Any, engine: Engine) -> Any:
