@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_origin
 
 import dagster as dg
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dagster_rankzero._compat import variable_of
 from rankzero.pipeline import step_options, with_matches
@@ -37,6 +37,9 @@ class KnownFields(dg.Config):
     Raises:
         dagster.DagsterInvalidDefinitionError: a field does not exist; the error suggests fields of similar spelling.
     """
+
+    # Errors reach Dagster's event log, and a value may be a password or contain a token.
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod

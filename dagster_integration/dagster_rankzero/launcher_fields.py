@@ -119,6 +119,8 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             if option and option.name != "dataset" and isinstance(value, (str, int, float)):
                 return option.check(value)
             if info.field_name == "master" and value is not None:
+                if value.startswith("sc://"):
+                    raise ValueError("master is the address of a Spark Connect server; give it as connect")
                 from rankzero import SparkEngine
 
                 SparkEngine(master=value)

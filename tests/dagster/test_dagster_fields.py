@@ -80,6 +80,29 @@ def test_a_wrong_value_is_refused_when_definitions_load(options: dict[str, objec
         TorchDistributorResource(**options)
 
 
+@pytest.mark.parametrize(
+    ("master", "words"),
+    [
+        ("sc://head:15002/;token=geheim1234", "master is the address of a Spark Connect server; give it as connect"),
+        ("sc//head:15002/;token=geheim1234", "master is 'sc//head:15002/;...'; use local"),
+    ],
+)
+def test_a_token_within_a_wrong_master_is_not_shown(monkeypatch: pytest.MonkeyPatch, master: str, words: str) -> None:
+    monkeypatch.setenv("SPARK_MASTER", master)
+
+    @dg.asset
+    def model(torch_distributor: TorchDistributorResource) -> None: ...
+
+    resource = TorchDistributorResource(master=dg.EnvVar("SPARK_MASTER"))
+    result = dg.materialize([model], resources={"torch_distributor": resource}, raise_on_error=False)
+    events = str(result.all_events)
+    assert words in events
+    assert "geheim" not in events
+    with pytest.raises(dg.Failure, match=re.escape(words)) as raised:
+        TorchDistributorResource().options(master=dg.EnvVar("SPARK_MASTER"))
+    assert "geheim" not in f"{raised.value}{raised.value.__cause__}"
+
+
 def test_without_pyspark_the_embedded_engine_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     from rankzero import LocalEngine, SparkEngine
 

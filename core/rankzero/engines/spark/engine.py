@@ -51,6 +51,7 @@ from rankzero.errors import EngineError, InvalidJobError
 from rankzero.host.network import address_towards, without_brackets
 from rankzero.job import Job
 from rankzero.kinds import STRINGS
+from rankzero.masking import without_credentials
 from rankzero.task.start import start_ahead
 
 if TYPE_CHECKING:
@@ -90,7 +91,10 @@ class SparkEngine(Engine):
                 "SparkSession is needed: give one of Spark Connect to SparkConnectEngine(session=...)"
             )
         if self.master is not None and not is_master(self.master):
-            given = self.master if isinstance(self.master, str) else f"a {type(self.master).__name__}"
+            given = f"a {type(self.master).__name__}"
+            if isinstance(self.master, str):
+                # Parameters of Spark Connect may be tokens, whatever their names.
+                given = re.sub(r"(?s);.+", ";...", without_credentials(self.master))
             advice = "use local[N], local-cluster[N,C,M], spark://host:port, yarn or k8s://..."
             if given.startswith("sc://"):
                 advice = f"give SparkConnectEngine({given!r})"
