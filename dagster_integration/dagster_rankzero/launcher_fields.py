@@ -152,6 +152,19 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             return AUTO
         return self.num_processes if self.min_processes is None else (self.min_processes, self.num_processes)
 
+    @field_validator("env", "spark_conf", mode="before")
+    @classmethod
+    def _as_texts(cls, given: Any) -> Any:
+        """Returns a mapping whose numbers and flags are text, spelt as in Spark.
+
+        YAML has them, and Dagster renders a template whose text is a number as that number.
+        """
+        if not isinstance(given, Mapping):
+            return given
+        texts = {name: str(value) for name, value in given.items() if isinstance(value, (int, float))}
+        flags = {name: str(value).lower() for name, value in given.items() if isinstance(value, bool)}
+        return {**given, **texts, **flags}
+
     @field_validator("restart_on", mode="before")
     @classmethod
     def _as_names(cls, given: Any) -> Any:

@@ -155,6 +155,32 @@ def test_options_add_to_the_mappings_of_the_resource(name: str) -> None:
     torch_asset(options={name: {"removed": None}})(train)
 
 
+def test_numbers_and_flags_of_templates_become_text_in_mappings() -> None:
+    # Dagster renders the template of a YAML file whose text has the form of a number as a number.
+    given = {"DB_PASSWORD": 84930218, "scale": 0.5, "flag": True, "text": "007"}
+    texts = {"DB_PASSWORD": "84930218", "scale": "0.5", "flag": "true", "text": "007"}
+    resource = TorchDistributorResource(env=given, spark_conf=given)  # type: ignore[arg-type]
+    assert (resource.env, resource.spark_conf) == (texts, texts)
+
+    @dg.asset
+    def read(torch_distributor: TorchDistributorResource) -> str:
+        changed = torch_distributor.options(env={"more": 5}, spark_conf={"more": 5})
+        return repr((changed.env, changed.spark_conf))
+
+    result = dg.materialize([read], resources={"torch_distributor": resource})
+    assert value_of(result, "read") == repr(({**texts, "more": "5"}, {**texts, "more": "5"}))
+    torch_asset(options={"env": given, "spark_conf": given})(train)
+
+
+def test_a_value_that_has_no_text_is_refused_without_being_shown() -> None:
+    wrong = {"DB_PASSWORD": ["geheim1234"]}
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="env.DB_PASSWORD") as defined:
+        torch_asset(options={"env": wrong})(train)
+    with pytest.raises(dg.Failure, match="env.DB_PASSWORD") as chosen:
+        TorchDistributorResource().options(env=wrong)
+    assert "geheim" not in f"{defined.value}{chosen.value}"
+
+
 def test_a_relative_store_is_refused_before_the_training() -> None:
     torch_distributor = TorchDistributorResource(engine="local", store="runs")
     with pytest.raises(dg.Failure, match="store is 'runs', a relative path") as raised:
