@@ -12,7 +12,7 @@ import dagster as dg
 
 from dagster_rankzero import _compat
 from dagster_rankzero.metadata import METRIC_PREFIX, table
-from rankzero.pipeline import is_number
+from rankzero.pipeline import is_number, reports
 
 Asset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition | dg.AssetSpec
 """An asset, or its key."""
@@ -311,6 +311,8 @@ def _unknown(
     else:
         why = f"the latest materialization of {key.to_user_string()} has no finite number {metric!r}: report it with "
         why += "rankzero.train.report, or give it as metadata"
+        if sum(name.startswith(METRIC_PREFIX) for name in latest.metadata) >= reports.MOST_METRICS:
+            why += f"; a run keeps the first {reports.MOST_METRICS} names of metrics: report fewer"
     return dg.AssetCheckResult(passed=False, severity=severity, description=why)
 
 

@@ -87,6 +87,24 @@ def test_what_counts_as_better(
     assert verdicts(job.execute_in_process(instance=instance, raise_on_error=False)) == {"loss_beats_champion": passed}
 
 
+@pytest.mark.parametrize(("names", "is_full"), [(999, False), (1000, True)])
+def test_a_metric_beyond_those_that_a_run_keeps_is_explained(
+    names: int, is_full: bool, instance: dg.DagsterInstance
+) -> None:
+    (check,) = build_metric_bounds_checks("model", {"accuracy": (0.9, None)})
+    shown = {f"metric/norm/{number}": 0.5 for number in range(names)}
+    instance.report_runless_asset_event(dg.AssetMaterialization("model", metadata=shown))
+    job = dg.Definitions(
+        assets=[dg.AssetSpec("model")],
+        asset_checks=[check],
+        jobs=[dg.define_asset_job("check", dg.AssetSelection.checks(check))],
+    ).resolve_job_def("check")
+    result = job.execute_in_process(instance=instance, raise_on_error=False)
+    (evaluation,) = result.get_asset_check_evaluations()
+    assert not evaluation.passed
+    assert ("keeps the first 1000 names of metrics: report fewer" in str(evaluation.description)) == is_full
+
+
 DAYS = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
 REGIONS = dg.StaticPartitionsDefinition(["eu", "us"])
 BOTH = dg.MultiPartitionsDefinition({"day": DAYS, "region": REGIONS})

@@ -94,6 +94,23 @@ def test_a_status_holds_a_bounded_number_of_metrics(launcher: Launcher) -> None:
     assert len(handle.metrics()[-1]) == 1501 + 2
 
 
+def test_a_status_holds_checks_beside_as_many_metrics(launcher: Launcher) -> None:
+    """An orchestrator would count a check that is missing as failed."""
+
+    def train() -> None:
+        rt.report({f"norm/{number}": 0.5 for number in range(1000)})
+        rt.report({"accuracy": 0.9, "check/finite": True} | {f"check/{number}": True for number in range(1500)})
+
+    launcher = launcher.options(num_processes=1, run_id="checks")
+    launcher.run(train)
+    handle = launcher.find()
+    assert handle
+    metrics = handle.status().metrics
+    assert metrics["check/finite"] is True
+    assert "accuracy" not in metrics
+    assert len(metrics) == 2000
+
+
 def test_a_metric_may_have_the_name_of_an_own_column(launcher: Launcher) -> None:
     launcher = launcher.options(num_processes=1, run_id="one")
     before = time.time()

@@ -26,13 +26,11 @@ from rankzero.run.growing import Appender, PieceWriter
 from rankzero.run.names import EVENTS, LINES, log_name
 from rankzero.run.observer import owns
 from rankzero.run.output import stamped
+from rankzero.run.reports import CHECK_PREFIX, MOST_METRICS
 from rankzero.run.status import RunStatus, pace
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
-
-MOST_METRICS = 1000
-"""Most names of metrics in a status, which every heartbeat writes; the events have all of them."""
 
 
 class Recorder:
@@ -200,7 +198,8 @@ class Recorder:
         if rank == 0:
             last = dict(self.status.metrics)
             for name, value in itertools.chain.from_iterable(metrics.items() for metrics, _ in rows):
-                if name in last or len(last) < MOST_METRICS:
+                most = 2 * MOST_METRICS if name.startswith(CHECK_PREFIX) else MOST_METRICS
+                if name in last or len(last) < most:
                     last[name] = value
             self._writer.note(metrics=last)
 

@@ -22,6 +22,12 @@ TOTALS = frozenset(f"total_{many}" for many in PROGRESS.values())
 STEP_NAMES = ("step", "global_step", "iteration", "epoch")
 """Metrics that count steps. The first that was reported is the horizontal axis of a curve."""
 
+CHECK_PREFIX = "check/"
+"""Prefix of the names of metrics that an orchestrator shows as checks."""
+
+MOST_METRICS = 1000
+"""Most names of metrics in a status, which every heartbeat writes, and as many of checks; the events have all names."""
+
 UNSHOWN = frozenset({"time", "attempt"})
 """Columns of a row of reports that tables leave out."""
 

@@ -13,12 +13,10 @@ from dagster_rankzero.arguments.inputs import type_of_input
 from dagster_rankzero.arguments.partitions import PARTITION_KEYS, PartitionArguments, take_single
 from dagster_rankzero.fields import ADDED, added_to, check_fields
 from dagster_rankzero.resource import TorchDistributorResource
+from rankzero.pipeline import reports
 
 CONTEXT_NAMES = frozenset({"context", "_context", "context_", "_"})
 """Names of a first parameter for which Dagster passes its context."""
-
-CHECK_PREFIX = "check/"
-"""Prefix of a check's name in `rankzero.train.report`."""
 
 CONFIG = "config"
 BOUND = "_rankzero_bound"
@@ -216,7 +214,7 @@ def check_result(key: dg.AssetCheckKey, metadata: Any) -> dg.AssetCheckResult:
     """Returns the result of a check: passed if rank 0's latest value was True; failed if it has reported none."""
     from dagster_rankzero.metadata import METRIC_PREFIX
 
-    name = CHECK_PREFIX + key.name
+    name = reports.CHECK_PREFIX + key.name
     entry = metadata.get(METRIC_PREFIX + name)
     if entry is None:
         description = f'rank 0 did not report it: call rankzero.train.report({{"{name}": True}}) or False'
