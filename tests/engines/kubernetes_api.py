@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,14 +16,17 @@ class KubernetesApi(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self._scheme = "https" if tls else "http"
+        if tls:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
         self.objects: dict[str, dict[str, Any]] = {}
         self.refused: set[str] = set()
 
     @property
     def master(self) -> str:
-        return f"k8s://http://127.0.0.1:{self.server_address[1]}"
+        return f"k8s://{self._scheme}://127.0.0.1:{self.server_address[1]}"
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [found for path, found in self.objects.items() if path.split("/")[-2] == kind]
@@ -89,9 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def kubernetes_api() -> Iterator[KubernetesApi]:
+def kubernetes_api(tls: ssl.SSLContext | None = None) -> Iterator[KubernetesApi]:
     """Yields an API server that serves until the block ends."""
-    server = KubernetesApi()
+    server = KubernetesApi(tls)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

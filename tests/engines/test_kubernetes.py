@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import ssl
+import subprocess
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +26,9 @@ def api() -> Iterator[KubernetesApi]:
         yield server
 
 
-def on_kubernetes(launcher: Launcher, api: KubernetesApi) -> Launcher:
+def on_kubernetes(launcher: Launcher, api: KubernetesApi, **more: str) -> Launcher:
     conf = {
+        **{f"spark.kubernetes.authenticate.submission.{name}": value for name, value in more.items()},
         "spark.kubernetes.container.image": "images/spark-torch:1",
         "spark.kubernetes.namespace": "ml",
         "spark.hadoop.fs.s3a.secret.key": SECRET,
@@ -86,6 +89,23 @@ def test_who_may_make_no_secret_is_told_so(launcher: Launcher, api: KubernetesAp
     api.refused = {"secrets"}
     with pytest.raises(EngineError, match="needs the rights to create Secrets and pods"):
         on_kubernetes(launcher, api).submit(len, "abc")
+
+
+def test_a_server_that_requires_a_certificate_gets_that_of_spark(launcher: Launcher, tmp_path: Path) -> None:
+    certificate, key = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
+    kind = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=test"]
+    uses = ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "keyUsage=digitalSignature,keyCertSign"]
+    command = ["openssl", *kind, *uses, "-out", certificate, "-keyout", key]
+    subprocess.run(command, check=True, capture_output=True)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificate)
+    tls.load_cert_chain(certificate, key)
+    tls.verify_mode = ssl.CERT_REQUIRED
+    files = {"caCertFile": certificate, "clientCertFile": certificate, "clientKeyFile": key}
+    with kubernetes_api(tls) as api:
+        api.refused = {"secrets"}
+        # Only a request over an accepted connection gets this answer.
+        with pytest.raises(EngineError, match="403"):
+            on_kubernetes(launcher, api, **files).submit(len, "abc")
 
 
 def test_an_image_must_be_named(launcher: Launcher, api: KubernetesApi) -> None:

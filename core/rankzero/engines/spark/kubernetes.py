@@ -129,6 +129,10 @@ def _connect(master: str, conf: Mapping[str, str]) -> Any:
     settings.host = address if "://" in address else f"https://{address}"
     if ca := conf.get(f"{_SUBMISSION}caCertFile"):
         settings.ssl_ca_cert = ca
+    if certificate := conf.get(f"{_SUBMISSION}clientCertFile"):
+        settings.cert_file = certificate
+    if key := conf.get(f"{_SUBMISSION}clientKeyFile"):
+        settings.key_file = key
     token = conf.get(f"{_SUBMISSION}oauthToken")
     if not token and (path := conf.get(f"{_SUBMISSION}oauthTokenFile")):
         with open(path) as file:
