@@ -167,6 +167,24 @@ def test_the_output_of_a_driver_is_shown(store: Path) -> None:
     assert rankzero("logs", "last", "--driver", "--grep", "Exception").stdout == "Exception: no Java\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("logs last --driver --follow", "--driver and --attempt show what has been written so far"),
+        ("logs last --attempt 0 --follow", "--driver and --attempt show what has been written so far"),
+        ("logs last --driver --rank 1", "--rank, --since, --attempt and --timestamps are for lines of ranks"),
+        ("report last --json -o facts.json", "-o is for the page: leave it out with --json and --link"),
+        ("report last --link 1h -o page.html", "-o is for the page: leave it out with --json and --link"),
+        ("runs --label a=1 --label b=1 --label a=2", "a run has one value of a label"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(store: Path, given: str, words: str) -> None:
+    (store / "words-2" / "driver.log").write_text("started\n")
+    done = rankzero(*given.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert words in " ".join(done.stderr.split())
+
+
 def test_an_unexpected_error_is_one_line_and_debug_shows_it(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoCredentialsError(Exception):
         """As botocore's, which is neither an OSError nor rankzero's."""

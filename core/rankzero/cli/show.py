@@ -40,9 +40,7 @@ _LINES_AROUND = 3
 
 @click.command()
 @click.argument("run", nargs=-1, required=True, shell_complete=words.runs)
-@click.option(
-    "-o", "--output", default="report.html", show_default=True, help="The file to write; - for standard output."
-)
+@click.option("-o", "--output", help="The file of the page, by default report.html; - for standard output.")
 @click.option(
     "--link",
     callback=words.seconds,
@@ -50,13 +48,15 @@ _LINES_AROUND = 3
     help="Write nothing: print a link to the report on the object store that works for 24h, 7d, without credentials.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The facts that the page shows, as JSON, instead of the page.")
-def report(run: tuple[str, ...], output: str, link: float | None, as_json: bool) -> None:
+def report(run: tuple[str, ...], output: str | None, link: float | None, as_json: bool) -> None:
     """Write the report of a run, or of several runs side by side: one HTML file that needs no network.
 
     The directory of a run that has ended already contains its report, report.html.
     """
     from rankzero.report import page
 
+    if output not in (None, "-") and (as_json or link is not None):
+        raise click.UsageError("-o is for the page: leave it out with --json and --link")
     handles = [RunHandle.attach(find_run(one), follows=False) for one in run]
     if link is not None:
         for one in handles:
@@ -74,6 +74,7 @@ def report(run: tuple[str, ...], output: str, link: float | None, as_json: bool)
     if output == "-":
         click.echo(text, nl=False)
         return
+    output = output or "report.html"
     with open(output, "w", encoding="utf-8", errors="replace") as file:
         file.write(text)
     click.echo(output)
@@ -170,12 +171,12 @@ def logs(
     handle = RunHandle.attach(find_run(run), follows=follow)
     job = RunDirectory(handle.directory).job()
     world_size = job.num_processes
-    if driver and (since is not None or attempt is not None or timestamps):
+    if driver and (rank or since is not None or attempt is not None or timestamps):
         raise click.UsageError(
-            "--since, --attempt and --timestamps are for lines of ranks; those of --driver contain their times"
+            "--rank, --since, --attempt and --timestamps are for lines of ranks; those of --driver contain their times"
         )
-    if follow and attempt is not None:
-        raise click.UsageError("--attempt shows what an attempt has written so far: leave out --follow")
+    if follow and (driver or attempt is not None):
+        raise click.UsageError("--driver and --attempt show what has been written so far: leave out --follow")
     if wrong := [one for one in rank if one >= world_size]:
         raise click.BadParameter(f"{wrong[0]} is no rank of this run, which has {world_size}", param_hint="--rank")
     positions = dict.fromkeys(rank or range(world_size), Position())
@@ -204,7 +205,7 @@ def logs(
     if tail is not None:
         for line in collections.deque(lines(follow=False), tail):
             show(line)
-    if tail is None or (follow and not driver):
+    if tail is None or follow:
         for line in lines(follow):
             show(line)
 
@@ -247,7 +248,7 @@ def _driver_log(handle: RunHandle[Any]) -> Iterator[Line]:
     help=f"Only runs in this state: {', '.join(STATES)}; may be given several times.",
 )
 @click.option("--name", help="Only runs whose id or function holds this text.")
-@click.option("--label", multiple=True, callback=words.pairs, help="Only runs with this label, NAME=VALUE.")
+@click.option("--label", multiple=True, callback=words.labels, help="Only runs with this label, NAME=VALUE.")
 @click.option("--since", callback=words.seconds, metavar="TIME", help="Only runs submitted in the last 12h, 30d.")
 @click.option("--watch", "-w", is_flag=True, help="Refresh every 2 s until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each run.")

@@ -46,6 +46,14 @@ def pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -
     return {value.partition("=")[0]: value.partition("=")[2] for value in values}
 
 
+def labels(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """Returns labels as `pairs` does. Raises click.BadParameter for two values of one label, too."""
+    found = pairs(ctx, param, values)
+    if len(found) < len(set(values)):
+        raise click.BadParameter("a run has one value of a label: give each label once")
+    return found
+
+
 def moment(when: float | None) -> str | None:
     """Returns a Unix time as text in this machine's time zone."""
     try:
