@@ -26,7 +26,7 @@ _load = lazy_names(
     "links.SparkUILink links.web_address openlineage.lineage.facets openlineage.lineage.Inputs "
     "openlineage.lineage.inputs_of openlineage.lineage.RunFacts openlineage.lineage.spark_properties "
     "operators.TorchDistributorOperator outlets.fill_outlets paths.dataset_beside plugin.RankZeroPlugin "
-    "provider_info.get_provider_info tries.run_id_of tries.TaskTry triggers.RunTrigger",
+    "provider_info.get_provider_info tries.run_id_of tries.TaskTry triggers.RunTrigger xcom.find_lost_key",
 )
 
 

@@ -6,6 +6,8 @@ so a ``nan`` cannot be hidden from Airflow in an object that only XCom's seriali
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from airflow_rankzero._compat import AirflowFailException, conf
@@ -17,6 +19,14 @@ if TYPE_CHECKING:
 
 _MAX_MAP_LENGTH = 1024
 # Airflow's own default.
+
+_OWN_KEYS = {DIRECTORY_KEY: "run directory", "return_value": "whole value"}
+
+_MAX_KEY_LENGTH = 512
+# The column of XCom keys in Airflow's database.
+
+# Airflow's client writes a key into the path of a URL without quoting it; its server has two routes below a key.
+_CHANGED_KEY = re.compile(r"[#?\x00-\x1f\x7f]|%[0-9a-fA-F]{2}|(^|/)\.\.?(/|$)|/slice$|/item/[^/]+$")
 
 
 def value_of(handle: RunHandle[Any], task: Any, ti: Any) -> Any:
@@ -62,10 +72,8 @@ def _taken_apart(ref: ResultRef, inline: list[Any], uses: list[str]) -> Any:
         raise _refusal(ref, uses, str(error)) from error
     most = conf.getint("core", "max_map_length", fallback=_MAX_MAP_LENGTH)
     why = find_unstorable(pushed)
-    if _BY_KEYS in uses and not isinstance(pushed, dict):
-        why = "it is no dict"
-    elif _BY_KEYS in uses and DIRECTORY_KEY in pushed:
-        why = f"its key {DIRECTORY_KEY!r} is the XCom of the run directory"
+    if _BY_KEYS in uses:
+        why = (find_lost_key(pushed) or why) if isinstance(pushed, dict) else "it is no dict"
     if _BY_ITEMS in uses and not isinstance(pushed, (list, dict)):
         why = "it is neither a list nor a dict"
     elif _BY_ITEMS in uses and len(pushed) > most:
@@ -73,6 +81,24 @@ def _taken_apart(ref: ResultRef, inline: list[Any], uses: list[str]) -> Any:
     if why:
         raise _refusal(ref, uses, why)
     return pushed
+
+
+def find_lost_key(keys: Iterable[str]) -> str | None:
+    """Returns a description of the first key whose value Airflow would not store as an XCom of that key, or None.
+
+    Args:
+        keys: The keys of a dict that ``multiple_outputs`` takes apart.
+
+    Example:
+        >>> find_lost_key(["loss", "val/loss", "100%"]), find_lost_key(["loss#1"])
+        (None, "its key 'loss#1' cannot be the key of an XCom: Airflow would change or reject it")
+    """
+    for key in keys:
+        if key in _OWN_KEYS:
+            return f"its key {key!r} is the XCom of the {_OWN_KEYS[key]}"
+        if not 0 < len(key) <= _MAX_KEY_LENGTH or _CHANGED_KEY.search(key):
+            return f"its key {key!r:.80} cannot be the key of an XCom: Airflow would change or reject it"
+    return None
 
 
 def _loaded(ref: ResultRef) -> Any:

@@ -149,6 +149,7 @@ def test_a_task_is_mapped_over_a_large_list(dag: Any, run_dag: RunDag, tmp_path:
         ({"loss": math.nan}, False, "['loss'] is nan"),
         ("text", False, "it is no dict"),
         ({"run_directory": "/mine"}, False, "its key 'run_directory' is the XCom of the run directory"),
+        ({"loss": 0.1, "loss#1": 0.3}, False, "its key 'loss#1' cannot be the key of an XCom"),
         (0.5, True, "neither a list nor a dict"),
         (list(range(1025)), True, "max_map_length is 1024"),
     ],

@@ -20,7 +20,7 @@ from hypothesis import strategies
 from pydantic import TypeAdapter
 from sqlalchemy import event, text
 
-from airflow_rankzero import RankZeroPlugin
+from airflow_rankzero import RankZeroPlugin, find_lost_key
 from rankzero import ResultRef
 from rankzero.values import find_unstorable
 
@@ -41,9 +41,13 @@ REFUSED: list[Any] = [
     [-0.0],
 ]
 PUSHED: list[Any] = [2**63 - 1, [-(2**63), 1e15, 5e-324, 0.0, "\x7f\n\U0001f600"], {"": None, "a": [[[[]]], {}]}]
+LOST_KEYS = ["", "loss#1", "acc?", "top%41", "a\n", "..", "./a", "a/../b", "a/slice", "a/item/3", "a" * 513]
+KEPT_KEYS = ["val/loss", "/", "a//", "...", "100%", "%4x", "a b&c;d=e+f:@", "\\", "slice", "item/3", "a" * 512]
 
 texts = strattexts = strategies.text(strategies.characters(exclude_categories=()), max_size=8)
 keys = texts | strategies.sampled_from(["__classname__", "__version__", "__data__", "__type", "__var", "__id__"])
+key_parts = ["..", ".", "/", "#", "?", "%", "%4", "1", "\x7f", "\n", "slice", "item", "loss", " "]
+pushed_keys = strategies.lists(strategies.sampled_from(key_parts), max_size=5).map("".join)
 atoms = (
     strategies.none()
     | strategies.booleans()
@@ -74,14 +78,14 @@ class Way:
     task_id: str
     sqlite: bool
 
-    def travel(self, value: Any) -> Any:
-        """Returns what a task gets that pulls the XCom."""
+    def travel(self, value: Any, name: str = "k") -> Any:
+        """Returns what a task gets that pulls the XCom of this name."""
         key = {"dag_id": self.dag_id, "run_id": self.run_id, "task_id": self.task_id}
-        pushed = comms.SetXCom(key="k", value=serde.serialize(value), map_index=-1, **key)
+        pushed = comms.SetXCom(key=name, value=serde.serialize(value), map_index=-1, **key)
         received = TypeAdapter(comms.SetXCom).validate_python(through_messages(pushed.model_dump()))
         xcoms = supervisor.InProcessTestSupervisor._api_client().xcoms
-        xcoms.set(self.dag_id, self.run_id, self.task_id, "k", received.value)
-        answer = comms.XComResult.from_xcom_response(xcoms.get(self.dag_id, self.run_id, self.task_id, "k"))
+        xcoms.set(self.dag_id, self.run_id, self.task_id, name, received.value)
+        answer = comms.XComResult.from_xcom_response(xcoms.get(self.dag_id, self.run_id, self.task_id, name))
         pulled = TypeAdapter(comms.XComResult).validate_python(through_messages(answer.model_dump()))
         if self.sqlite and type(value) is float and type(pulled.value) in (int, float):
             # A bare number is a number in SQLite, and no JSON text: 1.0 is 1 there, for any task.
@@ -124,6 +128,18 @@ def assert_values_come_back(way: Way, examples: int = 100) -> None:
         assert pulled == ref
         assert way.travel(pulled).summary == pulled.summary
 
+    @hypothesis.settings(settings, max_examples=examples)
+    @hypothesis.given(pushed_keys)
+    def check_key(key: str) -> None:
+        """A key of a dict that is taken apart is pulled as this key, and as no other."""
+        hypothesis.assume(not find_lost_key([key]))
+        assert way.travel(["of this key", key], key) == ["of this key", key]
+
+    assert all(find_lost_key([key]) for key in LOST_KEYS)
+    assert not find_lost_key(KEPT_KEYS)
+    for key in KEPT_KEYS:
+        assert way.travel(key, key) == key
+    check_key()
     assert all(map(find_unstorable, REFUSED))
     assert not any(map(find_unstorable, PUSHED))
     for plain in PUSHED:
