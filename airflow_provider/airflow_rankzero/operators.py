@@ -146,8 +146,7 @@ class TorchDistributorOperator(BaseOperator):
         self.spark_conf = spark_conf
         self.retry_user_errors = retry_user_errors
         self.skip_on_exit_code = [skip_on_exit_code] if isinstance(skip_on_exit_code, int) else skip_on_exit_code or ()
-        # A number is refused below.
-        self.log_ranks: Any = log_ranks if log_ranks is None or isinstance(log_ranks, int) else list(log_ranks)
+        self.log_ranks: Any = log_ranks
         self.deferrable = deferrable
         self._killed = False
         self._facts = lineage.RunFacts()
@@ -158,6 +157,8 @@ class TorchDistributorOperator(BaseOperator):
             if getattr(self, "_BaseOperator__from_mapped", False):
                 raise AirflowFailException(f"{type(error).__name__}: {error}") from error
             raise
+        # The trigger's arguments are JSON.
+        self.log_ranks = None if log_ranks is None else list(log_ranks)
 
     def _do_render_template_fields(
         self, parent: Any, template_fields: Iterable[str], context: Context, jinja_env: Any, seen_oids: set[int]

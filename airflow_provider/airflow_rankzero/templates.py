@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -33,6 +33,10 @@ TEMPLATE_FIELDS = (
     *(name for name, option in OPTIONS.items() if option.late),
 )
 """What may be a template, or an XCom. ``train`` only while it is a string: Airflow calls what can be called."""
+
+_FLAGS = ("retry_user_errors", "deferrable")
+_NUMBERS = {"log_ranks": "a list of ranks, such as [0]", "skip_on_exit_code": "exit codes, such as 99 or [98, 99]"}
+# Arguments of the operator that are no options of a run.
 
 
 def annotation(option: Option) -> str:
@@ -107,9 +111,10 @@ def check_early(task: Any) -> None:
     """
     given = {name: getattr(task, name) for name in OPTIONS}
     late = {name for name, value in given.items() if _is_late(value)}
-    if fixed := sorted(late.difference(TEMPLATE_FIELDS)):
+    own = {name: getattr(task, name) for name in (*_FLAGS, *_NUMBERS)}
+    if fixed := sorted(late.union(name for name in own if _is_late(own[name])).difference(TEMPLATE_FIELDS)):
         raise InvalidJobError(
-            f"{fixed[0]} is {given[fixed[0]]!r}, but cannot be a template or an XCom; "
+            f"{fixed[0]} is {getattr(task, fixed[0])!r}, but cannot be a template or an XCom; "
             f"these can: {', '.join(TEMPLATE_FIELDS)}"
         )
     if not (callable(task.train) or isinstance(task.train, (str, os.PathLike, list, tuple)) or _is_late(task.train)):
@@ -126,8 +131,12 @@ def check_early(task: Any) -> None:
     if callable(task.train) and isinstance(task.op_args, (list, tuple)) and isinstance(task.op_kwargs, Mapping):
         # Names are known before the values. A subclass may add arguments when the task runs.
         check_callable(task.train, tuple(task.op_args), dict(task.op_kwargs), are_all=False)
-    if isinstance(task.log_ranks, int):
-        raise InvalidJobError(f"log_ranks is {task.log_ranks!r}; give a list of ranks, such as [0]")
+    for name in _FLAGS:
+        if not isinstance(own[name], bool):
+            raise InvalidJobError(f"{name} is {own[name]!r}; give True or False")
+    for name, wanted in _NUMBERS.items():
+        if own[name] is not None and not _are_whole_numbers(own[name]):
+            raise InvalidJobError(f"{name} is {own[name]!r}; give {wanted}")
     if task.conn_id is not None and task.master is not None:
         raise InvalidJobError(
             f"conn_id is {task.conn_id!r} and master is {task.master!r}: a connection names its master, so give one of "
@@ -143,6 +152,12 @@ def check_early(task: Any) -> None:
     Launcher(**values)
     if values.get("store"):
         check_store(values["store"])
+
+
+def _are_whole_numbers(value: Any) -> bool:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Collection):
+        return False
+    return all(isinstance(each, int) and not isinstance(each, bool) for each in value)
 
 
 def _is_late(value: Any) -> bool:

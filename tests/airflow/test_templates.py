@@ -167,6 +167,17 @@ async def trained_later(lr: float) -> None:
         ({"train": trained, "op_args": ["{{ params.lr }}", 2]}, "the arguments do not fit trained(lr: float) -> None"),
         ({"train": trained_later}, "train=trained_later is an async function"),
         ({"log_ranks": 0}, "log_ranks is 0; give a list of ranks"),
+        ({"log_ranks": "0"}, "log_ranks is '0'; give a list of ranks"),
+        ({"log_ranks": ""}, "log_ranks is ''; give a list of ranks"),
+        ({"log_ranks": ["0"]}, "log_ranks is ['0']; give a list of ranks"),
+        ({"log_ranks": "{{ params.ranks }}"}, "log_ranks is '{{ params.ranks }}', but cannot be a template"),
+        ({"skip_on_exit_code": "99"}, "skip_on_exit_code is '99'; give exit codes, such as 99 or [98, 99]"),
+        ({"skip_on_exit_code": True}, "skip_on_exit_code is [True]; give exit codes"),
+        ({"skip_on_exit_code": ["{{ 99 }}"]}, "skip_on_exit_code is ['{{ 99 }}'], but cannot be a template"),
+        ({"retry_user_errors": "no"}, "retry_user_errors is 'no'; give True or False"),
+        ({"retry_user_errors": "{{ params.r }}"}, "retry_user_errors is '{{ params.r }}', but cannot be a template"),
+        ({"deferrable": 1}, "deferrable is 1; give True or False"),
+        ({"deferrable": "{{ params.d }}"}, "deferrable is '{{ params.d }}', but cannot be a template"),
         ({"backend": "{{ params.backend }}"}, "backend is '{{ params.backend }}', but cannot be a template"),
         ({"stop_grace": "{{ 5 }}"}, "stop_grace is '{{ 5 }}', but cannot be a template"),
     ],
@@ -189,8 +200,9 @@ def test_an_argument_that_is_never_rendered_takes_no_value_of_another_task(dag: 
     def choose() -> str:
         return "gloo"
 
-    with pytest.raises(InvalidJobError, match=r"backend is .* but cannot be a template or an XCom"):
-        TorchDistributorOperator(task_id="train", train=print, backend=choose())
+    for name in ("backend", "log_ranks", "skip_on_exit_code", "retry_user_errors", "deferrable"):
+        with pytest.raises(InvalidJobError, match=rf"{name} is .* but cannot be a template or an XCom"):
+            TorchDistributorOperator(task_id=name, train=print, **{name: choose()})
 
 
 def test_relative_paths_begin_beside_the_dag_file(
