@@ -399,6 +399,55 @@ def test_whole_numbers_are_shown_exactly(value: str, text: str) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == text
 
 
+DRAWS = """
+const made = [];
+class Element {
+  value = ""; attributes = {};
+  constructor(tag) { made.push([tag, this.attributes]); }
+  setAttribute(name, value) { this.attributes[name] = String(value); }
+  getAttribute(name) { return this.attributes[name]; }
+  appendChild() {} append() {} replaceChildren() {} addEventListener() {} toggleAttribute() {}
+}
+const [data, code] = JSON.parse(require("fs").readFileSync(0));
+const page = new Element("main"), facts = { textContent: data };
+globalThis.location = { protocol: "file:" };
+globalThis.document = {
+  getElementById: (id) => (id === "data" ? facts : page),
+  createElement: (tag) => new Element(tag), createElementNS: (_, tag) => new Element(tag),
+};
+(0, eval)(code);
+process.stdout.write(JSON.stringify(made));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+@pytest.mark.parametrize(
+    ("steps", "values"),
+    [
+        ([2**60, 2**60 + 256], [0.5, 0.25]),
+        ([2**60], [0.5]),
+        ([1, 2], [float(2**54), float(2**54 + 4)]),
+    ],
+    ids=["steps", "one step", "values"],
+)
+def test_steps_and_values_beyond_exact_numbers_are_drawn(
+    collected: dict[str, Any], steps: list[int], values: list[float]
+) -> None:
+    curve = {"name": "loss", "ranks": [{"rank": 0, "t": [1.0, 2.0][: len(steps)], "s": steps, "v": values}]}
+    scripts = Scripts(page.render([{**collected, "curves": [curve]}]))
+    # The heap's limit, in MiB, ends an axis that does not end.
+    command = ["node", "--max-old-space-size=64", "-e", DRAWS]
+    given = json.dumps([body for _, body in scripts.found])
+    done = subprocess.run(command, input=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert not [attributes for _, attributes in made if "NaN" in "".join(map(str, attributes.values()))]
+    (point,) = [item for item in made if item[1].get("class") == "curve" or item[0] == "circle"]
+    numbers = [point[1]["cx"]] if point[0] == "circle" else re.findall(r"[ML]([0-9.]+) ", point[1]["d"])
+    assert len(numbers) == len(steps)
+    assert all(0 <= float(number) <= 400 for number in numbers)
+
+
 def test_facts_are_json_for_browsers_too(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store / "restarted", tmp_path / "one")
     job = json.loads((tmp_path / "one/job.json").read_text())

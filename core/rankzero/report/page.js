@@ -70,7 +70,9 @@
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((times) => times * power).find((size) => size >= rough);
     const found = [];
-    for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(+at.toPrecision(12));
+    const first = Math.ceil(low / step) * step;
+    // From 2 ** 53 on, adding a step may change nothing: only the count ends the loop.
+    for (let i = 0; i <= count && first + i * step <= high + step * 1e-9; i++) found.push(+(first + i * step).toPrecision(12));
     return found;
   };
   const logTicks = (low, high) => {
@@ -107,7 +109,7 @@
       let x0 = least(shown.map((line) => least(line.x))), x1 = most(shown.map((line) => most(line.x)));
       let y0 = least(shown.map((line) => least(line.y))), y1 = most(shown.map((line) => most(line.y)));
       if (fromZero && !logarithmic) y0 = Math.min(0, y0);
-      if (x0 === x1) x1 = x0 + 1;
+      if (x0 === x1) x1 = x0 + Math.max(1, Math.abs(x0) * 1e-9);
       if (y0 === y1) { y0 -= Math.abs(y0) * 0.1 || 1; y1 += Math.abs(y1) * 0.1 || 1; }
       if (logarithmic && y0 <= 0) y0 = y1 / 10;
       const scale = logarithmic ? Math.log10 : (value) => value;
