@@ -1,8 +1,11 @@
 """`rankzero doctor`: what the ranks see, what that means, and what a person or a program is told."""
 
 import json
+import logging
 import os
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.conftest import free_port
 
-from rankzero import LocalEngine
+from rankzero import LocalEngine, SparkEngine
 from rankzero.cli import main
 from rankzero.doctor import OK, PROBLEM, WARNING, judge
 from rankzero.doctor.examine import examine
@@ -106,6 +109,25 @@ def test_what_is_seen_from_here_comes_first_and_nothing_is_started(tmp_path: Pat
     assert told.exit_code == 1
     assert "x from here: master" in told.output
     assert os.listdir(tmp_path) == []
+
+
+def test_the_log_lines_of_an_orchestrator_are_no_part_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        """An orchestrator package, whose import configures a log of standard output, as Airflow's does."""
+
+        def load(self) -> Callable[..., dict[str, Any]]:
+            handler = logging.StreamHandler(sys.stdout)
+
+            def connection(name: str, conf: dict[str, str]) -> dict[str, Any]:
+                handler.handle(logging.makeLogRecord({"msg": f"a warning about connection {name}"}))
+                return {"engine": SparkEngine(f"spark://127.0.0.1:{free_port()}", conf=conf)}
+
+            return connection
+
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Entry()])
+    told = doctor("--conn-id", "cluster", "--json")
+    assert not json.loads(told.stdout)["healthy"]
+    assert told.stderr == "a warning about connection cluster\n"
 
 
 def test_ranks_that_cannot_start_are_a_problem_with_what_to_do(tmp_path: Path) -> None:

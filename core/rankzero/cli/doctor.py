@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import sys
 from typing import TYPE_CHECKING, Any
@@ -56,11 +57,10 @@ def doctor(
     from rankzero.doctor.examine import examine
 
     given = {name: value for name, value in options.items() if value}
-    if conn_id is None:
-        examined = {"engine": engine_of(engine, conf), **given}
-    else:
-        examined = {**_connection(conn_id, conf), **given}
-    found = examine(**examined, start_timeout=start_timeout)
+    # Airflow's import configures a log of standard output, which is for the findings.
+    with contextlib.redirect_stdout(sys.stderr):
+        cluster = {"engine": engine_of(engine, conf)} if conn_id is None else _connection(conn_id, conf)
+        found = examine(**{**cluster, **given}, start_timeout=start_timeout)
     if as_json:
         words.print_json(found.to_json())
     else:
