@@ -84,6 +84,14 @@ def test_a_link_to_the_report_works_in_a_browser_without_credentials(launcher: L
         assert b"seen by whoever has the link" in answer.read()
 
 
+def test_the_output_of_a_driver_is_not_kept_there(launcher: Launcher, bucket: str) -> None:
+    handle = launcher.options(num_processes=1, store=f"{bucket}/runs").submit(lambda: None)
+    handle.result(timeout=120)
+    done = CliRunner().invoke(main, ["logs", handle.directory, "--driver"])
+    assert done.exit_code == 1
+    assert "has no driver.log: a run on an object store keeps none" in done.stderr
+
+
 def test_a_failure_is_named_there_too(remote: Launcher) -> None:
     def train() -> None:
         raise ValueError("far away")

@@ -232,9 +232,10 @@ def _driver_log(handle: RunHandle[Any]) -> Iterator[Line]:
     try:
         text = store.read_bytes(store.join(handle.directory, DRIVER_LOG)).decode("utf-8", "replace")
     except FileNotFoundError:
-        raise click.ClickException(
-            f"run {handle.id} has no {DRIVER_LOG}: its driver had no process of its own"
-        ) from None
+        why = "its driver had no process of its own"
+        if store.is_url(handle.directory):
+            why = "a run on an object store keeps none; if its driver dies, its submitter's error shows the last lines"
+        raise click.ClickException(f"run {handle.id} has no {DRIVER_LOG}: {why}") from None
     yield from (Line("", None, line) for line in text.splitlines())
 
 
