@@ -139,8 +139,8 @@ def check_early(task: Any) -> None:
             raise InvalidJobError(f"{name} is {own[name]!r}; give {wanted}")
     if task.conn_id is not None and task.master is not None:
         raise InvalidJobError(
-            f"conn_id is {task.conn_id!r} and master is {task.master!r}: a connection names its master, so give one of "
-            "the two (conn_id=None where default_args hold one)"
+            f"conn_id is {task.conn_id!r}, and master is given: a connection names its master, so give one of the two "
+            "(conn_id=None where default_args hold one)"
         )
     # The variables of the process that reads the DAG file may differ from the worker's; the others need heavy imports.
     known = {name: convert(name, given[name]) for name in set(given) - late - {"env", "dataset", "trackers"}}

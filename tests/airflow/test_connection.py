@@ -187,7 +187,7 @@ def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFi
         ({"conn_type": "spark_connect"}, "names no host"),
         ({"conn_type": "spark_connect", "host": "head", "extra": '{"use_ssl": "yes"}'}, "use_ssl 'yes'"),
         ({"conn_type": "http", "host": "head"}, "'http'"),
-        ({"host": "mesos://head"}, "'mesos://head'"),
+        ({"host": "mesos://head"}, "'mesos'"),
         ({"conn_type": "rankzero"}, "names no host"),
         ({"conn_type": "rankzero", "extra": '{"engine": "ray"}'}, "'ray'"),
         ({"conn_type": "rankzero", "extra": '{"usegpu": true}'}, "usegpu"),

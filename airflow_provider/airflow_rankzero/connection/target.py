@@ -232,7 +232,8 @@ def _master(connection: Connection, where: str) -> str:
         raise InvalidJobError(f"{where} names no host: give a master such as spark://host:7077, yarn or local[4]")
     if not host.startswith(_SCHEMES) and "://" in host:
         raise InvalidJobError(
-            f"{where} has host {host!r}; a master is spark://host:7077, sc://host:15002, k8s://..., yarn or local[4]"
+            f"{where} has a host with the scheme {host.partition('://')[0]!r}; a master is spark://host:7077, "
+            "sc://host:15002, k8s://..., yarn or local[4]"
         )
     if not host.startswith(_SCHEMES) or _is_host_name(host):
         # spark://host:7077 as the URI of a connection leaves no scheme in its host.
