@@ -355,6 +355,15 @@ def test_a_drawn_order_is_the_same_when_it_goes_on(as_rank: Any) -> None:
     assert rows_of(again) != whole, "the next epoch has an order of its own"
 
 
+def test_the_seed_that_torchdata_draws_in_each_process_does_not_choose_the_order(as_rank: Any) -> None:
+    # Its sampler makes a generator itself.
+    cls = type("RandomSampler", (RandomSampler,), {"__module__": "torchdata.stateful_dataloader.sampler"})
+    as_rank(0, 1)
+    samplers = [cls(Numbers(), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    first, second = (rows_of(rt.prepare_data_loader(DataLoader(Numbers(), 4, sampler=each))) for each in samplers)
+    assert first == second != sorted(first)
+
+
 def test_an_order_follows_the_seed_of_the_loaders_generator(as_rank: Any) -> None:
     as_rank(0, 1)
     used = torch.Generator().manual_seed(1)

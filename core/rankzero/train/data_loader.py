@@ -206,9 +206,10 @@ def prepare_data_loader(
     """
     context = get_context()
     share = Share(context.rank, context.world_size, pad) if shard else Share(0, 1, pad)
-    if seed is None and isinstance(
-        generator := getattr(getattr(loader, "sampler", None), "generator", None), torch.Generator
-    ):
+    sampler = getattr(loader, "sampler", None)
+    # torchdata's sampler makes a generator itself if it gets none, with another seed in each process.
+    chooses = loader if type(sampler).__module__.startswith("torchdata.") else sampler
+    if seed is None and isinstance(generator := getattr(chooses, "generator", None), torch.Generator):
         # The sum with the number of an epoch must remain a seed.
         seed = generator.initial_seed() % 2**63
         seed = broadcast_object(seed) if shard else seed
