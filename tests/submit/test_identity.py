@@ -931,8 +931,9 @@ def test_data_files_of_a_package_in_a_folder_without_init_are_shipped_and_count(
     assert compare(before, after).differing == (f"module {namespace.name} (data files)",)
 
 
-def test_a_query_that_the_driver_computes_counts_anew_for_each_chain_of_tries() -> None:
-    launcher = Launcher(1, engine=SparkEngine(master="local[1]"), dataset="SELECT 1 AS x")
+@pytest.mark.parametrize("query", ["SELECT 1 AS x", "\n  SELECT 1 AS x\n"])
+def test_a_query_that_the_driver_computes_counts_anew_for_each_chain_of_tries(query: str) -> None:
+    launcher = Launcher(1, engine=SparkEngine(master="local[1]"), dataset=query)
     chains = ("", "try of a user", "clear of a user")
     digests = [launcher.identity(print_it, (1,), {}, generation=chain).digest for chain in chains]
     assert digests == [launcher.identity(print_it, (1,), {}, generation=chain).digest for chain in chains]

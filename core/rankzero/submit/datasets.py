@@ -70,10 +70,15 @@ class Datasets:
 
 
 def check(given: object) -> dict[str, Any]:
-    """Returns the given datasets by name. Raises InvalidJobError for a value that is no dataset."""
+    """Returns the given datasets by name, texts without whitespace around them.
+
+    Raises:
+        InvalidJobError: a value is no dataset.
+    """
     if given is None:
         return {}
-    named = dict(given) if isinstance(given, Mapping) else {DEFAULT: given}
+    every = given if isinstance(given, Mapping) else {DEFAULT: given}
+    named = {name: source.strip() if isinstance(source, str) else source for name, source in every.items()}
     for name, source in named.items():
         if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise InvalidJobError(f"{name!r} cannot name a dataset: use letters, digits and _ . -")
@@ -290,7 +295,7 @@ def _opened(source: Any, engine: Engine) -> Any:
     if isinstance(source, Manifest) or _is_frame(source) or is_path(source):
         return source
     if session is None:
-        return source.strip()
+        return source
     from rankzero.engines.spark.materialize import open_query
 
     return open_query(session, source)
