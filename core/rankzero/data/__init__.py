@@ -12,5 +12,5 @@ lazy_names(
     "columns.joined columns.part columns.Ragged columns.rows_of columns.tensors files.filesystem_of manifest.ARROW "
     "manifest.encode_schema manifest.FILE manifest.File manifest.from_bytes manifest.Manifest manifest.to_bytes "
     "shares.Batches shares.cut shares.length shares.Order shares.remaining shares.share shares.split shares.Stretch "
-    "table.file_of",
+    "shares.united table.file_of",
 )

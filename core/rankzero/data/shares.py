@@ -12,6 +12,7 @@ however often the world size changes.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,42 +143,38 @@ ALL = 1 << 40
 """Number of batches of a rank that has consumed its whole part, more than any part has."""
 
 
-def united(of_ranks: list[tuple[int, list[list[Any]]]]) -> tuple[int, list[Stretch]]:
+def united(of_ranks: Sequence[tuple[Any, ...]]) -> tuple[int, list[Stretch]]:
     """Returns the epoch and its consumed parts from the positions of all ranks.
 
     Args:
-        of_ranks: For each rank its epoch, and the JSON of its stretches. They differ in the last stretch at most: a
-            rank that has consumed nothing of it lacks it, and one that has consumed all of it is in the next epoch.
+        of_ranks: For each rank its epoch, the JSON of its stretches, and the number of stretches with which its
+            iteration began. A rank has one stretch more if it has consumed a batch since, and is in the next epoch if
+            it has consumed all.
 
     Raises:
         ValueError: the ranks are in epochs that are not one after the other, so there is no common position.
 
     Example:
-        >>> united([(0, [[2, 8, 0, 5]]), (0, [[2, 8, 0, 3]])])
+        >>> united([(0, [[2, 8, 0, 5]], 0), (0, [[2, 8, 0, 3]], 0)])
         (0, [Stretch(world_size=2, batch_size=8, drop_last=False, batches=(5, 3))])
     """
-    epoch = min(epoch for epoch, _ in of_ranks)
-    is_over = [of_rank == (epoch + 1, []) for of_rank in of_ranks]
-    if any(own != epoch and not over for (own, _), over in zip(of_ranks, is_over, strict=True)):
+    epoch = min(position[0] for position in of_ranks)
+    running = [position for position in of_ranks if position[0] == epoch]
+    if any(position[0] != epoch and position[:2] != (epoch + 1, []) for position in of_ranks):
         raise ValueError(
             "the ranks reported the checkpoint in different epochs of a dataset, so it has no common position: report "
             "it at the same batch on every rank, or begin the epoch at its first batch"
         )
-    if any(is_over) and not any(stretches for _, stretches in of_ranks):
-        raise ValueError(
-            "a rank has consumed its part of a dataset before another one has begun: begin the epoch again"
-        )
-    running = [stretches for (_, stretches), over in zip(of_ranks, is_over, strict=True) if not over]
-    longest = max(running, key=len)
-    before = longest[:-1] if any(is_over) or any(stretches != longest for stretches in running) else longest
-    if len(before) == len(longest):
-        return epoch, [Stretch.from_json(values) for values in longest]
+    longest = max((position[1] for position in running), key=len)
+    # Positions of earlier versions lack the number.
+    began_with = running[0][2] if len(running[0]) > 2 else max(0, len(longest) - 1)
+    # If no rank has consumed a part of its rest, the size of a batch does not matter.
+    now = Stretch.from_json(longest[began_with] if longest[began_with:] else [len(of_ranks), 1, 0, 0])
     batches = []
-    for rank, ((_, stretches), over) in enumerate(zip(of_ranks, is_over, strict=True)):
-        last = stretches[len(before) :]
-        batches.append(ALL if over else Stretch.from_json(last[0]).of_rank(rank) if last else 0)
-    now = replace(Stretch.from_json(longest[-1]), batches=tuple(batches))
-    return epoch, [*map(Stretch.from_json, before), now]
+    for rank, (of_rank, stretches, *_) in enumerate(of_ranks):
+        own = Stretch.from_json(stretches[began_with]).of_rank(rank) if stretches[began_with:] else 0
+        batches.append(own if of_rank == epoch else ALL)
+    return epoch, [*map(Stretch.from_json, longest[:began_with]), replace(now, batches=tuple(batches))]
 
 
 def merged(spans: Spans) -> Spans:

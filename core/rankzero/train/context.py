@@ -161,7 +161,7 @@ class _Session:
         self.resumed = True
         self.tables.load_cursor(state, self.carried_tables)
         ranks = self.writer.cursors.get(state.get("cursor", ""), {}) if self.writer else {}
-        if [state["epoch"], state["consumed"]] in ranks.values():
+        if [state["epoch"], state["consumed"]] in [position[:2] for position in ranks.values()]:
             return united([tuple(ranks[str(rank)]) for rank in range(len(ranks))])
         return state["epoch"], [Stretch.from_json(values) for values in state["consumed"]]
 

@@ -100,7 +100,7 @@ class PreparedDataLoader:
         at = self._epochs.position()
         if isinstance(data := self.loader.dataset, BatchDataset):
             state = data.state(at.epoch, at.consumed, at.done)
-            return state | current().tables.cursor(self, state)
+            return state | current().tables.cursor(self, state, len(at.consumed))
         state = {"epoch": at.epoch, "batches": at.done, "world_size": get_context().world_size}
         state["batch_size"] = self.loader.batch_size
         if at.done:

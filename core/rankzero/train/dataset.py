@@ -222,7 +222,7 @@ class DatasetShard:
             now = Stretch(self._world.world_size, at.cut.batch_size, at.cut.drop_last, at.done)
             consumed.append(now.to_json())
         state = {"epoch": at.epoch, "consumed": consumed, "rows": self.num_rows, **at.order}
-        return state | context.current().tables.cursor(self, state)
+        return state | context.current().tables.cursor(self, state, len(at.consumed))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes at the position of ``state``, with any number of ranks: the next iteration yields the rest.

@@ -90,12 +90,13 @@ class RankTables:
                     ) from error
                 del self.unremoved[path]
 
-    def cursor(self, owner: object, state: Mapping[str, Any]) -> dict[str, Any]:
+    def cursor(self, owner: object, state: Mapping[str, Any], began_with: int) -> dict[str, Any]:
         """Records a position of this rank in a dataset, for the next checkpoint, which may hold it.
 
         Args:
             owner: The dataset or loader. Every rank takes the first states of its owners in the same order.
             state: The position: ``epoch`` and ``consumed``.
+            began_with: Number of parts in ``consumed`` with which the iteration began, or begins.
 
         Returns:
             The part of the state that names the position, and the tables with rows from before it.
@@ -103,7 +104,7 @@ class RankTables:
         if owner not in self._owners:
             self._owners[owner] = str(next(self._numbers))
         name = self._owners[owner]
-        self.cursors[name] = [state["epoch"], state["consumed"]]
+        self.cursors[name] = [state["epoch"], state["consumed"], began_with]
         return {"cursor": name} | ({"tables": sorted(self.files)} if self.files else {})
 
     def take_cursors(self) -> dict[str, list[Any]]:
