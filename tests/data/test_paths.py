@@ -110,6 +110,22 @@ def test_an_arrow_file_is_read(tmp_path: Path, compression: str) -> None:
     assert sorted(ids_of(shard.iter_batches(70, shuffle=True))) == list(range(1000))
 
 
+def test_categories_of_several_files_are_shuffled(tmp_path: Path) -> None:
+    folder = tmp_path / "table"
+    folder.mkdir()
+    names = [[f"{file}-{number}" for number in range(100)] for file in range(2)]
+    for number, each in enumerate(names):
+        # 100 categories have numbers of 8 bits, which those of two files exceed together.
+        column = pa.array(pd.Categorical(each))
+        rows = pa.table({"name": column, "inner": pa.StructArray.from_arrays([column], ["name"])})
+        write_arrow(rows, folder / f"{number}.arrow")
+    shard = shard_of(manifest_of_path(str(folder), "train"), tmp_path)
+    batches = list(shard.iter_batches(64, shuffle=True))
+    found = [name for batch in batches for name in batch["name"]]
+    assert sorted(found) == sorted([*names[0], *names[1]])
+    assert found == [name for batch in batches for name in batch["inner"]["name"]]
+
+
 def test_columns_in_the_names_of_directories_are_columns(tmp_path: Path) -> None:
     pq.write_to_dataset(
         pa.table({"id": range(10), "day": [f"2026-01-0{1 + number // 5}" for number in range(10)], "n": [7] * 10}),

@@ -213,20 +213,32 @@ class Reader:
 
 
 def _in_one(batches: list[Any]) -> Any:
-    """Returns record batches as one; a text column of more than 2 GiB gets the type with offsets of 64 bits."""
+    """Returns record batches as one. Columns that do not fit into one of their type get a wider type; see `_wide`."""
     import pyarrow as pa
 
     tables = [pa.Table.from_batches([batch]) for batch in batches]
     kinds = tables[0].schema
     found = []
     if all(table.schema == kinds for table in tables):
-        found = pa.concat_tables(tables).combine_chunks().to_batches()
+        # It raises if there are more categories together than their indices can count.
+        with contextlib.suppress(pa.ArrowInvalid):
+            found = pa.concat_tables(tables).combine_chunks().to_batches()
     if len(found) != 1:
-        long = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
-        kinds = pa.schema([field.with_type(long.get(field.type, field.type)) for field in kinds])
+        kinds = pa.schema([field.with_type(_wide(field.type)) for field in kinds])
         found = pa.concat_tables([table.cast(kinds) for table in tables]).combine_chunks().to_batches()
     [batch] = found
     return batch
+
+
+def _wide(kind: Any) -> Any:
+    """Returns a type with room for more than 2 GiB of text, and for the categories of several files."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_wide(field.type)) for field in kind])
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(pa.int32(), kind.value_type, kind.ordered)
+    return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
 
 
 def _runs(rows: torch.Tensor, gap: int) -> list[tuple[int, int]]:
