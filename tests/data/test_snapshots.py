@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
-from rankzero import store
+from rankzero import LocalEngine, store
 from rankzero.data import ARROW, FILE, File, Manifest, encode_schema, from_bytes, to_bytes
 from rankzero.driver import Tables
 from rankzero.job import Job
 from rankzero.run import RunDirectory
-from rankzero.submit import of_earlier_try
+from rankzero.submit import collect, of_earlier_try
 
 JOB = Job(
     run_id="r",
@@ -126,3 +127,29 @@ def test_a_try_keeps_the_datasets_of_the_try_before_except_queries(tmp_path: Pat
     assert of_earlier_try(run, sources, "scheduled") == {"eval": eval_rows}
     assert of_earlier_try(run, {**sources, "eval": "another/path"}, "scheduled") == {}
     assert of_earlier_try(run, sources, "cleared") == {}
+
+
+class Frame:
+    """What counts as a DataFrame of Spark."""
+
+    __module__ = "pyspark.sql.frame"
+    mapInArrow = None
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_rows_that_the_run_removes_while_they_are_compared_are_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_removed: bool
+) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    before = made(run.new_dataset("train"), "rows")
+
+    def content_of(frame: object) -> str:
+        if is_removed:
+            store.remove(str(before.folder))
+        return "rows"
+
+    monkeypatch.setattr("rankzero.engines.spark.materialize.content_of", content_of)
+    monkeypatch.setattr("rankzero.engines.spark.materialize.materialize", lambda _, folder, *more: made(folder, "rows"))
+    found = collect({"train": Frame()}, LocalEngine(), run, 1, {"train": before}).manifests["train"]
+    assert (found.folder != before.folder) == is_removed
+    assert store.exists(found.files[0].location)

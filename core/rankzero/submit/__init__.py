@@ -13,9 +13,8 @@ from rankzero import lazy_names
 
 lazy_names(
     __name__,
-    "content.digest_of datasets.of_earlier_try drivers.start_driver existing.assess existing.Existing "
-    "identity.identity_of imports.imports_of_code params.MAX_PARAMS params.MAX_TEXT params.params_of "
-    "paths.manifest_of_path payload.build "
-    "payload.Payload submission.Claim submission.next_step submission.Step submission.submit submission.Written "
-    "trackers.pack user_code.UserCode",
+    "content.digest_of datasets.collect datasets.of_earlier_try drivers.start_driver existing.assess "
+    "existing.Existing identity.identity_of imports.imports_of_code params.MAX_PARAMS params.MAX_TEXT "
+    "params.params_of paths.manifest_of_path payload.build payload.Payload submission.Claim submission.next_step "
+    "submission.Step submission.submit submission.Written trackers.pack user_code.UserCode",
 )

@@ -153,9 +153,11 @@ def _of_frame(frame: Any, name: str, run: RunDirectory, before: Manifest | None)
     from rankzero.engines.spark.materialize import content_of, materialize
 
     if before and before.folder and store.exists(before.files[0].location):
-        if content_of(frame) == before.digest:
+        if content_of(frame) != before.digest:
+            logger.info("dataset %r has other rows than in the submission of %s before", name, run.directory)
+        elif store.exists(before.files[0].location):
+            # Not removed since by the run, which may have succeeded while Spark computed the checksum.
             return before
-        logger.info("dataset %r has other rows than in the submission of %s before", name, run.directory)
     submission.make(run)
     return materialize(frame, run.new_dataset(name), name, lambda text: logger.info("%s", text))
 
