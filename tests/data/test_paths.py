@@ -838,6 +838,18 @@ def test_a_column_has_the_type_that_holds_what_all_files_have(tmp_path: Path) ->
     assert batch["n"].tolist() == [1, 1 << 40]
 
 
+def test_times_of_several_units_are_read_in_microseconds(tmp_path: Path) -> None:
+    folder = tmp_path / "table"
+    folder.mkdir()
+    # No place in nanoseconds: in the year 9999.
+    for unit, value in (("us", 253370764800000001), ("ns", 1999), ("ms", 2)):
+        time = pa.array([value], pa.timestamp(unit))
+        rows = {"t": time, "d": pa.array([value], pa.duration(unit)), "s": pa.StructArray.from_arrays([time], ["t"])}
+        pq.write_table(pa.table(rows), folder / f"{unit}.parquet")
+    [batch] = shard_of(manifest_of_path(str(folder), "train"), tmp_path).iter_batches(10)
+    assert batch["t"].tolist() == batch["d"].tolist() == batch["s"]["t"].tolist() == [2000, 1, 253370764800000001]
+
+
 def test_files_that_do_not_fit_together_are_refused_before_a_start(tmp_path: Path) -> None:
     pyarrow.feather.write_feather(pa.table({"n": pa.array([1], pa.int32())}), tmp_path / "0.arrow")
     pyarrow.feather.write_feather(pa.table({"n": pa.array([1], pa.int64())}), tmp_path / "1.arrow")
@@ -848,6 +860,9 @@ def test_files_that_do_not_fit_together_are_refused_before_a_start(tmp_path: Pat
     (tmp_path / "1.arrow").unlink()
     pq.write_table(pa.table({"a": ["1"]}), tmp_path / "1.parquet")
     with pytest.raises(InvalidJobError, match="columns of different types"):
+        manifest_of_path(str(tmp_path), "train")
+    pq.write_table(pa.table({"a": [0.5]}), tmp_path / "1.parquet")
+    with pytest.raises(InvalidJobError, match=r"'a' .* not every int64 is exactly a double\): rewrite the table"):
         manifest_of_path(str(tmp_path), "train")
     pq.write_table(pa.table({"b": [1]}), tmp_path / "1.parquet")
     with pytest.raises(InvalidJobError, match=r"'b' of the dataset 'train' \(int64\) is not in .*0\.parquet"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -48,28 +49,34 @@ def unify(schemas: Iterable[Any], *, exact: bool = False) -> Any:
     """
     import pyarrow as pa
 
-    distinct: list[Any] = []
-    for schema in schemas:
-        if not any(schema.equals(other) for other in distinct):
-            distinct.append(schema)
+    distinct = _distinct(schemas)
     found = pa.unify_schemas(distinct, promote_options="permissive")
     if exact:
-        for schema in distinct:
-            _check_exact(found, schema)
+        advice = (
+            ': write it with one type in all batches and on all ranks (pandas: dtype "Int64" keeps integers beside '
+            "missing values)"
+        )
+        _check_exact(found, distinct, advice)
         _check_case(found, "columns")
     return found
 
 
-def _check_exact(wide: Any, schema: Any) -> None:
+def _distinct(schemas: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    for schema in schemas:
+        if not any(schema.equals(other) for other in found):
+            found.append(schema)
+    return found
+
+
+def _check_exact(wide: Any, schemas: Iterable[Any], advice: str = "") -> None:
     import pyarrow as pa
 
-    for field in schema:
+    for field in itertools.chain(*schemas):
         kind = wide.field(field.name).type
         if not widening.holds(kind, field.type):
             raise pa.ArrowTypeError(
-                f"column {field.name!r} has several types, and not every {field.type} is exactly a {kind}: write it "
-                'with one type in all batches and on all ranks (pandas: dtype "Int64" keeps integers beside missing '
-                "values)"
+                f"column {field.name!r} has several types, and not every {field.type} is exactly a {kind}{advice}"
             )
 
 
@@ -86,12 +93,13 @@ def _check_case(fields: Iterable[Any], what: str) -> None:
 
 
 def fit(table: Any, schema: Any) -> Any:
-    """Returns a table in a unified schema: types are widened, missing columns are nulls.
+    """Returns a table in a unified schema: types are widened, times truncated, missing columns are nulls.
 
     Raises:
         pyarrow.ArrowInvalid: a value does not fit into the type of its column; the error names the column.
     """
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     columns = []
     for field in schema:
@@ -99,7 +107,8 @@ def fit(table: Any, schema: Any) -> Any:
             columns.append(pa.nulls(table.num_rows, field.type))
             continue
         try:
-            columns.append(table.column(field.name).cast(field.type))
+            options = pc.CastOptions(target_type=field.type, allow_time_truncate=True)
+            columns.append(pc.cast(table.column(field.name), options=options))
         except pa.ArrowException as error:
             raise pa.ArrowInvalid(f"column {field.name!r}: {error}") from error
     return pa.table(columns, schema=schema)
@@ -215,7 +224,9 @@ def is_schema(name: str) -> bool:
 
 
 def schema_of_files(first: Any, schemas: Sequence[Any], where: str) -> Any:
-    """Returns the schema with the columns of all files, each of a type that can represent all files' values.
+    """Returns the schema with the columns of all files, each of a type that holds all files' values exactly.
+
+    Times of several units are in microseconds, as in a tensor: nanoseconds lack most of the years.
 
     Args:
         first: The schema of one file, with the partition columns from names of directories.
@@ -227,8 +238,13 @@ def schema_of_files(first: Any, schemas: Sequence[Any], where: str) -> Any:
     """
     import pyarrow as pa
 
+    distinct = _distinct([first, *schemas])
     try:
-        return unify([first, *schemas])
+        found = unify(distinct)
+        _check_exact(found, distinct)
+        every = (each for each in itertools.chain(*distinct) if not pa.types.is_null(each.type))
+        mixed = {each.name for each in every if each.type != found.field(each.name).type}
+        return pa.schema([each.with_type(_portable(each.type)) if each.name in mixed else each for each in found])
     except pa.ArrowException as error:
         raise InvalidJobError(f"the files of {where} have columns of different types ({error}): {_ADVICE}") from error
 
