@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rankzero import InvalidJobError, Launcher, store
+from rankzero.data import filesystem_of
 from rankzero.store import files
 
 
@@ -43,6 +44,21 @@ def test_what_promises_too_little_is_refused(location: str, reason: str) -> None
 @pytest.mark.parametrize("prefix", ["file://", "file:", "local://", ""])
 def test_a_path_may_be_written_as_hadoop_writes_it(prefix: str, tmp_path: Path) -> None:
     assert store.normalize(f"{prefix}{tmp_path}") == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("gs://bucket/t/day=a%2Fb/part #1.parquet", "bucket/t/day=a%2Fb/part #1.parquet"),
+        ("gs://bucket", "bucket"),
+        ("gs://anonymous@bucket/t/a%2Fb?retry_limit_seconds=3", "bucket/t/a%2Fb"),
+        ("s3://bucket/t/day=a%2Fb", "bucket/t/day=a%2Fb"),
+    ],
+)
+def test_names_on_an_object_store_are_literal(url: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # pyarrow would look for the region of the bucket.
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localhost:1")
+    assert filesystem_of(url)[1] == path
 
 
 def test_a_home_directory_that_is_not_known_is_not_a_folder_named_tilde(monkeypatch: pytest.MonkeyPatch) -> None:

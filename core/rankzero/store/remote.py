@@ -70,8 +70,11 @@ class ArrowClient:
 
         scheme, _, path = url.partition("://")
         if scheme not in ("s3", "s3a"):
-            filesystem, path = fs.FileSystem.from_uri(url)
-            return ArrowClient(filesystem, url, path)
+            # Without the path, whose percent escapes pyarrow would decode: Spark's names of partitions contain them.
+            path, mark, query = path.partition("?")
+            bucket, slash, name = path.partition("/")
+            filesystem, root = fs.FileSystem.from_uri(f"{scheme}://{bucket}/{mark}{query}")
+            return ArrowClient(filesystem, url, root.rstrip("/") + slash + name)
         options: dict[str, Any] = {
             "request_timeout": bounds.S3_REQUEST_TIMEOUT,
             "connect_timeout": bounds.S3_CONNECT_TIMEOUT,
