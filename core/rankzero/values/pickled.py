@@ -98,14 +98,14 @@ def pickled(value: object) -> Sequence[Part]:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            return tensors.reduce(obj) or self.rest(obj)
-
-        def rest(self, obj: Any) -> Any:
             if hasattr(type(obj), "placements") and hasattr(type(obj), "device_mesh"):
                 raise ResultError(
                     f"a value of type {_type(value)} holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
+            return tensors.reduce(obj) or self.rest(obj)
+
+        def rest(self, obj: Any) -> Any:
             return saved(obj) or with_qualname(super().reducer_override(obj), obj)
 
     stream = io.BytesIO()
