@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import fs
 
 from rankzero import InvalidJobError, Launcher, store
 from rankzero.data import filesystem_of
@@ -46,6 +47,9 @@ def test_a_path_may_be_written_as_hadoop_writes_it(prefix: str, tmp_path: Path) 
     assert store.normalize(f"{prefix}{tmp_path}") == str(tmp_path)
 
 
+needs_azure = pytest.mark.skipif(not hasattr(fs, "AzureFileSystem"), reason="this pyarrow has no client of Azure")
+
+
 @pytest.mark.parametrize(
     ("url", "path"),
     [
@@ -53,6 +57,9 @@ def test_a_path_may_be_written_as_hadoop_writes_it(prefix: str, tmp_path: Path) 
         ("gs://bucket", "bucket"),
         ("gs://anonymous@bucket/t/a%2Fb?retry_limit_seconds=3", "bucket/t/a%2Fb"),
         ("s3://bucket/t/day=a%2Fb", "bucket/t/day=a%2Fb"),
+        pytest.param("abfs://container@account.dfs.core.windows.net/a%2Fb", "container/a%2Fb", marks=needs_azure),
+        pytest.param("abfs://account.blob.core.windows.net/container/a%2Fb", "container/a%2Fb", marks=needs_azure),
+        pytest.param("abfs://account.dfs.core.windows.net/container/a%2Fb", "container/a%2Fb", marks=needs_azure),
     ],
 )
 def test_names_on_an_object_store_are_literal(url: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,3 +88,10 @@ def test_ranks_that_report_at_different_batches_of_an_epoch_lose_no_row(
         epoch, consumed = united(found)
         assert epoch == 0
         assert sorted(seen + positions(remaining(total, consumed))) == list(range(total))
+
+
+def test_a_position_without_a_batch_leaves_the_next_attempt_its_choice_of_an_order() -> None:
+    assert united([(1, [], 0)] * 2) == (1, [])
+    assert united([(0, [[3, 8, 0, [2, 2, 1]]], 1)] * 2)[1] == [Stretch(3, 8, False, (2, 2, 1))]
+    # Of an earlier version.
+    assert united([(0, [[3, 8, 0, [2, 2, 1]]])] * 2)[1] == [Stretch(3, 8, False, (2, 2, 1))]

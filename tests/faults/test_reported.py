@@ -98,8 +98,9 @@ def test_a_status_holds_checks_beside_as_many_metrics(launcher: Launcher) -> Non
     """An orchestrator would count a check that is missing as failed."""
 
     def train() -> None:
-        rt.report({f"norm/{number}": 0.5 for number in range(1000)})
-        rt.report({"accuracy": 0.9, "check/finite": True} | {f"check/{number}": True for number in range(1500)})
+        rt.report({f"norm/{number}": 0.5 for number in range(500)})
+        rt.report({"check/finite": True} | {f"check/{number}": True for number in range(1500)})
+        rt.report({f"norm/{number}": 0.5 for number in range(500, 1000)} | {"accuracy": 0.9})
 
     launcher = launcher.options(num_processes=1, run_id="checks")
     launcher.run(train)

@@ -140,18 +140,21 @@ def test_objects_of_extension_modules_count_by_content(one: Callable[[Any], Any]
     assert of(print_it, one(pandas)) == of(print_it, one(pandas)) != of(print_it, other(pandas))
 
 
-def hooked(hook: Callable[..., None]) -> Any:
+def hooked(hook: Callable[..., None], *, traced: bool = False) -> Any:
     torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
+    module: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
+    if traced:
+        module = [torch.fx.symbolic_trace(torch.nn.Linear(2, 2))]
     module[0].register_forward_hook(hook)
     module[0].register_forward_pre_hook(hook, with_kwargs=True)
     return module
 
 
-def test_a_module_counts_the_same_however_many_hooks_its_process_has_made() -> None:
-    first, again = hooked(print_it), hooked(print_it)
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_module_counts_the_same_however_many_hooks_its_process_has_made(traced: bool) -> None:
+    first, again, other = (hooked(hook, traced=traced) for hook in (print_it, print_it, print))
     assert next(iter(first[0]._forward_hooks)) < next(iter(again[0]._forward_hooks))
-    assert of(print_it, first) == of(print_it, again) != of(print_it, hooked(print))
+    assert of(print_it, first) == of(print_it, again) != of(print_it, other)
     with torch.no_grad():
         again[0].weight[0] += 1
     assert of(print_it, first) != of(print_it, again)
@@ -159,12 +162,13 @@ def test_a_module_counts_the_same_however_many_hooks_its_process_has_made() -> N
 
 def test_bytes_between_the_numbers_of_an_array_do_not_count() -> None:
     aligned = numpy.dtype([("a", "i1"), ("b", "i8", (2,))], align=True)
-    for kind in (aligned, numpy.longdouble, numpy.clongdouble):
+    for kind in (aligned, numpy.longdouble, numpy.clongdouble, numpy.dtype(numpy.longdouble).newbyteorder()):
         size = 3 * numpy.dtype(kind).itemsize
         first, again = (numpy.frombuffer(bytes([byte]) * size, kind).copy() for byte in (0, 255))
         for array in (first, again):
             array[:] = numpy.ones(3, kind)
         assert of(print_it, first) == of(print_it, again)
+        assert of(print_it, first[0]) == of(print_it, again[0]) != of(print_it, first[:1])
         again[2:] = numpy.zeros(1, kind)
         assert of(print_it, first) != of(print_it, again)
 

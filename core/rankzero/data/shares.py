@@ -166,15 +166,18 @@ def united(of_ranks: Sequence[tuple[Any, ...]]) -> tuple[int, list[Stretch]]:
             "it at the same batch on every rank, or begin the epoch at its first batch"
         )
     longest = max((position[1] for position in running), key=len)
-    # Positions of earlier versions lack the number.
-    began_with = running[0][2] if len(running[0]) > 2 else max(0, len(longest) - 1)
+    # Positions of earlier versions lack the number. Equal ones of these are the common position.
+    differ = any(position[:2] != (epoch, longest) for position in of_ranks)
+    began_with = running[0][2] if len(running[0]) > 2 else max(0, len(longest) - differ)
     # If no rank has consumed a part of its rest, the size of a batch does not matter.
     now = Stretch.from_json(longest[began_with] if longest[began_with:] else [len(of_ranks), 1, 0, 0])
     batches = []
     for rank, (of_rank, stretches, *_) in enumerate(of_ranks):
         own = Stretch.from_json(stretches[began_with]).of_rank(rank) if stretches[began_with:] else 0
         batches.append(own if of_rank == epoch else ALL)
-    return epoch, [*map(Stretch.from_json, longest[:began_with]), replace(now, batches=tuple(batches))]
+    earlier = [*map(Stretch.from_json, longest[:began_with])]
+    # Where no rank has consumed a batch, the next attempt may choose another order, as at the end of an epoch.
+    return epoch, [*earlier, replace(now, batches=tuple(batches))] if any(batches) else earlier
 
 
 def merged(spans: Spans) -> Spans:

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import astuple, replace
@@ -197,10 +197,13 @@ class Recorder:
         self._events.append([json.dumps(event) for event in events])
         if rank == 0:
             last = dict(self.status.metrics)
+            counts = Counter(name.startswith(CHECK_PREFIX) for name in last)
             for name, value in itertools.chain.from_iterable(metrics.items() for metrics, _ in rows):
-                most = 2 * MOST_METRICS if name.startswith(CHECK_PREFIX) else MOST_METRICS
-                if name in last or len(last) < most:
-                    last[name] = value
+                if name not in last:
+                    if counts[name.startswith(CHECK_PREFIX)] >= MOST_METRICS:
+                        continue
+                    counts[name.startswith(CHECK_PREFIX)] += 1
+                last[name] = value
             self._writer.note(metrics=last)
 
     def log(self, rank: int, lines: list[str]) -> None:

@@ -74,7 +74,9 @@ class ArrowClient:
             path, mark, query = path.partition("?")
             bucket, slash, name = path.partition("/")
             filesystem, root = fs.FileSystem.from_uri(f"{scheme}://{bucket}/{mark}{query}")
-            return ArrowClient(filesystem, url, root.rstrip("/") + slash + name)
+            place = root.rstrip("/") + slash + name
+            # Azure's URLs may name the account first, and its paths begin with the container.
+            return ArrowClient(filesystem, url, place.lstrip("/") if filesystem.type_name == "abfs" else place)
         options: dict[str, Any] = {
             "request_timeout": bounds.S3_REQUEST_TIMEOUT,
             "connect_timeout": bounds.S3_CONNECT_TIMEOUT,

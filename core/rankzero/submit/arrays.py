@@ -16,6 +16,8 @@ def facts_of_data(value: Any) -> Callable[[Any], Any] | None:
         return _tensor
     if _is_a("numpy", "ndarray", value) and not value.dtype.hasobject:
         return _array
+    if _is_instance("numpy", "generic", value) and (value.dtype.names or value.dtype.char in "gG"):
+        return _scalar
     if _is_instance("pandas.api.extensions", "ExtensionArray", value):
         return _extension_array
     if _is_instance("torch.nn", "Module", value):
@@ -42,11 +44,21 @@ def _array(value: Any) -> Any:
 
     if value.dtype.names:
         return "array", value.dtype, value.shape, [_array(value[name]) for name in value.dtype.names]
-    data = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+    here = value
+    if value.dtype.char in "gG":
+        here = value.astype(value.dtype.newbyteorder("="))
+    data = numpy.ascontiguousarray(here).reshape(-1).view(numpy.uint8)
     if value.dtype.char in "gG" and numpy.finfo(numpy.longdouble).nmant == 63:
         # An x86 processor uses ten of the sixteen bytes.
         data = numpy.ascontiguousarray(data.reshape(-1, numpy.dtype(numpy.longdouble).itemsize)[:, :10]).reshape(-1)
     return "array", value.dtype, value.shape, digest_of_bytes([data.data])
+
+
+def _scalar(value: Any) -> Any:
+    """Returns type and number of a scalar of numpy, whose pickle may contain bytes that no number uses."""
+    import numpy
+
+    return type(value), _array(numpy.asarray(value))
 
 
 def _module(value: Any) -> Any:
@@ -56,13 +68,22 @@ def _module(value: Any) -> Any:
     """
     import torch
 
+    names = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
+
+    def numbered(state: Any) -> Any:
+        if not isinstance(state, dict) or names[0] not in state:
+            return state
+        numbers = sorted({number for name in names for number in state.get(name) or ()})
+        order = {number: place for place, number in enumerate(numbers)}
+        hooks = {name: {order[number]: hook for number, hook in (state.get(name) or {}).items()} for name in names}
+        return state | hooks
+
     parts = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if isinstance(parts, str) or len(parts) < 3 or not isinstance(parts[2], dict):
+    if isinstance(parts, str):
         return type(value), parts
-    hooks = {name: parts[2].get(name) or {} for name in vars(torch.nn.Module()) if "_hooks" in name}
-    order = {number: place for place, number in enumerate(sorted({n for found in hooks.values() for n in found}))}
-    numbered = {name: {order[n]: hook for n, hook in found.items()} for name, found in hooks.items()}
-    return type(value), parts[:2], parts[2] | numbered, [list(part) for part in parts[3:] if part is not None]
+    # Items of a dict or list come as iterators.
+    items = [list(part) if hasattr(part, "__next__") else numbered(part) for part in parts[2:]]
+    return type(value), parts[0], [numbered(part) for part in parts[1]], items
 
 
 def _frame(value: Any) -> Any:

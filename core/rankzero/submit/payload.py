@@ -168,6 +168,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             try:
                 super().dump(obj)
             finally:
+                self._tensors = Tensors()
                 for module in self._by_value:
                     cloudpickle.unregister_pickle_by_value(module)
                 self._by_value.clear()

@@ -97,13 +97,15 @@ def pickled(value: object) -> Sequence[Part]:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        tensors: Tensors
+
         def reducer_override(self, obj: Any) -> Any:
             if hasattr(type(obj), "placements") and hasattr(type(obj), "device_mesh"):
                 raise ResultError(
                     f"a value of type {_type(value)} holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
-            return tensors.reduce(obj) or self.rest(obj)
+            return self.tensors.reduce(obj) or self.rest(obj)
 
         def rest(self, obj: Any) -> Any:
             return saved(obj) or with_qualname(super().reducer_override(obj), obj)
@@ -111,13 +113,16 @@ def pickled(value: object) -> Sequence[Part]:
     stream = io.BytesIO()
     buffers: list[memoryview] = []
     pickler = Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside(buffers))
-    tensors = Tensors(value, pickler.rest)
+    pickler.tensors = Tensors(value, pickler.rest)
     try:
         pickler.dump(value)
     except (OSError, ResultError):
         raise
     except Exception as error:
         raise ResultError(f"a value of type {_type(value)} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
+    finally:
+        # They refer to each other, and would keep the value's memory until the next collection of garbage.
+        del pickler.tensors
     return pack(stream.getbuffer(), buffers)
 
 

@@ -182,7 +182,7 @@ def _pickle(plain: Any) -> memoryview:
     """Pickles a state without its sharded tensors, and loads the pickle once to prove that it can be read."""
     file = io.BytesIO()
     try:
-        _pickler(file, plain).dump(plain)
+        _dump(plain, file)
         file.seek(0)
         _Prover(file).load()
     except (OSError, ResultError, MemoryError):
@@ -200,21 +200,27 @@ class _Prover(pickled.Loader):
         return name
 
 
-def _pickler(file: IO[bytes], plain: Any) -> Any:
+def _dump(plain: Any, file: IO[bytes]) -> None:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        tensors: Tensors
+
         def persistent_id(self, obj: Any) -> str | None:
             if isinstance(obj, Pieces):
                 raise ResultError("a sharded tensor lies within an object: a checkpoint has them in dicts and lists")
             return obj.name if isinstance(obj, Stored) else None
 
         def reducer_override(self, obj: Any) -> Any:
-            return tensors.reduce(obj) or self.rest(obj)
+            return self.tensors.reduce(obj) or self.rest(obj)
 
         def rest(self, obj: Any) -> Any:
             return pickled.saved(obj) or super().reducer_override(obj)
 
     pickler = Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-    tensors = Tensors(plain, pickler.rest)
-    return pickler
+    pickler.tensors = Tensors(plain, pickler.rest)
+    try:
+        pickler.dump(plain)
+    finally:
+        # They refer to each other, and would keep the state's memory until the next collection of garbage.
+        del pickler.tensors
