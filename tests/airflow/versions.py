@@ -62,8 +62,8 @@ def tested_connection() -> Any:
 
 @functools.cache
 def give_callbacks_the_exception() -> None:
-    """What `dag.test` of 3.1 does not do."""
-    if version() >= (3, 2):
+    """What `dag.test` of 3.1 and 3.2 does not do."""
+    if version() >= (3, 3):
         return
     from airflow.sdk.execution_time import task_runner
 
