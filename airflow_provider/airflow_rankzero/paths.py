@@ -7,12 +7,16 @@ another place for each version.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
 from rankzero.errors import InvalidJobError
 from rankzero.pipeline import store
+
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
+"""Beginning of a URL; Java writes ``file:/x``, and Databricks ``dbfs:/x``."""
 
 
 def beside(dag_file: str, train: Any) -> Any:
@@ -55,7 +59,8 @@ def paths_beside(dag_file: str, paths: Any) -> Any:
 def dataset_beside(dag_file: str, dataset: Any) -> Any:
     """Returns a dataset, or a dict of them by name, with relative paths as those beside the DAG file.
 
-    Names of tables, queries, URLs and results of other tasks are unchanged.
+    Spaces around a text are removed. Names of tables, queries, URLs (also ``file:/x``) and results of other tasks are
+    unchanged.
 
     Example:
         >>> dataset_beside("/dags/daily.py", {"train": "data/", "test": "catalog.rows", "more": "s3://bucket/rows"})
@@ -63,7 +68,9 @@ def dataset_beside(dag_file: str, dataset: Any) -> Any:
     """
     if isinstance(dataset, Mapping):
         return {name: dataset_beside(dag_file, source) for name, source in dataset.items()}
-    if not isinstance(dataset, (str, PurePath)) or store.is_url(os.fspath(dataset)):
+    if isinstance(dataset, str):
+        dataset = dataset.strip()
+    if not isinstance(dataset, (str, PurePath)) or not dataset or _SCHEME.match(os.fspath(dataset)):
         return dataset
     from rankzero.pipeline import datasets
 

@@ -243,6 +243,30 @@ def test_the_path_of_a_dataset_begins_beside_the_dag_file(tmp_path: Path) -> Non
     assert found == {**given, "a": f"{tmp_path}/rows", "b": f"{tmp_path}/data/more", "f": f"{tmp_path}/rows"}
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("file:/a b", "file:/a b"),
+        (" file:/a/b", "file:/a/b"),
+        ("file:///a/b", "file:///a/b"),
+        ("dbfs:/x y", "dbfs:/x y"),
+        ("abfs+x://c/x y", "abfs+x://c/x y"),
+        (" /data/x", "/data/x"),
+        ("\n./a b\n", "{dags}/a b"),
+        (" rows ", "{dags}/rows"),
+        ("\nSELECT 1", "SELECT 1"),
+        (" ", ""),
+    ],
+)
+def test_a_dataset_with_a_scheme_or_spaces_around_it_is_no_relative_path(
+    tmp_path: Path, given: str, wanted: str
+) -> None:
+    from airflow_rankzero import dataset_beside
+
+    (tmp_path / "rows").mkdir()
+    assert dataset_beside(str(tmp_path / "daily.py"), given) == wanted.format(dags=tmp_path)
+
+
 def test_a_relative_store_is_refused(dag: Any, run_dag: RunDag) -> None:
     from airflow_rankzero import TorchDistributorOperator
     from rankzero import InvalidJobError
