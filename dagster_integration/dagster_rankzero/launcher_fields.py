@@ -159,11 +159,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
 
         YAML has them, and Dagster renders a template whose text is a number as that number.
         """
-        if not isinstance(given, Mapping):
-            return given
-        texts = {name: str(value) for name, value in given.items() if isinstance(value, (int, float))}
-        flags = {name: str(value).lower() for name, value in given.items() if isinstance(value, bool)}
-        return {**given, **texts, **flags}
+        return {name: _text_of(value) for name, value in given.items()} if isinstance(given, Mapping) else given
 
     @field_validator("restart_on", mode="before")
     @classmethod
@@ -215,3 +211,12 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         if self.deploy_mode == "client":
             return SparkEngine(master=self.master, conf=self.spark_conf)
         return SparkSubmitEngine(master=self.master, conf=self.spark_conf)
+
+
+def _text_of(value: Any) -> Any:
+    """Returns a number or flag as text, a whole number of the environment as its variable, other values unchanged."""
+    if variable := variable_of(value):
+        return dg.EnvVar(variable)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, (int, float)) else value

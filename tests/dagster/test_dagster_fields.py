@@ -172,6 +172,21 @@ def test_numbers_and_flags_of_templates_become_text_in_mappings() -> None:
     torch_asset(options={"env": given, "spark_conf": given})(train)
 
 
+@pytest.mark.parametrize("name", ["env", "spark_conf"])
+def test_a_whole_number_of_the_environment_becomes_text_in_mappings(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("PARTITIONS", "8")
+
+    @dg.asset
+    def read(torch_distributor: TorchDistributorResource) -> str:
+        changed = torch_distributor.options(**{name: {"more": dg.EnvVar.int("PARTITIONS")}})
+        return repr(getattr(changed, name))
+
+    variables = {name: {"n": dg.EnvVar.int("PARTITIONS")}}
+    result = dg.materialize([read], resources={"torch_distributor": TorchDistributorResource(**variables)})
+    assert value_of(result, "read") == repr({"n": "8", "more": "8"})
+    torch_asset(options=variables)(train)
+
+
 def test_a_value_that_has_no_text_is_refused_without_being_shown() -> None:
     wrong = {"DB_PASSWORD": ["geheim1234"]}
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="env.DB_PASSWORD") as defined:
