@@ -7,6 +7,7 @@ import importlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from airflow.sdk import BaseOperator
@@ -144,10 +145,12 @@ class TorchDistributorOperator(BaseOperator):
         self.conn_id = conn_id
         self.master = master
         self.spark_conf = spark_conf
-        self.retry_user_errors = retry_user_errors
-        self.skip_on_exit_code = [skip_on_exit_code] if isinstance(skip_on_exit_code, int) else skip_on_exit_code or ()
+        # Default arguments may have None for a flag.
+        self.retry_user_errors = retry_user_errors is not None and retry_user_errors
+        is_one = isinstance(skip_on_exit_code, Integral)
+        self.skip_on_exit_code: Any = [skip_on_exit_code] if is_one else skip_on_exit_code
         self.log_ranks: Any = log_ranks
-        self.deferrable = deferrable
+        self.deferrable = deferrable is not None and deferrable
         self._killed = False
         self._facts = lineage.RunFacts()
         try:
@@ -158,7 +161,8 @@ class TorchDistributorOperator(BaseOperator):
                 raise AirflowFailException(f"{type(error).__name__}: {error}") from error
             raise
         # The trigger's arguments are JSON.
-        self.log_ranks = None if log_ranks is None else list(log_ranks)
+        self.log_ranks = templates.as_list(self.log_ranks)
+        self.skip_on_exit_code = templates.as_list(self.skip_on_exit_code) or []
 
     def _do_render_template_fields(
         self, parent: Any, template_fields: Iterable[str], context: Context, jinja_env: Any, seen_oids: set[int]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from numbers import Integral
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -154,10 +156,15 @@ def check_early(task: Any) -> None:
         check_store(values["store"])
 
 
+def as_list(numbers: Any) -> list[int] | None:
+    """Returns whole numbers, also those of numpy, as a list of ``int``; None unchanged."""
+    return None if numbers is None else [operator.index(number) for number in numbers]
+
+
 def _are_whole_numbers(value: Any) -> bool:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Collection):
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection):
         return False
-    return all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    return all(isinstance(each, Integral) and not isinstance(each, bool) for each in value)
 
 
 def _is_late(value: Any) -> bool:

@@ -169,9 +169,12 @@ async def trained_later(lr: float) -> None:
         ({"log_ranks": 0}, "log_ranks is 0; give a list of ranks"),
         ({"log_ranks": "0"}, "log_ranks is '0'; give a list of ranks"),
         ({"log_ranks": ""}, "log_ranks is ''; give a list of ranks"),
+        ({"log_ranks": {0: 1}}, "log_ranks is {0: 1}; give a list of ranks"),
         ({"log_ranks": ["0"]}, "log_ranks is ['0']; give a list of ranks"),
         ({"log_ranks": "{{ params.ranks }}"}, "log_ranks is '{{ params.ranks }}', but cannot be a template"),
         ({"skip_on_exit_code": "99"}, "skip_on_exit_code is '99'; give exit codes, such as 99 or [98, 99]"),
+        ({"skip_on_exit_code": ""}, "skip_on_exit_code is ''; give exit codes"),
+        ({"skip_on_exit_code": 1.5}, "skip_on_exit_code is 1.5; give exit codes"),
         ({"skip_on_exit_code": True}, "skip_on_exit_code is [True]; give exit codes"),
         ({"skip_on_exit_code": ["{{ 99 }}"]}, "skip_on_exit_code is ['{{ 99 }}'], but cannot be a template"),
         ({"retry_user_errors": "no"}, "retry_user_errors is 'no'; give True or False"),
@@ -188,6 +191,31 @@ def test_obvious_mistakes_are_refused_when_the_file_is_parsed(dag: Any, argument
 
     with pytest.raises(InvalidJobError, match=re.escape(words)):
         TorchDistributorOperator(task_id="train", **{"train": print, **arguments})
+
+
+def test_whole_numbers_of_numpy_are_ranks_and_exit_codes(dag: Any) -> None:
+    import numpy as np
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    def both(ranks: Any, codes: Any) -> str:
+        name = f"train{len(dag.tasks)}"
+        task = TorchDistributorOperator(task_id=name, train=print, log_ranks=ranks, skip_on_exit_code=codes)
+        # A number of numpy has another text.
+        return repr((task.log_ranks, task.skip_on_exit_code))
+
+    assert both(np.arange(2), np.int64(99)) == "([0, 1], [99])"
+    assert both([np.int64(0)], np.array([98, 99])) == "([0], [98, 99])"
+    assert both((0, 1), 0) == "([0, 1], [0])"
+    assert both(np.array([], int), None) == "([], [])"
+
+
+def test_flags_that_default_arguments_set_to_none_are_false(dag: Any) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+
+    unset = {"deferrable": None, "retry_user_errors": None}
+    task = TorchDistributorOperator(task_id="train", train=print, default_args=unset)
+    assert task.deferrable is task.retry_user_errors is False
 
 
 def test_an_argument_that_is_never_rendered_takes_no_value_of_another_task(dag: Any) -> None:
