@@ -869,6 +869,25 @@ def test_files_that_do_not_fit_together_are_refused_before_a_start(tmp_path: Pat
         manifest_of_path(str(tmp_path), "train")
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int16(), pa.string())),
+        (pa.timestamp("ms"), pa.timestamp("ns")),
+        (pa.int16(), pa.uint16()),
+    ],
+)
+def test_an_error_about_arrow_files_names_types_that_they_have(
+    tmp_path: Path, first: pa.DataType, second: pa.DataType
+) -> None:
+    for number, kind in enumerate((first, second)):
+        column = pa.array(["a"] if pa.types.is_dictionary(kind) else [1], kind)
+        pyarrow.feather.write_feather(pa.table({"c": column}), tmp_path / f"{number}.arrow")
+    with pytest.raises(InvalidJobError, match="column 'c'") as raised:
+        manifest_of_path(str(tmp_path), "train")
+    assert f"'c' of the dataset 'train' is {second}, and in {tmp_path}/0.arrow {first}: rewrite" in str(raised.value)
+
+
 def count_rows() -> list[int]:
     shard, checked = rt.get_dataset_shard(), rt.get_dataset_shard("eval")
     seen = ids_of(shard.iter_batches(64, shuffle=True))

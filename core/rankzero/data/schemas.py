@@ -262,6 +262,12 @@ def with_nulls(files: Sequence[File], schemas: Sequence[Any], schema: Any, kind:
     Raises:
         InvalidJobError: a tensor cannot represent such nulls, or ranks cannot convert a file's type to the table's.
     """
+    import pyarrow as pa
+
+    if kind == ARROW:
+        # The table's type may be one that no file has, and errors should name the types of two files.
+        types = {field.name: kinds.stored(field.type) for field in itertools.chain(*schemas)}
+        schema = pa.schema([field.with_type(types.get(field.name, field.type)) for field in schema])
     return tuple(_with_nulls(file, inside, schema, kind, where) for file, inside in zip(files, schemas, strict=True))
 
 
