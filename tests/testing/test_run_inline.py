@@ -202,6 +202,25 @@ def test_rank_0_does_not_wait_for_a_rank_that_was_killed() -> None:
     assert run_inline(reduce, (0.0,), world_size=2).value["sum"] == 1.0
 
 
+def die_with_a_checkpoint_open() -> None:
+    checkpoint = rt.get_checkpoint()
+    assert checkpoint
+    if rt.get_context().rank == 1:
+        with checkpoint.as_directory():
+            os.kill(os.getpid(), signal.SIGKILL)
+    dist.init_process_group("gloo")
+
+
+def test_a_rank_that_was_killed_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
+    for name in ("checkpoint", "temporary"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint" / "weights").write_text("7")
+    environment = {"TMPDIR": str(tmp_path / "temporary")}
+    with pytest.raises(WorkerFailedError, match="rank 1 ended with code -9"):
+        run_inline(die_with_a_checkpoint_open, world_size=2, checkpoint=str(tmp_path / "checkpoint"), env=environment)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
 def fail_once_it_may() -> None:
     until(lambda: Path(os.environ["MAY_FAIL"]).exists(), 60, "the first read of rank 1's failure")
     if rt.get_context().rank == 1:

@@ -175,7 +175,8 @@ class _Peers:
         path = os.pathsep.join(filter(None, sys.path))
         for rank in range(1, world_size):
             start = {"rank": rank, "world_size": world_size, "home": home, "payload": payload, "seeded": seeded}
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": path}
+            # A rank that is killed leaves files where they are removed with the run.
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": path, "RANKZERO_SCRATCH": home}
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-c", "from rankzero.testing.rank import main; main()", json.dumps(start)],
                 stdin=subprocess.PIPE,
