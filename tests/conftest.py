@@ -160,6 +160,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     session.config.stash[_passed] = session.exitstatus == pytest.ExitCode.OK
     if hasattr(session.config, "workerinput") or processes_with("RANKZERO_TEST_SUITE=suite-"):
         return
+    # Some objects have temporary directories.
+    gc.collect()
     # Tests kill processes, and the next run of the host would remove what these left. None is being made now.
     hold.ABANDONED_AFTER = 0.0
     for prefix in ABANDONED:

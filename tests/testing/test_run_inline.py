@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -211,14 +212,15 @@ def die_with_a_checkpoint_open() -> None:
     rt.barrier()
 
 
-def test_a_rank_that_was_killed_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
-    for name in ("checkpoint", "temporary"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "checkpoint" / "weights").write_text("7")
-    environment = {"TMPDIR": str(tmp_path / "temporary")}
+def test_a_rank_that_was_killed_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, temporary = tmp_path / "checkpoint", tmp_path / "temporary"
+    checkpoint.mkdir()
+    temporary.mkdir()
+    (checkpoint / "weights").write_text("7")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with pytest.raises(WorkerFailedError, match="rank 1 ended with code -9"):
-        run_inline(die_with_a_checkpoint_open, world_size=2, checkpoint=str(tmp_path / "checkpoint"), env=environment)
-    assert list((tmp_path / "temporary").iterdir()) == []
+        run_inline(die_with_a_checkpoint_open, world_size=2, checkpoint=str(checkpoint), env={"TMPDIR": str(temporary)})
+    assert list(temporary.iterdir()) == []
 
 
 def fail_once_it_may() -> None:

@@ -109,7 +109,7 @@ def run_inline(
         "TORCHELASTIC_RUN_ID": f"inline-{secrets.token_hex(4)}",
     }
     peers = _Peers(home.name, world_size, common, (train, args, dict(kwargs or {})), seeded)
-    had_group = dist.is_initialized()
+    had_group, found = dist.is_initialized(), []
     try:
         with _environment({**common, "RANK": "0", "LOCAL_RANK": "0"}), peers.watched(store):
             outcome = ranks.call(0, world_size, home.name, seeded, lambda: train(*args, **dict(kwargs or {})))
@@ -126,6 +126,9 @@ def run_inline(
             dist.destroy_process_group()
         peers.kill()
         store.clear()
+        if not found:
+            # The exception's traceback would keep it.
+            home.cleanup()
     metrics = sorted((row for one in found for row in one.metrics), key=lambda row: row["time"])
     return InlineRun(outcome.value, [one.value for one in found], metrics, outcome.checkpoint, home)
 
