@@ -2,11 +2,13 @@
 
 import collections
 import functools
+import gc
 import json
 import os
 import subprocess
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,6 +130,21 @@ def test_an_argument_beside_a_part_of_a_memory_travels_as_beside_a_whole_one(mon
     # By value, as the classes of a script or notebook.
     monkeypatch.setattr(WithLock, "__module__", "__main__")
     assert payload.build(len, ([torch.zeros(100_000)[:30], WithLock()],), {}).data
+
+
+@pytest.mark.parametrize("part", [1_000_000, 30])
+def test_what_was_pickled_is_freed_without_a_collection_of_garbage(tmp_path: Path, part: int) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in (back, as_argument):
+            value = torch.arange(1_000_000.0)[:part]
+            freed = weakref.ref(value)
+            turn([value, len], tmp_path)
+            del value
+            assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_a_dict_of_parts_of_one_memory(tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ def dataset_beside(dag_file: str, dataset: Any) -> Any:
         return {name: dataset_beside(dag_file, source) for name, source in dataset.items()}
     if isinstance(dataset, str):
         dataset = dataset.strip()
-    if not isinstance(dataset, (str, PurePath)) or not dataset or _SCHEME.match(os.fspath(dataset)):
+    if not isinstance(dataset, (str, PurePath)) or not dataset:
+        return dataset
+    if store.is_url(os.fspath(dataset)) or _SCHEME.match(os.fspath(dataset)):
         return dataset
     from rankzero.pipeline import datasets
 

@@ -275,6 +275,7 @@ def test_the_path_of_a_dataset_begins_beside_the_dag_file(tmp_path: Path) -> Non
     ("given", "wanted"),
     [
         ("file:/a b", "file:/a b"),
+        ("jdbc:postgresql://host/x", "jdbc:postgresql://host/x"),
         (" file:/a/b", "file:/a/b"),
         ("file:///a/b", "file:///a/b"),
         ("dbfs:/x y", "dbfs:/x y"),

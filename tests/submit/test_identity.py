@@ -173,6 +173,11 @@ def test_bytes_between_the_numbers_of_an_array_do_not_count() -> None:
         assert of(print_it, first) != of(print_it, again)
 
 
+def test_a_scalar_with_an_object_counts_beside_a_dict_in_any_order() -> None:
+    scalar = numpy.zeros(1, [("a", "O"), ("b", "i8")])[0]
+    assert of(print_it, {"z": 1, "v": scalar}) == of(print_it, {"v": scalar, "z": 1})
+
+
 def test_what_shares_parts_many_times_over_is_visited_a_bounded_number_of_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import IO, Any
@@ -262,16 +262,14 @@ def with_nulls(files: Sequence[File], schemas: Sequence[Any], schema: Any, kind:
     Raises:
         InvalidJobError: a tensor cannot represent such nulls, or ranks cannot convert a file's type to the table's.
     """
-    import pyarrow as pa
-
-    if kind == ARROW:
-        # The table's type may be one that no file has, and errors should name the types of two files.
-        types = {field.name: kinds.stored(field.type) for field in itertools.chain(*schemas)}
-        schema = pa.schema([field.with_type(types.get(field.name, field.type)) for field in schema])
-    return tuple(_with_nulls(file, inside, schema, kind, where) for file, inside in zip(files, schemas, strict=True))
+    types: dict[str, list[Any]] = {}
+    for field in itertools.chain(*schemas) if kind == ARROW else ():
+        types.setdefault(field.name, []).append(kinds.stored(field.type))
+    paired = zip(files, schemas, strict=True)
+    return tuple(_with_nulls(file, inside, schema, kind, where, types) for file, inside in paired)
 
 
-def _with_nulls(file: File, inside: Any, schema: Any, kind: str, where: str) -> File:
+def _with_nulls(file: File, inside: Any, schema: Any, kind: str, where: str, types: Mapping[str, list[Any]]) -> File:
     import pyarrow as pa
 
     missing: dict[str, str | None] = {}
@@ -293,7 +291,9 @@ def _with_nulls(file: File, inside: Any, schema: Any, kind: str, where: str) -> 
                 raise pa.ArrowInvalid(f"it is {found}")
             pa.nulls(0, found).cast(field.type)
         except pa.ArrowException as error:
+            # The table's type may be one that no file has.
+            other = next((each for each in types.get(field.name, ()) if each != kinds.stored(found)), field.type)
             raise InvalidJobError(
-                f"column {field.name!r} of {where} is {field.type}, and in {file.location} {found}: {_ADVICE}"
+                f"column {field.name!r} of {where} is {other}, and in {file.location} {found}: {_ADVICE}"
             ) from error
     return replace(file, partition={**file.partition, **missing}) if missing else file

@@ -17,7 +17,7 @@ def facts_of_data(value: Any) -> Callable[[Any], Any] | None:
     if _is_a("numpy", "ndarray", value) and not value.dtype.hasobject:
         return _array
     if _is_instance("numpy", "generic", value) and (value.dtype.names or value.dtype.char in "gG"):
-        return _scalar
+        return None if value.dtype.hasobject else _scalar
     if _is_instance("pandas.api.extensions", "ExtensionArray", value):
         return _extension_array
     if _is_instance("torch.nn", "Module", value):
@@ -71,11 +71,12 @@ def _module(value: Any) -> Any:
     names = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
 
     def numbered(state: Any) -> Any:
-        if not isinstance(state, dict) or names[0] not in state:
+        if not isinstance(state, dict) or state.keys().isdisjoint(names):
             return state
         numbers = sorted({number for name in names for number in state.get(name) or ()})
         order = {number: place for place, number in enumerate(numbers)}
-        hooks = {name: {order[number]: hook for number, hook in (state.get(name) or {}).items()} for name in names}
+        found = {name: state[name] or {} for name in names if name in state}
+        hooks = {name: {order[number]: hook for number, hook in each.items()} for name, each in found.items()}
         return state | hooks
 
     parts = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)

@@ -158,7 +158,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.needed: set[str] = set()
         self._by_value: list[Any] = []
         self._tensors = Tensors()
-        self.travels = functools.cache(self._decide)
+        self._decided: dict[str, bool] = {}
 
     def dump(self, obj: object) -> None:
         """Pickles an object; one thread of this process at a time."""
@@ -168,10 +168,17 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             try:
                 super().dump(obj)
             finally:
+                # They refer to each other, and would keep the value until the next collection of garbage.
                 self._tensors = Tensors()
                 for module in self._by_value:
                     cloudpickle.unregister_pickle_by_value(module)
                 self._by_value.clear()
+
+    def travels(self, name: str) -> bool:
+        """Returns what `_decide` has decided about a module."""
+        if name not in self._decided:
+            self._decided[name] = self._decide(name)
+        return self._decided[name]
 
     def _decide(self, name: str) -> bool:
         """Returns True for a module that is shipped as source; registers a user's other module as pickled by value."""

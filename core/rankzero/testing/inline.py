@@ -92,7 +92,7 @@ def run_inline(
         raise InvalidJobError(f"world_size is {world_size!r}; it must be a positive integer")
     import torch.distributed as dist
 
-    home = tempfile.TemporaryDirectory(prefix="rankzero-inline-")
+    home = tempfile.TemporaryDirectory(prefix="rankzero-inline-", ignore_cleanup_errors=True)
     seeded = ranks.seed_checkpoint(home.name, checkpoint) if checkpoint is not None else None
     # This process keeps the store open, so that no rank has to guess a free port.
     store: list[Any] = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
@@ -108,7 +108,11 @@ def run_inline(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": f"inline-{secrets.token_hex(4)}",
     }
-    peers = _Peers(home.name, world_size, common, (train, args, dict(kwargs or {})), seeded)
+    try:
+        peers = _Peers(home.name, world_size, common, (train, args, dict(kwargs or {})), seeded)
+    except BaseException:
+        home.cleanup()
+        raise
     had_group, found = dist.is_initialized(), []
     try:
         with _environment({**common, "RANK": "0", "LOCAL_RANK": "0"}), peers.watched(store):

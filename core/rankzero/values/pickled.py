@@ -96,13 +96,16 @@ def pickled(value: object) -> Sequence[Part]:
     """
     import cloudpickle
 
+    # A class refers to itself: it must not refer to the value.
+    kind = _type(value)
+
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         tensors: Tensors
 
         def reducer_override(self, obj: Any) -> Any:
             if hasattr(type(obj), "placements") and hasattr(type(obj), "device_mesh"):
                 raise ResultError(
-                    f"a value of type {_type(value)} holds a DTensor, of which this rank has only its part: return "
+                    f"a value of type {kind} holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
             return self.tensors.reduce(obj) or self.rest(obj)
@@ -119,7 +122,7 @@ def pickled(value: object) -> Sequence[Part]:
     except (OSError, ResultError):
         raise
     except Exception as error:
-        raise ResultError(f"a value of type {_type(value)} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
+        raise ResultError(f"a value of type {kind} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
     finally:
         # They refer to each other, and would keep the value's memory until the next collection of garbage.
         del pickler.tensors

@@ -185,10 +185,16 @@ def _find_extents(root: object, rest: Callable[[Any], Any]) -> _Recorder:
     recorder = _Recorder()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            return recorder.reduce(obj) or rest(obj)
+        # A class refers to itself: it must not refer to the value.
+        tensors: _Recorder
+        rest: Callable[[Any], Any]
 
-    Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=lambda _: None).dump(root)
+        def reducer_override(self, obj: Any) -> Any:
+            return self.tensors.reduce(obj) or self.rest(obj)
+
+    pickler = Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=lambda _: None)
+    pickler.tensors, pickler.rest = recorder, rest
+    pickler.dump(root)
     return recorder
 
 
