@@ -7,16 +7,12 @@ another place for each version.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
 from rankzero.errors import InvalidJobError
 from rankzero.pipeline import store
-
-_SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
-"""Beginning of a URL; Java writes ``file:/x``, and Databricks ``dbfs:/x``."""
 
 
 def beside(dag_file: str, train: Any) -> Any:
@@ -70,9 +66,7 @@ def dataset_beside(dag_file: str, dataset: Any) -> Any:
         return {name: dataset_beside(dag_file, source) for name, source in dataset.items()}
     if isinstance(dataset, str):
         dataset = dataset.strip()
-    if not isinstance(dataset, (str, PurePath)) or not dataset:
-        return dataset
-    if store.is_url(os.fspath(dataset)) or _SCHEME.match(os.fspath(dataset)):
+    if not isinstance(dataset, (str, PurePath)) or not dataset or store.has_scheme(os.fspath(dataset)):
         return dataset
     from rankzero.pipeline import datasets
 

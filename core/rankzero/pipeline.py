@@ -29,13 +29,13 @@ Describe it
     reports.
 
 Take options
-    `step_options` returns the table of the options of a run, each an `Option` with its name, default, help and
-    checks. `described` puts their help into the docstring of a class, and `with_matches` suggests the right name
-    for a misspelt one. `NumProcesses`, `RestartOn` and `AUTO` are types and defaults of options; `world_bounds`,
-    `describe_world`, `qualified_name`, `is_module_reference`, `check_callable` and `datasets` check and show
-    them. `store` joins and
-    normalizes paths and URLs, `secrets_of` finds what a log must not show. `find_problems` and `examine` test a
-    connection: an `Examination` has findings, and the level of a finding is `OK` where nothing is wrong.
+    `step_options` returns the table of the options of a run, each an `Option` with its name, default, help and checks.
+    `described` puts their help into the docstring of a class, and `with_matches` suggests the right name for a misspelt
+    one. `spelt` makes text of a number or flag. `NumProcesses`, `RestartOn` and `AUTO` are types and defaults of
+    options; `world_bounds`, `describe_world`, `qualified_name`, `is_module_reference`, `check_callable` and `datasets`
+    check and show them. `store` joins and normalizes paths and URLs, `secrets_of` finds what a log must not show.
+    `find_problems` and `examine` test a connection: an `Examination` has findings, and the level of a finding is `OK`
+    where nothing is wrong.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from rankzero.submit.durable import Opened as Opened
     from rankzero.submit.training import check_callable as check_callable
     from rankzero.submit.training import is_module_reference as is_module_reference
+    from rankzero.texts import spelt as spelt
     from rankzero.texts import with_matches as with_matches
     from rankzero.values import formats as formats
     from rankzero.values.digest import BLOCKS as BLOCKS
@@ -109,8 +110,9 @@ _NAMES = (
     "run.names.REPORT_FILE run.tries.attempt run.tries.PipelineTry run.tries.detaching run.tries.end "
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
     "run.follower.RunEnded run.identity.Identity run.output.level_of run.reports.is_number run.tries.may_retry "
-    "submit.durable.Opened submit.training.check_callable submit.training.is_module_reference texts.with_matches "
-    "values.digest.BLOCKS values.digest.PLAIN values.digest.split values.digest.verify values.plain.VALUE_LIMIT "
+    "submit.durable.Opened submit.training.check_callable submit.training.is_module_reference texts.spelt "
+    "texts.with_matches values.digest.BLOCKS values.digest.PLAIN values.digest.split values.digest.verify "
+    "values.plain.VALUE_LIMIT "
     "values.plain.find_unstorable values.plain.plain_view values.plain.storable values.ref.fingerprint_of "
     "values.ref.map_refs"
 )

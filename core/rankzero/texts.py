@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 LIKENESS = 0.7
 """Least similarity, at most 1, of a name that is suggested: at 0.6 "store" would be suggested for "mastr", too."""
@@ -18,6 +19,18 @@ def with_matches(name: str, known: Iterable[str]) -> str:
     """
     matches = difflib.get_close_matches(name, list(known), n=2, cutoff=LIKENESS)
     return f"{name!r} (did you mean {' or '.join(map(repr, matches))}?)" if matches else repr(name)
+
+
+def spelt(value: Any) -> Any:
+    """Returns a number or flag as Spark spells it, and any other value unchanged.
+
+    Example:
+        >>> spelt(2), spelt(False), spelt("2g")
+        ('2', 'false', '2g')
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, (int, float)) else value
 
 
 def encodable(text: str) -> str:

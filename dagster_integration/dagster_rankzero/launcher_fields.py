@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_
 from dagster_rankzero._compat import variable_of
 from dagster_rankzero.fields import OPTIONS, KnownFields, option_field
 from rankzero.errors import InvalidJobError
-from rankzero.pipeline import AUTO, NumProcesses, qualified_name, world_bounds
+from rankzero.pipeline import AUTO, NumProcesses, qualified_name, spelt, world_bounds
 
 if TYPE_CHECKING:
     from rankzero import Launcher
@@ -217,6 +217,4 @@ def _text_of(value: Any) -> Any:
     """Returns a number or flag as text, a whole number of the environment as its variable, other values unchanged."""
     if variable := variable_of(value):
         return dg.EnvVar(variable)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if isinstance(value, (int, float)) else value
+    return spelt(value)

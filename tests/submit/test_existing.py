@@ -161,14 +161,12 @@ def end_late(folder: str) -> str:
     end = Path(folder, "end")
 
     def stop(*_: object) -> None:
-        while not end.exists():
-            time.sleep(0.01)
+        until(end.exists, 60, "the end")
         sys.exit(1)
 
     signal.signal(signal.SIGTERM, stop)
     Path(folder, "begun").touch()
-    while not end.exists():
-        time.sleep(0.01)
+    until(end.exists, 60, "the end")
     return "resumed"
 
 

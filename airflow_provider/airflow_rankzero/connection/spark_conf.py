@@ -7,7 +7,7 @@ from typing import Any
 
 from airflow_rankzero._compat import mask_secret
 from rankzero.errors import InvalidJobError
-from rankzero.pipeline import secrets_of
+from rankzero.pipeline import secrets_of, spelt
 
 
 def as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, str]:
@@ -32,10 +32,7 @@ def as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, str]:
         raise InvalidJobError(f"{name} is a {type(pairs).__name__}; it must map strings to strings")
     texts = {}
     for key, value in pairs.items():
-        if isinstance(value, bool):
-            value = str(value).lower()
-        elif isinstance(value, (int, float)):
-            value = str(value)
+        value = spelt(value)
         if not isinstance(value, str) or not isinstance(key, str):
             raise InvalidJobError(f"{name}[{key!r}] is a {type(value).__name__}; names and values must be strings")
         texts[key] = value

@@ -55,6 +55,11 @@ def is_url(location: str) -> bool:
     return "://" in location and not _LOCAL.match(location)
 
 
+def has_scheme(location: str) -> bool:
+    """Returns True for a URL and for a path behind a scheme, as Java writes ``file:/x`` and Databricks ``dbfs:/x``."""
+    return "://" in location or bool(_ONE_SLASH.match(location))
+
+
 def is_absolute(location: str | os.PathLike[str]) -> bool:
     """Returns True for a URL, and for a path that is the same in every working directory."""
     text = os.fspath(location)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
 from collections.abc import Callable
@@ -44,11 +45,10 @@ def _array(value: Any) -> Any:
 
     if value.dtype.names:
         return "array", value.dtype, value.shape, [_array(value[name]) for name in value.dtype.names]
-    here = value
-    if value.dtype.char in "gG":
-        here = value.astype(value.dtype.newbyteorder("="))
+    is_long = value.dtype.char in "gG"
+    here = value.astype(value.dtype.newbyteorder("=")) if is_long else value
     data = numpy.ascontiguousarray(here).reshape(-1).view(numpy.uint8)
-    if value.dtype.char in "gG" and numpy.finfo(numpy.longdouble).nmant == 63:
+    if is_long and numpy.finfo(numpy.longdouble).nmant == 63:
         # An x86 processor uses ten of the sixteen bytes.
         data = numpy.ascontiguousarray(data.reshape(-1, numpy.dtype(numpy.longdouble).itemsize)[:, :10]).reshape(-1)
     return "array", value.dtype, value.shape, digest_of_bytes([data.data])
@@ -61,14 +61,20 @@ def _scalar(value: Any) -> Any:
     return type(value), _array(numpy.asarray(value))
 
 
+@functools.cache
+def _hooks() -> list[str]:
+    """Returns the names of a module's attributes that hold its hooks."""
+    import torch
+
+    return [name for name in vars(torch.nn.Module()) if "_hooks" in name]
+
+
 def _module(value: Any) -> Any:
     """Returns the parts of a module that pickle would write, with its hooks numbered in their order.
 
     torch numbers the hooks of all modules that a process has made.
     """
-    import torch
-
-    names = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
+    names = _hooks()
 
     def numbered(state: Any) -> Any:
         if not isinstance(state, dict) or state.keys().isdisjoint(names):

@@ -175,7 +175,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._by_value.clear()
 
     def travels(self, name: str) -> bool:
-        """Returns what `_decide` has decided about a module."""
+        """Returns True for a module that is shipped as source; each name is decided once, by `_decide`."""
         if name not in self._decided:
             self._decided[name] = self._decide(name)
         return self._decided[name]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from rankzero.errors import ResultError
-from rankzero.values.tensors import Tensors
+from rankzero.values.tensors import Tensors, dump
 
 LARGE = 64 << 10
 """Bytes from which on a buffer is stored outside of the pickle."""
@@ -116,16 +116,12 @@ def pickled(value: object) -> Sequence[Part]:
     stream = io.BytesIO()
     buffers: list[memoryview] = []
     pickler = Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside(buffers))
-    pickler.tensors = Tensors(value, pickler.rest)
     try:
-        pickler.dump(value)
+        dump(pickler, value)
     except (OSError, ResultError):
         raise
     except Exception as error:
         raise ResultError(f"a value of type {kind} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
-    finally:
-        # They refer to each other, and would keep the value's memory until the next collection of garbage.
-        del pickler.tensors
     return pack(stream.getbuffer(), buffers)
 
 

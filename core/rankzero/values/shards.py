@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rankzero.errors import ResultError
 from rankzero.values import pickled
 from rankzero.values.formats import Writable
-from rankzero.values.tensors import Tensors
+from rankzero.values.tensors import Tensors, dump
 
 if TYPE_CHECKING:
     import torch
@@ -217,10 +217,4 @@ def _dump(plain: Any, file: IO[bytes]) -> None:
         def rest(self, obj: Any) -> Any:
             return pickled.saved(obj) or super().reducer_override(obj)
 
-    pickler = Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.tensors = Tensors(plain, pickler.rest)
-    try:
-        pickler.dump(plain)
-    finally:
-        # They refer to each other, and would keep the state's memory until the next collection of garbage.
-        del pickler.tensors
+    dump(Pickler(file, protocol=pickle.HIGHEST_PROTOCOL), plain)

@@ -175,6 +175,16 @@ def _itself(value: object) -> object:
     return value
 
 
+def dump(pickler: Any, value: object) -> None:
+    """Pickles a value with a pickler that reduces by its ``tensors``, and any other object by its method ``rest``."""
+    pickler.tensors = Tensors(value, pickler.rest)
+    try:
+        pickler.dump(value)
+    finally:
+        # They refer to each other, and would keep the value's memory until the next collection of garbage.
+        del pickler.tensors
+
+
 # -- memory that tensors of a value share ----------------------------------------------------------
 
 
