@@ -38,6 +38,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Iter
 def test_a_kill_at_any_operation_loses_nothing_and_leaves_nothing(bench: Bench, scenario: str, count: int) -> None:
     points = points_of(bench.record(SCENARIOS[scenario]))
     reached = sum(bench.hurt(SCENARIOS[scenario], *point) for point in spread(points, count))
+    if not reached:
+        # A write that was due because the recorded run was slow, such as a heartbeat, need not come again.
+        reached = any(bench.hurt(SCENARIOS[scenario], *point) for point in spread(points, 5))
     assert reached, "no process came to any of the points"
 
 
