@@ -34,7 +34,7 @@ def explain(error: BaseException) -> RankZeroError:
 
 
 def judged(known: Facts, gone: list[Member] | None = None) -> Verdict | None:
-    return ending.judge(known, gone or [], NOW, explain, lambda rank: [f"the last line of rank {rank}"])
+    return ending.judge(known, gone or [], NOW, NOW, explain, lambda rank: [f"the last line of rank {rank}"])
 
 
 def failed(known: Facts, rank: int, at: float = JUST, **details: Any) -> bool:

@@ -36,17 +36,20 @@ def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure]
 
 
 @pytest.mark.parametrize(
-    ("failures", "waited", "conclusive"),
+    ("failures", "waited", "heard", "conclusive"),
     [
-        ([RAISED], 0.0, True),
-        ([KILLED], 0.0, True),
-        ([ECHO], 0.0, False),
-        ([ECHO], bounds.CAUSE_WINDOW, True),
-        ([ECHO, RAISED], 0.1, True),
+        ([RAISED], 0.0, -1.0, True),
+        ([KILLED], 0.0, -1.0, True),
+        ([ECHO], 0.0, 0.0, False),
+        ([ECHO], bounds.CAUSE_WINDOW, bounds.CAUSE_WINDOW, True),
+        # The agent of the other rank, or the driver itself, stands still.
+        ([ECHO], bounds.CAUSE_LIMIT - 0.1, bounds.CAUSE_WINDOW - 0.1, False),
+        ([ECHO], bounds.CAUSE_LIMIT, -1.0, True),
+        ([ECHO, RAISED], 0.1, -1.0, True),
     ],
 )
-def test_only_an_echo_is_waited_for(failures: list[Failure], waited: float, conclusive: bool) -> None:
-    assert ending.is_conclusive(failures, waited) is conclusive
+def test_only_an_echo_is_waited_for(failures: list[Failure], waited: float, heard: float, conclusive: bool) -> None:
+    assert ending.is_conclusive(failures, waited, heard) is conclusive
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,9 @@ STAGE_END_TIMEOUT = 5.0
 """Seconds for a stage to end after its driver has exited; then it is cancelled. The connection may be broken."""
 
 CAUSE_WINDOW = 0.8
+CAUSE_LIMIT = 5.0
 AGENT_LOST_WINDOW = 2.0
-"""Seconds to wait for the cause of a failure that looks like a consequence, or for the engine to explain a loss."""
+"""Seconds to wait for the cause of a consequence, at most while an agent is silent, and for the engine's of a loss."""
 
 SESSION_CLOSE_TIMEOUT = 10.0
 """Seconds for an engine session to close (a SparkContext to stop)."""

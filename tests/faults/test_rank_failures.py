@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import processes_with, wait_until_gone
+from tests.faults.kit import TasksEngine
 
 from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, WorkerFailedError
 
@@ -260,3 +261,25 @@ def test_every_text_of_a_failure_can_be_logged_and_stored(launcher: Launcher) ->
 def test_a_refusal_that_names_a_file_can_be_logged_and_stored() -> None:
     error = InvalidJobError("no file data\udce9.csv")
     assert (str(error), error.args) == ("no file data\\udce9.csv", ("no file data\\udce9.csv",))
+
+
+def fail_while_the_agent_stands_still() -> None:
+    import subprocess
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        agent = os.getppid()
+        # Longer than `CAUSE_WINDOW`.
+        subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {agent}"], start_new_session=True)
+        os.kill(agent, signal.SIGSTOP)
+        raise ValueError("bad learning rate")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_failure_whose_agent_stands_still_is_still_the_cause(launcher: Launcher) -> None:
+    with pytest.raises(WorkerFailedError, match="rank 1 on .*ValueError: bad learning rate"):
+        launcher.options(engine=TasksEngine()).run(fail_while_the_agent_stands_still)

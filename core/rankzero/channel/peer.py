@@ -62,7 +62,7 @@ class Peer:
         self.session = Session(limits.FETCH_WINDOW, limits.BULK_WINDOW)
         self.connection: Connection | None = None
         self.number = -1
-        self.received_at = self.pinged = time.monotonic()
+        self.received_at = self.heard_at = self.pinged = time.monotonic()
         self.has_left = False
         self.is_lost = False
         self.withheld = 0
@@ -212,8 +212,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Handles every complete frame, then sends what is due."""
+        now = time.monotonic()
         if self.peer is not None:
-            self.peer.received_at = time.monotonic()
+            self.peer.received_at = now
         try:
             self._decoder.feed(self._opened(data))
         except FrameError as error:
@@ -237,6 +238,8 @@ class Connection(asyncio.Protocol):
                 self._server.lose(self.peer, f"agent {self.peer.task} broke the channel's rules: {error}")
                 return
         if self.peer is not None:
+            # Not before: who sees this time has the messages.
+            self.peer.heard_at = now
             self.peer.pump()
 
     def _opened(self, data: bytes) -> bytes:

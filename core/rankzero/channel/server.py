@@ -101,6 +101,10 @@ class ChannelServer:
         body = message_body(CONTROL, message)
         self._call(lambda: self._queue(list(self._peers.values()), body))
 
+    def heard_at(self, task: int) -> float:
+        """Returns the monotonic time of the last bytes of an agent, whose messages are delivered. Any thread may call it."""
+        return self._peers[task].heard_at
+
     def close(self) -> None:
         """Disconnects every agent and ends the thread, within `bounds.CHANNEL_CLOSE_TIMEOUT`."""
         if not self._thread.ident:

@@ -213,6 +213,10 @@ class Roster:
         """Returns the members that have exited or are disconnected."""
         return [member for member in self._members.values() if member.is_gone]
 
+    def awaited(self, over: set[int]) -> list[Member]:
+        """Returns the connected members that may still report of a rank; those in ``over`` have ended."""
+        return [member for member in self.numbered() if not member.is_gone and not over.issuperset(member.ranks)]
+
     def disconnected(self) -> list[Member]:
         """Returns the members that are disconnected and may connect again."""
         return [member for member in self.gone() if member.left_at is None]
