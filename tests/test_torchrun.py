@@ -198,7 +198,7 @@ def leave_late(how: str, seconds: float, witness: str) -> str:
     [
         ("thread", r"cut off the thread 'upload' in work, .*test_torchrun.py:\d+\."),
         pytest.param("handler", r"cut off an exit handler in work, .*test_torchrun.py:\d+\.", marks=pytest.mark.soak),
-        pytest.param("lock", "native code that holds the interpreter's lock", marks=pytest.mark.soak),
+        pytest.param("lock", "native code that holds the GIL", marks=pytest.mark.soak),
     ],
 )
 def test_what_the_end_of_a_rank_cuts_off_is_in_its_log(launcher: Launcher, tmp_path: Path, how: str, cut: str) -> None:

@@ -96,10 +96,10 @@ DELIVERY_INTERVAL = 0.5
 
 # An agent.
 
-FLUSH_TIMEOUT = 0.1
-"""Seconds for ranks to send the reports that they hold before they are stopped; one in native code may not answer."""
+FLUSH_TIMEOUT = 1.0
+"""Seconds, or half of the grace, for stopped ranks to send reports that they hold; native code may not answer."""
 
-WORKER_EXIT_MARGIN = 1.0
+WORKER_EXIT_MARGIN = 4.0
 """Seconds after ``exit_timeout`` in which workers exit by themselves and log which exit handlers they cut off."""
 
 LAST_LINES_TIMEOUT = 600.0

@@ -1,8 +1,11 @@
 """The checkpoint that was reported just before a rank raised: only the death of a process loses what it writes."""
 
 import os
+import signal
+import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,20 +127,25 @@ def test_a_metric_may_have_the_name_of_an_own_column(launcher: Launcher) -> None
     assert handle.status().metrics == {"time": 12.5, "rank": 0.75, "loss": 1.0}
 
 
-def test_a_rank_that_is_stopped_for_another_one_loses_no_report(launcher: Launcher) -> None:
-    """Rows that shortly follow each other are sent together, half a second later."""
+def test_a_rank_that_is_stopped_for_another_one_loses_no_report(launcher: Launcher, tmp_path: Path) -> None:
+    """Rows that shortly follow each other are sent together, half a second later; the rank gets no processor then."""
 
     def train() -> None:
+        if rt.get_context().rank == 0:
+            (tmp_path / "rank-0").write_text(str(os.getpid()))
         rt.report({"step": 0})
         time.sleep(0.05)
         for step in (1, 2):
             rt.report({"step": step})
         rt.barrier()
         if rt.get_context().rank == 1:
+            other = int((tmp_path / "rank-0").read_text())
+            subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -CONT {other}"], start_new_session=True)
+            os.kill(other, signal.SIGSTOP)
             raise ValueError("no luck")
         time.sleep(600)
 
-    launcher = launcher.options(num_processes=2, run_id="stopped")
+    launcher = launcher.options(num_processes=2, run_id="stopped", stop_grace=20.0)
     with pytest.raises(WorkerFailedError, match="no luck"):
         launcher.run(train)
     handle = launcher.find()

@@ -59,8 +59,8 @@ class Rank:
         self.outcome: messages.Finished | messages.Failed | None = None
         self.writing: set[int] = set()
         """Numbers of the checkpoints that the training reported and the worker has not written yet."""
-        self.has_flushed = False
-        """True once the worker has sent all reports that preceded the stop."""
+        self.has_flushed = True
+        """False from the call of the training until the worker has sent all reports that preceded a stop."""
         self.begun: frozenset[int] | None = None
         """Numbers of the checkpoints that the training reported before the stop; None until a stop."""
         self._client = client
@@ -119,6 +119,8 @@ class Rank:
             self.writing.add(message.index)
         elif isinstance(message, (messages.Part, messages.PartFailed)):
             self.writing.discard(message.index)
+        elif isinstance(message, messages.Entered):
+            self.has_flushed = False
         elif isinstance(message, messages.Flushed):
             # The worker may have reported some that were on their way when the agent stopped it.
             self.has_flushed, self.begun = True, frozenset(self.writing)
@@ -311,8 +313,7 @@ class Ending:
         self.is_early = True
         if not self.has_begun:
             self.has_begun = True
-            self._asked = set()
-            self.flush_by = now + bounds.FLUSH_TIMEOUT
+            self.flush_by = now + min(bounds.FLUSH_TIMEOUT, (deadline - now) / 2)
             for rank in self._ranks:
                 rank.begun = frozenset(rank.writing)
                 rank.tell(messages.Flush())
@@ -366,8 +367,7 @@ class Ending:
             self.kill_at = None
             for rank in self._ranks:
                 if rank.alive and not self.is_early:
-                    what = "native code that holds the interpreter's lock"
-                    rank.output.add([cut_off_message(self._exit_timeout, what)])
+                    rank.output.add([cut_off_message(self._exit_timeout, "native code that holds the GIL")])
                 rank.kill(signal.SIGKILL)
 
     def deliver_last_lines(self, dispatch: Callable[[float], None]) -> None:

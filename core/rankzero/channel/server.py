@@ -102,7 +102,7 @@ class ChannelServer:
         self._call(lambda: self._queue(list(self._peers.values()), body))
 
     def heard_at(self, task: int) -> float:
-        """Returns the monotonic time of the last bytes of an agent, whose messages are delivered. Any thread may call it."""
+        """Returns the monotonic time of the last delivered bytes of an agent. Any thread may call it."""
         return self._peers[task].heard_at
 
     def close(self) -> None:
