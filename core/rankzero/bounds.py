@@ -99,9 +99,6 @@ DELIVERY_INTERVAL = 0.5
 FLUSH_TIMEOUT = 1.0
 """Seconds, or half of the grace, for stopped ranks to send reports that they hold; native code may not answer."""
 
-WORKER_EXIT_MARGIN = 4.0
-"""Seconds after ``exit_timeout`` in which workers exit by themselves and log which exit handlers they cut off."""
-
 LAST_LINES_TIMEOUT = 600.0
 LAST_LINES_STALL_TIMEOUT = 15.0
 """Seconds to deliver all last lines after a success, and seconds without an accepted one until they are dropped."""
@@ -112,14 +109,15 @@ STOPPED_LINES_TIMEOUT = 1.5
 LAST_LINES_POLL_INTERVAL = 0.001
 """Seconds until the first poll whether the driver has accepted the last lines; the interval doubles."""
 
-STACKS_TIMEOUT = 1.0
+STACKS_TIMEOUT = 2.0
 """Seconds that the workers get to write their stacks."""
 
 SOURCE_SETTLED_AFTER = 2.0
 """Seconds from a source's last change until a compiled form that counts as current, by seconds, can be of it alone."""
 
+WORKER_EXIT_MARGIN = 4.0
 CUT_OFF_GRACE = 5.0
-"""Seconds to exit for a rank that closed its connection to the agent before it finished."""
+"""Seconds to exit for a rank whose ``exit_timeout`` is over, and for one that has closed its connection too early."""
 
 # The driver.
 
@@ -156,8 +154,9 @@ STOP_MARGIN = 2.0
 SUCCESS_END_TIMEOUT = 25.0
 """Seconds without a message until agents are cancelled after a success; they run exit handlers and deliver lines."""
 
-STACKS_WINDOW = 3.0
-"""Seconds to wait for the ranks' stacks once a run counts as hung."""
+STACKS_WINDOW = 5.0
+SLOTS_TIMEOUT = 2.0
+"""Seconds to wait for stacks once a run counts as hung, and for slots that are asked for as ``start_timeout`` ends."""
 
 RESTART_PAUSE_MAX = 60.0
 """Longest pause in seconds before a restart."""

@@ -80,6 +80,19 @@ def test_start_timeout_bounds_the_wait_and_says_what_was_missing(growing: Launch
     assert it.value.missing == ["task 1"]
 
 
+def test_an_engine_that_is_asked_as_the_start_timeout_ends_is_waited_for(
+    growing: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(_: SlotsSession) -> int:
+        time.sleep(0.5)
+        return 1
+
+    monkeypatch.setattr(SlotsSession, "slots", answer)
+    with pytest.raises(StartTimeoutError, match="offers 1 of the 2") as caught:
+        growing.options(start_timeout=1.4).run(len, "ab")
+    assert caught.value.missing == ["task 1"]
+
+
 def test_a_wait_can_be_cancelled(growing: Launcher, slots: Path) -> None:
     slots.write_text("0")
 

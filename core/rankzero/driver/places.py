@@ -122,7 +122,7 @@ class _Asking(State):
     def __init__(self, plan: Plan, question: Callable[[], Any], deadline: float) -> None:
         self._plan = plan
         self._question = question
-        self._deadline = deadline
+        self._deadline = self._answer_by = deadline
         self._ask()
 
     def _ask(self) -> None:
@@ -146,7 +146,7 @@ class _Asking(State):
             self._report_at = now + bounds.WAITING_INTERVAL
             waited = f"{now - self._asked_at:.0f} s"
             self._plan.recorder.announce("waiting", f"waiting for the engine {engine} to answer, for {waited}")
-        if now > self._deadline:
+        if now > self._answer_by:
             what = f"the engine {engine} did not answer within start_timeout={bound} s"
             raise StartTimeoutError(what, missing=["engine"])
         return self
@@ -219,6 +219,8 @@ class WaitingForSlots(_Asking):
         if now >= self._ask_at:
             self._ask_at = math.inf
             self._ask()
+            # What the engine says is a better reason than that it has not said it yet.
+            self._answer_by = max(self._deadline, now + bounds.SLOTS_TIMEOUT)
         return self
 
     def on_reply(self, reply: Any, now: float) -> State:
