@@ -126,6 +126,14 @@ class Server:
     def broadcast(self, wire: dict[str, Any]) -> None:
         self.send(0, wire)
 
+    def heard_at(self, task: int) -> float:
+        """No agent stands still."""
+        return time.monotonic()
+
+    def when_alone(self, act: Callable[[], None]) -> None:
+        """Everything is read."""
+        act()
+
     def close(self) -> None: ...
 
 

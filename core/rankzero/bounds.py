@@ -80,7 +80,7 @@ UNPROVED_GRACE = 1.0
 
 DISCONNECT_TIMEOUT = 1.0
 CHANNEL_CLOSE_TIMEOUT = 5.0
-"""Time that agents have to receive the server's disconnect when it closes, and that its thread then has to end."""
+"""Time for agents to disconnect once they end or the server closes, and for its thread to end then."""
 
 CHANNEL_JOIN_MARGIN = 0.5
 """Time beyond its timeout that an agent's `close` waits for the thread, which may hang in a name lookup."""
@@ -193,8 +193,8 @@ TICK_OF_TRAINING = 0.5
 LEASE_POLL_INTERVAL_MAX = 30.0
 """Most seconds between two reads of a lease on an object store, since it may have been shortened."""
 
-CANCEL_REQUEST_TIMEOUT = 1.0
-"""Seconds for an object store to answer whether the end that a signal asks for was requested by a user."""
+CANCEL_REQUEST_TIMEOUT = 2.0
+"""Seconds for a read of an object store that says whether the end that a signal asks for was requested by a user."""
 
 # Every process: polls.
 

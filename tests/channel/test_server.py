@@ -350,3 +350,23 @@ def test_a_channel_that_fails_ends_the_run_with_its_reason(tmp_path: Path, monke
     launcher = Launcher(1, store=tmp_path, start_timeout=60)
     with pytest.raises(EngineError, match="the driver's channel failed: RuntimeError: Cannot run the event loop while"):
         launcher.run(int)
+
+
+def test_what_agents_sent_before_they_ended_is_read_before_their_end_is_used(serving: Any) -> None:
+    assert serving.hears()
+    (client,) = serving.clients
+    serving.server._loop.call_soon_threadsafe(time.sleep, 1.0)
+    # Meanwhile the agent says its last words and is killed, and so its engine reports.
+    client.queue({"type": "last"})
+    time.sleep(0.3)
+    client.close(0.0)
+    seen: list[list[Message]] = []
+    said = threading.Event()
+
+    def note() -> None:
+        seen.append([message for _, message in iter_queue(serving)])
+        said.set()
+
+    serving.server.when_alone(note)
+    assert said.wait(20)
+    assert [message["type"] for message in seen[0]][:1] == ["last"]

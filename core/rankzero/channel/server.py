@@ -74,6 +74,7 @@ class ChannelServer:
         self._ended = asyncio.Event()
         self._withheld: set[Peer] = set()
         self._is_closing = False
+        self._when_alone: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run_loop, name="rankzero-channel", daemon=True)
         self._stopped = threading.Event()
         self.failure: BaseException | None = None
@@ -104,6 +105,23 @@ class ChannelServer:
     def heard_at(self, task: int) -> float:
         """Returns the monotonic time of the last delivered bytes of an agent. Any thread may call it."""
         return self._peers[task].heard_at
+
+    def when_alone(self, act: Callable[[], None]) -> None:
+        """Calls ``act`` once what agents that have ended sent is delivered. Any thread may call it.
+
+        That is when no agent is connected, or after `bounds.DISCONNECT_TIMEOUT`: one may have lost its network.
+        """
+
+        def begin() -> None:
+            self._when_alone.append(act)
+            self._loop.call_later(bounds.DISCONNECT_TIMEOUT, self._act_alone)
+            self._stop_when_alone()
+
+        try:
+            self._loop.call_soon_threadsafe(begin)
+        except RuntimeError:
+            # The loop is closed: nothing more will be read.
+            act()
 
     def close(self) -> None:
         """Disconnects every agent and ends the thread, within `bounds.CHANNEL_CLOSE_TIMEOUT`."""
@@ -162,8 +180,15 @@ class ChannelServer:
         self._stop_when_alone()
 
     def _stop_when_alone(self) -> None:
-        if self._is_closing and not any(peer.connection for peer in self._peers.values()):
+        if any(peer.connection for peer in self._peers.values()):
+            return
+        self._act_alone()
+        if self._is_closing:
             self._ended.set()
+
+    def _act_alone(self) -> None:
+        while self._when_alone:
+            self._when_alone.pop()()
 
     async def _accept(self) -> NoReturn:
         with self._listener:

@@ -87,6 +87,7 @@ class Attempt:
         self._hang = HangWatch(job.num_processes, self.broadcast, self._roster.disconnected)
         self._remaining = RemainingWatch(job.num_processes, self.broadcast)
         self._ended: Future[BaseException | None] = Future()
+        self._ended.add_done_callback(mailbox.wake)
         encrypts = job.encrypts(by_default=session.encrypts)
         identity = None
         if encrypts:
@@ -172,13 +173,12 @@ class Attempt:
         self.storage.poll()
         if (failure := self._server.failure) and not self.facts.refusal:
             self.facts.refusal = EngineError(f"the driver's channel failed: {type(failure).__name__}: {failure}")
-        # Messages that arrived before the end explain it.
         if self._ended.done() and self.mailbox.is_empty:
             self.facts.engine_ended, self.facts.engine_error = True, self._ended.result()
 
     def _on_engine_end(self, error: BaseException | None) -> None:
-        self._ended.set_result(error)
-        self.mailbox.wake()
+        # Messages that arrived before the end explain it; the driver may have stood still and not have read them.
+        self._server.when_alone(functools.partial(self._ended.set_result, error))
 
     def _on_settled(self, settled: Manifest | int) -> None:
         if isinstance(settled, int):

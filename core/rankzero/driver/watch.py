@@ -155,11 +155,11 @@ class Watch:
         now = time.monotonic()
         if self._inbox.interrupted:
             # A cancel from this host writes the request, then wakes its driver by a signal.
-            deadline = now + bounds.CANCEL_REQUEST_TIMEOUT
             if self._poller:
                 # The store may have executed its read before the request came.
                 self._poller.join(bounds.CANCEL_REQUEST_TIMEOUT)
-            self._poll(max(0.0, deadline - time.monotonic()))
+            self._poll(bounds.CANCEL_REQUEST_TIMEOUT)
+            deadline = time.monotonic() + bounds.CANCEL_REQUEST_TIMEOUT
             while self._is_unreadable and time.monotonic() < deadline:
                 time.sleep(bounds.POLL_INTERVAL_SHORT)
                 self._poll(bounds.POLL_INTERVAL_SHORT)
