@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -227,6 +227,11 @@ def free_ports(count: int) -> tuple[int, int]:
     raise AssertionError("no free ports")
 
 
+def of_ranks(lines: Iterable[str]) -> list[str]:
+    """The lines without those of rankzero itself: a start on a busy machine may say that it waits."""
+    return [line for line in lines if "rankzero: " not in line]
+
+
 def processes_with(marker: str) -> list[int]:
     """Ids of live processes whose initial environment holds ``marker``. A process that has exited shows none."""
     found, sought, own = [], marker.encode(), str(os.getpid())
@@ -433,9 +438,16 @@ def spark_session(master: str, **conf: str) -> "Iterator[SparkSession]":
 
 
 @pytest.fixture(scope="module")
-def session() -> "Iterator[SparkSession]":
-    """A SparkSession of the test's own process, without PYSPARK_PYTHON, as users have it."""
-    os.environ.pop("PYSPARK_PYTHON", None)
+def default_python() -> Iterator[None]:
+    """No PYSPARK_PYTHON, as users have it; afterwards it is as it was."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYSPARK_PYTHON", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def session(default_python: None) -> "Iterator[SparkSession]":
+    """A SparkSession of the test's own process."""
     with spark_session("local[4]") as spark:
         yield spark
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.conftest import of_ranks
 
 import rankzero.train as rt
 from rankzero import Launcher, bounds, store
@@ -31,7 +32,7 @@ def follow(launcher: Launcher, folder: Path) -> list[str]:
         heard.append(line)
         if line.endswith("one"):
             (folder / "heard").touch()
-    return sorted(heard)
+    return sorted(of_ranks(heard))
 
 
 def test_sizes_that_are_told_late_cost_no_line(
@@ -92,6 +93,6 @@ def test_a_store_that_fails_when_a_run_is_followed_does_not_end_it(
     with launcher.options(num_processes=1, run_id="run", orphan_timeout=60.0).owned(max, (1, 2), {}) as handle:
         followed.append(True)
         monkeypatch.setattr(store, "read_bytes", fail_once)
-        assert list(handle.output.lines(handle.output.starts(), follow=True, prefix=True)) == []
+        assert of_ranks(handle.output.lines(handle.output.starts(), follow=True, prefix=True)) == []
         assert handle.result(60) == 2
     assert "job.json" not in names

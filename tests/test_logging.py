@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 
 import pytest
+from tests.conftest import of_ranks
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
 from rankzero.pipeline import print_line
@@ -147,14 +148,17 @@ def test_the_callers_level_holds_in_ranks(
         logging.getLogger("model").debug("detail")
         logging.getLogger("model").info("begins")
 
+    def printed() -> list[str]:
+        return of_ranks(capsys.readouterr().out.splitlines())
+
     launcher = launcher.options(num_processes=1)
     monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
     launcher.run(train, False)
-    assert capsys.readouterr().out == ""
+    assert printed() == []
     monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
     launcher.run(train, False)
-    assert capsys.readouterr().out == "[0] INFO:model:begins\n"
+    assert printed() == ["[0] INFO:model:begins"]
     launcher.run(train, True)
-    assert capsys.readouterr().out == "[0] mine: begins\n"
+    assert printed() == ["[0] mine: begins"]
     launcher.options(env={"RANKZERO_LOG_LEVEL": "DEBUG"}).run(train, True)
-    assert capsys.readouterr().out == "[0] mine: detail\n[0] mine: begins\n"
+    assert printed() == ["[0] mine: detail", "[0] mine: begins"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.conftest import until
+from tests.conftest import of_ranks, until
 
 from rankzero import Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError, store
 from rankzero.channel import Uploads
@@ -19,9 +19,9 @@ from rankzero.submit import start_driver
 
 
 @pytest.fixture
-def remote(launcher: Launcher) -> Launcher:
+def remote(launcher: Launcher, tmp_path: Path) -> Launcher:
     """A store that exists in this process only, so that the driver must pass everything on."""
-    return launcher.options(store="memory://bucket/runs")
+    return launcher.options(store=f"memory://{tmp_path.name}/runs")
 
 
 def test_payload_modules_logs_metrics_and_result_pass_through_the_driver(remote: Launcher) -> None:
@@ -40,11 +40,11 @@ def test_payload_modules_logs_metrics_and_result_pass_through_the_driver(remote:
     state = remote.options(run_id="far").run(train, bytes(5 << 20), ref)
     assert torch.equal(state["weights"], torch.arange(3_000_000))
     assert torch.equal(state["bias"], torch.full((2,), 2.0))
-    handle = RunHandle.attach("memory://bucket/runs/far")
-    assert sorted(handle.logs()) == [f"[{rank}] got {5 << 20} bytes" for rank in range(2)]
+    handle = RunHandle.attach(f"{remote.store}/far")
+    assert sorted(of_ranks(handle.logs())) == [f"[{rank}] got {5 << 20} bytes" for rank in range(2)]
     assert [row["size"] for row in handle.metrics()] == [5 << 20] * 2
     ref = handle.result_ref()
-    assert ref.uri == "memory://bucket/runs/far/result/value-0.safetensors"
+    assert ref.uri == f"{remote.store}/far/result/value-0.safetensors"
     assert handle.status().state == "succeeded"
 
 
@@ -56,12 +56,12 @@ def test_the_report_is_there_too_with_the_last_lines_of_each_rank(remote: Launch
             print(f"line {number} of {rt.get_context().rank}")
 
     remote.options(run_id="seen").run(train)
-    handle = RunHandle.attach("memory://bucket/runs/seen")
+    handle = RunHandle.attach(f"{remote.store}/seen")
     every = {rank: ([f"line {number} of {rank}" for number in range(3)], False) for rank in range(2)}
 
     def tails(size: int) -> dict[int, tuple[list[str], bool]]:
         found = handle.output.tails(range(2), size).items()
-        return {rank: ([line.text for line in lines], cut) for rank, (lines, cut) in found}
+        return {rank: (of_ranks(line.text for line in lines), cut) for rank, (lines, cut) in found}
 
     assert tails(1000) == every
     assert tails(len("line 2 of 0")) == {rank: (lines[2:], True) for rank, (lines, _) in every.items()}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.conftest import of_ranks
 
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, bounds
@@ -47,7 +48,7 @@ def test_lines_of_a_quiet_rank_travel_together(launcher: Launcher, deliveries: l
     began = time.monotonic()
     Launcher(1, store=launcher.store).run(train)
     lasted = time.monotonic() - began
-    assert [line for lines in deliveries for line in lines] == [f"line {number}" for number in range(LINES)]
+    assert of_ranks(line for lines in deliveries for line in lines) == [f"line {number}" for number in range(LINES)]
     # The first comes at once, and the last ones with the end of the rank.
     assert len(deliveries) <= lasted / bounds.DELIVERY_INTERVAL + 3
 
@@ -78,7 +79,10 @@ def control() -> Iterator[tuple[Control, socket.socket]]:
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.settimeout(10)
     with mine:
-        yield Control(other.detach()), mine
+        rank = Control(other.detach())
+        yield rank, mine
+        # What a failed test has left would find the socket closed some day, and end this process.
+        rank.flush()
 
 
 @pytest.fixture
@@ -197,15 +201,28 @@ def test_a_report_too_large_for_a_message_is_refused_before_anything_is_sent() -
         rt.report({"text": "x" * (1 << 20)})
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_each_thread_that_waits_for_a_file_learns_that_it_cannot_be_had(
+@pytest.fixture
+def listening(
     control: tuple[Control, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank, agent = control
-    # The end of the agent ends a rank: here, the thread that listens.
+) -> Iterator[tuple[Control, socket.socket]]:
+    """The same, with the thread that listens: the end of the agent, which ends a rank, ends that thread alone."""
     monkeypatch.setattr(os, "_exit", sys.exit)
+    rank, agent = control
     before = set(threading.enumerate())
     rank.listen(lambda message: None)
+    (thread,) = [new for new in set(threading.enumerate()) - before if new.name == "rankzero-control"]
+    yield rank, agent
+    rank.flush()
+    agent.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_each_thread_that_waits_for_a_file_learns_that_it_cannot_be_had(
+    listening: tuple[Control, socket.socket],
+) -> None:
+    rank, agent = listening
     errors: list[str] = []
 
     def fetch() -> None:
@@ -233,8 +250,3 @@ def test_each_thread_that_waits_for_a_file_learns_that_it_cannot_be_had(
     again.join(10)
     assert not again.is_alive()
     assert len(errors) == 2
-    agent.close()
-    for thread in threading.enumerate():
-        if thread not in before and thread.name == "rankzero-control":
-            thread.join(10)
-            assert not thread.is_alive()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tests.conftest import free_port
 
 from rankzero import bounds
 from rankzero.host import first_reachable, network, socket_environment
@@ -72,8 +73,7 @@ def listener() -> Iterator[int]:
 
 @pytest.fixture
 def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_port()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "::ffff:127.0.0.1"])

@@ -428,7 +428,7 @@ def test_a_server_whose_owner_dies_while_it_imports_leaves_nothing(tmp_path: Pat
 @pytest.fixture
 def lonely(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A server that is content with little idling."""
-    changes = "warm.bounds.WARM_IDLE_TIMEOUT = 1.0; warm.PRELOADED_LATER = ()"
+    changes = "warm.bounds.WARM_IDLE_TIMEOUT = 5.0; warm.PRELOADED_LATER = ()"
     with server_of(os.getpid(), tmp_path / "server", changes) as process:
         yield process
 
@@ -449,7 +449,7 @@ def test_a_request_that_makes_no_sense_harms_nobody(lonely: subprocess.Popen[str
     )
     with contextlib.ExitStack() as connections:
         waiting = []
-        # All of them before it has loaded torch: it idles for a second only.
+        # All of them before it has loaded torch: it idles for seconds only.
         for request in requests:
             connection = connections.enter_context(socket.socket(socket.AF_UNIX))
             connection.settimeout(60)

@@ -18,7 +18,7 @@ from rankzero import bounds
 from rankzero.channel import ChannelClient, ChannelServer, Identity, Message, auth, make_identity
 from rankzero.host import listen
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 class Serving:

@@ -160,7 +160,9 @@ def test_silence_is_the_end_for_both_when_it_lasts(serving: Any, proxy: Any, rec
     heard: list[tuple[int, Message]] = []
     while (0, LOST) not in [(task, message["type"]) for task, message in heard]:
         heard.append(serving.next())
-    assert [message["type"] for task, message in heard if task == 0] == [DISCONNECTED, LOST]
+    types = [message["type"] for task, message in heard if task == 0]
+    # A machine that stood still for a second has cut the connection before.
+    assert types == [DISCONNECTED, RECONNECTED] * (len(types) // 2 - 1) + [DISCONNECTED, LOST]
     proxy.heal()
     other.queue({"type": "still here"})
     # A machine that stood still for a second has cut that one, too.

@@ -111,7 +111,11 @@ time.sleep(60)
 """
 
 
-def test_an_agent_that_dies_is_disconnected_and_then_lost(serving: Any, fast: None) -> None:
+def test_an_agent_that_dies_is_disconnected_and_then_lost(
+    serving: Any, fast: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The agent, another process, pings each second only.
+    monkeypatch.setattr(bounds, "CONNECTION_SILENCE", 20.0)
     with subprocess.Popen([sys.executable, "-c", JOIN, serving.host, str(serving.port), serving.secret]) as agent:
         try:
             assert serving.next() == (3, {"type": "join"})
@@ -148,6 +152,8 @@ def test_a_server_that_closes_while_agents_come_and_go_ends_well(serve: Any) -> 
             if go_first:
                 client.close(0.0)
         serving.server.close()
+        # A thread says that it is done before it has ended.
+        serving.server._thread.join(bounds.CHANNEL_CLOSE_TIMEOUT)
         assert not serving.server._thread.is_alive()
 
 
@@ -326,12 +332,21 @@ def test_an_agent_whose_drivers_process_lives_takes_silence_for_a_pause(
         receive(client, lambda _: False)
 
 
-def test_a_driver_that_stood_still_loses_no_agent(serving: Any, fast: None, receive: Receive) -> None:
+def test_a_driver_that_stood_still_loses_no_agent(
+    serving: Any, fast: None, receive: Receive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stand_still() -> None:
+        time.sleep(bounds.CONNECTION_LOST_AFTER + bounds.CONNECTION_SILENCE)
+        # After some looks at its agents. This one may need longer to come back.
+        serving.server._loop.call_later(
+            bounds.PING_INTERVAL, monkeypatch.setattr, bounds, "CONNECTION_LOST_AFTER", 20.0
+        )
+
     client = serving.client(driver_lives=lambda: True)
     client.queue({"type": "join"})
     assert serving.next() == (0, {"type": "join"})
     # As one call of native code does that keeps the interpreter's lock, or Ctrl-Z.
-    serving.server._call(lambda: time.sleep(bounds.CONNECTION_LOST_AFTER + bounds.CONNECTION_SILENCE))
+    serving.server._call(stand_still)
     serving.server.send(0, {"type": "stop"})
     assert receive(client, lambda got: got) == [{"type": "stop"}]
     client.queue({"type": "bye"})

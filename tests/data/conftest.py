@@ -1,6 +1,5 @@
 """A SparkSession whose Python workers start quickly: queries of these tests start dozens of them."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +12,7 @@ CONF = {
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[object]:
+def session(default_python: None) -> Iterator[object]:
     """A SparkSession of the test's own process. `test_materialization_faults` has one with Spark's own daemon."""
-    os.environ.pop("PYSPARK_PYTHON", None)
     with spark_session("local[4]", **CONF) as spark:
         yield spark

@@ -25,9 +25,8 @@ STUCK = "SELECT id FROM range(0, 4, 1, 4) WHERE id = 0 OR java_method('java.lang
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Any]:
+def session(default_python: None) -> Iterator[Any]:
     """A session whose Python workers Spark's own daemon starts, as those of users: nothing is imported before."""
-    os.environ.pop("PYSPARK_PYTHON", None)
     with spark_session("local[2]") as spark:
         yield spark
 

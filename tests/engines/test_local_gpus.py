@@ -114,7 +114,7 @@ def test_two_runs_of_one_machine_share_its_gpus_out(
     assert launcher.options(num_processes=2).run(visible) == "1,2"
     # Waited for, like the places of a cluster; more than there are is known at once.
     with pytest.raises(StartTimeoutError, match="GPUs, some of which other runs use: it offers 2 of the 3"):
-        launcher.options(num_processes=3, start_timeout=0.5).run(visible)
+        launcher.options(num_processes=3, start_timeout=5.0).run(visible)
     with pytest.raises(InsufficientSlotsError, match="needs 4 GPUs.*offers 3"):
         launcher.options(num_processes=4).run(visible)
     go.touch()

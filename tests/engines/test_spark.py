@@ -27,6 +27,7 @@ from rankzero import (
     SparkEngine,
     StartTimeoutError,
     WorkerFailedError,
+    bounds,
 )
 from rankzero.engines import AgentGroup, with_own_python
 from rankzero.job import Job
@@ -239,7 +240,12 @@ def test_agents_are_cancelled_where_spark_cannot_cancel_future_jobs(
     assert [name.rpartition("-")[0] for name in names] == ["rankzero-run"]
 
 
-def test_cancelling_the_spark_job_ends_the_run_with_that_cause(on_session: Launcher, session: Any) -> None:
+def test_cancelling_the_spark_job_ends_the_run_with_that_cause(
+    on_session: Launcher, session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The words of Spark may come long after the end of its tasks.
+    monkeypatch.setattr(bounds, "AGENT_LOST_WINDOW", 30.0)
+
     def train() -> None:
         while True:
             time.sleep(0.1)

@@ -109,10 +109,13 @@ def test_ranks_of_a_removed_run_write_nothing_into_the_new_one(
     try:
         until(lambda: (store.remove(old.directory), not store.list_names(old.directory))[1], 30, "the removal")
         new = launcher.submit(write_and_wait, folder, "new")
-        until((tmp_path / "new-begun").exists, 60, "the new training")
+        # At once: an agent waits for a driver that stands still no longer than CONNECTION_LOST_AFTER.
         (tmp_path / "old-go").touch()
-        until((tmp_path / "old-said").exists, 60, "the old rank")
-        assert "was removed, or is another run's by now" in (tmp_path / "old-said").read_text()
+        said = tmp_path / "old-said"
+        # A file is there before its text.
+        text = until(lambda: said.exists() and said.read_text(), 60, "the old rank")
+        assert "was removed, or is another run's by now" in text
+        until((tmp_path / "new-begun").exists, 60, "the new training")
     finally:
         driver.resume()
     assert wait_until_gone(f"OF_RANK={mark}") == [], "the old training ends by itself"

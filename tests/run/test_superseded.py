@@ -50,7 +50,10 @@ def test_a_handle_returns_the_value_of_its_own_submission(single: Launcher, tmp_
     last = single.submit(train, "last", folder)
     until((tmp_path / "last-begun").exists, 60, "the last training")
     # A handle that another process makes now is one of the last submission.
-    assert RunHandle.attach(last.directory).status().state == "running"
+    attached = RunHandle.attach(last.directory)
+    assert attached.submission == last.submission == 2
+    # The status may be written after the first rank has begun.
+    until(lambda: attached.status().state == "running", 60, "the status")
     assert one.result(1) == "one"
     assert one.status().submission == 0
     with pytest.raises(WorkerFailedError, match="no value"):

@@ -177,8 +177,7 @@ def test_a_try_that_comes_while_a_run_cancels_itself_waits_and_resumes_it(
     handle = single.submit(end_late, str(tmp_path))
     until((tmp_path / "begun").exists, 60, "the training")
     run = RunDirectory(handle.directory)
-    driver = run.status().driver_pid
-    assert driver
+    driver = until(lambda: run.status().driver_pid, 60, "its driver")
     # As a host does that is shut down.
     os.kill(driver, signal.SIGTERM)
     until(lambda: run.status().cancelling, 60, "the driver's decision")
