@@ -336,6 +336,8 @@ def test_a_driver_that_stood_still_loses_no_agent(
     serving: Any, fast: None, receive: Receive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stand_still() -> None:
+        # What an agent had sent meanwhile would be received before its silence is counted.
+        serving.server._peers[0].connection.drop("cut")
         time.sleep(bounds.CONNECTION_LOST_AFTER + bounds.CONNECTION_SILENCE)
         # After some looks at its agents. This one may need longer to come back.
         serving.server._loop.call_later(
