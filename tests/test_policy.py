@@ -36,7 +36,7 @@ def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure]
 
 
 @pytest.mark.parametrize(
-    ("failures", "waited", "heard", "conclusive"),
+    ("failures", "waited", "read", "conclusive"),
     [
         ([RAISED], 0.0, -1.0, True),
         ([KILLED], 0.0, -1.0, True),
@@ -48,8 +48,8 @@ def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure]
         ([ECHO, RAISED], 0.1, -1.0, True),
     ],
 )
-def test_only_an_echo_is_waited_for(failures: list[Failure], waited: float, heard: float, conclusive: bool) -> None:
-    assert ending.is_conclusive(failures, waited, heard) is conclusive
+def test_only_an_echo_is_waited_for(failures: list[Failure], waited: float, read: float, conclusive: bool) -> None:
+    assert ending.is_conclusive(failures, waited, read) is conclusive
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class Server:
     def broadcast(self, wire: dict[str, Any]) -> None:
         self.send(0, wire)
 
-    def heard_at(self, task: int) -> float:
+    def read_at(self, task: int) -> float:
         """No agent stands still."""
         return time.monotonic()
 

@@ -62,7 +62,7 @@ class Peer:
         self.session = Session(limits.FETCH_WINDOW, limits.BULK_WINDOW)
         self.connection: Connection | None = None
         self.number = -1
-        self.received_at = self.heard_at = self.pinged = time.monotonic()
+        self.received_at = self.read_at = self.pinged = time.monotonic()
         self.has_left = False
         self.is_lost = False
         self.withheld = 0
@@ -239,7 +239,7 @@ class Connection(asyncio.Protocol):
                 return
         if self.peer is not None:
             # Not before: who sees this time has the messages.
-            self.peer.heard_at = now
+            self.peer.read_at = now
             self.peer.pump()
 
     def _opened(self, data: bytes) -> bytes:

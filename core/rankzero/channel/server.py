@@ -102,9 +102,9 @@ class ChannelServer:
         body = message_body(CONTROL, message)
         self._call(lambda: self._queue(list(self._peers.values()), body))
 
-    def heard_at(self, task: int) -> float:
+    def read_at(self, task: int) -> float:
         """Returns the monotonic time of the last delivered bytes of an agent. Any thread may call it."""
-        return self._peers[task].heard_at
+        return self._peers[task].read_at
 
     def when_alone(self, act: Callable[[], None]) -> None:
         """Calls ``act`` once what agents that have ended sent is delivered. Any thread may call it.

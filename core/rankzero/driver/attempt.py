@@ -191,8 +191,8 @@ class Attempt:
 
     def judge(self, now: float) -> Verdict | None:
         """Returns how the attempt has ended; None while it may still succeed."""
-        heard_at = min((self._server.heard_at(one.task) for one in self._roster.awaited(self.facts.over)), default=now)
-        return ending.judge(self.facts, self._roster.gone(), heard_at, now, self._group.explain, self._recorder.tail)
+        read_at = min((self._server.read_at(one.task) for one in self._roster.awaited(self.facts.over)), default=now)
+        return ending.judge(self.facts, self._roster.gone(), read_at, now, self._group.explain, self._recorder.tail)
 
     def check(self, now: float) -> None:
         """Raises the typed error if the run must end: on request, or because it takes too long."""

@@ -164,7 +164,7 @@ Explain = Callable[[BaseException], RankZeroError]
 def judge(
     facts: Facts,
     gone: Sequence[Member],
-    heard_at: float,
+    read_at: float,
     now: float,
     explain: Explain,
     tail: Callable[[int], list[str]],
@@ -174,7 +174,7 @@ def judge(
     Args:
         facts: The reports so far.
         gone: Agents that exited or are disconnected.
-        heard_at: Monotonic time since which some agent is silent that is connected and has ranks that have not ended.
+        read_at: Monotonic time since which some agent is silent that is connected and has ranks that have not ended.
         now: Monotonic time.
         explain: Returns the typed error for the engine's error.
         tail: Returns the last log lines of a rank, for a rank that could not send them itself.
@@ -182,7 +182,7 @@ def judge(
     failures = facts.failures
     if facts.success:
         return Verdict(success=facts.success)
-    if failures and is_conclusive(failures, now - facts.failed_at, heard_at - facts.failed_at):
+    if failures and is_conclusive(failures, now - facts.failed_at, read_at - facts.failed_at):
         if gone and all(failure.report.collateral for failure in failures):
             # The peers of a lost host see only broken connections, even if that host had finished its own work.
             return _lost(gone[0], facts, explain)
@@ -208,16 +208,16 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.report.collateral, failure.order))
 
 
-def is_conclusive(failures: Sequence[Failure], waited: float, heard: float) -> bool:
+def is_conclusive(failures: Sequence[Failure], waited: float, read: float) -> bool:
     """Returns True if the first cause is known: a failure is no consequence, or the time to wait for one is over.
 
     Args:
         failures: The failures so far.
         waited: Seconds since the first of them.
-        heard: Seconds from the first of them to the last bytes of the agent that has been silent longest. That agent,
+        read: Seconds from the first of them to the last bytes of the agent that has been silent longest. That agent,
             or the driver itself, may have stood still, and the cause comes next.
     """
-    is_over = min(waited, heard) >= bounds.CAUSE_WINDOW or waited >= bounds.CAUSE_LIMIT
+    is_over = min(waited, read) >= bounds.CAUSE_WINDOW or waited >= bounds.CAUSE_LIMIT
     return is_over or any(not failure.report.collateral for failure in failures)
 
 

@@ -141,7 +141,8 @@ def report(
     """Reports metrics, and optionally a checkpoint. Like Ray's, it is a barrier: each worker must call it.
 
     A worker that raises after a report therefore loses no checkpoint of that report: those of all workers have been
-    copied, and are written before the attempt ends. A worker that is killed may lose its last one, and no earlier one.
+    copied, and are written before the attempt ends, within ``stop_grace``. A worker that is killed may lose its last
+    one, and no earlier one.
     If another worker than rank 0 gives a directory with files that rank 0's lacks, the checkpoint consists of the files
     of all workers; else it is rank 0's.
 
