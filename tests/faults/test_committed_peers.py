@@ -12,6 +12,7 @@ from tests.conftest import until, wait_until_gone
 from tests.faults.kit import TasksEngine
 
 from rankzero import Launcher, LocalEngine, RunCancelledError, RunHandle
+from rankzero.driver import Storage
 from rankzero.engines import Engine
 
 WAIT = 30.0
@@ -32,16 +33,24 @@ def train(folder: str) -> str:
     return "whole"
 
 
-def committed(launcher: Launcher, value: Future[Any]) -> RunHandle[Any]:
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks of which the driver, a thread of this process, knows that they have committed."""
+    ranks: list[int] = []
+    finish = Storage.finish
+
+    def note(storage: Storage, rank: int, *rest: Any) -> None:
+        finish(storage, rank, *rest)
+        ranks.append(rank)
+
+    monkeypatch.setattr(Storage, "finish", note)
+    return ranks
+
+
+def committed(launcher: Launcher, value: Future[Any], finished: list[int]) -> RunHandle[Any]:
     """Waits until rank 1 has."""
-
-    def returned() -> bool:
-        assert not value.done(), value.result()
-        run = launcher.find()
-        return run is not None and any(event["type"] == "returned" for event in run.events())
-
-    until(returned, 120.0, "the end of rank 1")
-    time.sleep(SETTLED)
+    until(lambda: 1 in finished or value.done(), 120.0, "the end of rank 1")
+    assert not value.done(), value.result()
     run = launcher.find()
     assert run is not None
     return run
@@ -51,23 +60,25 @@ def committed(launcher: Launcher, value: Future[Any]) -> RunHandle[Any]:
     "engine", [LocalEngine(), pytest.param(TasksEngine(), marks=pytest.mark.soak)], ids=["one agent", "an agent each"]
 )
 def test_a_stop_does_not_wait_for_ranks_that_have_committed(
-    launcher: Launcher, tmp_path: Path, marker: str, engine: Engine
+    launcher: Launcher, tmp_path: Path, marker: str, engine: Engine, finished: list[int]
 ) -> None:
     launcher = launcher.options(engine=engine, run_id="run", stop_grace=GRACE)
     with ThreadPoolExecutor(1) as executor:
         value = executor.submit(lambda: launcher.run(train, str(tmp_path)))
-        committed(launcher, value).cancel()
+        committed(launcher, value, finished).cancel()
         with pytest.raises(RunCancelledError):
             value.result(WAIT)
     assert wait_until_gone(marker) == []
 
 
-def test_an_agent_whose_ranks_have_committed_is_no_loss(launcher: Launcher, tmp_path: Path) -> None:
+def test_an_agent_whose_ranks_have_committed_is_no_loss(
+    launcher: Launcher, tmp_path: Path, finished: list[int]
+) -> None:
     launcher = launcher.options(engine=TasksEngine(), run_id="run", stop_grace=0.5)
     with ThreadPoolExecutor(1) as executor:
         value = executor.submit(lambda: launcher.run(train, str(tmp_path)))
         try:
-            committed(launcher, value)
+            committed(launcher, value, finished)
             os.kill(int((tmp_path / "agent-1").read_text()), signal.SIGTERM)
             with pytest.raises(TimeoutError):
                 # Longer than one that left is waited for.

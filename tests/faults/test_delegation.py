@@ -139,7 +139,7 @@ def test_a_run_that_is_cancelled_before_its_stage_begins_is_not_driven_there(
 
 
 def test_a_stage_that_does_not_begin_in_time_is_cancelled(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    submitted = Submitted(tmp_path, pool, start_timeout=0.2)
+    submitted = Submitted(tmp_path, pool, start_timeout=2.0)
     with pytest.raises(StartTimeoutError, match="the stage of 1 tasks did not start within"):
         submitted.followed.result(WAIT)
     assert submitted.stage.is_cancelled

@@ -189,7 +189,7 @@ def test_a_world_that_is_large_enough_starts_within_the_bound(
     slots.write_text("3")
     # Whether the ranks of a slow machine start in the time that is left is another matter.
     with contextlib.suppress(StartTimeoutError):
-        growing.options(num_processes=(2, 4), start_timeout=2.0).run(len, "ab")
+        growing.options(num_processes=(2, 4), start_timeout=10.0).run(len, "ab")
     assert await_event(growing, "world")["world_size"] == 3
 
 
@@ -201,8 +201,8 @@ def fail_and_leave(slots: str) -> None:
 
 def test_a_wait_between_two_attempts_counts_for_the_timeout(growing: Launcher, slots: Path) -> None:
     slots.write_text("1")
-    brief = growing.options(num_processes=1, max_restarts=1, timeout=4.0, start_timeout=30.0)
-    with pytest.raises(RunTimeoutError, match=r"timeout=4.0 s and was ended between two attempts"):
+    brief = growing.options(num_processes=1, max_restarts=1, timeout=10.0, start_timeout=30.0)
+    with pytest.raises(RunTimeoutError, match=r"timeout=10.0 s and was ended between two attempts"):
         brief.run(fail_and_leave, str(slots))
 
 

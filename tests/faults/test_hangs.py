@@ -28,11 +28,13 @@ def wait_for_peers(how: str) -> Any:
 
     # As it is read by the first group. In the environment of a launcher it would start a warm server.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100" if how == "recorded" else "0"
+    # A slow start of the group is no hang.
+    rt.report({"step": 0})
     dist.init_process_group("gloo")
+    rt.report({"step": 1})
     context = rt.get_context()
     if context.attempt:
         return "went on"
-    rt.report({"step": 1})
     if context.rank == 1:
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
         if how in ("python", "recorded"):
@@ -153,34 +155,38 @@ def test_a_hang_of_nccl_leaves_its_flight_recorders_dump(launcher: Launcher) -> 
     assert Path(handle.directory, "flight", "attempt-0", "rank-0.json").exists()
 
 
-def leave_rank_zero(does: str) -> str:
+def leave_rank_zero(does: str, witness: str) -> str:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     dist.barrier()
     if dist.get_rank() == 1:
+        while not os.path.exists(witness):
+            time.sleep(0.01)
         return "left"
+    ones = torch.ones(1)
+    Path(witness).touch()
     if does == "waits":
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(ones)
     # As an evaluation by rank 0 alone, or the upload of a model.
-    time.sleep(6.0)
+    time.sleep(10.0)
     return "evaluated"
 
 
 @pytest.mark.parametrize("does", ["waits", pytest.param("works alone", marks=pytest.mark.soak)])
 def test_a_rank_that_returns_early_is_named_and_whoever_waits_for_it_hangs(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, does: str
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
     """Whatever ``hang_timeout`` is: None by default."""
-    monkeypatch.setattr(bounds, "RETURNED_NOTICE", 1.0)
+    monkeypatch.setattr(bounds, "RETURNED_NOTICE", 3.0)
     monkeypatch.setattr(bounds, "RETURNED_HANG", 4.0)
     launcher = launcher.options(run_id="left", timeout=WAIT)
     if does == "waits":
         with pytest.raises(HangError, match="rank 1 returned, and rank 0 waited for 4 s in a collective") as caught:
-            launcher.run(leave_rank_zero, does)
+            launcher.run(leave_rank_zero, does, str(tmp_path / "witness"))
         assert "all_reduce" in (caught.value.stacks or {})["0"]
     else:
-        assert launcher.run(leave_rank_zero, does) == "evaluated"
+        assert launcher.run(leave_rank_zero, does, str(tmp_path / "witness")) == "evaluated"
     handle = launcher.find()
     assert handle is not None
     place = "waits in all_reduce" if does == "waits" else "is in leave_rank_zero"

@@ -103,7 +103,7 @@ def test_an_outage_while_a_run_ends_loses_no_lines(run: RunDirectory, pieces_sto
 def test_a_piece_that_lands_late_replaces_no_later_one(
     run: RunDirectory, pieces_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(recorders, "STORE_OUTAGE", 2.0)
+    monkeypatch.setattr(recorders, "STORE_OUTAGE", 5.0)
     recorder = Recorder(run, 0, 0)
     pieces_store.open.clear()
     recorder.log(0, ["the first line"])

@@ -19,7 +19,7 @@ on_namespaces = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="pods are made of Linux namespaces, which need root"
 )
 
-WAIT = 60.0
+WAIT = 180.0
 
 SCRIPT = """
 import os, sys, time

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import until
+from tests.conftest import is_alive, until
 
 from rankzero import EngineError, Launcher
 
@@ -51,5 +51,5 @@ def test_what_a_rank_has_started_ends_with_the_run(
         psutil.Process(ours[who]).kill()
         with pytest.raises(EngineError):
             running.result(WAIT)
-    until(lambda: not psutil.pid_exists(stranger), GONE, "the end of what the rank has started")
-    until(lambda: not psutil.pid_exists(agent), GONE, "the end of the agent")
+    until(lambda: not is_alive(stranger), GONE, "the end of what the rank has started")
+    until(lambda: not is_alive(agent), GONE, "the end of the agent")

@@ -243,9 +243,9 @@ def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp
     try:
         with drivers.open_owned(request, wait_for, (str(tmp_path / "go"),), {}) as handle:
             until(lambda: handle.status().state == "running", WAIT, "the training")
-            if not os.fork():
+            if not (child := os.fork()):
                 raise SystemExit
-            os.wait()
+            os.waitpid(child, 0)
             assert handle.status().state == "running"
             (tmp_path / "go").touch()
             assert handle.result(WAIT) == "trained"
@@ -267,6 +267,8 @@ STARTS_SERVER = """
 import os, sys
 from rankzero.task import start
 from tests.conftest import ROOT
+# Other tests start servers, too, one at a time.
+start.WARM_LOCK_TIMEOUT = 60.0
 config = {"warm_start": True, "owner": os.getpid(), "loaded": start.load_time(os.environ), "env": {}, "task": 0}
 config |= {"code_path": str(ROOT / "core"), "grace": 0, "exit_timeout": 0}
 agent = start.start_warm(config, os.open(os.devnull, os.O_WRONLY), dict(os.environ))

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.conftest import ROOT, processes_with, until
+from tests.faults import kit
 
 from rankzero import InvalidJobError, Launcher, RunHandle, bounds
 from rankzero.run import observer
@@ -137,6 +138,7 @@ def test_a_caller_that_is_late_gets_no_result_of_another_training(
             with pytest.raises(InvalidJobError, match="is running another training"):
                 other.submit(min, 2, 3)
         else:
+            until(lambda: kit.is_stopped(caller.pid), WAIT, "its stop")
             handle = other.submit(min, 2, 3)
             assert handle.result(60) == 2
         caller.send_signal(signal.SIGCONT)

@@ -1,5 +1,6 @@
 """A rank that fails, however it fails, is named within seconds, while its peer waits in a collective."""
 
+import gc
 import os
 import signal
 import time
@@ -8,12 +9,14 @@ from itertools import product
 from typing import Any
 
 import pytest
-from tests.conftest import processes_with, wait_until_gone
+from tests.conftest import processes_with, until, wait_until_gone
 from tests.faults.kit import TasksEngine
 
 from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, WorkerFailedError
 
-NAMED_WITHIN = 5.0
+NAMED_WITHIN = 12.0
+"""On a busy machine; less than the 15 s of silence after which a process counts as lost."""
+
 WAIT = 60.0
 
 
@@ -115,7 +118,7 @@ def test_a_rank_that_ignores_sigterm_and_its_children_are_ended(launcher: Launch
     handle.cancel()
     assert handle.wait(WAIT)
     assert handle.status().state == "cancelled"
-    assert processes_with(marker) == []
+    assert wait_until_gone(marker, 5.0) == []
 
 
 def test_sigterm_gives_user_code_a_grace_period(launcher: Launcher, tmp_path: Any) -> None:
@@ -132,7 +135,8 @@ def test_sigterm_gives_user_code_a_grace_period(launcher: Launcher, tmp_path: An
         while True:
             time.sleep(0.05)
 
-    handle = launcher.options(num_processes=1).submit(train)
+    # More than it takes on a busy machine; the rank exits by itself.
+    handle = launcher.options(num_processes=1, stop_grace=30.0).submit(train)
     assert any("ready" in line for line in handle.logs(follow=True))
     handle.cancel()
     assert handle.wait(WAIT)
@@ -234,13 +238,19 @@ def test_many_failures_one_process_no_leaked_descriptors(launcher: Launcher) -> 
     def train() -> None:
         raise ValueError("again")
 
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
     single = launcher.options(num_processes=1)
+    # What earlier tests left is not collected, and closed, in between.
+    gc.collect()
     counts = []
     for _ in range(3):
         with pytest.raises(WorkerFailedError):
             single.run(train)
-        counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[1] == counts[2]
+        counts.append(count())
+    # A thread of a run may end a moment later; what has leaked stays.
+    until(lambda: count() <= counts[1], WAIT, f"no more descriptors than {counts[1]}")
 
 
 def test_every_text_of_a_failure_can_be_logged_and_stored(launcher: Launcher) -> None:

@@ -218,8 +218,9 @@ def test_checkpoints_pass_through_the_channel_where_the_store_is_out_of_sight(la
         if checkpoint is None:
             for index in range(5):
                 rt.report({}, checkpoint={"index": index, "weights": torch.full((1_000_000,), float(index))})
-            while (last := rt.get_checkpoint()) is None or last.load()["index"] != 4:
-                time.sleep(0.02)
+            # Before that, a newer one may take the place of the one that is loaded.
+            rt.await_checkpoint()
+            assert rt.get_checkpoint().load()["index"] == 4
             raise RetryableError("again")
         state = checkpoint.load()
         return [state["index"], state["weights"].sum().item()]

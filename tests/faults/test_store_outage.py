@@ -121,7 +121,7 @@ def test_a_value_that_was_on_its_way_when_the_run_was_ended_is_the_result_and_st
     stall = Stall(r"/result/value-")
     monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
     # In which the value must be on its way.
-    launcher = launcher.options(store=f"memory://{tmp_path.name}", run_id="run", timeout=4.0)
+    launcher = launcher.options(store=f"memory://{tmp_path.name}", run_id="run", timeout=10.0)
     stall.begin()
     with ThreadPoolExecutor(1) as executor:
         value = executor.submit(lambda: launcher.run(train, 1 << 14))

@@ -16,17 +16,22 @@ BEGUN = "begun\n"
 START_TIMEOUT = 240.0
 END_TIMEOUT = 120.0
 
+STOP_GRACE = 30.0
+"""More than a rank that fails needs to write its last checkpoint on a busy machine; nothing waits for it."""
+
 SOURCE = """
 def train(folder, lr):
     import json, os, time
     from pathlib import Path
     import rankzero.train as rt
+    from rankzero.host import process_start
 
     orders = Path(folder, "orders")
     checkpoint = rt.get_checkpoint()
     step = checkpoint.load()["step"] if checkpoint else 0
     with open(Path(folder, "begun"), "a") as file:
-        file.write(json.dumps({{"pid": os.getpid(), "step": step, "training": [{version}, lr]}}) + "\\n")
+        rank = {{"pid": os.getpid(), "start": process_start(os.getpid())}}
+        file.write(json.dumps({{**rank, "step": step, "training": [{version}, lr]}}) + "\\n")
     while True:
         target, end = json.loads(orders.read_text())
         if step < target:
@@ -50,7 +55,7 @@ def edited(version: int) -> Any:
 
 def act(store: str, folder: str, verb: str, version: int, lr: float) -> Any:
     """Does what a user would do in one call, and returns what the call returned."""
-    launcher = Launcher(1, store=store, run_id=RUN, start_timeout=START_TIMEOUT)
+    launcher = Launcher(1, store=store, run_id=RUN, start_timeout=START_TIMEOUT, stop_grace=STOP_GRACE)
     directory = f"{store}/{RUN}"
     if verb == "run":
         return launcher.run(edited(version), folder, lr)

@@ -24,6 +24,12 @@ LAUNCHES = 60
 PAUSE = 3.0
 """Seconds after the first launch, in which the warm server loads the rest and gathers its memory."""
 
+PAUSE_EVERY = 10
+"""So many launches that count more are followed by another pause: on a busy machine the server needs longer."""
+
+LAST_LAUNCH = 200.0
+"""Seconds from the start of this program after which no further launch begins."""
+
 RANKS = 2
 END_TIMEOUT = 30.0
 
@@ -73,6 +79,7 @@ def count_py4j(connection: Any) -> None:
 def main() -> None:
     """Counts warm launches: more of them only while a count exceeds the known one."""
     _, engine, store, known = sys.argv
+    deadline = time.monotonic() + LAST_LAUNCH
     folder = Path(os.environ["RANKZERO_COUNTS"])
     launcher = Launcher(RANKS, store=store, start_timeout=240)
     if engine == "spark":
@@ -91,7 +98,9 @@ def main() -> None:
     time.sleep(PAUSE)
     launch(launcher, folder)
     launches = [launch(launcher, folder)]
-    while len(launches) < LAUNCHES and grown(json.loads(known), smallest(launches)):
+    while len(launches) < LAUNCHES and time.monotonic() < deadline and grown(json.loads(known), smallest(launches)):
+        if len(launches) % PAUSE_EVERY == 0:
+            time.sleep(PAUSE)
         launches.append(launch(launcher, folder))
     print(json.dumps(smallest(launches)))
 
