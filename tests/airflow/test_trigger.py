@@ -247,7 +247,8 @@ def make_runs(store: str, state: str, *, orphan_timeout: float | None = None) ->
     for run in runs:
         assert run.claim(0)
         run.write_submission(Job("run", "train", 1, 1, False, None, None, 60.0, {}, orphan_timeout=orphan_timeout))
-        run.write_status(RunStatus(state=state, heartbeat=time.time()))
+        # No other heartbeat follows, and none is missed while a test lasts.
+        run.write_status(RunStatus(state=state, heartbeat=time.time(), patience=120.0))
     return runs
 
 

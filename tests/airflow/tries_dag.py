@@ -41,6 +41,8 @@ def make(dag_id: str, place: Place, *, train: str = "train", lr: float = 0.1, da
             store=place.store,
             env={"OF_RANK": place.mark},
             retry_delay=timedelta(0),
+            # Time for the write of what was reported right before a failure.
+            stop_grace=60,
             **{"num_processes": 1, "conn_id": os.environ.get("TEST_CONN_ID", "here"), **more},
         )
     return dag

@@ -343,7 +343,11 @@ def restored(config: dict[str, Any]) -> int:
 
 def test_a_worker_that_raises_behind_a_report_is_restored_from_it(run_config: RunConfig) -> None:
     run_config = RunConfig("restored", run_config.storage_path, failure_config=FailureConfig(max_failures=1))
-    trainer = TorchTrainer(restored, scaling_config=ScalingConfig(num_workers=2), run_config=run_config)
+    trainer = TorchTrainer(
+        restored, scaling_config=ScalingConfig(num_workers=2), run_config=run_config,
+        # With time for the write of what was reported right before the failure.
+        launcher=Launcher(stop_grace=60),
+    )  # fmt: skip
     assert trainer.fit().return_value == 2
 
 

@@ -51,8 +51,11 @@ def scores(config: dict[str, Any]) -> Any:
 
 def fit(tmp_path: Path, loop: Any, config: dict[str, Any] | None = None, workers: int = 2, **run: Any) -> Result:
     run_config = RunConfig(**{"name": "run", "storage_path": tmp_path / "runs", **run})
-    scaling = ScalingConfig(num_workers=workers)
-    return TorchTrainer(loop, train_loop_config=config or {}, scaling_config=scaling, run_config=run_config).fit()
+    return TorchTrainer(
+        loop, train_loop_config=config or {}, scaling_config=ScalingConfig(num_workers=workers), run_config=run_config,
+        # With time for the write of what was reported right before a failure.
+        launcher=Launcher(stop_grace=60),
+    ).fit()  # fmt: skip
 
 
 def test_a_worker_gets_the_checkpoint_that_was_just_reported(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def body(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorR
     Path(folder, f"step-{context.retry_number}").write_text(str(os.getpid()))
     while context.retry_number and Path(folder, "hold").exists():
         time.sleep(0.02)
-    return torch_distributor.run(context, train, folder)
+    # With time for the write of what was reported right before a failure.
+    return torch_distributor.options(stop_grace=60).run(context, train, folder)
 
 
 durable = dg.asset(body, name="durable", retry_policy=dg.RetryPolicy(max_retries=2))

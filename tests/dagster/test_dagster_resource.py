@@ -78,7 +78,8 @@ def test_an_asset_shows_the_run_and_its_result(
     assert shown["metric/bad"] == "nan"
     assert shown["format"] == "safetensors"
     assert shown["parameters"] == 6
-    assert 0 < shown["duration_seconds"] < 60
+    # No milliseconds, and no time of day.
+    assert 0 < shown["duration_seconds"] < 300
     assert shown["run_id"] == Path(shown["run_directory"]).name
     stored = Path(shown["run_directory"]) / "result"
     assert [file.stat().st_size for file in stored.iterdir()] == [shown["size"]]

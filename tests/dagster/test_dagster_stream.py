@@ -199,7 +199,7 @@ def test_leaving_a_stream_ends_its_ranks(
         assert isinstance(next(stream), dg.AssetObservation)
         assert processes_with(marker)
         stream.close()
-        return wait_until_gone(marker, 1.0)
+        return wait_until_gone(marker)
 
     assert dg.materialize([left], resources={"torch_distributor": one_rank}).output_for_node("left") == []
 
@@ -258,7 +258,7 @@ def test_an_interrupt_leaves_no_rank_behind_and_the_callers_handlers_alone(
         thread.start()
         with dg.build_asset_context() as context, pytest.raises(Stop):
             one_rank.run(context, endless)
-        left = processes_with(marker)
+        left = wait_until_gone(marker)
         (job,) = (tmp_path / "runs").glob("*/job.json")
         # Ended as asked for, and the call has waited for that.
         assert RunHandle.attach(job.parent).status().state == "cancelled"

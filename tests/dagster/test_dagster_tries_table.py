@@ -69,6 +69,8 @@ defs = dg.Definitions(
             env={"OF_RANK": dg.EnvVar("TEST_RANK_MARK")},
             retry_user_errors=True,
             observation_interval=None,
+            # Time for the write of what was reported right before a failure.
+            stop_grace=60,
         ),
         "io_manager": FailingIOManager(base_path=dg.EnvVar("TEST_ASSETS")),
     },

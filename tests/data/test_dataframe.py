@@ -244,7 +244,8 @@ def first_or_fail() -> list[int]:
 
 def test_a_resumed_run_goes_on_in_the_rows_with_which_it_began(session: Any, frame: Any, tmp_path: Path) -> None:
     """The same content in other partitions: the first order counts. After success no rows are left."""
-    launcher = Launcher(2, store=tmp_path, run_id="again", code_version="1")
+    # With time for the write of what was reported right before the failure.
+    launcher = Launcher(2, store=tmp_path, run_id="again", code_version="1", stop_grace=60)
     with pytest.raises(Exception, match="no more"):
         launcher.options(dataset=frame).run(first_or_fail)
     assert len(glob.glob(f"{tmp_path}/again/datasets/*")) == 1
@@ -261,9 +262,8 @@ def test_a_resumed_run_keeps_the_rows_of_its_query(session: Any, tmp_path: Path)
     source = str(tmp_path / "source")
     session.range(0, 1001, 1, 3).write.parquet(source)
     engine = SparkEngine(master="local[2]")
-    launcher = Launcher(
-        2, engine=engine, dataset=f"SELECT id FROM parquet.`{source}` ORDER BY id", store=tmp_path, run_id="q"
-    )
+    query = f"SELECT id FROM parquet.`{source}` ORDER BY id"
+    launcher = Launcher(2, engine=engine, dataset=query, store=tmp_path, run_id="q", stop_grace=60)
     with pytest.raises(Exception, match="no more"):
         launcher.run(first_or_fail)
     assert len(glob.glob(f"{tmp_path}/q/datasets/*")) == 1
@@ -302,7 +302,7 @@ def test_an_interrupt_while_spark_computes_leaves_nothing(
         materialize(frame, str(tmp_path / "rows"), "train", say, check)
     assert not (tmp_path / "rows").exists()
     tracker = session.sparkContext.statusTracker()
-    until(lambda: not tracker.getActiveStageIds(), 10, "the end of Spark's stage")
+    until(lambda: not tracker.getActiveStageIds(), 60, "the end of Spark's stage")
     until(lambda: "rankzero-data" not in {thread.name for thread in threading.enumerate()}, 30, "the end of the thread")
 
 
@@ -322,7 +322,9 @@ def test_what_spark_begins_after_the_interrupt_ends_as_well(session: Any) -> Non
     with pytest.raises(Interrupted):
         materializing.action(begin_late, session.range(1), "it", say, check)
     until(lambda: "rankzero-data" not in {thread.name for thread in threading.enumerate()}, 30, "the end of the thread")
-    assert not session.sparkContext.statusTracker().getActiveStageIds()
+    tracker = session.sparkContext.statusTracker()
+    # Which hears of the end a little later than the thread.
+    until(lambda: not tracker.getActiveStageIds(), 60, "the end of Spark's stage")
 
 
 @pytest.fixture

@@ -126,7 +126,6 @@ def test_every_row_is_scored_once_however_often_ranks_die_and_worlds_change(
         engine=SlotsEngine(str(slots)),
         dataset=str(tmp_path / "ids.parquet"),
         max_restarts=len(DEATHS),
-        start_timeout=30,
         run_id="scored",
     )
     generated, called = elastic.run(_scored_by_changing_worlds, str(slots))

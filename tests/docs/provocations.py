@@ -177,8 +177,9 @@ def fewer_gpus_than_ranks(launcher: Launcher, here: Path) -> None:
 
 @provocation
 def ranks_that_do_not_start(launcher: Launcher, here: Path) -> None:
-    # Interpreters that import torch take longer.
-    launcher.options(start_timeout=0.5, warm_start=False).run(train)
+    # The interpreters of the ranks import it, and come no further.
+    (here / "sitecustomize.py").write_text(f"import time\ntime.sleep({WAIT})\n")
+    launcher.options(start_timeout=4, warm_start=False, env={"PYTHONPATH": str(here)}).run(train)
 
 
 @provocation
@@ -259,12 +260,14 @@ def no_progress(launcher: Launcher, here: Path) -> None:
 
         import rankzero.train as rt
 
-        # Nothing before it that could take longer on a busy machine.
+        # The bound begins anew when the group is there: to make it may take long on a busy machine.
+        rt.barrier()
+        rt.report({})
         if rt.get_context().rank == 1:
             threading.Event().wait(60)
         rt.barrier()
 
-    launcher.options(hang_timeout=2).run(train)
+    launcher.options(hang_timeout=6).run(train)
 
 
 @provocation
@@ -406,7 +409,7 @@ def a_rank_that_did_not_come(launcher: Launcher, here: Path) -> None:
 
 @provocation
 def a_rank_that_stays_away(launcher: Launcher, here: Path) -> None:
-    def train() -> str:
+    def train(told: str) -> str:
         import time
 
         import torch
@@ -415,14 +418,20 @@ def a_rank_that_stays_away(launcher: Launcher, here: Path) -> None:
 
         hvd.init()
         if hvd.rank() == 1:
-            time.sleep(4)
+            # Its end would be another error.
+            while not Path(told).exists():
+                time.sleep(0.05)
             return ""
         try:
             hvd.allreduce(torch.ones(2), name="gradient")
         except hvd.StallError as error:
             return str(error)
+        finally:
+            Path(told).touch()
         return ""
 
     import rankzero.compat.horovod.torch as hvd
 
-    raise hvd.StallError(launcher.options(env={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}).run(train))
+    # Of which one is the bound of making the group, too: a pause of the machine is shorter.
+    patient = launcher.options(env={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "6"})
+    raise hvd.StallError(patient.run(train, str(here / "told")))

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError, store
+from rankzero.run import EVENTS
 from rankzero.tracking import Folder, TensorBoard, WandB
 
 
@@ -28,10 +30,14 @@ def fail_first(marker: str) -> float:
     for step in range(3):
         rt.report({"step": step, "loss": 1.0 / (step + 1), "accuracy": float("nan")})
     is_first = not os.path.exists(marker)
+    if is_first:
+        # Both fail; neither ends the other before its reports have arrived.
+        context = rt.get_context()
+        events, mine = Path(str(context.storage_path), EVENTS), f'"type": "metric", "rank": {context.rank},'
+        until(lambda: events.read_text().count(mine) == 3, 60, "this rank's reports")
     rt.barrier()
     if is_first:
         open(marker, "w").close()
-        # Both fail; neither ends the other before it has reported.
         raise ValueError("no luck")
     return 0.5
 

@@ -19,10 +19,13 @@ TIMEOUT = 120.0
 TRAINING = """
     from rankzero import Launcher, RunHandle
 
-    def train(steps, pause):
+    def train(steps, pause, told=None):
+        import os
         import threading
         import rankzero.train as rt
         for step in range(steps):
+            while step == 10 and told and not os.path.exists(told):
+                threading.Event().wait(0.05)
             rt.report({"step": step, "total_steps": steps, "loss": 1 / (step + 1)})
             print("at", step, flush=True)
             threading.Event().wait(pause)
@@ -68,8 +71,9 @@ class Kernel:
 
     def run(self, code: str) -> None:
         before = len(self.messages)
-        asked = self.start(code)
+        self.finish(self.start(code), before)
 
+    def finish(self, asked: str, before: int = 0) -> None:
         def is_idle() -> bool:
             return any(
                 one["msg_type"] == "status"
@@ -99,8 +103,13 @@ def kernel() -> Iterator[Kernel]:
 
 def test_a_cell_shows_a_card_and_the_lines_while_the_run_lives(kernel: Kernel, tmp_path: Path) -> None:
     kernel.messages.clear()
-    kernel.run(f"Launcher(1, store={str(tmp_path)!r}, run_id='shown').run(train, 30, 0.1)")
-    assert any(">running<" in card and " of 30 steps" in card for card in kernel.cards())
+    told = tmp_path / "told"
+    asked = kernel.start(f"Launcher(1, store={str(tmp_path)!r}, run_id='shown').run(train, 30, 0.1, {str(told)!r})")
+    kernel.await_that(
+        lambda: any(">running<" in card and " of 30 steps" in card for card in kernel.cards()), "a card of the run"
+    )
+    told.touch()
+    kernel.finish(asked)
     assert ">succeeded<" in kernel.cards()[-1]
     lines = [line for one in kernel.contents("stream") for line in one["text"].splitlines()]
     assert [line for line in lines if line.startswith("[0]")] == [f"[0] at {step}" for step in range(30)]

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from rankzero import InvalidJobError, Launcher, RunHandle
+from rankzero import InvalidJobError, Launcher, RunHandle, bounds
 from rankzero.cli import main
 from rankzero.tracking import OpenTelemetry
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 
 
@@ -38,9 +40,6 @@ class Handler(BaseHTTPRequestHandler):
     server: Receiver
 
     def do_POST(self) -> None:
-        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
         body = self.rfile.read(int(self.headers["Content-Length"]))
         body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
         self.server.logins.add(self.headers.get("x-team"))
@@ -60,7 +59,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    # A thread of the driver's process, which may stand still together with the exporter.
+    monkeypatch.setattr(bounds, "EXPORT_TIMEOUT", 60.0)
+    monkeypatch.setattr(bounds, "TRACKERS_TIMEOUT", 60.0)
     with Receiver() as server:
         thread = Thread(target=server.serve_forever, args=(0.05,))
         thread.start()

@@ -164,7 +164,7 @@ def test_a_store_that_does_not_say_what_is_there_ends_no_driver_and_what_comes_l
     events.unlink()
     kept.rename(events)
     trackers.start()
-    until(lambda: noted(notes), 10, "the tracker begins")
+    until(lambda: noted(notes), 60, "the tracker begins")
     with open(events, "a") as file:
         file.write('{"type": "later"}\n')
     trackers.close()

@@ -49,16 +49,16 @@ def never_ends() -> None:
     threading.Event().wait()
 
 
-@dag(schedule=None, start_date=datetime(2026, 1, 1), params={"mark": "none"})
-def endless() -> None:
-    TorchDistributorOperator(
-        task_id="train",
-        train=never_ends,
-        env={"MARK": "{{ params.mark }}"},
-        conn_id="here",
-        retries=0,
-        orphan_timeout=6,
-    )
+def make_endless(dag_id: str, orphan_timeout: float) -> None:
+    with DAG(dag_id, schedule=None, start_date=datetime(2026, 1, 1), params={"mark": "none"}):
+        TorchDistributorOperator(
+            task_id="train",
+            train=never_ends,
+            env={"MARK": "{{ params.mark }}"},
+            conn_id="here",
+            retries=0,
+            orphan_timeout=orphan_timeout,
+        )
 
 
 def train_until_told(folder: str, megabytes: int, rate: float) -> dict:
@@ -154,4 +154,5 @@ make_told("durable", retries=3)
 make_told("deferred", retries=3, deferrable=True)
 make_told("deferred_once", retries=0, deferrable=True)
 shipped()
-endless()
+make_endless("endless", 60)
+make_endless("leased", 6)

@@ -12,7 +12,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     deployment = Deployment(tmp_path_factory.mktemp("airflow"))
     try:
         told = ["durable", "deferred", "deferred_once"]
-        deployment.wait_until_ready(["shipped", "endless", "pulling", "mapped", "secretive", *told])
+        deployment.wait_until_ready(["shipped", "endless", "leased", "pulling", "mapped", "secretive", *told])
         yield deployment
     finally:
         deployment.stop()

@@ -101,7 +101,8 @@ def test_a_rank_that_computes_on_is_waited_for_with_a_warning_and_not_for_ever(t
         warned = [line for line in handle.logs(rank) if f"rank {rank} has waited" in line]
         assert any(line.endswith("for rank [1] to issue 'allreduce.gradient'") for line in warned), warned
 
-    env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "4"
+    # Time enough for the other rank, too, to begin its round and to answer.
+    env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "10"
     named = r"rank \d has waited \d+ s for rank \[1\] to issue 'allreduce.gradient'"
     with pytest.raises(WorkerFailedError, match=named) as failure:
         Launcher(3, store=tmp_path, env=env).run(train, True)

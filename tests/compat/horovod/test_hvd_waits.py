@@ -110,8 +110,8 @@ def test_what_fails_on_one_rank_alone_is_an_error_in_the_next_round_of_the_other
     assert values == ["no memory is left", "rank 0 failed: no memory is left"]
 
 
-def test_an_operation_whose_peer_has_died_is_done_to_those_who_poll() -> None:
-    heard = []
+def test_an_operation_whose_peer_has_died_is_done_to_those_who_poll(tmp_path: Path) -> None:
+    heard, issued = [], tmp_path / "issued"
 
     def train() -> None:
         import os
@@ -124,9 +124,12 @@ def test_an_operation_whose_peer_has_died_is_done_to_those_who_poll() -> None:
         hvd.init()
         late = hvd.allreduce_async_(torch.ones(10_000_000), name="gradient")
         if hvd.rank() == 1:
+            while not issued.exists():
+                time.sleep(0.01)
             # Both have begun by then, or not: each is an end of it.
             time.sleep(0.3)
             os._exit(9)
+        issued.touch()
         deadline = time.monotonic() + 30
         while not hvd.poll(late) and time.monotonic() < deadline:
             time.sleep(0.01)
