@@ -1,5 +1,6 @@
 """When an attempt has succeeded, and why it cannot any more: no process, no clock."""
 
+import math
 from typing import Any
 
 import pytest
@@ -34,10 +35,11 @@ def explain(error: BaseException) -> RankZeroError:
 
 
 def judged(known: Facts, gone: list[Member] | None = None) -> Verdict | None:
-    return ending.judge(known, gone or [], NOW, NOW, explain, lambda rank: [f"the last line of rank {rank}"])
+    return ending.judge(known, gone or [], NOW, explain, lambda rank: [f"the last line of rank {rank}"])
 
 
 def failed(known: Facts, rank: int, at: float = JUST, **details: Any) -> bool:
+    known.read_at = min(known.read_at, at)
     return known.note_failure(Failure(rank, "a", Failed(0.0, **details), f"host-{rank}", len(known.failures)), at)
 
 
@@ -214,3 +216,27 @@ def test_a_result_error_of_a_rank_restarts_the_run_where_restart_on_names_it(
     assert verdict
     assert getattr(verdict.error, "cause", None) == cause
     assert isinstance(verdict.error, WorkerFailedError if matched else ResultError)
+
+
+def test_a_consequence_counts_once_every_agent_that_was_silent_is_heard_and_read() -> None:
+    known = facts()
+    failed(known, 0, LONG_BEFORE, collateral=True)
+    known.read_at = math.inf
+    known.note_read(LONG_BEFORE - 0.1, NOW)
+    assert judged(known) is None
+    known.note_read(LONG_BEFORE + 0.1, NOW)
+    # What it has to say comes behind the first sign of life.
+    assert judged(known) is None
+    known.note_read(LONG_BEFORE + 0.1, NOW + 9)
+    known.read_at -= bounds.CAUSE_READ_WINDOW + 0.01
+    verdict = judged(known)
+    assert verdict
+    assert isinstance(verdict.error, WorkerFailedError)
+
+
+def test_a_consequence_counts_without_agents_that_could_say_more() -> None:
+    known = facts()
+    failed(known, 0, LONG_BEFORE, collateral=True)
+    known.read_at = math.inf
+    known.engine_ended = True
+    assert judged(known)

@@ -36,20 +36,20 @@ def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure]
 
 
 @pytest.mark.parametrize(
-    ("failures", "waited", "read", "conclusive"),
+    ("failures", "waited", "is_read", "conclusive"),
     [
-        ([RAISED], 0.0, -1.0, True),
-        ([KILLED], 0.0, -1.0, True),
-        ([ECHO], 0.0, 0.0, False),
-        ([ECHO], bounds.CAUSE_WINDOW, bounds.CAUSE_WINDOW, True),
-        # The agent of the other rank, or the driver itself, stands still.
-        ([ECHO], bounds.CAUSE_LIMIT - 0.1, bounds.CAUSE_WINDOW - 0.1, False),
-        ([ECHO], bounds.CAUSE_LIMIT, -1.0, True),
-        ([ECHO, RAISED], 0.1, -1.0, True),
+        ([RAISED], 0.0, False, True),
+        ([KILLED], 0.0, False, True),
+        ([ECHO], 0.0, True, False),
+        ([ECHO], bounds.CAUSE_WINDOW, True, True),
+        # The agent of the other rank stands still.
+        ([ECHO], bounds.CAUSE_WINDOW, False, False),
+        ([ECHO], bounds.CAUSE_LIMIT, False, True),
+        ([ECHO, RAISED], 0.1, False, True),
     ],
 )
-def test_only_an_echo_is_waited_for(failures: list[Failure], waited: float, read: float, conclusive: bool) -> None:
-    assert ending.is_conclusive(failures, waited, read) is conclusive
+def test_only_an_echo_is_waited_for(failures: list[Failure], waited: float, is_read: bool, conclusive: bool) -> None:
+    assert ending.is_conclusive(failures, waited, is_read=is_read) is conclusive
 
 
 @pytest.mark.parametrize(

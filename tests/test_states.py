@@ -22,10 +22,12 @@ from rankzero.driver import (
     Attempt,
     Final,
     Inbox,
+    Mailbox,
     Placed,
     Placement,
     Places,
     Plan,
+    Received,
     Recorder,
     Starting,
     State,
@@ -126,7 +128,7 @@ class Server:
     def broadcast(self, wire: dict[str, Any]) -> None:
         self.send(0, wire)
 
-    def read_at(self, task: int) -> float:
+    def read_at(self, tasks: list[int]) -> float:
         """No agent stands still."""
         return time.monotonic()
 
@@ -544,3 +546,24 @@ def test_a_rank_that_fails_while_its_agent_leaves_is_no_cause_and_its_lines_are_
     assert (failure.rank, failure.host, failure.placed_on) == (1, "here", "here")
     assert failure.report.collateral
     assert len(failure.report.log_tail[0]) == bounds.LOG_TAIL_WIDTH
+
+
+def test_a_driver_that_stood_still_receives_what_came_meanwhile_before_its_time_limits_end() -> None:
+    order: list[str] = []
+
+    class Noting(State):
+        phase = "running"
+
+        def on(self, received: Received) -> State:
+            order.append("message")
+            return self
+
+        def tick(self, now: float) -> State:
+            order.append("tick")
+            return self
+
+    times, mailbox = iter([0.0, 5.0, 5.0]), Mailbox()
+    # The channel's thread gets a processor a moment after the driver's.
+    threading.Timer(0.03, mailbox.put, (0, {"type": "exited", "local_rank": 0})).start()
+    step(Noting(), mailbox, 0.0, lambda: next(times))
+    assert order == ["message", "tick"]

@@ -35,10 +35,9 @@ CANCEL_TIMEOUT = 30.0
 """Seconds, beyond its ``stop_grace``, for a cancelled run to end; 28 s if neither the agents nor the engine reply."""
 
 RETURNED_NOTICE = 30.0
-"""Seconds without progress, after some ranks have returned, until a log line says what the others are doing."""
-
 RETURNED_HANG = 300.0
-"""Seconds that ranks may wait in a collective for ranks that have returned, whatever ``hang_timeout`` is."""
+"""Seconds without progress, after some ranks have returned, until a log line says what the others are doing, and until
+they hang if they wait in a collective, whatever ``hang_timeout`` is."""
 
 MEET_TIMEOUT = 30.0
 """Seconds for a rank to connect to rank 0's rendezvous."""
@@ -52,10 +51,8 @@ PING_INTERVAL = 1.0
 """Longest time between two frames of each end, which also report how many frames have arrived."""
 
 CONNECTION_SILENCE = 5.0
-"""Time without a frame after which a connection is broken; the agent then makes a new one immediately."""
-
 CONNECTION_LOST_AFTER = 15.0
-"""Time without a frame after which the other end is lost for good."""
+"""Time without a frame after which a connection is broken, so that the agent makes a new one, and the end is lost."""
 
 AGENT_CONNECT_TIMEOUT = 20.0
 """Time from its start that an agent has to find a driver that proves the secret, unless it was given another."""
@@ -78,9 +75,10 @@ HANDSHAKE_TIMEOUT = 10.0
 UNPROVED_GRACE = 1.0
 """Age before which an unproved connection is not closed for a new one, because many agents may connect together."""
 
+LAST_READ_TIMEOUT = 0.3
 DISCONNECT_TIMEOUT = 1.0
 CHANNEL_CLOSE_TIMEOUT = 5.0
-"""Time for agents to disconnect once they end or the server closes, and for its thread to end then."""
+"""Time to read what ended agents sent, for agents to receive the server's disconnect, and for its thread to end."""
 
 CHANNEL_JOIN_MARGIN = 0.5
 """Time beyond its timeout that an agent's `close` waits for the thread, which may hang in a name lookup."""
@@ -141,9 +139,11 @@ STAGE_END_TIMEOUT = 5.0
 """Seconds for a stage to end after its driver has exited; then it is cancelled. The connection may be broken."""
 
 CAUSE_WINDOW = 0.8
-CAUSE_LIMIT = 5.0
+CAUSE_READ_WINDOW = 0.2
+CAUSE_LIMIT = 6.0
 AGENT_LOST_WINDOW = 2.0
-"""Seconds to wait for the cause of a consequence, at most while an agent is silent, and for the engine's of a loss."""
+"""Seconds to wait for a failure's cause, to read it once no agent is silent, at most while one is, and to wait for what
+the engine says of a loss."""
 
 SESSION_CLOSE_TIMEOUT = 10.0
 """Seconds for an engine session to close (a SparkContext to stop)."""
@@ -193,7 +193,7 @@ TICK_OF_TRAINING = 0.5
 LEASE_POLL_INTERVAL_MAX = 30.0
 """Most seconds between two reads of a lease on an object store, since it may have been shortened."""
 
-CANCEL_REQUEST_TIMEOUT = 2.0
+CANCEL_REQUEST_TIMEOUT = 1.0
 """Seconds for a read of an object store that says whether the end that a signal asks for was requested by a user."""
 
 # Every process: polls.

@@ -56,7 +56,7 @@ SPARK_NAMED = 20.0
 """The same through Spark, which takes its time to give up a barrier stage."""
 
 HANG_TIMEOUT = 3.0
-HUNG = HANG_TIMEOUT + 3.0 + NAMED
+HUNG = HANG_TIMEOUT + bounds.STACKS_WINDOW + NAMED
 """From a stop to the `HangError`: the timeout, the wait for stacks."""
 
 LOST = 15.0 + 2.0 + 4.0 + NAMED

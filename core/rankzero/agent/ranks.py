@@ -25,7 +25,7 @@ from rankzero.channel.messages import Message, encode
 from rankzero.errors import LOST
 from rankzero.host import forked
 from rankzero.host.network import socket_environment
-from rankzero.host.processes import cpu_seconds, process_state
+from rankzero.host.processes import cpu_seconds, process_state, signal_main_thread
 from rankzero.worker import main as worker
 from rankzero.worker.call import cut_off_message
 
@@ -106,11 +106,11 @@ class Rank:
             self._unsent.clear()
         return False
 
-    def kill(self, number: int) -> None:
+    def kill(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
         """Sends a signal to the worker if it is alive."""
         if self.alive:
             with contextlib.suppress(OSError):
-                os.kill(self.pid, number)
+                send(self.pid, number)
 
     def note(self, message: Message) -> None:
         """Records the state that a message of the worker reports: heartbeat, checkpoints, outcome."""
@@ -130,7 +130,7 @@ class Rank:
     def ask_for_stack(self) -> None:
         """Makes the worker write its stack, which `take_stack` collects."""
         self._stack = b""
-        self.kill(worker.STACK_SIGNAL)
+        self.kill(worker.STACK_SIGNAL, signal_main_thread)
         # Sent after the signal: the worker handles the message in a thread, which may wait for the GIL or a device.
         self.tell(messages.Dump())
 
@@ -138,7 +138,7 @@ class Rank:
         """Makes the worker write the stack of its main thread for `position`; the log does not show it."""
         self._stack = b""
         if self.outcome is None:
-            self.kill(worker.STACK_SIGNAL)
+            self.kill(worker.STACK_SIGNAL, signal_main_thread)
 
     def position(self) -> messages.Position | None:
         """Returns the worker's stack and used processor time; None if it has finished or exited."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
@@ -102,19 +103,22 @@ class ChannelServer:
         body = message_body(CONTROL, message)
         self._call(lambda: self._queue(list(self._peers.values()), body))
 
-    def read_at(self, task: int) -> float:
-        """Returns the monotonic time of the last delivered bytes of an agent. Any thread may call it."""
-        return self._peers[task].read_at
+    def read_at(self, tasks: Sequence[int]) -> float:
+        """Returns the monotonic time since which one of some agents is silent. Any thread may call it.
+
+        Agents that have left or are lost say nothing more, and do not count.
+        """
+        return min((self._peers[task].read_at for task in tasks if self._peers[task].is_live), default=math.inf)
 
     def when_alone(self, act: Callable[[], None]) -> None:
         """Calls ``act`` once what agents that have ended sent is delivered. Any thread may call it.
 
-        That is when no agent is connected, or after `bounds.DISCONNECT_TIMEOUT`: one may have lost its network.
+        That is when no agent is connected, or after `bounds.LAST_READ_TIMEOUT`: one may have lost its network.
         """
 
         def begin() -> None:
             self._when_alone.append(act)
-            self._loop.call_later(bounds.DISCONNECT_TIMEOUT, self._act_alone)
+            self._loop.call_later(bounds.LAST_READ_TIMEOUT, self._act_alone)
             self._stop_when_alone()
 
         try:

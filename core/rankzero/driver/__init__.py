@@ -16,5 +16,6 @@ lazy_names(
     "main.Delegation hangs.describe hangs.HangWatch hangs.is_waiting hangs.RemainingWatch "
     "places.Placed places.Places places.Plan policy.Placement policy.Restarts recorder.Recorder driver.Reporter "
     "roster.Member roster.Roster tables.carry_rows tables.remove_rows launched.Final launched.Starting states.State "
-    "states.step storage.Scratch storage.Storage tables.Tables trackers.Trackers watch.Inbox watch.Watch",
+    "states.step storage.Scratch storage.Storage tables.Tables trackers.Trackers watch.Inbox watch.Mailbox "
+    "watch.Received watch.Watch",
 )

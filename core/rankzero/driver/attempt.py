@@ -191,8 +191,9 @@ class Attempt:
 
     def judge(self, now: float) -> Verdict | None:
         """Returns how the attempt has ended; None while it may still succeed."""
-        read_at = min((self._server.read_at(one.task) for one in self._roster.awaited(self.facts.over)), default=now)
-        return ending.judge(self.facts, self._roster.gone(), read_at, now, self._group.explain, self._recorder.tail)
+        if self.facts.failures and self.mailbox.is_empty:
+            self.facts.note_read(self._server.read_at(self._roster.awaited(self.facts.over)), now)
+        return ending.judge(self.facts, self._roster.gone(), now, self._group.explain, self._recorder.tail)
 
     def check(self, now: float) -> None:
         """Raises the typed error if the run must end: on request, or because it takes too long."""
@@ -390,11 +391,10 @@ class Attempt:
 
     def _on_failure(self, rank: int, member: Member, message: messages.Failed) -> None:
         self.facts.over.add(rank)
-        tail = [line[:LOG_TAIL_WIDTH] for line in message.log_tail]
+        found = {**vars(message), "log_tail": [line[:LOG_TAIL_WIDTH] for line in message.log_tail]}
         # The agent has asked the rank to exit, which may have made it raise.
-        is_secondary = message.collateral or member.left_at is not None
-        report = message.having(**self._recorder.mask.facts({**vars(message), "log_tail": tail}))
-        report = report.having(collateral=is_secondary)
+        found["collateral"] = message.collateral or member.left_at is not None
+        report = message.having(**self._recorder.mask.facts(found))
         failure = Failure(rank, member.name, report, self._roster.host_of(rank), len(self.facts.failures))
         if self.facts.note_failure(failure, time.monotonic()):
             self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})

@@ -5,6 +5,7 @@ Everything is pure: no clock, no socket, no process.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class Facts:
         over: Ranks that have finished or failed, or whose process or agent is gone: they wait for no other rank.
         failures: The failures of ranks in the order in which they arrived.
         failed_at: Monotonic time of the first failure.
+        read_at: Monotonic time at which every agent with ranks that have not ended had sent something since then.
         stored: Rank 0's value, once it is stored.
         refusal: An error of the driver itself, such as a store that refuses the value; the last one counts.
         is_given_up: True once the stored values are about to be deleted, so that no success is possible any more.
@@ -116,6 +118,7 @@ class Facts:
     over: set[int] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
     failed_at: float = 0.0
+    read_at: float = math.inf
     stored: Success | None = None
     refusal: RankZeroError | None = None
     is_given_up: bool = False
@@ -130,6 +133,11 @@ class Facts:
             self.failed_at = now
         self.failures.append(failure)
         return True
+
+    def note_read(self, silent_since: float, now: float) -> None:
+        """Records that no agent is silent since before the first failure, if so."""
+        if silent_since >= self.failed_at:
+            self.read_at = min(self.read_at, now)
 
     def note_stored(self, ref: ResultRef, value: list[Any]) -> None:
         """Records that the value of rank 0 is stored, which finishes the rank."""
@@ -164,7 +172,6 @@ Explain = Callable[[BaseException], RankZeroError]
 def judge(
     facts: Facts,
     gone: Sequence[Member],
-    read_at: float,
     now: float,
     explain: Explain,
     tail: Callable[[int], list[str]],
@@ -174,7 +181,6 @@ def judge(
     Args:
         facts: The reports so far.
         gone: Agents that exited or are disconnected.
-        read_at: Monotonic time since which some agent is silent that is connected and has ranks that have not ended.
         now: Monotonic time.
         explain: Returns the typed error for the engine's error.
         tail: Returns the last log lines of a rank, for a rank that could not send them itself.
@@ -182,7 +188,8 @@ def judge(
     failures = facts.failures
     if facts.success:
         return Verdict(success=facts.success)
-    if failures and is_conclusive(failures, now - facts.failed_at, read_at - facts.failed_at):
+    is_read = facts.engine_ended or now - facts.read_at >= bounds.CAUSE_READ_WINDOW
+    if failures and is_conclusive(failures, now - facts.failed_at, is_read=is_read):
         if gone and all(failure.report.collateral for failure in failures):
             # The peers of a lost host see only broken connections, even if that host had finished its own work.
             return _lost(gone[0], facts, explain)
@@ -208,16 +215,15 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.report.collateral, failure.order))
 
 
-def is_conclusive(failures: Sequence[Failure], waited: float, read: float) -> bool:
+def is_conclusive(failures: Sequence[Failure], waited: float, *, is_read: bool) -> bool:
     """Returns True if the first cause is known: a failure is no consequence, or the time to wait for one is over.
 
     Args:
         failures: The failures so far.
         waited: Seconds since the first of them.
-        read: Seconds from the first of them to the last bytes of the agent that has been silent longest. That agent,
-            or the driver itself, may have stood still, and the cause comes next.
+        is_read: True if every agent that may know of another failure has sent something since: one may stand still.
     """
-    is_over = min(waited, read) >= bounds.CAUSE_WINDOW or waited >= bounds.CAUSE_LIMIT
+    is_over = waited >= bounds.CAUSE_LIMIT or (is_read and waited >= bounds.CAUSE_WINDOW)
     return is_over or any(not failure.report.collateral for failure in failures)
 
 

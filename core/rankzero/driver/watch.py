@@ -149,21 +149,14 @@ class Watch:
         # On a disk each check reads it, which is cheap: a removed directory may soon belong to another run.
         self._claim = b"" if run.is_remote else run.claim_text(job.submission)
         self._abandoned = ""
+        self._interrupted: RunCancelledError | None = None
 
     def check(self) -> None:
         """Raises RunCancelledError, with the reason, if the run must end. Cheap enough for every pass of a loop."""
         now = time.monotonic()
         if self._inbox.interrupted:
-            # A cancel from this host writes the request, then wakes its driver by a signal.
-            if self._poller:
-                # The store may have executed its read before the request came.
-                self._poller.join(bounds.CANCEL_REQUEST_TIMEOUT)
-            self._poll(bounds.CANCEL_REQUEST_TIMEOUT)
-            deadline = time.monotonic() + bounds.CANCEL_REQUEST_TIMEOUT
-            while self._is_unreadable and time.monotonic() < deadline:
-                time.sleep(bounds.POLL_INTERVAL_SHORT)
-                self._poll(bounds.POLL_INTERVAL_SHORT)
-            raise self._requested_end() or self._own_end(self._inbox.interrupted)
+            self._interrupted = self._interrupted or self._interrupted_end(self._inbox.interrupted)
+            raise self._interrupted
         if now >= self._next_poll:
             self._next_poll = now + (self._recorder.status.interval if self._run.is_remote else bounds.TICK)
             self._poll()
@@ -176,6 +169,18 @@ class Watch:
             raise error
         if self._abandoned:
             raise self._own_end(self._abandoned)
+
+    def _interrupted_end(self, reason: str) -> RunCancelledError:
+        # A cancel from this host writes the request, then wakes its driver by a signal.
+        deadline = time.monotonic() + 2 * bounds.CANCEL_REQUEST_TIMEOUT
+        if self._poller:
+            # The store may have executed its read before the request came.
+            self._poller.join(bounds.CANCEL_REQUEST_TIMEOUT)
+        self._poll(bounds.CANCEL_REQUEST_TIMEOUT)
+        while self._is_unreadable and time.monotonic() < deadline:
+            time.sleep(bounds.POLL_INTERVAL_SHORT)
+            self._poll(bounds.POLL_INTERVAL_SHORT)
+        return self._requested_end() or self._own_end(reason)
 
     def _requested_end(self) -> RunCancelledError | None:
         if self._request is None:

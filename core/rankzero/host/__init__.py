@@ -11,5 +11,5 @@ lazy_names(
     __name__,
     "flag.Flag forks.held network.first_reachable network.listen network.socket_environment processes.describe_process "
     "processes.OPEN_FILES processes.process_namespace processes.process_start processes.process_state "
-    "processes.this_thread usage.UsageSampler",
+    "processes.signal_main_thread processes.this_thread usage.UsageSampler",
 )

@@ -257,6 +257,21 @@ def _libc() -> Any:
     return ctypes.CDLL(None)
 
 
+def signal_main_thread(pid: int, number: int) -> None:
+    """Sends a signal to the main thread of a process.
+
+    `os.kill` lets the kernel choose a thread: another one if the main thread has a signal that it has not handled yet,
+    since it gets no processor.
+    """
+    try:
+        tgkill = _libc().tgkill
+    except AttributeError:
+        # A C library before glibc 2.30, or macOS.
+        os.kill(pid, number)
+    else:
+        tgkill(pid, pid, number)
+
+
 def become_subreaper() -> None:
     """Makes the kernel re-parent orphaned descendants to this process. Linux; elsewhere a no-op."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

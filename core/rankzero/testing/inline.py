@@ -256,9 +256,12 @@ class _Peers:
     def failure_behind(self, error: Exception) -> WorkerFailedError | None:
         """Returns the failure that caused an error of rank 0, which may see a broken collective before its cause."""
         deadline = time.monotonic() + (bounds.CAUSE_LIMIT if describe(error).collateral else 0.0)
-        while not (found := self.failure()) and time.monotonic() < deadline:
+        while True:
+            # Before the failures are read: a rank writes its own before it exits.
+            has_ended = all(process.poll() is not None for process in self._processes.values())
+            if (found := self.failure()) or has_ended or time.monotonic() >= deadline:
+                return found
             time.sleep(bounds.POLL_INTERVAL)
-        return found
 
     def kill(self) -> None:
         """Ends those that live."""
