@@ -143,6 +143,33 @@ def test_a_command_is_told_to_end_and_has_the_grace(launcher: Launcher, folder: 
     assert list(handle.logs(rank=0))[-1] == "saved"
 
 
+TOLD_WHILE_IT_STARTS = """
+import os, signal, subprocess
+from rankzero.worker import CommandError, run_command
+
+start = subprocess.Popen
+
+def start_slowly(command):
+    # The command is up, and the rank gets no processor for a moment.
+    process = start(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\\n"
+    os.kill(os.getpid(), signal.SIGTERM)
+    return process
+
+subprocess.Popen = start_slowly
+try:
+    run_command(["bash", "-c", "trap 'exit 7' TERM; echo up; while :; do sleep 0.05; done"])
+except CommandError as error:
+    print(error)
+"""
+
+
+def test_a_command_is_told_to_end_the_moment_it_starts() -> None:
+    done = subprocess.run([sys.executable, "-c", TOLD_WHILE_IT_STARTS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "exited with code 7" in done.stdout
+
+
 def test_a_python_command_meets_its_peers_and_says_why_it_failed(launcher: Launcher) -> None:
     source = """
         import atexit, os, time, torch, torch.distributed as dist

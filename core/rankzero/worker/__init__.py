@@ -10,4 +10,4 @@ rank writes its stacks, and what torch's flight recorder has: a summary to its l
 
 from rankzero import lazy_names
 
-lazy_names(__name__, "control.Control failures.CommandError failures.describe")
+lazy_names(__name__, "call.run_command control.Control failures.CommandError failures.describe")

@@ -310,8 +310,13 @@ def run_command(line: list[str]) -> None:
         CommandError: the command was killed by a signal, or exited with a code other than 0.
         OSError: the command cannot be started.
     """
+    asked: list[int] = []
+    # Before there is a command: the signal may come the moment that it starts, and must not end this rank alone.
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     process = subprocess.Popen(line)
-    signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    for number in asked:
+        process.send_signal(number)
     code = process.wait()
     if code == 0:
         return
