@@ -41,12 +41,22 @@ def test_the_driver_waits_longer_for_stacks_than_the_agent_gives_its_workers_to_
     assert bounds.STACKS_TIMEOUT < bounds.STACKS_WINDOW
 
 
+def test_the_driver_waits_for_a_cause_until_a_silent_agent_is_disconnected() -> None:
+    assert bounds.CAUSE_WINDOW + bounds.CAUSE_READ_WINDOW < bounds.CAUSE_LIMIT
+    assert bounds.PING_INTERVAL + bounds.CAUSE_READ_WINDOW < bounds.CAUSE_LIMIT
+    assert bounds.CONNECTION_SILENCE + bounds.PING_INTERVAL / 4 < bounds.CAUSE_LIMIT
+    # What the engine says of a loss counts only when what its agents sent has been read.
+    assert bounds.LAST_READ_TIMEOUT < bounds.AGENT_LOST_WINDOW
+
+
 def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end() -> None:
     # Agents exit; the engine cancels them, and reports their end; the last checkpoint is stored.
     stops = 4 * bounds.STOP_MARGIN
     # A thread of the channel that is stuck is waited for in both the cancel and the close of an attempt.
     closes = 2 * bounds.CHANNEL_CLOSE_TIMEOUT + bounds.SESSION_CLOSE_TIMEOUT
-    assert stops + closes < bounds.CANCEL_TIMEOUT
+    # A store is asked who wants the end: by the last read that had begun, and by another one.
+    asks = 2 * bounds.CANCEL_REQUEST_TIMEOUT
+    assert stops + closes + asks < bounds.CANCEL_TIMEOUT
     assert bounds.OWNER_LEASE < bounds.CANCEL_TIMEOUT
 
 

@@ -562,8 +562,23 @@ def test_a_driver_that_stood_still_receives_what_came_meanwhile_before_its_time_
             order.append("tick")
             return self
 
-    times, mailbox = iter([0.0, 5.0, 5.0]), Mailbox()
-    # The channel's thread gets a processor a moment after the driver's.
-    threading.Timer(0.03, mailbox.put, (0, {"type": "exited", "local_rank": 0})).start()
-    step(Noting(), mailbox, 0.0, lambda: next(times))
-    assert order == ["message", "tick"]
+    class Late(Mailbox):
+        """Its channel's thread gets a processor once the driver waits, and wakes it first."""
+
+        def receive(self, timeout: float) -> Iterator[Received]:
+            if timeout:
+                if not order:
+                    self.put(0, {"type": "exited", "local_rank": 0})
+                elif len(order) == 1:
+                    self.put(0, {"type": "exited", "local_rank": 1})
+            return super().receive(timeout)
+
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += bounds.TICK / 4 if now else 5.0
+        return now - 5.0 if now == 5.0 else now
+
+    step(Noting(), Late(), 0.0, clock)
+    assert order == ["message", "message", "tick"]

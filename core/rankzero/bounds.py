@@ -32,7 +32,7 @@ LOG_TAIL_WIDTH = 2000
 """Last log lines of a rank that are kept for an error message, and the characters to which each is cut."""
 
 CANCEL_TIMEOUT = 30.0
-"""Seconds, beyond its ``stop_grace``, for a cancelled run to end; 28 s if neither the agents nor the engine reply."""
+"""Seconds, beyond its ``stop_grace``, for a cancelled run to end; nearly all if neither agents nor engine reply."""
 
 RETURNED_NOTICE = 30.0
 RETURNED_HANG = 300.0
@@ -193,7 +193,7 @@ TICK_OF_TRAINING = 0.5
 LEASE_POLL_INTERVAL_MAX = 30.0
 """Most seconds between two reads of a lease on an object store, since it may have been shortened."""
 
-CANCEL_REQUEST_TIMEOUT = 1.0
+CANCEL_REQUEST_TIMEOUT = 0.9
 """Seconds for a read of an object store that says whether the end that a signal asks for was requested by a user."""
 
 # Every process: polls.

@@ -1,5 +1,6 @@
 """A signal for the main thread of a process reaches it, though the kernel would choose another thread."""
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -12,7 +13,6 @@ PROGRAM = """
 import faulthandler, signal, sys, threading, time
 
 def other():
-    print("ready", flush=True)
     time.sleep(600)
 
 number = signal.SIGUSR2
@@ -21,6 +21,7 @@ thread = threading.Thread(target=other, daemon=True)
 thread.start()
 # As a main thread with a signal that waits for a processor: the kernel passes it over.
 signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+print("ready", flush=True)
 
 def main_thread_stands_here():
     sys.stdin.readline()
@@ -31,7 +32,7 @@ main_thread_stands_here()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="macOS cannot signal a thread of another process")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "tgkill"), reason="the C library has no tgkill")
 def test_a_signal_reaches_the_main_thread_and_no_other() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

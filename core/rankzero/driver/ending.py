@@ -135,9 +135,8 @@ class Facts:
         return True
 
     def note_read(self, silent_since: float, now: float) -> None:
-        """Records that no agent is silent since before the first failure, if so."""
-        if silent_since >= self.failed_at:
-            self.read_at = min(self.read_at, now)
+        """Records whether all agents have sent something since the first failure; one may connect again."""
+        self.read_at = min(self.read_at, now) if silent_since >= self.failed_at else math.inf
 
     def note_stored(self, ref: ResultRef, value: list[Any]) -> None:
         """Records that the value of rank 0 is stored, which finishes the rank."""

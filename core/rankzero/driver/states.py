@@ -111,10 +111,12 @@ def step(state: State, mailbox: Mailbox, pause: float, clock: Callable[[], float
         # Many agents may have sent messages meanwhile: one tick after all of them is enough.
         for received in mailbox.receive(pause):
             state = state.on(received)
-        if clock() - began >= pause + bounds.PING_INTERVAL:
+        if clock() - began >= pause + bounds.TICK:
             # This process stood still: no time limit may end before its channel has read what came meanwhile.
-            for received in mailbox.receive(bounds.TICK):
-                state = state.on(received)
+            until = clock() + bounds.TICK
+            while (left := until - clock()) > 0:
+                for received in mailbox.receive(left):
+                    state = state.on(received)
         return state.tick(clock())
     except BaseException as error:
         return state.fail(error)

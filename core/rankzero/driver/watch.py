@@ -156,7 +156,7 @@ class Watch:
         now = time.monotonic()
         if self._inbox.interrupted:
             self._interrupted = self._interrupted or self._interrupted_end(self._inbox.interrupted)
-            raise self._interrupted
+            raise self._interrupted.with_traceback(None)
         if now >= self._next_poll:
             self._next_poll = now + (self._recorder.status.interval if self._run.is_remote else bounds.TICK)
             self._poll()

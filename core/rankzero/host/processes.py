@@ -258,18 +258,17 @@ def _libc() -> Any:
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Sends a signal to the main thread of a process.
+    """Sends a signal to the main thread of a process; on macOS, and with a glibc before 2.30, to one of its threads.
 
     `os.kill` lets the kernel choose a thread: another one if the main thread has a signal that it has not handled yet,
     since it gets no processor.
     """
     try:
-        tgkill = _libc().tgkill
-    except AttributeError:
-        # A C library before glibc 2.30, or macOS.
+        is_sent = _libc().tgkill(pid, pid, number) == 0
+    except (AttributeError, OSError):
+        is_sent = False
+    if not is_sent:
         os.kill(pid, number)
-    else:
-        tgkill(pid, pid, number)
 
 
 def become_subreaper() -> None:
