@@ -17,7 +17,7 @@ lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports
 	.venv/bin/python scripts/check_prose.py
-	.venv/bin/python scripts/check_test_imports.py
+	.venv/bin/python scripts/measure_house.py --check
 	.venv/bin/python scripts/check_api.py
 
 types: setup

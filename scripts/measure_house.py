@@ -1,8 +1,9 @@
 """Measures the size of the code and what one local run touches, and prints the numbers as a table.
 
-``python scripts/measure_house.py`` prints the table. With ``--list`` it also names the files, threads, constants and
-imports that it has counted. The run has two ranks and no warm server, and is traced in every process with
-`sys.setprofile`; only the guard of the agent, which runs without `site`, is not.
+``python scripts/measure_house.py`` prints the table. With ``--list`` it also names the files, threads and imports that
+it has counted. ``--check`` runs nothing: it fails if a room is over its limit in ``weight.toml``, or exports a name
+that only tests use. The run has two ranks and no warm server, and is traced in every process with `sys.setprofile`;
+only the guard of the agent, which runs without `site`, is not.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import contextlib
 import inspect
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import threading
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core/rankzero"
 ORCHESTRATORS = (ROOT / "airflow_provider", ROOT / "dagster_integration")
 PUBLIC = {"rankzero", "rankzero.pipeline", "rankzero.errors", "rankzero.tracking"}
+INTERFACES = {f"rankzero.{room}" for room in ("compat", "sweep", "testing", "tracking", "train")}
+"""The packages of core whose names users import."""
 
 FOLDER = "RANKZERO_TRACE"
 """The variable that names the folder in which each traced process writes its file."""
@@ -35,16 +39,6 @@ def nothing(): return 0
 if __name__ == "__main__":
     Launcher(2, store={store!r}, warm_start=False, start_timeout=240).run(nothing)
 """
-
-OF_TIME = re.compile(
-    r"(^|_)(TIMEOUT|INTERVAL|PATIENCE|GRACE|WAIT|DELAY|PAUSE|AFTER|AGE|PERIOD|LEASE|DEADLINE|SECONDS|OUTAGE|EVERY|SLACK|SKEW"
-    r"|NOTICE|PACE|TICK|WINDOW|WITHIN|POLL)(_|$)"
-)
-"""Parts of the name of a constant that is a time, unless its docstring names another unit."""
-
-OTHER_UNIT = re.compile(
-    r"\b(bytes|lines|number|share|part|times|polls|characters|runs|rows|messages|days|hours|name|records|steps)\b", re.I
-)
 
 
 def trace() -> None:
@@ -101,32 +95,6 @@ def length(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
-def constants_of_seconds() -> Iterator[str]:
-    """Yields each constant of a module outside of bounds.py that is a time in seconds, by its docstring or its name."""
-    for path in sources(CORE):
-        body = ast.parse(path.read_text()).body
-        for node, after in zip(body, [*body[1:], None], strict=True):
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-            value = getattr(node, "value", None)
-            if not isinstance(target, ast.Name) or not target.id.isupper() or value is None or not _is_number(value):
-                continue
-            text = ""
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                text = str(after.value.value).split("\n\n")[0]
-            is_time = re.match(r"(\w+ ){0,4}seconds\b", text, re.I) or (
-                OF_TIME.search(target.id) and not OTHER_UNIT.search(text)
-            )
-            if is_time and path.name != "bounds.py":
-                yield f"{path.relative_to(CORE)}: {target.id}"
-
-
-def _is_number(node: ast.expr) -> bool:
-    """Returns True for a number, and for an expression of numbers and constants."""
-    names = [part for part in ast.walk(node) if isinstance(part, (ast.Call, ast.Subscript, ast.Attribute, ast.Tuple))]
-    found = [part for part in ast.walk(node) if isinstance(part, ast.Constant)]
-    return not names and bool(found) and all(type(part.value) in (int, float) for part in found)
-
-
 def internal_imports() -> Iterator[str]:
     """Yields each module of core outside of its public interface that a package of an orchestrator imports."""
     for path in sources(*ORCHESTRATORS):
@@ -165,34 +133,91 @@ def warm_launch() -> str:
     return "not measured"
 
 
+def rooms() -> dict[str, int]:
+    """Returns the lines of each room of core, of all of core, of the orchestrator packages and of the tests."""
+    lines = Counter({"total": 0})
+    for path in sources(CORE):
+        parts = path.relative_to(CORE).parts
+        lines[parts[0] if len(parts) > 1 else "root"] += length(path)
+        lines["total"] += length(path)
+    for name, folder in (("airflow", ORCHESTRATORS[0]), ("dagster", ORCHESTRATORS[1]), ("tests", ROOT / "tests")):
+        lines[name] = sum(map(length, sources(folder)))
+    return dict(lines)
+
+
+def words_of_docs() -> int:
+    """Returns the number of words of the pages below docs/."""
+    return sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md"))
+
+
+def over_limit() -> Iterator[str]:
+    """Yields a line for each room that has more than its limit in weight.toml, or that has none."""
+    limits = tomllib.loads((ROOT / "scripts/weight.toml").read_text())
+    weighed = {"lines": rooms(), "modules": {"core": len(sources(CORE))}, "words": {"docs": words_of_docs()}}
+    for unit, found in weighed.items():
+        for name, weight in sorted(found.items()):
+            if weight > limits[unit].get(name, 0):
+                yield f"{name} has {weight:,} {unit} and may have {limits[unit].get(name, 0):,} (scripts/weight.toml)"
+
+
+def exported_for_tests() -> Iterator[str]:
+    """Yields each name that the package of a room exports and that nothing but tests uses."""
+    exports: dict[str, set[str]] = {}
+    for path in sorted(CORE.glob("*/__init__.py")):
+        if (room := f"rankzero.{path.parent.name}") not in INTERFACES:
+            tree = ast.parse(path.read_text())
+            own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(room):
+                    exports.setdefault(room, set()).update({alias.name for alias in node.names} - own)
+                elif isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_names":
+                    paths = ast.literal_eval(node.args[1]).split()
+                    exports.setdefault(room, set()).update(path.rpartition(".")[2] for path in paths)
+    used = set()
+    folders = (CORE, *ORCHESTRATORS, *(ROOT / name for name in ("scripts", "benchmarks", "example_dags")))
+    for path in sources(*folders):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                used.update(f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Attribute):
+                used.add(f"rankzero.{ast.unparse(node)}")
+    for room, names in exports.items():
+        yield from (f"{room} exports {name} for tests alone" for name in sorted(names) if f"{room}.{name}" not in used)
+
+
+def check() -> None:
+    """Exits with the lines of `over_limit` and `exported_for_tests`, if there are any."""
+    found = [*over_limit(), *exported_for_tests()]
+    if found:
+        sys.exit("\n".join(found))
+    print("every room is within its limit of weight, and exports nothing for tests alone")
+
+
 def main(arguments: list[str]) -> None:
-    """Prints the table."""
+    """Prints the table, or checks the limits."""
+    if "--check" in arguments:
+        return check()
     files, functions, threads = traced_run()
     modules = sources(CORE)
     longest = max(modules, key=length)
-    constants, imports = list(constants_of_seconds()), sorted(set(internal_imports()))
-    prose = prose_counts()
+    imports, prose = sorted(set(internal_imports())), prose_counts()
     rows = [
-        ("lines of core", f"{sum(map(length, modules)):,}", "35,000"),
-        ("modules of core", len(modules), 200),
-        ("files of ours that one local run touches", len(files), 70),
-        ("functions of ours that one local run calls", len(functions), 480),
-        ("threads of it that run our code", sum(map(len, threads.values())), "-"),
-        ("processes of it", len(threads), "-"),
-        (f"longest file ({longest.relative_to(CORE)})", length(longest), 400),
-        ("internal modules that the orchestrator packages import", len(imports), 0),
-        ("docstrings that begin with an anaphor", prose["anaphor"], 20),
-        ("docstrings of three words or fewer", prose["short"], 20),
-        ("private words in code and docs", prose["private word"], 20),
-        ("constants of seconds outside bounds.py", len(constants), 5),
-        ("lines of the Airflow and Dagster packages", f"{sum(map(length, sources(*ORCHESTRATORS))):,}", "5,600"),
-        ("warm launch over the floor, as last measured", warm_launch(), 1.4),
+        *((f"lines: {name}", f"{lines:,}") for name, lines in sorted(rooms().items())),
+        ("words of docs", f"{words_of_docs():,}"),
+        ("modules of core", len(modules)),
+        (f"longest file ({longest.relative_to(CORE)})", length(longest)),
+        ("files of ours that one local run touches", len(files)),
+        ("functions of ours that one local run calls", len(functions)),
+        ("threads of it that run our code", sum(map(len, threads.values()))),
+        ("processes of it", len(threads)),
+        ("internal modules that the orchestrator packages import", len(imports)),
+        *((f"prose: {kind}", count) for kind, count in prose.items()),
+        ("warm launch over the floor, as last measured", warm_launch()),
     ]
-    print("| | today | at most |", "|---|---|---|", *("| {} | {} | {} |".format(*row) for row in rows), sep="\n")
+    print("| | today |", "|---|---|", *("| {} | {} |".format(*row) for row in rows), sep="\n")
     if "--list" in arguments:
         print("\nfiles:", *sorted(files), sep="\n  ")
         print("threads:", *(f"{process}: {', '.join(names)}" for process, names in threads.items()), sep="\n  ")
-        print("constants of seconds:", *constants, sep="\n  ")
         print("internal imports:", *imports, sep="\n  ")
 
 

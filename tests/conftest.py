@@ -20,7 +20,8 @@ import pytest
 from tests import spark_classes
 
 from rankzero import Launcher, bounds
-from rankzero.task import OWNER, hold
+from rankzero.task import hold
+from rankzero.task.start import OWNER
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

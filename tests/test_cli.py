@@ -19,7 +19,7 @@ from tests.conftest import of_ranks, until
 from rankzero import Launcher, RunHandle, RunNotFoundError
 from rankzero.cli import main
 from rankzero.report import pages
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 
 MONTH = 30 * 86400.0
 

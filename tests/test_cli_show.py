@@ -224,7 +224,7 @@ def test_a_run_is_explained(tmp_path: Path) -> None:
 
         if rt.get_checkpoint() is None:
             rt.report({"loss": lr}, checkpoint={"lr": lr})
-            rt.await_checkpoint()
+            rt.context.await_checkpoint()
         if fails and rt.get_context().attempt == 0:
             raise ValueError("no luck")
         return lr

@@ -10,8 +10,9 @@ import pytest
 from tests.conftest import until
 
 from rankzero import CheckpointConfig, bounds, store
-from rankzero.driver import Committer
-from rankzero.run import Manifest, RunDirectory, list_committed
+from rankzero.driver.commits import Committer
+from rankzero.run.checkpoints import Manifest, list_committed
+from rankzero.run.directory import RunDirectory
 
 
 class Commits:

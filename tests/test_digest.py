@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from rankzero import ResultError, ResultRef
-from rankzero.values import LARGE, Digest, digest, digest_of, digest_of_file, pack, verify
+from rankzero.values import digest
+from rankzero.values.digest import Digest, digest_of, digest_of_file, verify
+from rankzero.values.pickled import LARGE, pack
 
 
 def crc32(data: bytes) -> bytes:

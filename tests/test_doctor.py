@@ -15,8 +15,8 @@ from tests.conftest import free_port
 
 from rankzero import LocalEngine, SparkEngine
 from rankzero.cli import main
-from rankzero.doctor import OK, PROBLEM, WARNING, judge
 from rankzero.doctor.examine import examine
+from rankzero.doctor.findings import OK, PROBLEM, WARNING, judge
 
 
 def doctor(*arguments: str) -> Result:

@@ -10,7 +10,7 @@ import pytest
 
 from rankzero import Launcher
 from rankzero.submit import payload
-from rankzero.values import LARGE, beside, open_packed, pack
+from rankzero.values.pickled import LARGE, beside, open_packed, pack
 
 
 def opened(path: Path) -> Any:

@@ -10,7 +10,8 @@ from tests.conftest import of_ranks
 
 import rankzero.train as rt
 from rankzero import Launcher, bounds, store
-from rankzero.run import Position, growing, reports
+from rankzero.run import growing, reports
+from rankzero.run.growing import Position
 
 PATIENCE = 30.0
 

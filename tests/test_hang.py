@@ -2,7 +2,7 @@
 
 from rankzero import bounds
 from rankzero.bounds import MEET_TIMEOUT
-from rankzero.driver import HangWatch
+from rankzero.driver.hangs import HangWatch
 
 BOUND = 10.0
 

@@ -19,8 +19,9 @@ from tests.conftest import spark_session
 
 import rankzero
 from rankzero import Launcher, RunHandle, SparkEngine, bounds
-from rankzero.engines import known, make_task
-from rankzero.warm import PRELOADED_LATER
+from rankzero.engines.spark.context import known
+from rankzero.engines.spark.stage import make_task
+from rankzero.warm.server import PRELOADED_LATER
 
 pytestmark = pytest.mark.usefixtures("own_warm_servers", "own_environment")
 

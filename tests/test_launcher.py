@@ -34,10 +34,10 @@ from rankzero import (
     StartTimeoutError,
     WorkerFailedError,
 )
-from rankzero.driver import DriverThread
-from rankzero.engines import LocalSession
+from rankzero.driver.driver import DriverThread
+from rankzero.engines.local import LocalSession
 from rankzero.job import Job
-from rankzero.values import digest_of_file
+from rankzero.values.digest import digest_of_file
 
 WAIT = 60.0
 
@@ -466,7 +466,7 @@ def test_a_reference_that_is_gone_is_refused_before_anything_starts(launcher: La
 @pytest.mark.soak
 def test_an_agent_that_cannot_work_says_why(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     from rankzero import EngineError
-    from rankzero.engines import LocalSession
+    from rankzero.engines.local import LocalSession
 
     monkeypatch.setattr(LocalSession, "driver_host", "no-such-host.invalid")
     with pytest.raises(

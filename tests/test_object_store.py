@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from tests.conftest import of_ranks, until
 
 from rankzero import Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError, store
-from rankzero.channel import Uploads
+from rankzero.channel.files import Uploads
 from rankzero.cli import main
-from rankzero.submit import start_driver
+from rankzero.submit.drivers import start_driver
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from rankzero import EngineError, RankZeroError, ResultError, ResultRef, WorkerFailedError, bounds
-from rankzero.channel import Failed
-from rankzero.driver import Facts, Failure, Member, Verdict, ending
+from rankzero.channel.messages import Failed
+from rankzero.driver import ending
+from rankzero.driver.ending import Facts, Failure, Verdict
+from rankzero.driver.roster import Member
 from rankzero.errors import LOST, MATCHED, PREEMPTED
 
 REF = ResultRef("/store/value-0.json", "json", "0" * 64, 4)

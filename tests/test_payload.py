@@ -110,7 +110,7 @@ def run_elsewhere(built: payload.Payload, tmp_path: Path) -> str:
         extra = [str(tmp_path / "modules")]
     program = f"""
         import sys
-        from rankzero.values import open_packed
+        from rankzero.values.pickled import open_packed
         sys.path[:0] = {extra!r}
         payload = open_packed({str(tmp_path / "payload.pkl")!r})
         print(payload["function"](*payload["args"], **payload["kwargs"]))

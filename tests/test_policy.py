@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from rankzero import bounds, errors
-from rankzero.channel import Failed
-from rankzero.driver import Failure, ending, policy
-from rankzero.run import RunStatus, observer
+from rankzero.channel.messages import Failed
+from rankzero.driver import ending, policy
+from rankzero.driver.ending import Failure
+from rankzero.run import observer
+from rankzero.run.status import RunStatus
 
 
 def failure(rank: int, host: str, order: int, **facts: Any) -> Failure:

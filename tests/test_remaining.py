@@ -3,8 +3,8 @@
 import pytest
 
 from rankzero.bounds import RETURNED_HANG, RETURNED_NOTICE
-from rankzero.channel import Position
-from rankzero.driver import RemainingWatch, describe, is_waiting
+from rankzero.channel.messages import Position
+from rankzero.driver.hangs import RemainingWatch, describe, is_waiting
 
 SITE = "/venv/lib/python3.12/site-packages/torch"
 USER = '  File "/home/me/train.py", line 12 in train'

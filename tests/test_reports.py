@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rankzero.report import History, curves
+from rankzero.report import curves
+from rankzero.report.history import History
 from rankzero.run import reports
 
 

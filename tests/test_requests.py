@@ -8,11 +8,12 @@ from tests.conftest import until
 from tests.s3 import S3Server
 
 from rankzero import RunHandle, bounds
-from rankzero.driver import Inbox, Recorder, Watch
 from rankzero.driver import recorder as recorders
+from rankzero.driver.recorder import Recorder
+from rankzero.driver.watch import Inbox, Watch
 from rankzero.job import Job
 from rankzero.pipeline import Follower, LineWritten
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 from rankzero.run.status import pace
 
 RANKS = 64

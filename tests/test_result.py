@@ -16,7 +16,8 @@ import torch
 from tests.conftest import until
 
 from rankzero import ResultError, ResultRef, store
-from rankzero.values import digest, formats, map_refs
+from rankzero.values import digest, formats
+from rankzero.values.ref import map_refs
 
 
 def stored(value: Any, tmp_path: Path) -> ResultRef:

@@ -13,22 +13,13 @@ import fsspec
 import pytest
 
 from rankzero import InvalidJobError, bounds, store
-from rankzero.data import FILE, File, Manifest, to_bytes
+from rankzero.data.manifest import FILE, File, Manifest, to_bytes
 from rankzero.job import Job
-from rankzero.run import (
-    ABANDONED,
-    HALF_REMOVED,
-    HIDDEN,
-    Age,
-    Asked,
-    Identity,
-    RunDirectory,
-    RunStatus,
-    collect,
-    is_due,
-    remove_unread,
-)
-from rankzero.submit import submit
+from rankzero.run.directory import RunDirectory
+from rankzero.run.identity import Asked, Identity
+from rankzero.run.retention import ABANDONED, HALF_REMOVED, HIDDEN, Age, collect, is_due, remove_unread
+from rankzero.run.status import RunStatus
+from rankzero.submit.submission import submit
 
 DAY = 86400.0
 MONTH = 30 * DAY

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rankzero.channel import Join
-from rankzero.driver import Member, Roster
+from rankzero.channel.messages import Join
+from rankzero.driver.roster import Member, Roster
 
 
 def join(host: str, workers: int = 1, **changes: Any) -> Join:

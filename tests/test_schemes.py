@@ -11,7 +11,7 @@ import pytest
 from pyarrow import fs
 
 from rankzero import InvalidJobError, Launcher, store
-from rankzero.data import filesystem_of
+from rankzero.data.files import filesystem_of
 from rankzero.store import files
 
 

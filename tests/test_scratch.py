@@ -13,8 +13,9 @@ from tests.conftest import until
 
 from rankzero import Launcher
 from rankzero.bounds import ABANDONED_AFTER
-from rankzero.driver import Scratch
-from rankzero.task import OWNER, make_scratch, remove_abandoned
+from rankzero.driver.storage import Scratch
+from rankzero.task.hold import make_scratch, remove_abandoned
+from rankzero.task.start import OWNER
 
 DRIVER = """
 import sys

@@ -18,25 +18,18 @@ from tests.conftest import until
 
 from rankzero import EngineError, RunCancelledError, StartTimeoutError, bounds
 from rankzero.channel import messages
-from rankzero.driver import (
-    Attempt,
-    Final,
-    Inbox,
-    Mailbox,
-    Placed,
-    Placement,
-    Places,
-    Plan,
-    Received,
-    Recorder,
-    Starting,
-    State,
-    Watch,
-    step,
-)
-from rankzero.engines import AgentGroup, Engine, LocalSession
+from rankzero.driver.attempt import Attempt
+from rankzero.driver.launched import Final, Starting
+from rankzero.driver.places import Placed, Places, Plan
+from rankzero.driver.policy import Placement
+from rankzero.driver.recorder import Recorder
+from rankzero.driver.states import State, step
+from rankzero.driver.watch import Inbox, Mailbox, Received, Watch
+from rankzero.engines.base import AgentGroup, Engine
+from rankzero.engines.local import LocalSession
 from rankzero.job import Job
-from rankzero.run import RunDirectory, RunStatus
+from rankzero.run.directory import RunDirectory
+from rankzero.run.status import RunStatus
 
 RANKS = 2
 WAIT = 30.0

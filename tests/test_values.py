@@ -20,8 +20,11 @@ from hypothesis import strategies as st
 from tests.kinds_of_values import KINDS, Score, same
 
 from rankzero import InvalidJobError, Launcher, ResultError, ResultRef
-from rankzero.submit import digest_of, payload
-from rankzero.values import digest, formats, is_json, open_packed, safetensors
+from rankzero.submit import payload
+from rankzero.submit.content import digest_of
+from rankzero.values import digest, formats, safetensors
+from rankzero.values.pickled import open_packed
+from rankzero.values.plain import is_json
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

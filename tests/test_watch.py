@@ -10,9 +10,10 @@ import pytest
 from tests.conftest import until
 
 from rankzero import RunCancelledError
-from rankzero.driver import Inbox, Recorder, Watch
+from rankzero.driver.recorder import Recorder
+from rankzero.driver.watch import Inbox, Watch
 from rankzero.job import Job
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 
 JOB = Job("one", "train", 1, 1, False, None, None, 60.0, {}, orphan_timeout=0.05)
 

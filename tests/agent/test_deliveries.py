@@ -16,10 +16,11 @@ from tests.conftest import of_ranks
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, bounds
 from rankzero.agent import output
-from rankzero.channel import Finished, frames, messages
-from rankzero.driver import Recorder
-from rankzero.worker import Control
+from rankzero.channel import frames, messages
+from rankzero.channel.messages import Finished
+from rankzero.driver.recorder import Recorder
 from rankzero.worker import control as controls
+from rankzero.worker.control import Control
 
 LINES = 100
 PAUSE = 0.01

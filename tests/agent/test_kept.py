@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.agent import KEPT, KeptFiles
-from rankzero.values import digest_of
+from rankzero.agent.inputs import KEPT, KeptFiles
+from rankzero.values.digest import digest_of
 
 
 @pytest.fixture

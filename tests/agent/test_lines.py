@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.agent import MAX_LINE, LineSplitter, is_own_frame
+from rankzero.agent.output import MAX_LINE, LineSplitter, is_own_frame
 
 
 def split(*pieces: bytes) -> list[str]:

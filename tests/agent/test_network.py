@@ -15,7 +15,8 @@ import pytest
 from tests.conftest import free_port
 
 from rankzero import bounds
-from rankzero.host import first_reachable, network, socket_environment
+from rankzero.host import network
+from rankzero.host.network import first_reachable, socket_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are listed as Linux does")
 

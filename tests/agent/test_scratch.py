@@ -17,8 +17,9 @@ from tests.conftest import ROOT, is_alive, until
 
 import rankzero
 from rankzero import Launcher
-from rankzero.channel import ChannelServer, new_secret
-from rankzero.host import listen
+from rankzero.channel.auth import new_secret
+from rankzero.channel.server import ChannelServer
+from rankzero.host.network import listen
 
 BOUND = 60.0
 

@@ -4,8 +4,9 @@ import signal
 import time
 from typing import Any
 
-from rankzero.agent import Ending, Rank
-from rankzero.channel import Message, decode
+from rankzero.agent.ranks import Ending, Rank
+from rankzero.channel.frames import Message
+from rankzero.channel.messages import decode
 
 
 class Told(Rank):

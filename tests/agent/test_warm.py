@@ -22,8 +22,9 @@ import psutil
 import pytest
 
 from rankzero import EngineError, InvalidJobError, Launcher
-from rankzero.engines import LocalGroup
-from rankzero.task import OWNER, load_time, start, start_time
+from rankzero.engines.local import LocalGroup
+from rankzero.task import start
+from rankzero.task.start import OWNER, load_time, start_time
 
 SERVER = "rankzero.warm.server import main"
 ENDED = 8.0

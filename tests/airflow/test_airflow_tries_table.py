@@ -19,7 +19,7 @@ from tests.airflow import tries_dag
 from tests.conftest import ROOT, until, wait_until_gone
 from tests.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, rows
 
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 
 
 def session_of_airflow() -> Any:

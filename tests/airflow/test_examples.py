@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import JVM_TIMEOUT, ROOT, restore_signal_handlers, signal_handlers, until
 
 from rankzero import Launcher, ResultRef
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 
 EXAMPLES = ROOT / "example_dags"
 DAY = 86400.0

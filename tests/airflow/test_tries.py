@@ -11,7 +11,7 @@ from tests.airflow import versions
 
 from rankzero import Launcher, RunCancelledError
 from rankzero.pipeline import Follower
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 
 
 def make(try_number: int, max_tries: int, **task: Any) -> tuple[Any, Any]:

@@ -16,7 +16,8 @@ from tests.conftest import until
 
 from rankzero import Launcher, RunHandle
 from rankzero.job import Job
-from rankzero.run import RunDirectory, RunStatus
+from rankzero.run.directory import RunDirectory
+from rankzero.run.status import RunStatus
 from rankzero.store import files
 
 

@@ -22,7 +22,7 @@ from sqlalchemy import event, text
 
 from airflow_rankzero import RankZeroPlugin, find_lost_key
 from rankzero import ResultRef
-from rankzero.values import find_unstorable
+from rankzero.values.plain import find_unstorable
 
 REFUSED: list[Any] = [
     2**64,

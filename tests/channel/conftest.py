@@ -15,8 +15,12 @@ from typing import Any
 import pytest
 
 from rankzero import bounds
-from rankzero.channel import ChannelClient, ChannelServer, Identity, Message, auth, make_identity
-from rankzero.host import listen
+from rankzero.channel import auth
+from rankzero.channel.client import ChannelClient
+from rankzero.channel.frames import Message
+from rankzero.channel.server import ChannelServer
+from rankzero.channel.tls import Identity, make_identity
+from rankzero.host.network import listen
 
 TIMEOUT = 60.0
 

@@ -13,19 +13,12 @@ from typing import Any
 import pytest
 
 from rankzero import bounds
-from rankzero.channel import (
-    DISCONNECTED,
-    LOST,
-    RECONNECTED,
-    ChannelClosed,
-    Handshake,
-    Hello,
-    Message,
-    auth,
-    frames,
-    limits,
-)
-from rankzero.values import digest_of_file
+from rankzero.channel import auth, frames, limits
+from rankzero.channel.auth import Handshake, Hello
+from rankzero.channel.client import ChannelClosed
+from rankzero.channel.frames import Message
+from rankzero.channel.server import DISCONNECTED, LOST, RECONNECTED
+from rankzero.values.digest import digest_of_file
 
 Receive = Callable[..., list[Message]]
 

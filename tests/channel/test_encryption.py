@@ -12,7 +12,9 @@ import pytest
 from tests.channel.conftest import Proxy, Serving
 
 from rankzero import EngineError, InvalidJobError, Launcher, bounds
-from rankzero.channel import ChannelClosed, Message, make_identity
+from rankzero.channel.client import ChannelClosed
+from rankzero.channel.frames import Message
+from rankzero.channel.tls import make_identity
 
 WORDS = b"what nobody on the wire may read"
 Receive = Callable[..., list[Message]]

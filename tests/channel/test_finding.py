@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from rankzero.channel import ChannelClient, ChannelClosed, Message, frames
+from rankzero.channel import frames
+from rankzero.channel.client import ChannelClient, ChannelClosed
+from rankzero.channel.frames import Message
 
 Receive = Callable[..., list[Message]]
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.channel import Decoder, FrameError, Sealer, frames
+from rankzero.channel import frames
+from rankzero.channel.frames import Decoder, FrameError, Sealer
 
 KEY = b"k" * 32
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero.channel import Message, limits
+from rankzero.channel import limits
+from rankzero.channel.frames import Message
 
 LINE = "x" * 100_000
 

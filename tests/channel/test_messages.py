@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from rankzero.channel import DISCONNECTED, LOST, MADE_UP, RECONNECTED, Decoder, FrameError, messages
-from rankzero.worker import Control
+from rankzero.channel import messages
+from rankzero.channel.frames import Decoder, FrameError
+from rankzero.channel.server import DISCONNECTED, LOST, RECONNECTED
+from rankzero.channel.session import MADE_UP
+from rankzero.worker.control import Control
 
 VALUES: dict[str, Any] = {
     "str": "text",

@@ -13,17 +13,11 @@ from typing import Any
 import pytest
 
 from rankzero import EngineError, Launcher, bounds
-from rankzero.channel import (
-    DISCONNECTED,
-    LOST,
-    ChannelClient,
-    ChannelClosed,
-    ChannelServer,
-    FrameError,
-    Message,
-)
-from rankzero.host import listen
-from rankzero.values import digest_of_file
+from rankzero.channel.client import ChannelClient, ChannelClosed
+from rankzero.channel.frames import FrameError, Message
+from rankzero.channel.server import DISCONNECTED, LOST, ChannelServer
+from rankzero.host.network import listen
+from rankzero.values.digest import digest_of_file
 
 Receive = Callable[..., list[Message]]
 
@@ -265,7 +259,7 @@ def test_what_the_channel_makes_up_cannot_be_sent(serving: Any, kind: str) -> No
 
 
 def test_a_driver_that_fails_on_a_message_gets_the_next(serve: Any, tmp_path: Path) -> None:
-    from rankzero.channel import ChannelServer
+    from rankzero.channel.server import ChannelServer
 
     seen: list[str] = []
     arrived = threading.Event()

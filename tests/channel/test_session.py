@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankzero.channel import ACK, BULK, CONTENT, CONTROL, LOGS, UPLOADS, FrameError, Session, frames, limits, session
+from rankzero.channel import frames, limits, session
+from rankzero.channel.frames import FrameError
+from rankzero.channel.session import ACK, BULK, CONTENT, CONTROL, LOGS, UPLOADS, Session
 
 
 def pair(window: int = 1000) -> tuple[Session, Session]:

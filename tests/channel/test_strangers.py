@@ -13,7 +13,8 @@ import pytest
 from tests.conftest import until
 
 from rankzero import bounds
-from rankzero.channel import Handshake, Hello, auth, frames, limits
+from rankzero.channel import auth, frames, limits
+from rankzero.channel.auth import Handshake, Hello
 
 
 @contextlib.contextmanager

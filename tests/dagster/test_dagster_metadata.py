@@ -11,7 +11,7 @@ from tests.dagster.dagster_events import metadata_of
 import rankzero.train as rt
 from dagster_rankzero import TABLE_ROWS, describe_run, torch_asset
 from rankzero import Launcher, LocalEngine
-from rankzero.report import CHART_POINTS
+from rankzero.report.curves import CHART_POINTS
 
 
 def test_the_curve_the_table_and_the_throughput_of_a_run(resources: dict[str, object]) -> None:

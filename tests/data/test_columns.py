@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rankzero import InvalidJobError
-from rankzero.data import Ragged, joined, kinds, part, rows_of, tensors
+from rankzero.data import kinds
+from rankzero.data.columns import Ragged, joined, part, rows_of, tensors
 
 UTC = datetime.UTC
 VECTOR = pa.struct(

@@ -17,11 +17,11 @@ from tests.test_secrets import SECRET, files_with_the_secret
 
 import rankzero.train as rt
 from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, SparkEngine
-from rankzero.data import Manifest
-from rankzero.engines import content_of, materialize, row_hash
+from rankzero.data.manifest import Manifest
 from rankzero.engines.spark import materialize as materializing
+from rankzero.engines.spark.materialize import content_of, materialize, row_hash
 from rankzero.engines.spark.part import Part
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 from rankzero.train import DatasetShard, TrainContext
 
 

@@ -22,7 +22,7 @@ from tests.conftest import until
 
 from rankzero import bounds
 from rankzero.data import reader
-from rankzero.submit import manifest_of_path
+from rankzero.submit.paths import manifest_of_path
 from rankzero.train import DatasetShard, TrainContext
 
 HOLDER = """

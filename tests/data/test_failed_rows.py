@@ -11,7 +11,7 @@ import pytest
 
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, RetryableError, Table, store
-from rankzero.train import await_checkpoint
+from rankzero.train.context import await_checkpoint
 
 
 def _flaky(*batches: dict[str, Any]) -> Iterator[dict[str, Any]]:

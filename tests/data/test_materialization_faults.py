@@ -16,7 +16,7 @@ from tests.conftest import spark_session, until
 
 import rankzero.train as rt
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkEngine
-from rankzero.engines import materialize
+from rankzero.engines.spark.materialize import materialize
 
 WAIT = 120.0
 

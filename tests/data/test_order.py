@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rankzero.data import Order, shares
+from rankzero.data import shares
+from rankzero.data.shares import Order
 
 
 def rows_of(rows: int, seed: int | None, epoch: int = 0, row_size: int = 8, step: int = 1000) -> list[int]:

@@ -26,8 +26,12 @@ from torch.utils.data import DataLoader
 
 import rankzero.train as rt
 from rankzero import InvalidJobError, Launcher, ResultError, RetryableError, SparkEngine, WorkerFailedError, store
-from rankzero.data import Manifest, Order, Stretch, files, filesystem_of, reader, shares
-from rankzero.submit import manifest_of_path, paths
+from rankzero.data import files, reader, shares
+from rankzero.data.files import filesystem_of
+from rankzero.data.manifest import Manifest
+from rankzero.data.shares import Order, Stretch
+from rankzero.submit import paths
+from rankzero.submit.paths import manifest_of_path
 from rankzero.train import DatasetShard, TrainContext, batches, context, data_loader
 
 

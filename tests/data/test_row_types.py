@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import rankzero.train as rt
-from rankzero.data import Ragged, columns, schemas
+from rankzero.data import columns, schemas
+from rankzero.data.columns import Ragged
 
 INTEGERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
 DECIMALS = [

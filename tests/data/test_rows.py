@@ -20,10 +20,11 @@ from tests.faults.kit import SlotsEngine
 
 import rankzero.train as rt
 from rankzero import InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, bounds, store
-from rankzero.data import Ragged, file_of
-from rankzero.driver import carry_rows, remove_rows
+from rankzero.data.columns import Ragged
+from rankzero.data.table import file_of
 from rankzero.driver.storage import remove_leftovers, remove_values
-from rankzero.run import RunDirectory
+from rankzero.driver.tables import carry_rows, remove_rows
+from rankzero.run.directory import RunDirectory
 from rankzero.store import remote
 from rankzero.train import rows
 
@@ -172,7 +173,7 @@ def _scored_in_epochs() -> Table:
         rt.barrier()
         if world.rank == 0:
             rt.report({}, checkpoint={"epoch": epoch})
-            rt.await_checkpoint()
+            rt.context.await_checkpoint()
             if (world.attempt, epoch) == (0, 1):
                 os.kill(os.getpid(), 9)
         rt.barrier()
@@ -209,7 +210,7 @@ def _trained_then_scored() -> Table:
     table = rt.write_rows({"id": [rt.get_context().rank]})
     rt.barrier()
     if rt.get_context().rank == 0 and rt.get_context().attempt == 0:
-        rt.await_checkpoint()
+        rt.context.await_checkpoint()
         os.kill(os.getpid(), 9)
     rt.barrier()
     return table
@@ -251,7 +252,7 @@ def _score_behind_a_cursor(file: str) -> Table | None:
             Path(file).write_text(json.dumps(shard.state_dict()))
         else:
             rt.report({}, checkpoint=shard.state_dict())
-        rt.await_checkpoint()
+        rt.context.await_checkpoint()
         os.kill(os.getpid(), 9)
     return table
 
@@ -438,7 +439,7 @@ def _score_at_a_pace_of_its_own(cadence: list[int], part: int, through: str) -> 
                 rt.report({}, checkpoint=source.state_dict(), sharded=True)
                 reported += 1
                 if reported == 2 and context.attempt == 0:
-                    rt.await_checkpoint()
+                    rt.context.await_checkpoint()
                     if context.rank == 0:
                         os.kill(os.getpid(), 9)
                     time.sleep(60)
@@ -490,7 +491,7 @@ def _score_two_datasets(directory: str) -> tuple[Table, Table]:
         rows("b", 1 if context.rank == 0 else 2)
         rt.report({}, checkpoint={name: shard.state_dict() for name, shard in shards.items()}, sharded=True)
         if context.attempt == 0 and number == 3:
-            rt.await_checkpoint()
+            rt.context.await_checkpoint()
             if context.rank == 0:
                 os.kill(os.getpid(), 9)
             time.sleep(60)

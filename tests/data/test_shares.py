@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.data import Batches, Stretch, cut, length, remaining, share, split, united
+from rankzero.data.shares import Batches, Stretch, cut, length, remaining, share, split, united
 
 rows = st.integers(0, 300)
 worlds = st.integers(1, 9)

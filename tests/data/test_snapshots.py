@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 
 from rankzero import LocalEngine, store
-from rankzero.data import ARROW, FILE, File, Manifest, encode_schema, from_bytes, to_bytes
-from rankzero.driver import Tables
+from rankzero.data.manifest import ARROW, FILE, File, Manifest, encode_schema, from_bytes, to_bytes
+from rankzero.driver.tables import Tables
 from rankzero.job import Job
-from rankzero.run import RunDirectory
-from rankzero.submit import collect, of_earlier_try
+from rankzero.run.directory import RunDirectory
+from rankzero.submit.datasets import collect, of_earlier_try
 
 JOB = Job(
     run_id="r",

@@ -35,7 +35,7 @@ def score(folder: str) -> object:
                 rt.report({}, checkpoint=shard.state_dict(), sharded=True)
                 if number > 2:
                     # Until rank 1 has returned.
-                    rt.await_checkpoint()
+                    rt.context.await_checkpoint()
                 if number == KILLED_AT:
                     os.kill(os.getpid(), signal.SIGKILL)
             elif number in (5, 10):

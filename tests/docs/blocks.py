@@ -21,7 +21,7 @@ from tests.docs.pages import blocks as blocks_of
 
 from rankzero import RunHandle
 from rankzero.cli import main
-from rankzero.host import process_state
+from rankzero.host.processes import process_state
 
 CODE = {"python", "console", "bash", "yaml", "ini", "dockerfile"}
 """Languages of what can be run; everything else is output or a diagram."""

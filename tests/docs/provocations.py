@@ -346,7 +346,7 @@ def a_checkpoint_that_was_changed(launcher: Launcher, here: Path) -> None:
         if checkpoint := rt.get_checkpoint():
             return checkpoint.load()
         rt.report({}, checkpoint={"step": 1})
-        rt.await_checkpoint()
+        rt.context.await_checkpoint()
         raise ValueError("behind the checkpoint")
 
     launcher = launcher.options(num_processes=1, run_id="changed")

@@ -11,8 +11,8 @@ from tests import spark_classes
 from tests.conftest import until
 
 from rankzero import Launcher, SparkEngine, bounds
-from rankzero.engines import find_java
 from rankzero.engines.spark import archive, dump
+from rankzero.engines.spark.jvm import find_java
 
 
 @pytest.fixture

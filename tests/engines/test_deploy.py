@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from rankzero import InvalidJobError, Launcher, SparkSubmitEngine
-from rankzero.engines import Submitted, deployment
 from rankzero.engines.spark import deploy
+from rankzero.engines.spark.deploy import Submitted, deployment
 from rankzero.job import Job
-from rankzero.run import RunDirectory, RunStatus
+from rankzero.run.directory import RunDirectory
+from rankzero.run.status import RunStatus
 
 # Not in this source, which is shipped with the run.
 SECRET = "-".join(["geheim", "4711"])
@@ -133,7 +134,7 @@ def test_a_driver_that_sees_another_directory_says_so(tmp_path: Path, monkeypatc
 
 
 def test_a_driver_that_a_cluster_queues_is_awaited_for_start_timeout(tmp_path: Path) -> None:
-    from rankzero.run import dead_after
+    from rankzero.run.observer import dead_after
 
     run = RunDirectory(str(tmp_path))
     run.write_status(RunStatus(patience=600.0))

@@ -10,9 +10,11 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InsufficientSlotsError, Launcher, StartTimeoutError
-from rankzero.agent import visible_gpus
-from rankzero.engines import GpuClaims, gpus, local_gpus
-from rankzero.train import TrainContext, accelerator
+from rankzero.agent.ranks import visible_gpus
+from rankzero.engines import gpus
+from rankzero.engines.gpus import GpuClaims, local_gpus
+from rankzero.train import TrainContext
+from rankzero.train.context import accelerator
 from rankzero.worker.main import _backend
 
 WAIT = 60.0

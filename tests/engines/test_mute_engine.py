@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import until
 
 from rankzero import EngineError, Launcher, LocalEngine, bounds
-from rankzero.engines import EngineSession
+from rankzero.engines.base import EngineSession
 from rankzero.job import Job
 
 WAIT = 60.0

@@ -12,7 +12,7 @@ from tests.conftest import spark_session, until
 
 from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine, bounds
 from rankzero import Launcher as AnyLauncher
-from rankzero.engines import TaskResources, task_resources
+from rankzero.engines.spark.conf import TaskResources, task_resources
 from rankzero.job import Job
 
 

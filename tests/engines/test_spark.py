@@ -29,7 +29,8 @@ from rankzero import (
     WorkerFailedError,
     bounds,
 )
-from rankzero.engines import AgentGroup, with_own_python
+from rankzero.engines.base import AgentGroup
+from rankzero.engines.spark.stage import with_own_python
 from rankzero.job import Job
 
 WAIT = 120.0

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
-from rankzero.engines import conf_for, explain, spark_defaults
 from rankzero.engines.spark import jvm
+from rankzero.engines.spark.conf import conf_for, spark_defaults
+from rankzero.engines.spark.errors import explain
 from rankzero.job import Job
 
 

@@ -28,7 +28,7 @@ from rankzero import (
     WorkerFailedError,
 )
 from rankzero.doctor.examine import examine
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 
 WAIT = 240.0
 HANG_TIMEOUT = 15.0

@@ -17,7 +17,8 @@ import psutil
 
 import rankzero
 from rankzero import LocalEngine, RankZeroError, RunHandle
-from rankzero.engines import LOOPBACK, AgentConfig, AgentGroup, LocalGroup, LocalSession, OnEnd
+from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
+from rankzero.engines.local import LOOPBACK, LocalGroup, LocalSession
 from rankzero.job import Job
 from rankzero.values import formats
 

@@ -36,7 +36,7 @@ from tests.faults.kit import Proxy
 from tests.faults.trainings import expected
 
 from rankzero import RunHandle, RunNotFoundError
-from rankzero.task import OWNER
+from rankzero.task.start import OWNER
 
 RANKS = 2
 MAX_RESTARTS = 1

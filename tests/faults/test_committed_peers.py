@@ -12,8 +12,8 @@ from tests.conftest import until, wait_until_gone
 from tests.faults.kit import TasksEngine
 
 from rankzero import Launcher, LocalEngine, RunCancelledError, RunHandle
-from rankzero.driver import Storage
-from rankzero.engines import Engine
+from rankzero.driver.storage import Storage
+from rankzero.engines.base import Engine
 
 WAIT = 30.0
 

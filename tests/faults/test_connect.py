@@ -19,8 +19,9 @@ from tests.engines.connect_server import ConnectServer, Link, connect_server
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine
 from rankzero.doctor.examine import examine
-from rankzero.run import RunDirectory, RunStatus
-from rankzero.task import OVER
+from rankzero.run.directory import RunDirectory
+from rankzero.run.status import RunStatus
+from rankzero.task.stage import OVER
 
 WAIT = 120.0
 

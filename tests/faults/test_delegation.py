@@ -16,15 +16,20 @@ import pytest
 from tests.conftest import until
 
 from rankzero import EngineError, Launcher, LocalEngine, RunCancelledError, RunHandle, StartTimeoutError
-from rankzero.driver import Delegation, Driver, Inbox
-from rankzero.engines import AgentConfig, AgentGroup, LocalSession, OnEnd, StageEngine
+from rankzero.driver.driver import Driver
+from rankzero.driver.main import Delegation
+from rankzero.driver.watch import Inbox
+from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
+from rankzero.engines.connect.stage import StageEngine
+from rankzero.engines.local import LocalSession
 from rankzero.errors import LOST
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.job import Job
-from rankzero.run import RunDirectory
-from rankzero.submit import Written, drivers
+from rankzero.run.directory import RunDirectory
+from rankzero.submit import drivers
 from rankzero.submit.prepare import prepare
-from rankzero.task import ATTEMPT, OVER, put, run_task, sealed
+from rankzero.submit.submission import Written
+from rankzero.task.stage import ATTEMPT, OVER, put, run_task, sealed
 
 WAIT = 30.0
 
@@ -150,7 +155,7 @@ def test_a_stage_that_does_not_begin_in_time_is_cancelled(tmp_path: Path, pool: 
 UNCLAIMED = """
 import sys
 from rankzero.driver.main import drive
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 from tests.faults.test_delegation import Cluster
 
 class Full(RunDirectory):

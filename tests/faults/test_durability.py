@@ -19,8 +19,9 @@ from tests.faults import kit
 from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError, RunHandle, bounds
 from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.job import Job
-from rankzero.run import RunDirectory, RunStatus
-from rankzero.submit import start_driver
+from rankzero.run.directory import RunDirectory
+from rankzero.run.status import RunStatus
+from rankzero.submit.drivers import start_driver
 
 WAIT = 90.0
 
@@ -299,7 +300,7 @@ def test_the_run_id_of_a_killed_submitter_is_taken_over(
 
 CLAIMING = """
 import os, signal, sys
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 from rankzero.store import files
 
 files.open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

@@ -26,8 +26,8 @@ from rankzero import (
 )
 from rankzero.job import Job
 from rankzero.kinds import RESTART_ON
-from rankzero.worker import CommandError, describe
 from rankzero.worker import failures as worker
+from rankzero.worker.failures import CommandError, describe
 
 WAIT = 60.0
 

@@ -12,10 +12,13 @@ import pytest
 from tests.conftest import until
 
 from rankzero import RunHandle, bounds, store
-from rankzero.driver import Recorder
 from rankzero.driver import recorder as recorders
+from rankzero.driver.recorder import Recorder
 from rankzero.job import Job
-from rankzero.run import EVENTS, LINES, Position, RunDirectory, growing
+from rankzero.run import growing
+from rankzero.run.directory import RunDirectory
+from rankzero.run.growing import Position
+from rankzero.run.names import EVENTS, LINES
 
 WAIT = 60.0
 

@@ -41,9 +41,9 @@ from rankzero import (
     WorkerFailedError,
     bounds,
 )
-from rankzero.engines import Engine
-from rankzero.run import RunStatus
-from rankzero.task import OWNER
+from rankzero.engines.base import Engine
+from rankzero.run.status import RunStatus
+from rankzero.task.start import OWNER
 
 WAIT = 120.0
 """For what is not measured: a start, a JVM, an end without a fault."""

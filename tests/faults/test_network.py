@@ -12,9 +12,10 @@ from tests.conftest import free_ports
 
 from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError, bounds
 from rankzero.agent import output
-from rankzero.driver import Recorder, policy
-from rankzero.engines import LocalSession
-from rankzero.host import OPEN_FILES
+from rankzero.driver import policy
+from rankzero.driver.recorder import Recorder
+from rankzero.engines.local import LocalSession
+from rankzero.host.processes import OPEN_FILES
 
 WAIT = 90.0
 

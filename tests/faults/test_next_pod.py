@@ -13,7 +13,7 @@ import yaml
 from tests.conftest import ROOT, until
 
 from rankzero.cli import main
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 
 on_namespaces = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="pods are made of Linux namespaces, which need root"

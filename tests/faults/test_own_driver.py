@@ -16,8 +16,11 @@ import pytest
 from tests.conftest import ROOT, until
 
 from rankzero import EngineError, Launcher, LocalEngine, RunHandle
-from rankzero.host import process_namespace, process_start, this_thread
-from rankzero.run import RunDirectory, RunStatus, observer, process_lives
+from rankzero.host.processes import process_namespace, process_start, this_thread
+from rankzero.run import observer
+from rankzero.run.directory import RunDirectory
+from rankzero.run.observer import process_lives
+from rankzero.run.status import RunStatus
 from rankzero.submit import drivers
 
 WAIT = 60.0

@@ -14,9 +14,12 @@ from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, STEPS, expected, train
 
 from rankzero import CheckpointConfig, Launcher, RunHandle, store
-from rankzero.channel import Finished, Part, Uploaded
-from rankzero.driver import Committer, Facts, Storage
-from rankzero.run import Manifest, RunDirectory
+from rankzero.channel.messages import Finished, Part, Uploaded
+from rankzero.driver.commits import Committer
+from rankzero.driver.ending import Facts
+from rankzero.driver.storage import Storage
+from rankzero.run.checkpoints import Manifest
+from rankzero.run.directory import RunDirectory
 
 WAIT = 120.0
 

@@ -22,7 +22,7 @@ from rankzero import (
     WorkerFailedError,
     store,
 )
-from rankzero.run import Manifest
+from rankzero.run.checkpoints import Manifest
 
 WAIT = 90.0
 STEPS = 6
@@ -219,7 +219,7 @@ def test_checkpoints_pass_through_the_channel_where_the_store_is_out_of_sight(la
             for index in range(5):
                 rt.report({}, checkpoint={"index": index, "weights": torch.full((1_000_000,), float(index))})
             # Before that, a newer one may take the place of the one that is loaded.
-            rt.await_checkpoint()
+            rt.context.await_checkpoint()
             assert rt.get_checkpoint().load()["index"] == 4
             raise RetryableError("again")
         state = checkpoint.load()
@@ -277,7 +277,7 @@ def report_two(form: str) -> float:
             state = tempfile.mkdtemp(dir=os.environ["RANKZERO_SCRATCH"])
             Path(state, "step").write_text(f"{step:1000}")
         rt.report({}, checkpoint=state)
-        rt.await_checkpoint()
+        rt.context.await_checkpoint()
     raise ValueError("behind two checkpoints")
 
 

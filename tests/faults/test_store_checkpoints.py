@@ -12,7 +12,7 @@ from tests.conftest import until
 from tests.faults.kit import Proxy
 
 from rankzero import Launcher, ResultRef, RunHandle
-from rankzero.channel import Uploads
+from rankzero.channel.files import Uploads
 
 if TYPE_CHECKING:
     from tests.s3 import S3Server
@@ -212,7 +212,7 @@ def test_a_rank_uses_the_store_again_after_a_refusal(
         remote.Upload.__init__ = refuse  # type: ignore[assignment,method-assign]
         for step in range(3):
             rt.report({"step": step}, checkpoint={"w": torch.arange(float(NUMBERS))})
-            rt.await_checkpoint()
+            rt.context.await_checkpoint()
 
     launcher.options(num_processes=1, store=f"{bucket}/runs", run_id="run").run(refused_once)
     assert through_driver == ["checkpoint-0-0", "value"]

@@ -12,21 +12,10 @@ import pytest
 from tests.conftest import until
 
 from rankzero import EngineError, Launcher, LocalEngine, RankZeroError
-from rankzero.channel import (
-    Assign,
-    ChannelClient,
-    ChannelClosed,
-    End,
-    Finished,
-    Join,
-    Ready,
-    Rendezvous,
-    Returned,
-    Usage,
-    decode,
-    encode,
-)
-from rankzero.engines import AgentConfig, AgentGroup, LocalSession, OnEnd
+from rankzero.channel.client import ChannelClient, ChannelClosed
+from rankzero.channel.messages import Assign, End, Finished, Join, Ready, Rendezvous, Returned, Usage, decode, encode
+from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
+from rankzero.engines.local import LocalSession
 from rankzero.job import Job
 from rankzero.pipeline import formats
 

@@ -12,7 +12,8 @@ import pytest
 
 import rankzero.train as rt
 from rankzero import InvalidJobError, Launcher
-from rankzero.submit import manifest_of_path, paths
+from rankzero.submit import paths
+from rankzero.submit.paths import manifest_of_path
 
 deltalake = pytest.importorskip("deltalake", reason="make test-frameworks")
 

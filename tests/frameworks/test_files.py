@@ -12,8 +12,9 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError, store
-from rankzero.run import EVENTS
-from rankzero.tracking import Folder, TensorBoard, WandB
+from rankzero.run.names import EVENTS
+from rankzero.tracking import TensorBoard, WandB
+from rankzero.tracking.tracker import Folder
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from rankzero import Launcher, RankZeroError, RunHandle
-from rankzero.run import collect
+from rankzero.run.retention import collect
 
 RUN = "r"
 BEGUN = "begun\n"
@@ -24,7 +24,7 @@ def train(folder, lr):
     import json, os, time
     from pathlib import Path
     import rankzero.train as rt
-    from rankzero.host import process_start
+    from rankzero.host.processes import process_start
 
     orders = Path(folder, "orders")
     checkpoint = rt.get_checkpoint()

@@ -25,7 +25,7 @@ from tests.conftest import ROOT, is_alive, until, wait_until_gone
 from tests.habits.caller import BEGUN, RUN
 
 from rankzero import RunHandle
-from rankzero.host import process_start
+from rankzero.host.processes import process_start
 
 WAIT = 120.0
 SUSPENDED = 2.0

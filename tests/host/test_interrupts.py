@@ -11,8 +11,9 @@ import pytest
 from tests import interrupted
 
 from rankzero import bounds
-from rankzero.driver import DriverThread
-from rankzero.host import Flag, held
+from rankzero.driver.driver import DriverThread
+from rankzero.host.flag import Flag
+from rankzero.host.forks import held
 
 MOMENT = 0.0001
 

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from rankzero.host import process_namespace
+from rankzero.host.processes import process_namespace
 
 PROGRAM = """
 import resource
-from rankzero.host import process_namespace
+from rankzero.host.processes import process_namespace
 limit = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))
 process_namespace()

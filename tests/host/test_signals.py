@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rankzero.host import signal_main_thread
+from rankzero.host.processes import signal_main_thread
 
 PROGRAM = """
 import faulthandler, signal, sys, threading, time

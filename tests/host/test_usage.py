@@ -6,7 +6,7 @@ import threading
 import time
 
 from rankzero import Launcher, RunHandle, bounds
-from rankzero.host import UsageSampler
+from rankzero.host.usage import UsageSampler
 
 
 def test_work_and_memory_show() -> None:

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from tests.conftest import ROOT
 
-from rankzero.values import unpack
+from rankzero.values.formats import unpack
 
 LOCK = ROOT / "constraints" / "{}.{}.txt".format(*sys.version_info)
 

@@ -12,10 +12,13 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle
-from rankzero.driver import Recorder
+from rankzero.driver.recorder import Recorder
 from rankzero.job import Job
-from rankzero.report import Progress, RankProgress, card, cost, notebook
-from rankzero.run import Position, RunDirectory, RunStatus
+from rankzero.report import card, cost, notebook
+from rankzero.report.progress import Progress, RankProgress
+from rankzero.run.directory import RunDirectory
+from rankzero.run.growing import Position
+from rankzero.run.status import RunStatus
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
 

@@ -23,8 +23,12 @@ from tests.conftest import until
 from rankzero import Launcher, RunHandle, RunNotFoundError, WorkerFailedError
 from rankzero.cli import main
 from rankzero.job import Job
-from rankzero.report import History, Progress, ReportServer, history, page, pages
-from rankzero.run import EVENTS, RunDirectory
+from rankzero.report import history, page, pages
+from rankzero.report.history import History
+from rankzero.report.pages import ReportServer
+from rankzero.report.progress import Progress
+from rankzero.run.directory import RunDirectory
+from rankzero.run.names import EVENTS
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{SCRIPT}} &amp;"
 

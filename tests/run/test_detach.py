@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rankzero import Launcher, RunCancelledError
-from rankzero.run import detaching
+from rankzero.run.tries import detaching
 
 LOG = logging.getLogger(__name__)
 

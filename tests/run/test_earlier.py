@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from rankzero import Launcher, WorkerFailedError
-from rankzero.run import EARLIER, RunDirectory, collect, list_committed
+from rankzero.run.checkpoints import list_committed
+from rankzero.run.directory import RunDirectory
+from rankzero.run.retention import EARLIER, collect
 
 DAY = 86400.0
 
@@ -28,7 +30,7 @@ def write(count: int) -> float:
 
     rt.write_rows({"id": list(range(count))}, "scored")
     rt.report({}, checkpoint={"count": count})
-    rt.await_checkpoint()
+    rt.context.await_checkpoint()
     raise ValueError("failed")
 
 

@@ -11,8 +11,9 @@ import rankzero.pipeline
 from rankzero import Launcher, RunHandle, WorkerFailedError
 from rankzero.job import Job
 from rankzero.pipeline import Follower, LineWritten, MetricsReported, RunEnded
-from rankzero.run import RunDirectory, RunStatus
 from rankzero.run import follower as followers
+from rankzero.run.directory import RunDirectory
+from rankzero.run.status import RunStatus
 
 
 def train(fail: bool) -> str:

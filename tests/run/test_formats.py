@@ -14,7 +14,7 @@ import pytest
 
 from rankzero import InvalidJobError, Launcher, RunHandle, RunNotFoundError
 from rankzero.job import FORMAT
-from rankzero.run import list_runs
+from rankzero.run.listing import list_runs
 
 FORMATS = Path(__file__).parent / "formats"
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from rankzero import RunHandle, store
-from rankzero.driver import Recorder
+from rankzero.driver.recorder import Recorder
 from rankzero.job import Job
 from rankzero.pipeline import level_of
-from rankzero.run import LINES, Position, RunDirectory
+from rankzero.run.directory import RunDirectory
+from rankzero.run.growing import Position
+from rankzero.run.names import LINES
 
 HOUR = 3600.0
 BEGIN = 1_800_000_000.0

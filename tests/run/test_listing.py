@@ -10,7 +10,9 @@ from tests.s3 import S3Server
 
 from rankzero import bounds, store
 from rankzero.job import Job
-from rankzero.run import RunDirectory, RunStatus, list_runs
+from rankzero.run.directory import RunDirectory
+from rankzero.run.listing import list_runs
+from rankzero.run.status import RunStatus
 
 RUNS = 6
 

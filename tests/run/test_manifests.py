@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rankzero.run import Manifest
-from rankzero.train import ListedParts
+from rankzero.run.checkpoints import Manifest
+from rankzero.train.parts import ListedParts
 
 RANKS = 1024
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rankzero import store
-from rankzero.run import PieceWriter, Position, growing
+from rankzero.run import growing
+from rankzero.run.growing import PieceWriter, Position
 
 WAIT = 30.0
 

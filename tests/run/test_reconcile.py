@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from rankzero.run import Decision, decide, longest_delay, power
-from rankzero.run.lease import lease
+from rankzero.run.identity import Decision, decide
+from rankzero.run.lease import lease, longest_delay, power
 
 ATTACH, DELIVER, RESUME, FRESH = Decision
 

@@ -14,10 +14,14 @@ import pytest
 from tests.conftest import until, wait_until_gone
 
 from rankzero import CheckpointConfig, Launcher, RunHandle, RunNotFoundError, store
-from rankzero.driver import Committer, Recorder
+from rankzero.driver.commits import Committer
+from rankzero.driver.recorder import Recorder
 from rankzero.host.processes import process_namespace
 from rankzero.job import Job
-from rankzero.run import CurrentStatus, Manifest, RunDirectory, RunStatus, owns
+from rankzero.run.checkpoints import Manifest
+from rankzero.run.directory import RunDirectory
+from rankzero.run.observer import CurrentStatus, owns
+from rankzero.run.status import RunStatus
 
 
 def train(folder: str, name: str) -> str:
@@ -84,7 +88,7 @@ def write_and_wait(folder: str, name: str) -> Any:
     said = Path(folder, f"{name}-said")
     try:
         table = write()
-        rt.await_checkpoint()
+        rt.context.await_checkpoint()
     except Exception as error:
         said.write_text(str(error))
         raise

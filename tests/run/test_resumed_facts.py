@@ -11,7 +11,7 @@ import pytest
 
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, RunHandle, WorkerFailedError
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 
 EPOCHS = 3
 
@@ -90,7 +90,7 @@ def train_and_set(flag: str, *, sets_again: bool) -> None:
             rt.set_result(state["best"])
         state["epoch"] = epoch + 1
         rt.report({"epoch": epoch}, checkpoint=dict(state))
-        rt.await_checkpoint()
+        rt.context.await_checkpoint()
         if epoch == 1 and rt.get_context().rank == 0 and not Path(flag).exists():
             Path(flag).touch()
             os.kill(os.getpid(), signal.SIGKILL)

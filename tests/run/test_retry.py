@@ -15,7 +15,7 @@ from rankzero import (
     StartTimeoutError,
     WorkerFailedError,
 )
-from rankzero.run import may_retry
+from rankzero.run.tries import may_retry
 
 
 def because_of(error: RankZeroError, cause: BaseException) -> RankZeroError:

@@ -125,7 +125,7 @@ def report_twice(folder: str) -> object:
 
     found = rt.get_checkpoint()
     rt.report({}, checkpoint={"of": folder})
-    rt.await_checkpoint()
+    rt.context.await_checkpoint()
     return None if found is None else (found.id, os.path.basename(found.load()["of"]))
 
 

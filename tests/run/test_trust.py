@@ -10,8 +10,9 @@ import pytest
 from pyarrow import parquet
 
 from rankzero import InvalidJobError, Launcher, store
-from rankzero.run import RunDirectory
-from rankzero.store import TRUSTED_OWNERS, why_untrusted
+from rankzero.run.directory import RunDirectory
+from rankzero.store import why_untrusted
+from rankzero.store.location import TRUSTED_OWNERS
 
 NOBODY = 65534
 
@@ -73,7 +74,7 @@ def write_everything() -> object:
     rt.get_dataset_shard()
     table = rt.write_rows({"rank": [rt.get_context().rank]})
     rt.report({"loss": 1.0}, checkpoint={"rank": 0}, sharded=True)
-    rt.await_checkpoint()
+    rt.context.await_checkpoint()
     return table
 
 

@@ -19,8 +19,8 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle
-from rankzero.host import describe_process
-from rankzero.run import RunDirectory
+from rankzero.host.processes import describe_process
+from rankzero.run.directory import RunDirectory
 
 LOG = logging.getLogger(__name__)
 

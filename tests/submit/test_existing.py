@@ -18,10 +18,13 @@ from tests.conftest import until
 from tests.submit.test_durable import Try
 
 from rankzero import EngineError, Launcher, RunCancelledError
-from rankzero.host import describe_process
+from rankzero.host.processes import describe_process
 from rankzero.job import Job
-from rankzero.run import Asked, Identity, RunDirectory, RunStatus
-from rankzero.submit import Claim, Existing, Step, assess, next_step
+from rankzero.run.directory import RunDirectory
+from rankzero.run.identity import Asked, Identity
+from rankzero.run.status import RunStatus
+from rankzero.submit.existing import Existing, assess
+from rankzero.submit.submission import Claim, Step, next_step
 
 LOG = logging.getLogger(__name__)
 OLD = EngineError("the old failure").to_json()

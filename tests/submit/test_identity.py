@@ -25,8 +25,11 @@ from tests.kinds_of_values import KINDS, arguments
 from tests.loading import load_module
 
 from rankzero import Launcher, ResultRef, SparkEngine
-from rankzero.run import Comparison, compare, describe
-from rankzero.submit import digest_of, identity_of, imports_of_code, payload
+from rankzero.run.identity import Comparison, compare, describe
+from rankzero.submit import payload
+from rankzero.submit.content import digest_of
+from rankzero.submit.identity import identity_of
+from rankzero.submit.imports import imports_of_code
 
 
 def test_it_is_the_same_in_every_process() -> None:

@@ -10,8 +10,11 @@ import pytest
 
 from rankzero import bounds
 from rankzero.job import Job
-from rankzero.run import Asked, Comparison, Decision, Identity, RunDirectory, RunStatus
-from rankzero.submit import Claim, Existing, Step, next_step, submit
+from rankzero.run.directory import RunDirectory
+from rankzero.run.identity import Asked, Comparison, Decision, Identity
+from rankzero.run.status import RunStatus
+from rankzero.submit.existing import Existing
+from rankzero.submit.submission import Claim, Step, next_step, submit
 
 
 def job(number: int, first_attempt: int = 0, fresh_since: int = 0) -> Job:

@@ -17,9 +17,10 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
-from rankzero.run import Identity
-from rankzero.submit import Payload, build, identity_of
-from rankzero.worker import CommandError, describe
+from rankzero.run.identity import Identity
+from rankzero.submit.identity import identity_of
+from rankzero.submit.payload import Payload, build
+from rankzero.worker.failures import CommandError, describe
 
 
 @pytest.fixture
@@ -145,7 +146,8 @@ def test_a_command_is_told_to_end_and_has_the_grace(launcher: Launcher, folder: 
 
 TOLD_WHILE_IT_STARTS = """
 import os, signal, subprocess
-from rankzero.worker import CommandError, run_command
+from rankzero.worker.call import run_command
+from rankzero.worker.failures import CommandError
 
 start = subprocess.Popen
 

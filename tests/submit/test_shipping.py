@@ -20,7 +20,8 @@ import pytest
 from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
-from rankzero.submit import identity_of, payload
+from rankzero.submit import payload
+from rankzero.submit.identity import identity_of
 
 
 @pytest.fixture

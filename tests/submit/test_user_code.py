@@ -12,8 +12,10 @@ import pytest
 from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher
-from rankzero.submit import UserCode, user_code
-from rankzero.values import formats, unpack
+from rankzero.submit import user_code
+from rankzero.submit.user_code import UserCode
+from rankzero.values import formats
+from rankzero.values.formats import unpack
 
 
 def write(root: Path, **files: str) -> Path:

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
-from rankzero.run import list_runs
+from rankzero.run.listing import list_runs
 from rankzero.sweep import MedianRule, OptunaSearch, SuccessiveHalving, Sweep, Trial
 
 
@@ -150,7 +150,7 @@ def test_a_trial_that_restarts_is_judged_by_each_of_its_steps_once(tmp_path: Pat
         first = checkpoint.load()["step"] + 1 if checkpoint else 1
         for step in range(first, 7):
             rt.report({"loss": step}, checkpoint={"step": step} if saves and step == 2 else None)
-            rt.await_checkpoint()
+            rt.context.await_checkpoint()
             if step == 4 and rt.get_context().attempt == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 

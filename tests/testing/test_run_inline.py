@@ -269,7 +269,7 @@ def test_a_world_size_that_is_none(world_size: Any) -> None:
 def test_no_rank_awaits_a_checkpoint_without_a_driver() -> None:
     def train() -> str:
         rt.report({}, checkpoint={"step": 1})
-        rt.await_checkpoint()
+        rt.context.await_checkpoint()
         return "done"
 
     assert run_inline(train, world_size=2).values == ["done", "done"]

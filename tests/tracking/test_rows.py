@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rankzero.tracking import Attempt, Outcomes, Row, Rows
+from rankzero.tracking.opentelemetry import Attempt, Outcomes
+from rankzero.tracking.tracker import Row, Rows
 
 
 def metric(rank: int, **metrics: Any) -> dict[str, Any]:

@@ -15,11 +15,16 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
-from rankzero.driver import Recorder, Reporter, Trackers
+from rankzero.driver.driver import Reporter
+from rankzero.driver.recorder import Recorder
+from rankzero.driver.trackers import Trackers
 from rankzero.job import Job
-from rankzero.run import EVENTS, RunDirectory, RunStatus
-from rankzero.submit import pack
-from rankzero.tracking import Folder, Tracker, training_of
+from rankzero.run.directory import RunDirectory
+from rankzero.run.names import EVENTS
+from rankzero.run.status import RunStatus
+from rankzero.submit.trackers import pack
+from rankzero.tracking import Tracker
+from rankzero.tracking.tracker import Folder, training_of
 
 # Not in this source, which is shipped with the run.
 SECRET = "-".join(["geheim", "4711"])

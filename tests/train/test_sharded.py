@@ -19,9 +19,10 @@ WRITERS = 2
 def checkpoint_of(directory: str) -> Any:
     """The newest checkpoint of another run, as a rank of this one would get it."""
     import rankzero.train as rt
-    from rankzero.channel import Start
-    from rankzero.run import Manifest
-    from rankzero.train import CheckpointWriter, Parts
+    from rankzero.channel.messages import Start
+    from rankzero.run.checkpoints import Manifest
+    from rankzero.train.parts import Parts
+    from rankzero.train.writer import CheckpointWriter
 
     context = rt.get_context()
     manifest = max(Path(directory, "checkpoints").glob("*/checkpoint.json"))
@@ -135,7 +136,7 @@ def test_a_state_of_two_ranks_is_read_by_any_number(
 
 
 def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any]]) -> None:
-    from rankzero.values import ShardedState
+    from rankzero.values.resharding import ShardedState
 
     handle, _ = written
     (manifest,) = handle.checkpoints()
@@ -148,7 +149,7 @@ def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any
 def test_a_damaged_piece_is_no_tensor(written: tuple[RunHandle[Any], dict[str, Any]], tmp_path: Path) -> None:
     import io
 
-    from rankzero.values import ShardedState
+    from rankzero.values.resharding import ShardedState
 
     handle, _ = written
     (manifest,) = handle.checkpoints()
@@ -337,7 +338,7 @@ def test_pipeline_stages_that_name_their_tensors_alike_are_refused(launcher: Lau
         stages = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
         weights = distribute_tensor(torch.full((4,), float(rank)), stages["dp"], [Shard(0)])
         rt.report({}, checkpoint={"w": weights}, sharded=True)
-        rt.await_checkpoint()
+        rt.context.await_checkpoint()
         rt.barrier()
         checkpoint = rt.get_checkpoint()
         assert checkpoint is not None
@@ -353,13 +354,13 @@ def _await_a_later_one(file: str) -> str:
     import rankzero.train as rt
 
     rt.report({}, checkpoint={"step": 0})
-    rt.await_checkpoint()
+    rt.context.await_checkpoint()
     if rt.get_context().rank == 0:
         until(lambda: os.path.exists(file), 60.0, "the other rank's report")
     rt.report({}, checkpoint={"step": 1})
     if rt.get_context().rank == 1:
         Path(file).touch()
-    rt.await_checkpoint()
+    rt.context.await_checkpoint()
     checkpoint = rt.get_checkpoint()
     assert checkpoint is not None
     return str(rt.all_gather_object(checkpoint.load()["step"]))
@@ -374,7 +375,7 @@ def _await_one_more(of_rank_zero: int) -> None:
 
     for step in range(of_rank_zero + rt.get_context().rank):
         rt.report({}, checkpoint={"step": step})
-    rt.await_checkpoint()
+    rt.context.await_checkpoint()
 
 
 @pytest.mark.parametrize("of_rank_zero", [pytest.param(0, marks=pytest.mark.soak), 1])

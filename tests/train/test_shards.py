@@ -12,7 +12,8 @@ import torch
 import rankzero.train as rt
 from rankzero import ResultError
 from rankzero.testing import run_inline
-from rankzero.values import ShardedState, shards
+from rankzero.values import shards
+from rankzero.values.resharding import ShardedState
 
 
 def write(state: Any) -> tuple[bytes, dict[str, Any]]:

@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from rankzero import ResultError, bounds
-from rankzero.channel import Start, decode, encode
-from rankzero.train import CheckpointWriter, Parts, RankTables, snapshot
+from rankzero.channel.messages import Start, decode, encode
+from rankzero.train import snapshot
+from rankzero.train.parts import Parts
+from rankzero.train.tables import RankTables
+from rankzero.train.writer import CheckpointWriter
 from rankzero.values import formats
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.run import RunDirectory
+from rankzero.run.directory import RunDirectory
 
 SCRIPT = """
     import os, sys

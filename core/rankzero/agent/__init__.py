@@ -6,11 +6,3 @@ worker's ``TMPDIR`` is there, too, or in a directory below ``/tmp``, since multi
 The agent removes both. It is a child subreaper, so processes that lost their parents come back to it and end with it;
 processes that clean up shared memory after others, such as multiprocessing's resource tracker, are ended last.
 """
-
-from rankzero import lazy_names
-
-lazy_names(
-    __name__,
-    "inputs.KEPT inputs.KeptFiles output.is_own_frame output.LineSplitter output.MAX_LINE ranks.Ending ranks.Rank "
-    "ranks.visible_gpus",
-)

@@ -9,17 +9,3 @@ and connection, so connections in the middle of a TLS handshake count as unprove
 docs/decisions/003-our-own-channel.md. `messages` has the kinds of messages that driver, agents and ranks exchange, and
 `message` their base.
 """
-
-from rankzero import lazy_names
-
-lazy_names(
-    __name__,
-    "client.ChannelClient client.ChannelClosed auth.Handshake auth.Hello auth.new_secret "
-    "files.Uploads server.ChannelServer server.DISCONNECTED server.LOST server.RECONNECTED "
-    "frames.Decoder frames.FrameError frames.Message frames.Sealer messages.Assign messages.decode "
-    "messages.encode messages.End messages.Failed messages.Finished messages.Join messages.Part "
-    "messages.Position messages.Ready messages.Rendezvous messages.Returned messages.Start messages.Uploaded "
-    "messages.Usage session.ACK "
-    "session.BULK session.CONTENT session.CONTROL session.LOGS session.MADE_UP session.Session "
-    "session.UPLOADS tls.Identity tls.make_identity",
-)

@@ -4,7 +4,3 @@
 the machines of its ranks. `findings` judges both with pure functions. The probe is launched like any other training, so
 it meets the same problems.
 """
-
-from rankzero import lazy_names
-
-lazy_names(__name__, "findings.judge findings.OK findings.PROBLEM findings.WARNING")

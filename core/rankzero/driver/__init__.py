@@ -7,15 +7,3 @@ tasks, and which hosts it leaves out; engines only count and start. The driver's
 the status, lines, checkpoints and requests to cancel have their own threads, so a request of 20 s delays neither a
 failure nor a hang. A full disk ends no run: lines are counted as lost, and the status is written again for minutes.
 """
-
-from rankzero import lazy_names
-
-lazy_names(
-    __name__,
-    "attempt.Attempt commits.Committer driver.Driver driver.DriverThread ending.Facts ending.Failure ending.Verdict "
-    "main.Delegation hangs.describe hangs.HangWatch hangs.is_waiting hangs.RemainingWatch "
-    "places.Placed places.Places places.Plan policy.Placement policy.Restarts recorder.Recorder driver.Reporter "
-    "roster.Member roster.Roster tables.carry_rows tables.remove_rows launched.Final launched.Starting states.State "
-    "states.step storage.Scratch storage.Storage tables.Tables trackers.Trackers watch.Inbox watch.Mailbox "
-    "watch.Received watch.Watch",
-)

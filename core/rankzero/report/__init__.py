@@ -4,7 +4,3 @@ This package reads run directories through `rankzero.RunHandle` and writes nothi
 collects the facts and makes the file of ``page.html``, ``page.css`` and ``page.js``; `history` thins out curves.
 Text of a run is never part of the page's code: it travels as JSON, and the page shows it as text.
 """
-
-from rankzero import lazy_names
-
-lazy_names(__name__, "curves.CHART_POINTS history.History progress.Progress progress.RankProgress pages.ReportServer")

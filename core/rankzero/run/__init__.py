@@ -12,17 +12,3 @@ lines. An object store cannot append, and every poll there is a request, so all 
 A run directory stays until a user removes it (`retention`). A training that begins from scratch leaves the checkpoints
 of the one before, and removes only its own. A result lives as long as its run directory.
 """
-
-from rankzero import lazy_names
-
-lazy_names(
-    __name__,
-    "checkpoints.list_committed checkpoints.Manifest observer.CurrentStatus observer.owns "
-    "tries.detaching names.EVENTS names.LINES directory.RunDirectory status.RunStatus growing.Position "
-    "identity.Asked identity.compare identity.Comparison identity.decide identity.Decision identity.describe "
-    "identity.Identity lease.longest_delay "
-    "lease.power listing.list_runs observer.dead_after observer.process_lives growing.PieceWriter "
-    "retention.ABANDONED retention.Age retention.collect retention.EARLIER "
-    "retention.HALF_REMOVED retention.HIDDEN retention.is_due retention.remove_unread "
-    "tries.may_retry",
-)

@@ -34,9 +34,7 @@ from rankzero.store.files import (
 from rankzero.store.leftovers import abort_uploads, is_unfinished, remove_strays, remove_unfinished
 from rankzero.store.links import presign
 from rankzero.store.location import (
-    DEFAULT_STORE,
     STORE_VARIABLE,
-    TRUSTED_OWNERS,
     has_scheme,
     is_absolute,
     is_url,
@@ -48,9 +46,7 @@ from rankzero.store.location import (
 from rankzero.store.proof import prove
 
 __all__ = [
-    "DEFAULT_STORE",
     "STORE_VARIABLE",
-    "TRUSTED_OWNERS",
     "abort_uploads",
     "atomic_file",
     "copy_within",

@@ -8,13 +8,3 @@ either detaches from the run or ends it; a run that cannot be found or cancelled
 that was delayed after its claim restores the newer ``job.json``. Modules beside a script are searched along a path
 that is passed as an argument; ``sys.path`` is never changed.
 """
-
-from rankzero import lazy_names
-
-lazy_names(
-    __name__,
-    "content.digest_of datasets.collect datasets.of_earlier_try drivers.start_driver existing.assess "
-    "existing.Existing identity.identity_of imports.imports_of_code params.MAX_PARAMS params.MAX_TEXT "
-    "params.params_of paths.manifest_of_path payload.build payload.Payload submission.Claim submission.next_step "
-    "submission.Step submission.submit submission.Written trackers.pack user_code.UserCode",
-)

@@ -45,7 +45,7 @@ class Payload:
 
     Attributes:
         name: Display name of the function or script.
-        data: The pickle of function or script and arguments, made by `rankzero.values.pack`.
+        data: The pickle of function or script and arguments, made by `rankzero.values.pickled.pack`.
         modules: The user modules that are shipped with it, or None.
         refs: The `ResultRef` objects among the arguments and in a trainer's configuration.
     """

@@ -30,8 +30,7 @@ __all__ = [
 lazy_names(
     __name__,
     "mlflow.MLflow opentelemetry.OpenTelemetry registry.ModelVersion registry.load_model registry.register_model "
-    "tensorboard.TensorBoard tracker.Tracker wandb.WandB "
-    "opentelemetry.Attempt opentelemetry.Outcomes tracker.Folder tracker.Row tracker.Rows tracker.training_of",
+    "tensorboard.TensorBoard tracker.Tracker wandb.WandB",
 )
 
 

@@ -76,8 +76,4 @@ __all__ = [
     "write_rows",
 ]
 
-lazy_names(
-    __name__,
-    "context.accelerator context.await_checkpoint data_loader.prepare_data_loader data_loader.PreparedDataLoader "
-    "parts.ListedParts parts.Parts tables.RankTables writer.CheckpointWriter",
-)
+lazy_names(__name__, "data_loader.prepare_data_loader data_loader.PreparedDataLoader")

@@ -4,12 +4,3 @@ Loading verifies the digest first, except for a safetensors file whose inode, si
 recorded: docs/decisions/010-bytes-take-the-shortest-way.md. Tensors and arrays of 64 kB and more lie beside the pickle
 in the same file, and ranks map them copy-on-write: they may be written to, and not be resized.
 """
-
-from rankzero import lazy_names
-
-lazy_names(
-    __name__,
-    "digest.Digest digest.digest_of digest.digest_of_file digest.verify pickled.beside pickled.LARGE "
-    "pickled.open_packed pickled.pack plain.find_unstorable plain.is_json ref.map_refs resharding.ShardedState "
-    "formats.unpack",
-)

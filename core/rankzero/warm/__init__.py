@@ -5,7 +5,3 @@ starts. Variables of caches, such as ``TORCH_HOME``, are set after the fork, so 
 needs one server. Short-lived executors of one machine can share a server: ``RANKZERO_WARM_OWNER`` is then the id of a
 process of this user that outlives them. Why there is such a server: docs/decisions/009-the-warm-server.md.
 """
-
-from rankzero import lazy_names
-
-lazy_names(__name__, "server.PRELOADED_LATER")

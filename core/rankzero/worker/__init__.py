@@ -7,7 +7,3 @@ counts as a secondary failure. The log of a rank names exit handlers that are cu
 rank writes its stacks, and what torch's flight recorder has: a summary to its log, and the whole record to
 ``flight/attempt-N/rank-R.json`` if it sees the run directory; ``TORCH_FR_BUFFER_SIZE`` makes torch record.
 """
-
-from rankzero import lazy_names
-
-lazy_names(__name__, "call.run_command control.Control failures.CommandError failures.describe")

@@ -23,8 +23,9 @@ from tests.faults.crash.program import RUN, STEPS
 
 from rankzero import RunHandle, RunNotFoundError, store
 from rankzero.bounds import UNFINISHED_AFTER
-from rankzero.run import RunStatus, delivery
-from rankzero.task import OWNER
+from rankzero.run import delivery
+from rankzero.run.status import RunStatus
+from rankzero.task.start import OWNER
 
 FOLDER = Path(__file__).parent
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from rankzero import Launcher, RankZeroError, RunHandle
-from rankzero.run import collect
+from rankzero.run.retention import collect
 
 IMPORTED = (
     "rankzero.driver.driver",
