@@ -11,6 +11,6 @@ from rankzero import lazy_names
 
 lazy_names(
     __name__,
-    "inputs.KEPT inputs.KeptFiles output.is_own_frame output.LineSplitter output.MAX_LINE ranks.Ending ranks.Rank "
+    "output.is_own_frame output.LineSplitter output.MAX_LINE ranks.Ending ranks.Rank "
     "ranks.visible_gpus",
 )

@@ -201,14 +201,14 @@ def main_on_cluster() -> None:
     """Entry point of a driver that a Spark cluster starts as the program of an application, below the driver's JVM.
 
     Its session is the session of that application: pyspark finds the JVM by the environment variables of this process.
-    `rankzero.engines.spark.deploy` makes its arguments.
+    `rankzero.engines.spark.submit` makes its arguments.
     """
-    from rankzero.engines.spark.deploy import read_private
+    from rankzero.engines.spark.submit import read_private
 
     parser = argparse.ArgumentParser(description=main_on_cluster.__doc__)
     parser.add_argument("run_directory")
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
-    parser.add_argument("--private", required=True, help="where the secrets are: env:NAME, conf:NAME or file:PATH")
+    parser.add_argument("--private", required=True, help="where the secrets are: env:NAME or conf:NAME")
     arguments = parser.parse_args()
     settle_signals()
     parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}

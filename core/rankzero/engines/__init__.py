@@ -11,7 +11,7 @@ lazy_names(
     "base.AgentConfig base.AgentGroup base.Engine base.EngineSession base.OnEnd "
     "connect.stage.StageEngine "
     "gpus.GpuClaims gpus.local_gpus local.LocalGroup local.LocalSession local.LOOPBACK spark.materialize.row_hash "
-    "spark.conf.conf_for spark.conf.spark_defaults spark.context.known spark.deploy.deployment spark.deploy.Submitted "
+    "spark.conf.conf_for spark.conf.spark_defaults spark.context.known "
     "spark.errors.explain spark.jvm.find_java spark.materialize.content_of spark.materialize.materialize "
     "spark.conf.task_resources spark.conf.TaskResources spark.stage.make_task "
     "spark.stage.with_own_python",
