@@ -24,7 +24,6 @@ from rankzero.driver import (
     Inbox,
     Mailbox,
     Placed,
-    Placement,
     Places,
     Plan,
     Received,
@@ -164,10 +163,10 @@ class Stage:
 
     def plan(self) -> Plan:
         deadline = time.monotonic() + WAIT
-        return Plan(self.run, self.job, self.places, self.recorder, self.watch.check, {}, frozenset(), deadline)
+        return Plan(self.run, self.job, self.places, self.recorder, self.watch.check, {}, deadline)
 
     def begin(self) -> None:
-        placed = Placed(self.plan(), self.session, Placement(RANKS))
+        placed = Placed(self.plan(), self.session, RANKS)
         self.attempt = Attempt(self.run, 0, placed, self.recorder, self.mailbox, self.watch, {}, None)
         self.state = Starting(self.attempt)
 

@@ -110,9 +110,6 @@ LAST_LINES_POLL_INTERVAL = 0.001
 STACKS_TIMEOUT = 2.0
 """Seconds that the workers get to write their stacks."""
 
-SOURCE_SETTLED_AFTER = 2.0
-"""Seconds from a source's last change until a compiled form that counts as current, by seconds, can be of it alone."""
-
 WORKER_EXIT_MARGIN = 4.0
 CUT_OFF_GRACE = 5.0
 """Seconds to exit for a rank whose ``exit_timeout`` is over, and for one that has closed its connection too early."""
@@ -336,6 +333,9 @@ WARM_CHORE_AFTER = 0.5
 WARM_LOAD_AFTER = 5.0
 """Seconds after a request when a warm server loads the rest although agents run: else each rank of a restart would."""
 
+WARM_PRELOAD_TIMEOUT = 5.0
+"""Seconds for the modules of ``RANKZERO_PRELOAD``: a launch waits meanwhile."""
+
 WARM_OWNERLESS_MARGIN = 15.0
 """Seconds, after their grace, until agents are killed whose warm server has lost its owner."""
 
@@ -361,9 +361,6 @@ CONNECT_DRIVER_TIMEOUT = 20.0
 
 DATAFRAME_PROGRESS_INTERVAL = 10.0
 """Seconds between two lines about a DataFrame that Spark is computing."""
-
-ARCHIVE_TIMEOUT = 180.0
-"""Seconds for an archive of Spark's classes to be made, on a machine that is busy."""
 
 HTTP_REQUEST_TIMEOUT = 30.0
 """Seconds for one request to the API server of Kubernetes, and for a browser to send one to `rankzero serve`."""

@@ -11,6 +11,5 @@ from rankzero import lazy_names
 
 lazy_names(
     __name__,
-    "output.is_own_frame output.LineSplitter output.MAX_LINE ranks.Ending ranks.Rank "
-    "ranks.visible_gpus",
+    "output.is_own_frame output.LineSplitter output.MAX_LINE ranks.Ending ranks.Rank ranks.visible_gpus",
 )

@@ -1,8 +1,8 @@
 """The input files of the workers of one task: payload, modules, referenced files.
 
-A file is used in place if this host sees it under its path. Else it is fetched from the driver once for each task. Files
-on an object store, and the checkpoint to start from, are fetched only when a worker requests them because it cannot
-read them itself.
+A file is used in place if this host sees it under its path. Else it is fetched from the driver once for each task.
+Files on an object store, and the checkpoint to start from, are fetched only when a worker requests them because it
+cannot read them itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rankzero.values.digest import digest_of_file
 
 MODULES, CODE = "modules.zip", "code.tar.gz"
 _CODE = {MODULES, CODE}
+
 
 class InputError(Exception):
     """Raised when a file that the driver sent cannot be used on this host."""

@@ -310,9 +310,9 @@ class Delegation:
     def _start(self, deadline: float) -> None:
         """Starts the stage, and returns when its driver has claimed the submission or the stage has ended."""
         job, env, began = self._job, self._private["env"], time.monotonic()
-        plan = Plan(self._run, job, self._places, self._recorder, self._watch.check, env, frozenset(), deadline)
+        plan = Plan(self._run, job, self._places, self._recorder, self._watch.check, env, deadline)
         placed = follow(plan.state(), Placed, self._inbox.renew(), self._recorder)
-        session, num_tasks = cast("ConnectSession", placed.session), placed.placement.num_tasks
+        session, num_tasks = cast("ConnectSession", placed.session), placed.num_tasks
         store.make_directory(self._folder)
         stage = {
             "directory": self._run.directory,

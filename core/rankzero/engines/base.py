@@ -134,10 +134,6 @@ class EngineSession(abc.ABC):
         """Most task slots that the engine can ever have, by its configuration; None if that does not limit them."""
         return None
 
-    def slots_by_host(self) -> dict[str, int]:
-        """Returns the most task slots of each host; empty if there is only one host."""
-        return {}
-
     @abc.abstractmethod
     def num_agents(self, num_tasks: int) -> int:
         """Returns the number of agents that run this many tasks of the job."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import logging
 import multiprocessing
 import os
 import secrets
@@ -34,8 +33,6 @@ from rankzero.submit.trackers import TRACEPARENT
 from rankzero.submit.user_code import ARCHIVE, UserCode
 from rankzero.values.digest import digest_of
 from rankzero.values.pickled import Part
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,9 @@ class SparkSubmitEngine(SparkEngine):
         if is_kubernetes(self.master):
             raise InvalidJobError(
                 f"rankzero starts no driver in cluster mode on {self.master!r}: start a pod of your own that runs "
-                f"Launcher(engine=SparkEngine({self.master!r}, conf=...), run_id=..., store=...) with spark.driver.host "
-                "set to its address, and attach to the run by its directory (docs/clusters.md has a Kubernetes Job)"
+                f"Launcher(engine=SparkEngine({self.master!r}, conf=...), run_id=..., store=...), with "
+                "spark.driver.host set to the pod's address, and attach to the run by its directory (docs/clusters.md "
+                "has a manifest)"
             )
 
     @property
