@@ -385,13 +385,7 @@ DOCTOR_HANG_TIMEOUT = 60.0
 SKEW_WARNING = 5.0
 """Seconds between two clocks above which logs and metrics of several hosts are hard to compare."""
 
-# Users' tests: ranks of `run_inline`.
+# Users' tests.
 
-INLINE_PEER_TIMEOUT = 60.0
-"""Seconds for the other ranks of `run_inline` to end after rank 0, and for its last checkpoint to be committed."""
-
-INLINE_ARRIVAL_TIMEOUT = 0.5
-"""Seconds in which rank 0 of `run_inline` connects to the rendezvous store after it has read the store's address."""
-
-INLINE_EXIT_TIMEOUT = 30.0
-"""Seconds that the exit handlers of a rank of `run_inline` with its own process may take."""
+INLINE_COMMIT_TIMEOUT = 60.0
+"""Seconds for the last checkpoint of `run_inline` to be committed."""
