@@ -371,10 +371,7 @@ SPARK_SUBMIT_TIMEOUT = 180.0
 # The doctor.
 
 DOCTOR_CONNECT_TIMEOUT = 3.0
-DOCTOR_CALL_TIMEOUT = 2.0
-PROBE_CALL_TIMEOUT = 5.0
-"""Seconds for one address of a Spark master to be resolved and to accept a connection, for one address of a rank to
-accept one, and for the examining process to connect to a rank."""
+"""Seconds for one address of a Spark master to be resolved and to accept a connection."""
 
 DOCTOR_STORE_TIMEOUT = 15.0
 """Seconds for a store, whose client may retry for minutes, to take an object, and a driver to write its last files."""

@@ -12,7 +12,8 @@ from tests import interrupted
 
 from rankzero import bounds
 from rankzero.driver import DriverThread
-from rankzero.host import Flag, held
+from rankzero.engines.base import Flag
+from rankzero.host import held
 
 MOMENT = 0.0001
 

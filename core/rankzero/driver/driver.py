@@ -22,7 +22,7 @@ from rankzero.driver.states import follow
 from rankzero.driver.tables import remove_computed
 from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import Inbox, Watch
-from rankzero.engines.base import Engine
+from rankzero.engines.base import Engine, Flag
 from rankzero.errors import (
     HANG,
     EngineError,
@@ -32,7 +32,6 @@ from rankzero.errors import (
     RunTimeoutError,
     WorkerFailedError,
 )
-from rankzero.host.flag import Flag
 from rankzero.host.processes import allow_open_files
 from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of

@@ -9,7 +9,7 @@ from rankzero import lazy_names
 
 lazy_names(
     __name__,
-    "flag.Flag forks.held network.first_reachable network.listen network.socket_environment processes.describe_process "
+    "forks.held network.first_reachable network.listen network.socket_environment processes.describe_process "
     "processes.OPEN_FILES processes.process_namespace processes.process_start processes.process_state "
     "processes.signal_main_thread processes.this_thread usage.UsageSampler",
 )
