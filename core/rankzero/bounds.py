@@ -381,8 +381,3 @@ DOCTOR_HANG_TIMEOUT = 60.0
 
 SKEW_WARNING = 5.0
 """Seconds between two clocks above which logs and metrics of several hosts are hard to compare."""
-
-# Users' tests.
-
-INLINE_COMMIT_TIMEOUT = 60.0
-"""Seconds for the last checkpoint of `run_inline` to be committed."""

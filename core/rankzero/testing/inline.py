@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
-from rankzero import bounds
-from rankzero.channel import messages
-from rankzero.driver.commits import Committer
-from rankzero.job import CheckpointConfig
-from rankzero.run.checkpoints import Manifest
-from rankzero.run.directory import RunDirectory
-from rankzero.train import context, parts, writer
+from rankzero.train import context
+from rankzero.train.standalone import open_writer
 from rankzero.train.tables import RankTables
 
 if TYPE_CHECKING:
@@ -66,9 +60,6 @@ def run_inline(
             `rankzero.train.report`.
         env: Environment variables for the rank.
 
-    Returns:
-        An `InlineRun`.
-
     Raises:
         Exception: the exception that the function raised.
 
@@ -98,102 +89,33 @@ def run_inline(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": f"inline-{secrets.token_hex(4)}",
     }
-    try:
-        seeded = _seed(home.name, checkpoint) if checkpoint is not None else None
-        with _environment(variables):
-            value, metrics, last = _call(home.name, seeded, lambda: train(*args, **dict(kwargs or {})))
-        is_over = True
-    finally:
-        if dist.is_initialized() and not had_group:
-            dist.destroy_process_group()
-        store.clear()
-        if not is_over:
-            # The exception's traceback would keep it.
-            home.cleanup()
-    return InlineRun(value, metrics, last, home)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _call(
-    home: str, seeded: Manifest | None, train: Callable[[], Any]
-) -> tuple[Any, list[dict[str, Any]], Checkpoint | None]:
-    """Returns the function's value, the rows of its reports and its last checkpoint."""
     metrics: list[dict[str, Any]] = []
 
     def note(row: str) -> None:
         reported, when = json.loads(row)
         metrics.append({"rank": 0, "time": when, **reported})
 
-    with _checkpoints(home, 1) as (checkpoints, files):
-        if seeded:
-            checkpoints.committed(seeded.for_ranks([0]))
-        world = context.TrainContext(0, 1, 0, 1, run_id="inline", backend="gloo", storage_path=home)
-        before = context._session
-        session = context.install(world, note, checkpoints, files, None, home)
-        try:
-            value = train()
+    before = context._session
+    try:
+        if checkpoint is not None:
+            seed = open_writer(home.name, "the directory of this run")
+            seed.write(checkpoint, {}, time.time(), RankTables(), sharded=False)
+            seed.finish()
+        with patch.dict(os.environ, variables):
+            world = context.TrainContext(0, 1, 0, 1, run_id="inline", backend="gloo", storage_path=home.name)
+            writer = open_writer(home.name, "the directory of this run")
+            session = context._session = context._Session(world, note, writer, scratch=home.name)
+            value = train(*args, **dict(kwargs or {}))
             for function in session.at_return:
                 function()
-            checkpoints.finish()
-        finally:
-            context._session = before
-    # Behind the last commit.
-    return session.result if value is None else value, metrics, checkpoints.last
-
-
-def _seed(home: str, state: object) -> Manifest:
-    """Commits a checkpoint for the rank to start from; returns its manifest. Raises as `rankzero.train.report`."""
-    committed: list[Manifest] = []
-    with _checkpoints(home, 0, committed.append) as (checkpoints, _):
-        checkpoints.write(state, {}, time.time(), RankTables(), sharded=False)
-        checkpoints.finish()
-    return committed[-1]
-
-
-@contextlib.contextmanager
-def _checkpoints(
-    home: str, attempt: int, on_commit: Callable[[Manifest], None] = lambda _: None
-) -> Iterator[tuple[writer.CheckpointWriter, parts.Parts]]:
-    """Yields the writer of the rank; the driver's part of a commit happens in this process, too."""
-    committer = Committer(RunDirectory(home), attempt, 1, CheckpointConfig(), 0)
-    files = parts.Parts(messages.Start(run_directory=home, run_token="", shared=True, scratch=home), _no_fetch)
-
-    def on_message(message: messages.Message) -> None:
-        if isinstance(message, messages.PartFailed):
-            checkpoints.on_message(messages.NotCommitted(message.index))
-        if not isinstance(message, messages.Part):
-            return
-        index, commit = message.index, committer.add(0, message.facts())
-        assert commit is not None, "one rank has all parts of a checkpoint"
-
-        def on_end(commit: Future[Manifest]) -> None:
-            if commit.exception():
-                checkpoints.on_message(messages.NotCommitted(index))
-                return
-            on_commit(commit.result())
-            checkpoints.committed(commit.result().for_ranks([0]))
-
-        commit.add_done_callback(on_end)
-
-    checkpoints = writer.CheckpointWriter(files, attempt, 0, 1, on_message)
-    try:
-        yield checkpoints, files
+            writer.finish()
+        is_over = True
     finally:
-        committer.close(bounds.INLINE_COMMIT_TIMEOUT)
-
-
-def _no_fetch(name: str) -> NoReturn:
-    raise FileNotFoundError(f"{name}: an inline run has no driver to fetch from")
+        context._session = before
+        if dist.is_initialized() and not had_group:
+            dist.destroy_process_group()
+        store.clear()
+        if not is_over:
+            # The exception's traceback would keep it.
+            home.cleanup()
+    return InlineRun(session.result if value is None else value, metrics, writer.last, home)
