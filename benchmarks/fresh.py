@@ -1,8 +1,8 @@
 """A fresh process to its result, on embedded Spark: what every pipeline task pays that brings its own JVM.
 
 Run: ``python benchmarks/fresh.py [runs]``. Interleaved: `Launcher.run` of a 2-rank all-reduce on
-`SparkEngine("local[2]")`, and a no-op barrier job in a bare pyspark session, as it is, and with an archive of its
-classes made for it (the floor). Seconds from the start of the interpreter to the line with the result.
+`SparkEngine("local[2]")`, and a no-op barrier job in a bare pyspark session. Seconds from the start of the interpreter
+to the line with the result.
 """
 
 import os
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
@@ -19,8 +18,6 @@ from measure import Report
 RANKS = 2
 RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 5
 DONE = "fresh: done"
-SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-QUIET = "-Xlog:disable"
 
 
 def all_reduce() -> float:
@@ -59,16 +56,14 @@ def barrier_job() -> None:
     context.parallelize(range(RANKS), RANKS).barrier().mapPartitions(no_op).collect()
 
 
-ACTIONS = {"rankzero": launch, "plain": barrier_job, "cds": barrier_job}
+ACTIONS = {"rankzero": launch, "plain": barrier_job}
 
 
-def fresh(what: str, java_options: str = "") -> float:
+def fresh(what: str) -> float:
     """Seconds of one action in an interpreter of its own, which is awaited after its result, too."""
-    submit = f"--driver-java-options '{java_options}' pyspark-shell" if java_options else "pyspark-shell"
-    env = {**os.environ, "PYSPARK_SUBMIT_ARGS": submit}
     started = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, __file__, "action", what], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, __file__, "action", what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout
     assert process.stderr
@@ -82,20 +77,15 @@ def fresh(what: str, java_options: str = "") -> float:
 def main() -> None:
     report = Report("fresh", f"A fresh process to its result on embedded Spark, {RANKS} ranks")
     times: dict[str, list[float]] = {name: [] for name in ACTIONS}
-    with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as directory:
-        archive = Path(directory) / "session.jsa"
-        fresh("cds", f"{SHORT_LIVED} {QUIET} -XX:ArchiveClassesAtExit={archive}")
-        options = {"cds": f"{SHORT_LIVED} {QUIET} -XX:SharedArchiveFile={archive}"}
-        # The first one makes whatever later ones find.
-        fresh("rankzero")
-        for number in range(RUNS):
-            for name in sorted(ACTIONS, reverse=bool(number % 2)):
-                times[name].append(fresh(name, options.get(name, "")))
+    # The first ones read what lies on the disk.
+    for name in ACTIONS:
+        fresh(name)
+    for number in range(RUNS):
+        for name in sorted(ACTIONS, reverse=bool(number % 2)):
+            times[name].append(fresh(name))
     ours = report.add("rankzero, all-reduce", times["rankzero"])
-    floor = report.add("pyspark with an archive, no-op barrier job", times["cds"])
     plain = report.add("pyspark as it is, no-op barrier job", times["plain"])
-    report.hold("of a bare session with an archive", ours / floor, 1.15)
-    report.hold("of a bare session as it is", ours / plain, 0.5)
+    report.hold("of a bare session as it is", ours / plain, 0.7)
     report.finish()
 
 

@@ -86,8 +86,6 @@ if [ -z "$java" ] || [ "$(java_version "$java")" -lt 17 ]; then
   { apt-get update -qq && apt-get install -y -qq openjdk-17-jre-headless; } >/dev/null || die "$hint"
 fi
 
-# The first trainings on embedded Spark need not wait for what every later one starts with. Nothing depends on it.
-"$venv/bin/python" -m rankzero.engines.spark.dump >/dev/null 2>&1 || true
 # The suite's JVMs start with half the processor time, and its Spark's Python workers with a third. They start without, too.
 "$venv/bin/python" -m tests.spark_modules >/dev/null 2>&1 || true
 [ -e "$venv/spark-classes.jsa" ] || "$venv/bin/python" -m tests.spark_classes >/dev/null 2>&1 || true

@@ -1,7 +1,6 @@
 """What every room's tests share: a store of their own, and proof that nothing outlives the suite."""
 
 import contextlib
-import fcntl
 import gc
 import os
 import random
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 from tests import spark_classes
 
-from rankzero import Launcher, bounds
+from rankzero import Launcher
 from rankzero.task import hold
 from rankzero.task.start import OWNER
 
@@ -262,21 +261,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-ARCHIVE_MAKER = "rankzero.engines.spark.dump"
-
-
-def makes_archive(pid: int) -> bool:
-    """Returns True for the process that makes an archive of Spark's classes, and for its JVM: it outlives its run."""
-    while pid > 1:
-        try:
-            if ARCHIVE_MAKER in Path(f"/proc/{pid}/cmdline").read_text():
-                return True
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return False
-
-
 def describe(pid: int) -> str:
     """Id, state, parent, what it waits in, the test that it comes from and its command line, for a message."""
     try:
@@ -316,26 +300,9 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     # A JVM that was killed leaves its files where pytest removes them.
     os.environ["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={tmp_path_factory.mktemp('java')}"
     yield marker
-    _await_archive()
     end_own_jvm()
     left = [describe(pid) for pid in wait_until_gone(marker)]
     assert left == [], "processes outlived the suite"
-
-
-def _await_archive() -> None:
-    """A run of the suite may have started its making, which has a bound of its own."""
-    from rankzero.engines.spark import archive
-
-    with contextlib.suppress(OSError), open(os.path.join(archive.directory(), "lock"), "rb") as lock:
-
-        def is_free() -> bool:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            return True
-
-        until(is_free, bounds.ARCHIVE_TIMEOUT, "the making of an archive of Spark's classes")
 
 
 @pytest.fixture
@@ -399,7 +366,7 @@ def marker(tmp_path: Path) -> Iterator[str]:
     """A value for the ranks' environment; after the test no process carries it any more."""
     value = f"mark-{tmp_path.name}-{os.getpid()}"
     yield value
-    left = [describe(pid) for pid in wait_until_gone(value) if not makes_archive(pid)]
+    left = [describe(pid) for pid in wait_until_gone(value)]
     assert left == [], "processes outlived their run"
 
 

@@ -36,12 +36,8 @@ def facts(rank: int = 0, **changes: Any) -> dict[str, Any]:
         "torch": "2.13.0",
         "gpus": [],
         "nccl": None,
-        "cores": 4,
-        "addresses": ["10.0.0.1"],
-        "socket_interface": None,
         "device_problem": None,
-        "store": {"reached": True, "won": rank == 0, "problem": None},
-        "called": True,
+        "store": {"reached": True, "problem": None},
         "bandwidth": 500.0,
         **changes,
     }
@@ -63,15 +59,9 @@ def test_nothing_is_wrong() -> None:
         ({"python": "3.8.1"}, (PROBLEM, "Python")),
         ({"torch": "2.4.0"}, (PROBLEM, "torch")),
         ({"device_problem": "torch cannot use CUDA here"}, (PROBLEM, "GPUs")),
-        ({"gpus": ["H100"]}, (WARNING, "GPUs")),
         ({"host": "two", "together": 1400.0}, (PROBLEM, "clocks")),
         ({"host": "two", "together": 1020.0}, (WARNING, "clocks")),
-        ({"called": False}, (WARNING, "driver to executors")),
-        ({"cores": 1}, (WARNING, "cores")),
-        ({"host": "two", "bandwidth": 3.0}, (WARNING, "all-reduce")),
-        ({"host": "two", "addresses": ["10.0.0.2", "172.17.0.1"]}, (WARNING, "interfaces")),
         ({"store": {"problem": "OSError: read-only"}}, (PROBLEM, "store")),
-        ({"store": {"reached": True, "won": True, "problem": None}}, (PROBLEM, "store")),
         ({"store": {"reached": False, "why": "no driver of S3"}}, (WARNING, "store")),
     ],
 )
@@ -89,10 +79,10 @@ def test_this_machine_is_examined(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     examination = json.loads(told.stdout)
     levels = {finding["about"]: finding["level"] for finding in examination["findings"]}
-    abouts = {"from here", "slots", "Python", "torch", "clocks", "store", "all-reduce", "interfaces"}
+    abouts = {"from here", "slots", "Python", "torch", "clocks", "store", "all-reduce"}
     assert abouts < set(levels)
     assert examination["healthy"]
-    assert levels["driver to executors"] == levels["executors to driver"] == levels["store"] == OK
+    assert levels["executors to driver"] == levels["store"] == OK
     assert [rank["rank"] for rank in examination["ranks"]] == [0, 1, 2]
     assert os.listdir(tmp_path) == [], "an examination leaves nothing"
 

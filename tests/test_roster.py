@@ -47,39 +47,6 @@ def test_before_all_have_joined_a_rank_is_what_its_task_tells() -> None:
     assert roster.missing_tasks() == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("hosts", "num_agents", "chosen", "surplus"),
-    [
-        # Of four that are started two are needed, and b is to be left out.
-        ("abba", 2, [0, 3], [1, 2]),
-        # The others may be on their way for ever: they are not waited for.
-        ("a.ba", 2, [0, 3], [1, 2]),
-        ("bab.", 2, None, []),
-        # Counted wrong: there are not enough without it.
-        ("babb", 2, [0, 1], [2, 3]),
-        ("aaaa", 2, [0, 1], [2, 3]),
-    ],
-)
-def test_agents_of_a_host_that_is_left_out_run_ranks_only_if_there_are_no_others(
-    hosts: str, num_agents: int, chosen: list[int] | None, surplus: list[int]
-) -> None:
-    roster = Roster(num_agents, 1, spare=len(hosts) - num_agents, left_out={"b"})
-    found = None
-    for task, host in enumerate(hosts):
-        assert not found or roster.is_surplus(task)
-        if host != "." and not found:
-            roster.join(task, join(host), 0.0)
-            roster.note_ready(task, 0)
-            found = roster.choose()
-    assert (sorted(member.task for member in found) if found else None) == chosen
-    assert [task for task in range(len(hosts)) if roster.is_surplus(task)] == surplus
-    if found:
-        assert roster.num_ready == num_agents
-        assert [roster.host_of(rank) for rank in range(3)] == [*(member.host for member in found), None]
-        assert roster.choose() is None
-        assert roster.missing_tasks() == []
-
-
 def test_a_second_agent_of_a_task_is_no_member_and_the_first_one_is_gone() -> None:
     roster = roster_of(join("a"))
     assert roster.join(0, join("b"), 7.0) is None

@@ -21,7 +21,6 @@ from rankzero.channel import messages
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.launched import Final, Starting
 from rankzero.driver.places import Placed, Places, Plan
-from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.states import State, step
 from rankzero.driver.watch import Inbox, Mailbox, Received, Watch
@@ -157,10 +156,10 @@ class Stage:
 
     def plan(self) -> Plan:
         deadline = time.monotonic() + WAIT
-        return Plan(self.run, self.job, self.places, self.recorder, self.watch.check, {}, frozenset(), deadline)
+        return Plan(self.run, self.job, self.places, self.recorder, self.watch.check, {}, deadline)
 
     def begin(self) -> None:
-        placed = Placed(self.plan(), self.session, Placement(RANKS))
+        placed = Placed(self.plan(), self.session, RANKS)
         self.attempt = Attempt(self.run, 0, placed, self.recorder, self.mailbox, self.watch, {}, None)
         self.state = Starting(self.attempt)
 

@@ -110,9 +110,6 @@ LAST_LINES_POLL_INTERVAL = 0.001
 STACKS_TIMEOUT = 2.0
 """Seconds that the workers get to write their stacks."""
 
-SOURCE_SETTLED_AFTER = 2.0
-"""Seconds from a source's last change until a compiled form that counts as current, by seconds, can be of it alone."""
-
 WORKER_EXIT_MARGIN = 4.0
 CUT_OFF_GRACE = 5.0
 """Seconds to exit for a rank whose ``exit_timeout`` is over, and for one that has closed its connection too early."""
@@ -336,6 +333,9 @@ WARM_CHORE_AFTER = 0.5
 WARM_LOAD_AFTER = 5.0
 """Seconds after a request when a warm server loads the rest although agents run: else each rank of a restart would."""
 
+WARM_PRELOAD_TIMEOUT = 5.0
+"""Seconds for the modules of ``RANKZERO_PRELOAD``: a launch waits meanwhile."""
+
 WARM_OWNERLESS_MARGIN = 15.0
 """Seconds, after their grace, until agents are killed whose warm server has lost its owner."""
 
@@ -362,9 +362,6 @@ CONNECT_DRIVER_TIMEOUT = 20.0
 DATAFRAME_PROGRESS_INTERVAL = 10.0
 """Seconds between two lines about a DataFrame that Spark is computing."""
 
-ARCHIVE_TIMEOUT = 180.0
-"""Seconds for an archive of Spark's classes to be made, on a machine that is busy."""
-
 HTTP_REQUEST_TIMEOUT = 30.0
 """Seconds for one request to the API server of Kubernetes, and for a browser to send one to `rankzero serve`."""
 
@@ -374,10 +371,7 @@ SPARK_SUBMIT_TIMEOUT = 180.0
 # The doctor.
 
 DOCTOR_CONNECT_TIMEOUT = 3.0
-DOCTOR_CALL_TIMEOUT = 2.0
-PROBE_CALL_TIMEOUT = 5.0
-"""Seconds for one address of a Spark master to be resolved and to accept a connection, for one address of a rank to
-accept one, and for the examining process to connect to a rank."""
+"""Seconds for one address of a Spark master to be resolved and to accept a connection."""
 
 DOCTOR_STORE_TIMEOUT = 15.0
 """Seconds for a store, whose client may retry for minutes, to take an object, and a driver to write its last files."""
@@ -387,14 +381,3 @@ DOCTOR_HANG_TIMEOUT = 60.0
 
 SKEW_WARNING = 5.0
 """Seconds between two clocks above which logs and metrics of several hosts are hard to compare."""
-
-# Users' tests: ranks of `run_inline`.
-
-INLINE_PEER_TIMEOUT = 60.0
-"""Seconds for the other ranks of `run_inline` to end after rank 0, and for its last checkpoint to be committed."""
-
-INLINE_ARRIVAL_TIMEOUT = 0.5
-"""Seconds in which rank 0 of `run_inline` connects to the rendezvous store after it has read the store's address."""
-
-INLINE_EXIT_TIMEOUT = 30.0
-"""Seconds that the exit handlers of a rank of `run_inline` with its own process may take."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import quote, quote_plus, unquote
+from urllib.parse import unquote
 
 MASK = "***"
 
@@ -18,21 +17,11 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _NO_SECRET_NAME = re.compile(r"[._-](file|path|dir)$", re.IGNORECASE)
-_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-_COUNTS = frozenset(
-    re.split(
-        r"\s+",
-        "max min num n count tokens length bits size limit interval timeout period ttl lifetime expiry expires "
-        "expiration age days hours minutes seconds ms ratio port per retries validity duration dim dims rate prob "
-        "dropout",
-    )
-)
-"""Words in names of numbers that are no secrets, such as ``MAX_TOKENS`` and ``spark.authenticate.secretBitLength``."""
-_ID = re.compile(r"[._-]ids?$", re.IGNORECASE)
-"""End of the names of numbers that are no secrets, such as ``pad_token_id``."""
 # Values that are too common to mask: log lines would become unreadable.
 _NO_SECRET = re.compile(r"true|false|.{0,3}", re.IGNORECASE)
-_NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?[\d.,]{1,7}(e[-+]?\d+)?", re.IGNORECASE)
+"""A number that is no secret whatever its name is, such as ``MAX_TOKENS=4096``: lines would become unreadable."""
+
 _SHORT = 8
 """Characters of a secret below which it is masked only as a whole word."""
 
@@ -73,11 +62,9 @@ def is_secret(name: str) -> bool:
 
 
 def hides(name: str, value: object) -> bool:
-    """Returns True if the value of a setting must not be shown. A count such as ``max_tokens=4096`` may be shown."""
-    if not is_secret(name):
-        return False
-    is_count = not _COUNTS.isdisjoint(word.lower() for word in _WORDS.findall(name)) or _ID.search(name)
-    return not (is_count and isinstance(value, (str, int, float)) and _NUMBER.fullmatch(str(value)))
+    """Returns True if the value of a setting must not be shown. A short number may be, as in ``max_tokens=4096``."""
+    is_number = isinstance(value, (str, int, float)) and _NUMBER.fullmatch(str(value))
+    return is_secret(name) and not is_number
 
 
 _PASSWORD = re.compile(r"(://[^/@:\s]*:)([^/\s]+)@")
@@ -124,9 +111,8 @@ class Mask:
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         # A key of several lines is printed line by line.
         lines = {line.strip() for secret in secrets for line in secret.splitlines()}
-        parts = {form for line in lines for form in _forms_of(line)}
         # The longest first: one may be part of another.
-        ordered = sorted((part for part in parts if not _NO_SECRET.fullmatch(part)), key=len, reverse=True)
+        ordered = sorted((line for line in lines if not _NO_SECRET.fullmatch(line)), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(_pattern_of, ordered))) if ordered else None
 
     def text(self, text: str) -> str:
@@ -145,14 +131,6 @@ class Mask:
         if isinstance(value, str):
             return self.text(value)
         return [self.text(item) for item in value] if isinstance(value, list) else value
-
-
-def _forms_of(secret: str) -> Iterator[str]:
-    """Yields a secret as it is, and as it looks in a dict that is printed, in JSON and in a URL."""
-    yield secret
-    yield repr(secret)[1:-1]
-    yield from (json.dumps(secret, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False))
-    yield from (quote(secret), quote(secret, safe=""), quote_plus(secret))
 
 
 def _pattern_of(secret: str) -> str:

@@ -53,7 +53,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     deploy_mode: str = Field(
         default="client",
         description="client: the driver of a run is a process beside the step's. cluster: it runs on the Spark cluster "
-        "(spark://..., yarn, k8s://...) and outlives the step's pod; the store must be one that the cluster sees.",
+        "(spark://..., yarn) and outlives the step's pod; the store must be one that the cluster sees.",
     )
     connect: str | None = Field(
         default=None,

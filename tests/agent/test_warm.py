@@ -426,6 +426,24 @@ def test_a_server_whose_owner_dies_while_it_imports_leaves_nothing(tmp_path: Pat
     assert not directory.exists()
 
 
+def test_a_module_that_hangs_while_it_is_loaded_ahead_delays_no_request(tmp_path: Path) -> None:
+    (tmp_path / "hangs_at_import.py").write_text("import time\nprint(flush=True)\ntime.sleep(600)\n")
+    changes = f"import os, sys; sys.path.append({str(tmp_path)!r}); warm.PRELOADED_LATER = (); "
+    changes += "os.environ['RANKZERO_PRELOAD'] = 'hangs_at_import,hangs_at_import'"
+    with (
+        server_of(os.getpid(), tmp_path / "server", changes) as server,
+        socket.socket(socket.AF_UNIX) as connection,
+    ):
+        assert server.stdout is not None
+        server.stdout.readline()
+        connection.settimeout(60)
+        connection.connect(str(tmp_path / "server" / "socket"))
+        connection.sendall(b"{}\n")
+        assert connection.recv(100) == b""
+        assert server.stderr is not None
+        assert "RANKZERO_PRELOAD: hangs_at_import was not imported within" in server.stderr.readline()
+
+
 @pytest.fixture
 def lonely(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A server that is content with little idling."""

@@ -95,6 +95,14 @@ def test_close_without_a_driver_ends_in_time() -> None:
     never_started.close(1.0)
 
 
+def test_a_server_that_is_closed_before_its_start_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
+    never_started = ChannelServer("00" * 32, lambda _: None)
+    never_started.close()
+    assert os.listdir("/proc/self/fd") == before
+    never_started.close()
+
+
 JOIN = """
 import sys, time
 from rankzero.channel.client import ChannelClient

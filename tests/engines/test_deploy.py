@@ -1,5 +1,6 @@
 """What each kind of cluster is given for a driver, and what is refused before anything is given."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -9,8 +10,7 @@ from typing import Any
 import pytest
 
 from rankzero import InvalidJobError, Launcher, SparkSubmitEngine
-from rankzero.engines.spark import deploy
-from rankzero.engines.spark.deploy import Submitted, deployment
+from rankzero.engines.spark import submit
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.run.status import RunStatus
@@ -18,12 +18,12 @@ from rankzero.run.status import RunStatus
 # Not in this source, which is shipped with the run.
 SECRET = "-".join(["geheim", "4711"])
 CONF = {"spark.driver.memory": "2g", "spark.hadoop.fs.s3a.secret.key": SECRET, "spark.authenticate.secret": SECRET}
-WHAT = Submitted("/shared/runs/one", 3, "rankzero train")
-WORD = deploy.pack({"env": {"TOKEN": SECRET}})
+RUN = ["/shared/runs/one", "3"]
+WORD = submit.pack({"env": {"TOKEN": SECRET}})
 
 
 def test_a_standalone_cluster_gets_what_is_private_as_a_variable_of_the_driver() -> None:
-    given = deployment("spark://head:7077", CONF, WHAT, "/shared/runs/one/submissions/3", WORD)
+    given = submit.deployment_of("spark://head:7077", CONF, "/shared/runs/one/submissions/3", RUN, WORD)
     assert given.arguments == [
         *("--class", "org.apache.spark.deploy.PythonRunner", "file:///shared/runs/one/submissions/3/rankzero.jar"),
         *("/shared/runs/one/submissions/3/driver.py", "/shared/runs/one/submissions/3/rankzero.jar"),
@@ -35,7 +35,7 @@ def test_a_standalone_cluster_gets_what_is_private_as_a_variable_of_the_driver()
 
 
 def test_yarn_gets_it_as_configuration_that_spark_redacts_in_the_users_staging_directory() -> None:
-    given = deployment("yarn", CONF, WHAT, "/tmp/made", WORD)
+    given = submit.deployment_of("yarn", CONF, "/tmp/made", RUN, WORD)
     assert given.arguments == [
         *("--py-files", "/tmp/made/rankzero.jar", "/tmp/made/driver.py"),
         *("/shared/runs/one", "--submission", "3", "--private", "conf:spark.rankzero.secret"),
@@ -44,43 +44,16 @@ def test_yarn_gets_it_as_configuration_that_spark_redacts_in_the_users_staging_d
     assert given.env == {}
 
 
-def test_kubernetes_gets_it_in_the_secret_that_the_pod_mounts() -> None:
-    given = deployment("k8s://https://api", CONF, WHAT, "", "", "rankzero-one")
-    assert given.arguments == [
-        *("--py-files", "local:///opt/rankzero/rankzero.jar", "local:///opt/rankzero/driver.py"),
-        *("/shared/runs/one", "--submission", "3", "--private", "file:/opt/rankzero/private"),
-    ]
-    assert given.conf == {
-        "spark.driver.memory": "2g",
-        "spark.kubernetes.submission.waitAppCompletion": "false",
-        "spark.kubernetes.driver.pod.name": "rankzero-one",
-        "spark.kubernetes.driver.secrets.rankzero-one": "/opt/rankzero",
-    }
-    assert given.env == {}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "spark.kubernetes.container.image.pullSecrets",
-        "spark.kubernetes.driver.secrets.aws",
-        "spark.kubernetes.driver.secretKeyRef.AWS_SECRET_ACCESS_KEY",
-        "spark.kubernetes.authenticate.submission.oauthToken",
-        "spark.kubernetes.authenticate.submission.oauthTokenFile",
-    ],
-)
-def test_kubernetes_own_settings_reach_spark_submit_whatever_they_are_called(name: str) -> None:
-    assert deployment("k8s://https://api", {name: "x"}, WHAT, "", "", "rankzero-one").conf[name] == "x"
-
-
-def test_what_is_private_comes_back_whole() -> None:
+def test_what_is_private_comes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     private = {"env": {"A": 'ü"\\\n=${x}'}, "engine": {"conf": {}}}
-    assert deploy.unpack(deploy.pack(private)) == private
+    monkeypatch.setenv("SPARK_RANKZERO_PRIVATE", submit.pack(private))
+    assert submit.read_private("env:SPARK_RANKZERO_PRIVATE") == private
+    assert "SPARK_RANKZERO_PRIVATE" not in os.environ
 
 
 def test_more_than_a_variable_holds_is_refused() -> None:
     with pytest.raises(InvalidJobError, match="takes no more than 131072"):
-        deployment("spark://head:7077", {}, WHAT, "/x", "x" * (128 << 10))
+        submit.deployment_of("spark://head:7077", {}, "/x", RUN, "x" * (128 << 10))
 
 
 @pytest.mark.parametrize(
@@ -91,6 +64,7 @@ def test_more_than_a_variable_holds_is_refused() -> None:
         ({"master": "local-cluster[1,1,1024]"}, "is no cluster"),
         ({"master": "yarn", "session": object()}, "a session"),
         ({"master": "mesos://x"}, "master is 'mesos://x'"),
+        ({"master": "k8s://https://api"}, "start a pod of your own that runs"),
     ],
 )
 def test_what_cannot_be_driven_by_a_cluster_is_refused(options: dict[str, Any], words: str) -> None:
@@ -125,7 +99,7 @@ def test_paths_that_a_driver_on_a_standalone_cluster_would_not_find_are_refused(
 
 
 def test_a_driver_that_sees_another_directory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARK_RANKZERO_PRIVATE", deploy.pack({"env": {}, "engine": {"conf": {}}, "token": "its own"}))
+    monkeypatch.setenv("SPARK_RANKZERO_PRIVATE", submit.pack({"env": {}, "engine": {"conf": {}}, "token": "its own"}))
     program = "from rankzero.driver.main import main_on_cluster; main_on_cluster()"
     arguments = [str(tmp_path / "run"), "--submission", "0", "--private", "env:SPARK_RANKZERO_PRIVATE"]
     ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)

@@ -81,6 +81,25 @@ def test_two_runs_never_hold_one_gpu() -> None:
     assert second.free(["0", "1", "2"]) == ["0", "1", "2"]
 
 
+def test_a_run_that_counts_free_gpus_disturbs_no_other() -> None:
+    counting, over = GpuClaims(), threading.Event()
+
+    def count() -> None:
+        while not over.is_set():
+            counting.free(["0", "1"])
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    try:
+        claims = GpuClaims()
+        for _ in range(3000):
+            assert claims.take(["0", "1"], 2), "what another run only counts is not taken"
+    finally:
+        over.set()
+        counter.join()
+        claims.release()
+
+
 def test_what_a_killed_run_held_is_free_again(tmp_path: Path) -> None:
     program = (
         f"from rankzero.engines import gpus; gpus.CLAIMS = {gpus.CLAIMS!r}; claims = gpus.GpuClaims(); "

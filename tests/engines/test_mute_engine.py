@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import EngineError, Launcher, LocalEngine, bounds
+from rankzero import EngineError, Launcher, LocalEngine, StartTimeoutError, bounds
 from rankzero.engines.base import EngineSession
 from rankzero.job import Job
 
@@ -51,3 +51,22 @@ def test_whoever_waits_for_an_engine_sees_what_for(
         finally:
             answers.set()
         assert running.result(WAIT) == 0
+
+
+def test_a_session_that_opens_after_its_run_has_ended_is_closed(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_engine, answers, closed = LocalEngine.open, threading.Event(), threading.Event()
+
+    def answer_late(engine: LocalEngine, job: Job) -> EngineSession:
+        answers.wait(WAIT)
+        session = open_engine(engine, job)
+        monkeypatch.setattr(session, "close", closed.set)
+        return session
+
+    monkeypatch.setattr(LocalEngine, "open", answer_late)
+    with pytest.raises(StartTimeoutError, match="did not answer within"):
+        launcher.options(num_processes=1, start_timeout=0.5).run(int)
+    assert not closed.is_set()
+    answers.set()
+    assert closed.wait(WAIT)

@@ -12,7 +12,7 @@ from tests import interrupted
 
 from rankzero import bounds
 from rankzero.driver.driver import DriverThread
-from rankzero.host.flag import Flag
+from rankzero.engines.base import Flag
 from rankzero.host.forks import held
 
 MOMENT = 0.0001

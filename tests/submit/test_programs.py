@@ -288,55 +288,48 @@ def test_a_script_restarts_with_the_modules_that_it_was_submitted_with(
     (folder / "parts").mkdir()
     (folder / "parts" / "__init__.py").write_text("")
     (folder / "parts" / "step.py").write_text("STEP = 'submitted'\n")
-    (folder / "helper.py").write_text("from pathlib import Path\nPLACE = Path(__file__).parent\n")
     (folder / "train.py").write_text(
         "import os, signal\nimport rankzero.train as rt\n"
-        "import helper\nfrom parts.step import STEP\n"
+        "from parts.step import STEP\n"
         f"place = {str(folder)!r}\n"
         "if rt.get_context().attempt == 0:\n"
-        "    assert SENT or str(helper.PLACE) == place, 'data files beside modules are found there'\n"
         "    open(os.path.join(place, 'parts', 'step.py'), 'w').write('STEP = \"edited\"\\n')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "rt.set_result(STEP)\n".replace("SENT", str(sends_directory))
+        "rt.set_result(STEP)\n"
     )
     launcher = launcher.options(num_processes=1, max_restarts=1, working_dir=folder if sends_directory else None)
     assert launcher.run(folder / "train.py") == "submitted"
 
 
 @pytest.mark.parametrize("kind", ["function", "module", "script"])
-def test_a_module_is_where_it_came_from_and_has_the_code_that_was_submitted(
+def test_a_module_has_the_code_and_the_data_that_were_submitted(
     launcher: Launcher, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Projects find their data beside ``__file__``, and write there."""
-    source = folder / "src"
-    (source / "placed").mkdir(parents=True)
-    (source / "placed" / "__init__.py").write_text("from pathlib import Path\nROOT = Path(__file__).parents[2]\n")
-    (source / "placed" / "late.py").write_text("CODE = 'submitted'\n")
-    late = str(source / "placed" / "late.py")
-    (source / "placed" / "folder").mkdir()
-    (source / "placed" / "folder" / "inner.py").write_text("CODE = 'inner'\n")
-    (source / "placed" / "job.py").write_text(
-        "import rankzero.train as rt\nfrom placed import ROOT\n"
+    package = folder / "src" / "placed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "late.py").write_text("CODE = 'submitted'\n")
+    (package / "data.txt").write_text("data")
+    (package / "job.py").write_text(
+        "import rankzero.train as rt\nfrom pathlib import Path\n"
         "def train():\n"
-        "    (ROOT / 'last.txt').write_text(rt.get_context().run_id)\n"
-        f"    open({late!r}, 'w').write('CODE = \"edited\"\\n')\n"
-        "    import shutil; shutil.rmtree(ROOT / 'src' / 'placed' / 'folder')\n"
+        f"    Path({str(package / 'late.py')!r}).write_text('CODE = \"edited\"\\n')\n"
+        f"    Path({str(package / 'data.txt')!r}).write_text('edited')\n"
         "    from placed import late\n"
         "    import inspect\n    assert 'submitted' in inspect.getsource(late)\n"
-        "    from placed.folder import inner\n    assert inner.CODE == 'inner'\n"
-        "    rt.set_result(late.CODE)\n"
-        "    return late.CODE\n"
+        "    value = [late.CODE, Path(__file__).with_name('data.txt').read_text()]\n"
+        "    rt.set_result(value)\n"
+        "    return value\n"
         "if __name__ == '__main__':\n    train()\n"
     )
     (folder / "train.py").write_text("from placed.job import train\ntrain()\n")
-    monkeypatch.syspath_prepend(str(source))
+    monkeypatch.syspath_prepend(str(folder / "src"))
     train = {"function": "placed.job:train", "module": "-m placed.job", "script": "train.py"}[kind]
     try:
-        assert launcher.options(num_processes=1, run_id="placed").run(train) == "submitted"
+        assert launcher.options(num_processes=1).run(train) == ["submitted", "data"]
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "placed"]:
             del sys.modules[name]
-    assert (folder / "last.txt").read_text() == "placed"
 
 
 def test_annotations_of_a_script_are_what_python_makes_of_them(launcher: Launcher, folder: Path) -> None:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import io
-import marshal
-import os
-import py_compile
 import sys
-import time
 import types
 import zipfile
 from collections.abc import Iterator
@@ -278,88 +273,3 @@ def test_a_loaded_module_below_an_ignored_folder_stays(project: Path) -> None:
     assert files_of(built) == {"acme/__init__.py", "acme/train.py"}
     assert built.modules
     assert "left out  acme/private/plans\n" in built.modules.listing
-
-
-def test_a_module_of_another_script_with_the_same_name_is_no_edited_one(
-    project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(project / "helper.py", "SIZE = 1\n")
-    launcher = Launcher(1, store=tmp_path / "store")
-    load_module("helper")
-    for number in range(2):
-        script = write(tmp_path / f"scripts-{number}" / "train.py", "import helper\n")
-        write(script.parent / "helper.py", f"SIZE = {number + 2}\n")
-        launcher.run(str(script))
-    assert "changed on the disk" not in caplog.text
-
-
-def test_a_module_that_was_edited_before_its_first_submission_is_named(
-    project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    write(project / "edited_early.py", "def train():\n    return 1\n")
-    module = importlib.import_module("edited_early")
-    write(project / "edited_early.py", "def train():\n    return 22\n")
-    for _ in range(2):
-        caplog.clear()
-        assert Launcher(1, store=tmp_path / "store").run(module.train) == 22
-        assert "edited_early: changed on the disk since this process imported it" in caplog.text
-    caplog.clear()
-    importlib.reload(module)
-    Launcher(1, store=tmp_path / "store").run(module.train)
-    assert "changed on the disk" not in caplog.text
-
-
-def test_a_module_that_was_edited_and_not_reloaded_is_named(
-    project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(project / "edited.py", "def train():\n    return 1\n")
-    launcher = Launcher(1, store=tmp_path / "store")
-    module = load_module("edited")
-    assert launcher.run(module.train) == 1
-    write(project / "edited.py", "# A comment is no change.\ndef train():\n    return 1\n")
-    launcher.run(module.train)
-    assert "changed on the disk" not in caplog.text
-    write(project / "edited.py", "def train():\n    return 22\n")
-    assert launcher.run(module.train) == 22
-    assert "edited: changed on the disk since this process imported it" in caplog.text
-    caplog.clear()
-    importlib.reload(module)
-    launcher.run(module.train)
-    assert "changed on the disk" not in caplog.text
-
-
-def test_ranks_use_the_compiled_form_of_what_was_sent_if_it_can_be_of_no_other_source(
-    project: Path, launcher: Launcher
-) -> None:
-    """The compiled forms lie, so that a rank tells which ones it has used."""
-    begin = time.time()
-    later = {"settled": 60.0, "just_changed": 1.0, "set_back": 1.0, "damaged": 60.0, "edited": 60.0}
-    for name, seconds in later.items():
-        source = write(project / f"{name}_here.py", "VALUE = 'source'\n")
-        if name == "set_back":
-            os.utime(source, (1e9, 1e9))
-        compiled = Path(py_compile.compile(str(source), doraise=True))
-        content = marshal.dumps(compile("VALUE = 'compiled'\n", str(source), "exec"))
-        compiled.write_bytes(compiled.read_bytes()[:16] + content[: 20 if name == "damaged" else None])
-        os.utime(compiled, (begin + seconds, begin + seconds))
-    # Of the same length and second: only the bytes differ from those that were sent.
-    text = f"""
-import {", ".join(f"{name}_here" for name in later if name not in ("damaged", "edited"))}
-
-def train():
-    import os
-    from pathlib import Path
-
-    other = Path(settled_here.__file__).with_name("edited_here.py")
-    before = os.stat(other)
-    other.write_text("VALUE = 'edited'\\n")
-    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
-    import damaged_here
-    import edited_here
-    return [module.VALUE for module in (settled_here, just_changed_here, set_back_here, damaged_here, edited_here)]
-"""
-    write(project / "train_here.py", text)
-    train: Any = importlib.import_module("train_here")
-    assert launcher.options(num_processes=1).run(train.train) == ["compiled", "source", "source", "source", "source"]
-    assert (project / "edited_here.py").read_text() == "VALUE = 'edited'\n"

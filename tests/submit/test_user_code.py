@@ -158,42 +158,6 @@ def test_refusals(options: dict[str, Any], words: str) -> None:
         Launcher(**options).run(look)
 
 
-@pytest.mark.parametrize("name", ["HOME", "AIRFLOW_HOME", "DAGSTER_HOME"])
-@pytest.mark.parametrize("below", [".", "homes/own"])
-def test_a_home_directory_does_not_travel(
-    project: Path, monkeypatch: pytest.MonkeyPatch, name: str, below: str
-) -> None:
-    home = project / below
-    home.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setenv(name, str(home))
-    for code in (UserCode(str(project)), UserCode(py_files=(str(project),))):
-        with pytest.raises(InvalidJobError, match=f"the home directory {home}"):
-            code.files  # noqa: B018
-    if below != ".":
-        assert UserCode(str(project), excludes=("homes/",)).files
-
-
-def test_the_default_home_of_airflow_does_not_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = tmp_path / "airflow"
-    (home / "logs").mkdir(parents=True)
-    (home / "dags").mkdir()
-    (home / "dags" / "train.py").touch()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("AIRFLOW_HOME", raising=False)
-    with pytest.raises(InvalidJobError, match=f"the home directory {home}"):
-        UserCode(str(home)).files  # noqa: B018
-    assert list(UserCode(str(home / "dags")).files) == ["working_dir/train.py"]
-
-
-def test_the_configuration_that_airflow_is_told_of_does_not_travel(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (project / "data" / "production.ini").write_text("password")
-    monkeypatch.setenv("AIRFLOW_CONFIG", str(project / "data" / "production.ini"))
-    with pytest.raises(InvalidJobError, match=r"production.ini, the configuration of an orchestrator"):
-        UserCode(str(project)).files  # noqa: B018
-
-
 @pytest.mark.parametrize(
     "name", ["profiles.yml", "kubeconfig.yaml", "kube_config", "terraform.tfstate.backup", "prod.TFSTATE"]
 )

@@ -1,8 +1,8 @@
 """The input files of the workers of one task: payload, modules, referenced files.
 
-A file is used in place if this host sees it under its path. Else it is fetched from the driver once for each task; the
-user's code, which changes least, once for each executor (`KeptFiles`). Files on an object store, and the checkpoint to
-start from, are fetched only when a worker requests them because it cannot read them itself.
+A file is used in place if this host sees it under its path. Else it is fetched from the driver once for each task.
+Files on an object store, and the checkpoint to start from, are fetched only when a worker requests them because it
+cannot read them itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -24,9 +23,6 @@ from rankzero.values.digest import digest_of_file
 
 MODULES, CODE = "modules.zip", "code.tar.gz"
 _CODE = {MODULES, CODE}
-
-KEPT = 4
-"""Most archives in `KeptFiles`; each has at most 64 MiB."""
 
 
 class InputError(Exception):
@@ -45,7 +41,6 @@ class Inputs:
         """
         self._assigned = assigned
         self._scratch = scratch
-        self._kept = KeptFiles(scratch)
         self.shared = self._sees_run_directory()
         """True if this host sees the driver's run directory under the same path."""
         self._here: dict[str, str] = {}
@@ -57,8 +52,7 @@ class Inputs:
             here = file["location"]
             if not (self.shared or file.get("absolute")) or not _has_size(here, file["size"]):
                 here = os.path.join(scratch, name)
-                if not (name in _CODE and self._kept.take(file["digest"], here)):
-                    self.missing[name] = here
+                self.missing[name] = here
             self._here[name] = here
 
     def _sees_run_directory(self) -> bool:
@@ -101,15 +95,11 @@ class Inputs:
         self._check("payload.pkl")
         for name in _CODE & self._here.keys():
             self._check(name)
-            if name in self.missing:
-                self._kept.keep(files[name]["digest"], self._here[name])
         directory = self._assigned.run_directory
-        modules, origins = self._unpack_modules()
         return Start(
             master_addr=self._assigned.master_addr,
             payload=self._here["payload.pkl"],
-            modules=modules,
-            origins=origins,
+            modules=self._unpack_modules(),
             code=self._unpack_code(),
             refs={file["uri"]: [name, self._here.get(name)] for name, file in files.items() if "uri" in file},
             result_directory=os.path.join(directory, "result") if self.shared else self._scratch,
@@ -123,9 +113,9 @@ class Inputs:
             ports=ports,
         )
 
-    def _unpack_modules(self) -> tuple[str | None, dict[str, str]]:
+    def _unpack_modules(self) -> str | None:
         if MODULES not in self._here:
-            return None, {}
+            return None
         directory = os.path.join(self._scratch, "modules")
         with _unpacking(MODULES, directory), zipfile.ZipFile(self._here[MODULES]) as archive:
             # Not by `extractall`, which takes twice as long: the names are rankzero's own, and the digest was checked.
@@ -134,7 +124,7 @@ class Inputs:
             for name in archive.namelist():
                 with open(os.path.join(directory, name), "wb") as file:
                     file.write(archive.read(name))
-            return directory, json.loads(archive.comment or b"{}")
+        return directory
 
     def _unpack_code(self) -> str | None:
         """Returns a copy of the user's code for this task's ranks, which may write into it."""
@@ -202,61 +192,6 @@ class Requests:
         for rank in asking:
             rank.tell(message)
         return True
-
-
-class KeptFiles:
-    """A cache, on each executor, of archives of the user's code: by content, the least recently used are deleted.
-
-    It is a directory in one of Spark's local directories, which Spark deletes with the executor. Outside of Spark's
-    local directories, nothing is cached.
-    """
-
-    def __init__(self, scratch: str) -> None:
-        local = os.path.dirname(scratch)
-        self._is_removed = local in os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
-        self._place = os.path.join(local, f"rankzero-files-{os.geteuid()}")
-
-    def take(self, digest: str, path: str) -> bool:
-        """Links the cached file with this digest to ``path``; returns True if there is one.
-
-        Another agent may then delete the cached file: the link keeps the data.
-        """
-        kept = self._path(digest)
-        try:
-            if not self._is_ours():
-                return False
-            os.link(kept, path)
-            if digest_of_file(path) == digest:
-                os.utime(kept)
-                return True
-            os.unlink(path)
-            os.unlink(kept)
-        except OSError:
-            pass
-        return False
-
-    def keep(self, digest: str, path: str) -> None:
-        """Adds a file whose digest was verified, and deletes the least recently used files beyond `KEPT`."""
-        with contextlib.suppress(OSError):
-            if self._is_removed:
-                os.makedirs(self._place, 0o700, exist_ok=True)
-            if not self._is_ours():
-                return
-            unfinished = f"{self._path(digest)}.{secrets.token_hex(4)}"
-            os.link(path, unfinished)
-            os.replace(unfinished, self._path(digest))
-            files = [os.path.join(self._place, name) for name in os.listdir(self._place)]
-            for superfluous in sorted(files, key=os.path.getmtime, reverse=True)[KEPT:]:
-                os.unlink(superfluous)
-
-    def _path(self, digest: str) -> str:
-        return os.path.join(self._place, digest.replace(":", "-"))
-
-    def _is_ours(self) -> bool:
-        if not self._is_removed:
-            return False
-        found = os.lstat(self._place)
-        return found.st_uid == os.geteuid() and found.st_mode & 0o170077 == 0o040000
 
 
 @contextlib.contextmanager

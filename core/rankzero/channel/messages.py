@@ -290,7 +290,6 @@ class Start(Message, kind="start"):
 
     Attributes:
         modules: Directory of the modules that travelled with the job.
-        origins: The directory that each top-level module of these was in where the job was submitted.
         code: The rank's copy of the user's code.
         refs: The name and the local path, if there is one, of each referenced file, by URI.
         result_directory: Directory to which rank 0 writes its value.
@@ -311,7 +310,6 @@ class Start(Message, kind="start"):
     context: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     modules: str | None = None
-    origins: dict[str, str] = field(default_factory=dict)
     code: str | None = None
     datasets: str | None = None
     ports: list[int] | None = None

@@ -130,6 +130,7 @@ class ChannelServer:
     def close(self) -> None:
         """Disconnects every agent and ends the thread, within `bounds.CHANNEL_CLOSE_TIMEOUT`."""
         if not self._thread.ident:
+            self._loop.close()
             return
         self._call(self._begin_close)
         if threading.current_thread() is not self._thread:

@@ -49,7 +49,7 @@ def doctor(
     """Find the problems that would stop a training.
 
     First checks this machine: Java, pyspark, the master, the store. Then starts ranks, which check where they run:
-    Python, torch, GPUs, the network in both directions, interfaces, the speed of an all-reduce, clocks, and the store.
+    Python, torch, GPUs, the network, the speed of an all-reduce, clocks, and the store.
     Every problem is shown with its fix.
 
     Exit codes: 0 no problem found; 1 a problem would stop a training.

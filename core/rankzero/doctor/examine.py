@@ -26,9 +26,6 @@ from rankzero.job import Job, new_run_id
 from rankzero.launcher import Launcher
 from rankzero.run.handle import RunHandle
 
-REDUCED = 32
-"""Megabytes of the tensor that the ranks reduce."""
-
 _HTTPS_PORT, _HTTP_PORT = 443, 80
 
 
@@ -102,8 +99,7 @@ def examine(
     url = root if stores.is_url(root) else None
     handle: RunHandle[Any] | None = None
     try:
-        with launcher.owned(collect_facts, (url, REDUCED, nonce), {}) as handle:
-            threading.Thread(target=_call_ranks, args=(handle.directory, nonce), daemon=True).start()
+        with launcher.owned(collect_facts, (url, nonce), {}) as handle:
             handle.wait()
         ranks: list[dict[str, Any]] = handle.result()
         started = handle.status().started
@@ -135,26 +131,6 @@ _FIXES = {
 
 def _fix_of(error: str) -> str:
     return next((fix for text, fix in _FIXES.items() if text in error), "")
-
-
-def _call_ranks(directory: str, nonce: str) -> None:
-    """Connects to each rank that reports the address on which it listens."""
-    with contextlib.suppress(Exception):
-        for event in RunHandle[Any](directory).events(follow=True):
-            metrics = event.get("metrics", {})
-            if event["type"] == "metric" and "doctor" in metrics:
-                for host in [*metrics["doctor"].split(), "127.0.0.1"]:
-                    if _call(host, int(metrics["port"]), nonce):
-                        break
-
-
-def _call(host: str, port: int, nonce: str) -> bool:
-    try:
-        with socket.create_connection((host, port), bounds.DOCTOR_CALL_TIMEOUT) as connection:
-            connection.sendall(nonce.encode())
-        return True
-    except OSError:
-        return False
 
 
 def find_problems(engine: Engine, root: str, *, use_gpu: bool = False, processes_per_task: int = 1) -> list[str]:

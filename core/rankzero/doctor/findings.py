@@ -12,9 +12,6 @@ from rankzero.bounds import CLOCK_SKEW
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
-SLOW_REDUCE = 50.0
-"""Megabytes per second below which an all-reduce is slower than a network of 1 Gbit/s allows."""
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -68,15 +65,6 @@ def _slots(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     hosts = _each(ranks, "host")
     shown = ", ".join(f"{host} ({len(there)})" for host, there in hosts.items())
     yield Finding(OK, "slots", f"{len(ranks)} ranks ran at the same time, on {shown}")
-    cores = min(facts["cores"] for facts in ranks)
-    busiest = max(map(len, hosts.values()))
-    if cores < busiest:
-        yield Finding(
-            WARNING,
-            "cores",
-            f"{busiest} ranks share {cores} cores of a host",
-            "give each rank its own core: fewer ranks, more hosts, or spark.task.cpus",
-        )
 
 
 def _versions(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
@@ -107,9 +95,6 @@ def _gpus(ranks: Sequence[dict[str, Any]], *, use_gpu: bool) -> Iterator[Finding
     if use_gpu and not problems:
         kinds = ", ".join(sorted({name for facts in ranks for name in facts["gpus"]}))
         yield Finding(OK, "GPUs", f"one for each rank ({kinds}); NCCL {ranks[0]['nccl']}")
-    idle = [facts["rank"] for facts in ranks if facts["gpus"]]
-    if idle and not use_gpu:
-        yield Finding(WARNING, "GPUs", f"{_names(idle)} could use GPUs", "examine them, too: --use-gpu")
 
 
 def _clocks(ranks: Sequence[dict[str, Any]], started: float | None) -> Iterator[Finding]:
@@ -131,38 +116,9 @@ def _clocks(ranks: Sequence[dict[str, Any]], started: float | None) -> Iterator[
 
 def _network(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     yield Finding(OK, "executors to driver", "every rank's agent reached it")
-    if deaf := [facts["rank"] for facts in ranks if not facts["called"]]:
-        yield Finding(
-            WARNING,
-            "driver to executors",
-            f"{_names(deaf)} cannot be reached from here by TCP",
-            "trainings do not need it, but Spark itself may: open the executors' ports to the driver",
-        )
-    else:
-        yield Finding(OK, "driver to executors", "every rank can be reached from here")
-    hosts = {facts["host"]: facts for facts in ranks}
-    for host, facts in hosts.items():
-        interfaces = facts["socket_interface"]
-        several = len(facts["addresses"]) > 1
-        shown = f"{host}: {', '.join(facts['addresses']) or 'loopback'}" + (f", by {interfaces}" if interfaces else "")
-        if several and not interfaces and len(hosts) > 1:
-            yield Finding(
-                WARNING,
-                "interfaces",
-                f"{shown}: NCCL and gloo choose among these by themselves",
-                "if they choose wrong, name one: env={'NCCL_SOCKET_IFNAME': ..., 'GLOO_SOCKET_IFNAME': ...}",
-            )
-        else:
-            yield Finding(OK, "interfaces", shown)
-    speeds = [facts["bandwidth"] for facts in ranks if "bandwidth" in facts]
-    if speeds:
-        slow = len(hosts) > 1 and min(speeds) < SLOW_REDUCE
-        yield Finding(
-            WARNING if slow else OK,
-            "all-reduce",
-            f"{min(speeds):.0f} MB/s of a tensor that all {len(ranks)} ranks reduce",
-            "check the interfaces above, and the network between the hosts" if slow else "",
-        )
+    if speeds := [facts["bandwidth"] for facts in ranks if "bandwidth" in facts]:
+        what = f"{min(speeds):.0f} MB/s of a tensor that all {len(ranks)} ranks reduce"
+        yield Finding(OK, "all-reduce", what)
 
 
 def _store(ranks: Sequence[dict[str, Any]], store: str) -> Iterator[Finding]:
@@ -170,17 +126,9 @@ def _store(ranks: Sequence[dict[str, Any]], store: str) -> Iterator[Finding]:
     for what, there in broken.items():
         yield Finding(PROBLEM, "store", f"{store}, {_names(there)}: {what}", "check the mount and the rights there")
     there = [facts["rank"] for facts in ranks if facts["store"].get("reached")]
-    winners = [facts["rank"] for facts in ranks if facts["store"].get("won")]
     if broken:
         return
-    if winners[1:]:
-        yield Finding(
-            PROBLEM,
-            "store",
-            f"{_names(winners)} have all created one file of {store}",
-            "its file system does not create exclusively: use one that does, or an object store",
-        )
-    elif len(there) == len(ranks):
+    if len(there) == len(ranks):
         yield Finding(OK, "store", f"{store}: driver and ranks write it")
     else:
         whys = sorted({str(facts["store"]["why"]) for facts in ranks if facts["store"].get("why")})

@@ -1,6 +1,6 @@
 """`collect_facts`: a training function that collects facts about each rank's host, its peers and the store.
 
-The module runs on executors, so it imports only the standard library, torch, `rankzero.bounds` and `rankzero.train`.
+The module runs on executors, so it imports only the standard library, torch and `rankzero.train`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import sys
 import time
 from typing import Any
 
-from rankzero import bounds
-
 ROUNDS = 3
 """Number of timed all-reduces, of which the fastest counts."""
 
 
-def collect_facts(store_url: str | None, megabytes: int, nonce: str) -> list[dict[str, Any]]:
+REDUCED = 32
+"""Megabytes of the tensor that the ranks reduce."""
+
+
+def collect_facts(store_url: str | None, nonce: str) -> list[dict[str, Any]]:
     """Returns the facts of every rank, in the order of ranks.
 
     Args:
         store_url: URL of the store's root, for an object store.
-        megabytes: Size of the tensor that is reduced.
-        nonce: Part of the names of written files, and the text that a caller sends.
+        nonce: Part of the names of written files.
     """
     import torch
 
@@ -32,44 +33,28 @@ def collect_facts(store_url: str | None, megabytes: int, nonce: str) -> list[dic
 
     entered = time.time()
     context = rt.get_context()
-    with socket.create_server(("", 0)) as listener:
-        port = listener.getsockname()[1]
-        addresses = _addresses()
-        rt.report({"doctor": " ".join([socket.gethostname(), *addresses]), "port": port})
-        facts: dict[str, Any] = {
-            "rank": context.rank,
-            "host": socket.gethostname(),
-            "entered": entered,
-            "python": ".".join(map(str, sys.version_info[:3])),
-            "executable": sys.executable,
-            "torch": str(torch.__version__),
-            "cuda": torch.version.cuda,
-            "gpus": _gpus(torch),
-            "nccl": _nccl(torch),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "addresses": addresses,
-            "socket_interface": os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME"),
-        }
-        problem: str | None = None
-        try:
-            device: Any = context.device
-        except RuntimeError as error:
-            problem, device = str(error), None
-        facts["device"], facts["device_problem"] = str(device), problem
-        rt.barrier()
-        facts["together"] = time.time()
-        facts["store"] = _use_store(context.storage_path, store_url, nonce, context.rank)
-        if device is not None and context.world_size > 1:
-            facts["bandwidth"] = _reduce(torch, device, megabytes)
-        facts["called"] = _await_call(listener, nonce)
+    facts: dict[str, Any] = {
+        "rank": context.rank,
+        "host": socket.gethostname(),
+        "entered": entered,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "executable": sys.executable,
+        "torch": str(torch.__version__),
+        "gpus": _gpus(torch),
+        "nccl": _nccl(torch),
+    }
+    problem: str | None = None
+    try:
+        device: Any = context.device
+    except RuntimeError as error:
+        problem, device = str(error), None
+    facts["device_problem"] = problem
+    rt.barrier()
+    facts["together"] = time.time()
+    facts["store"] = _use_store(context.storage_path, store_url, nonce, context.rank)
+    if device is not None and context.world_size > 1:
+        facts["bandwidth"] = _reduce(torch, device)
     return rt.all_gather_object(facts)
-
-
-def _addresses() -> list[str]:
-    from rankzero.host.network import own_addresses
-
-    return own_addresses()
 
 
 def _gpus(torch: Any) -> list[str]:
@@ -84,11 +69,11 @@ def _nccl(torch: Any) -> str | None:
     return None
 
 
-def _reduce(torch: Any, device: Any, megabytes: int) -> float:
+def _reduce(torch: Any, device: Any) -> float:
     """Returns the speed of an all-reduce in megabytes per second, the best of `ROUNDS`."""
     import torch.distributed as dist
 
-    tensor = torch.ones(megabytes << 18, device=device)
+    tensor = torch.ones(REDUCED << 18, device=device)
     seconds = []
     for _ in range(ROUNDS + 1):
         started = time.perf_counter()
@@ -96,14 +81,14 @@ def _reduce(torch: Any, device: Any, megabytes: int) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return megabytes / min(seconds[1:])
+    return REDUCED / min(seconds[1:])
 
 
 def _use_store(directory: str | None, url: str | None, nonce: str, rank: int) -> dict[str, Any]:
-    """Tests which operations on the store this rank can do: exclusive creation, append, replace and read."""
+    """Tests which operations on the store this rank can do: exclusive creation, replace and read."""
     try:
         if directory is not None:
-            return _use_directory(os.path.join(directory, f".doctor-{nonce}"), rank)
+            return _use_directory(os.path.join(directory, f".doctor-{nonce}-{rank}"))
         if url is not None:
             return _use_object(f"{url}/.doctor-{nonce}-{rank}")
     except Exception as error:
@@ -111,22 +96,15 @@ def _use_store(directory: str | None, url: str | None, nonce: str, rank: int) ->
     return {"reached": False}
 
 
-def _use_directory(path: str, rank: int) -> dict[str, Any]:
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        won = True
-    except FileExistsError:
-        won = False
-    own = f"{path}-{rank}"
-    with open(own, "ab") as file:
-        file.write(b"one")
-    with open(f"{own}-new", "wb") as file:
+def _use_directory(path: str) -> dict[str, Any]:
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    with open(f"{path}-new", "wb") as file:
         file.write(b"two")
-    os.replace(f"{own}-new", own)
-    with open(own, "rb") as file:
+    os.replace(f"{path}-new", path)
+    with open(path, "rb") as file:
         read = file.read()
-    os.unlink(own)
-    return {"reached": True, "won": won, "problem": None if read == b"two" else f"what was replaced reads as {read!r}"}
+    os.unlink(path)
+    return {"reached": True, "problem": None if read == b"two" else f"what was replaced reads as {read!r}"}
 
 
 def _use_object(url: str) -> dict[str, Any]:
@@ -142,17 +120,3 @@ def _use_object(url: str) -> dict[str, Any]:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
     return {"reached": False, "why": problem}
-
-
-def _await_call(listener: socket.socket, nonce: str) -> bool:
-    """Returns True if the examining process connects to this rank in time."""
-    deadline = time.monotonic() + bounds.PROBE_CALL_TIMEOUT
-    with contextlib.suppress(OSError):
-        while (left := deadline - time.monotonic()) > 0:
-            listener.settimeout(left)
-            caller, _ = listener.accept()
-            with caller:
-                caller.settimeout(max(0.1, deadline - time.monotonic()))
-                if caller.recv(len(nonce)).decode("ascii", "replace") == nonce:
-                    return True
-    return False

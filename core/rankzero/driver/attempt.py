@@ -71,8 +71,8 @@ class Attempt:
                 attempt has. The run's ``timeout`` counts from there.
         """
         self._run = run
-        placement, session = placed.placement, placed.session
-        self.job = job = placed.plan.job.sized(placement.num_tasks)
+        session = placed.session
+        self.job = job = placed.plan.job.sized(placed.num_tasks)
         self._number = number
         self._recorder = recorder
         self.mailbox = mailbox
@@ -80,8 +80,7 @@ class Attempt:
         self._run_started_at = run_started_at
         self.start_deadline = placed.plan.deadline
         self.started_at: float | None = None
-        num_agents = session.num_agents(placement.num_tasks)
-        self._roster = Roster(num_agents, job.processes_per_task, placement.spare, placement.left_out)
+        self._roster = Roster(session.num_agents(placed.num_tasks), job.processes_per_task)
         self.facts = Facts(job.num_processes, run.directory)
         self._has_rendezvous = False
         self._hang = HangWatch(job.num_processes, self.broadcast, self._roster.disconnected)
@@ -128,7 +127,7 @@ class Attempt:
                 "certificate": base64.b64encode(identity.certificate).decode() if identity else None,
             }
             recorder.note_places(job.num_processes, held=True)
-            self._group = session.launch(placement.num_tasks + placement.spare, config, self._on_engine_end)
+            self._group = session.launch(placed.num_tasks, config, self._on_engine_end)
         except BaseException:
             self.close()
             raise
@@ -234,12 +233,12 @@ class Attempt:
     def report_waiting(self) -> None:
         """Records which tasks or ranks have not started yet, where followers of the run see it."""
         tasks, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
-        self._recorder.announce("waiting", policy.starting_message(self._roster.num_expected, tasks, ranks))
+        self._recorder.announce("waiting", policy.starting_message(self._roster.num_agents, tasks, ranks))
 
     def start_timeout(self) -> StartTimeoutError:
         """Returns the error of an attempt whose ranks have not started in time."""
         missing, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
-        return ending.start_timeout(self.job.start_timeout, self._roster.num_expected, missing, ranks)
+        return ending.start_timeout(self.job.start_timeout, self._roster.num_agents, missing, ranks)
 
     def record(self, verdict: Verdict) -> Future[None]:
         """Writes the success; returns a future that completes when it is durable."""
@@ -275,9 +274,6 @@ class Attempt:
             self._on_rank(self._roster.rank(member, local_rank), local_rank, member, message)
 
     def _on_join(self, task: int, message: messages.Join, *, is_stopping: bool) -> None:
-        if self._roster.is_surplus(task):
-            self._dismiss(task)
-            return
         member = self._roster.join(task, message, time.monotonic())
         if member is None:
             return
@@ -292,8 +288,6 @@ class Attempt:
         self._server.send(task, encode(messages.Stop(grace=0.0)))
 
     def _assign_ranks(self, members: list[Member]) -> None:
-        for task in filter(self._roster.is_surplus, range(self._roster.num_expected)):
-            self._dismiss(task)
         # Computed once: computing it for each agent would be quadratic in their number.
         same: dict[str, Any] = {
             "master_addr": self._roster.rendezvous_hosts(members[0])[0],

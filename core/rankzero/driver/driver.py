@@ -7,22 +7,22 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.ending import Verdict
 from rankzero.driver.launched import Final, Starting
 from rankzero.driver.places import Placed, Places, Plan
-from rankzero.driver.policy import HostRecord, Restarts
+from rankzero.driver.policy import FAILURES_OF_A_BAD_HOST, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.states import follow
 from rankzero.driver.tables import remove_computed
 from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import Inbox, Watch
-from rankzero.engines.base import Engine
+from rankzero.engines.base import Engine, Flag
 from rankzero.errors import (
     HANG,
     EngineError,
@@ -32,7 +32,6 @@ from rankzero.errors import (
     RunTimeoutError,
     WorkerFailedError,
 )
-from rankzero.host.flag import Flag
 from rankzero.host.processes import allow_open_files
 from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
@@ -154,11 +153,11 @@ class Driver:
 
     def _attempt_until_done(self, refused: Exception | None) -> Verdict:
         """Makes attempts until one succeeds; raises the error of the last one when no further attempt is allowed."""
-        hosts = HostRecord()
+        failures = Counter[str]()
         try:
             while True:
                 try:
-                    verdict = Verdict(error=refused) if refused else self._attempt(hosts.bad)
+                    verdict = Verdict(error=refused) if refused else self._attempt()
                 except BaseException as error:
                     verdict = Verdict(error=error)
                 if verdict.error is None:
@@ -167,28 +166,28 @@ class Driver:
                 if after is None:
                     raise verdict.error
                 (self._budget, pause), refused = after, None
-                hosts = hosts.after(verdict.blamed)
                 self._number += 1
+                if (host := verdict.blamed) is not None:
+                    failures[host] += 1
+                    if failures[host] == FAILURES_OF_A_BAD_HOST:
+                        what = f"{host} made {failures[host]} attempts fail: take it out of the cluster"
+                        self._recorder.announce("bad-host", what, host=host)
                 self._prepare_restart(verdict.error, pause)
         except BaseException:
             # Processes that an attempt left behind end with the session, so it closes before the run has ended.
             self._places.close()
             raise
 
-    def _attempt(self, bad: frozenset[str]) -> Verdict:
-        """Makes one attempt and returns how it ended.
-
-        Args:
-            bad: Hosts that are left out where others suffice.
-        """
+    def _attempt(self) -> Verdict:
+        """Makes one attempt and returns how it ended."""
         number, recorder, mailbox = self._number, self._recorder, self.inbox.renew()
         recorder.update(state="starting", phase="opening", attempt=number, preemptions=self._budget.preemptions)
         deadline = time.monotonic() + self._job.start_timeout
-        plan = Plan(self._run, self._job, self._places, recorder, self._check, self._env, bad, deadline)
+        plan = Plan(self._run, self._job, self._places, recorder, self._check, self._env, deadline)
         placed = follow(plan.state(), Placed, mailbox, recorder)
         self._job = placed.plan.job
         self._note_placement(number, placed)
-        if placed.session.num_agents(placed.placement.num_tasks) > MANY_AGENTS:
+        if placed.session.num_agents(placed.num_tasks) > MANY_AGENTS:
             allow_open_files()
         attempt = Attempt(self._run, number, placed, self._recorder, mailbox, self._watch, self._env, self._started_at)
         try:
@@ -226,14 +225,9 @@ class Driver:
             self._recorder.update(cancelling=True)
 
     def _note_placement(self, number: int, placed: Placed) -> None:
-        """Records a world size or a set of hosts that differs from what the job alone would give."""
-        left_out = sorted(placed.placement.left_out)
-        world_size = self._job.sized(placed.placement.num_tasks).num_processes
-        if left_out:
-            times = policy.FAILURES_OF_A_BAD_HOST
-            what = f"attempt {number} leaves out {', '.join(left_out)}, which failed {times} times"
-            self._recorder.announce("left-out", what, attempt=number, hosts=left_out)
+        """Records the world size of an attempt if the job alone does not determine it."""
         if self._job.min_processes is not None:
+            world_size = self._job.sized(placed.num_tasks).num_processes
             what = f"attempt {number} starts with {world_size} ranks, of {self._job.world}, on {placed.session.place}"
             self._recorder.announce("world", what, attempt=number, world_size=world_size)
             self._recorder.update(world_size=world_size)

@@ -201,14 +201,14 @@ def main_on_cluster() -> None:
     """Entry point of a driver that a Spark cluster starts as the program of an application, below the driver's JVM.
 
     Its session is the session of that application: pyspark finds the JVM by the environment variables of this process.
-    `rankzero.engines.spark.deploy` makes its arguments.
+    `rankzero.engines.spark.submit` makes its arguments.
     """
-    from rankzero.engines.spark.deploy import read_private
+    from rankzero.engines.spark.submit import read_private
 
     parser = argparse.ArgumentParser(description=main_on_cluster.__doc__)
     parser.add_argument("run_directory")
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
-    parser.add_argument("--private", required=True, help="where the secrets are: env:NAME, conf:NAME or file:PATH")
+    parser.add_argument("--private", required=True, help="where the secrets are: env:NAME or conf:NAME")
     arguments = parser.parse_args()
     settle_signals()
     parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
@@ -310,9 +310,9 @@ class Delegation:
     def _start(self, deadline: float) -> None:
         """Starts the stage, and returns when its driver has claimed the submission or the stage has ended."""
         job, env, began = self._job, self._private["env"], time.monotonic()
-        plan = Plan(self._run, job, self._places, self._recorder, self._watch.check, env, frozenset(), deadline)
+        plan = Plan(self._run, job, self._places, self._recorder, self._watch.check, env, deadline)
         placed = follow(plan.state(), Placed, self._inbox.renew(), self._recorder)
-        session, num_tasks = cast("ConnectSession", placed.session), placed.placement.num_tasks
+        session, num_tasks = cast("ConnectSession", placed.session), placed.num_tasks
         store.make_directory(self._folder)
         stage = {
             "directory": self._run.directory,

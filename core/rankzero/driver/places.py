@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from rankzero import bounds
 from rankzero.driver import policy
-from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.states import State
 from rankzero.driver.tables import Tables
@@ -93,7 +92,6 @@ class Plan:
     Attributes:
         check: Raises the typed error if the run must end.
         env: The user's environment for the ranks.
-        bad: Hosts that are left out where others suffice.
         deadline: Monotonic time by which every rank must have started.
     """
 
@@ -103,7 +101,6 @@ class Plan:
     recorder: Recorder
     check: Callable[[], None]
     env: Mapping[str, str]
-    bad: frozenset[str]
     deadline: float
 
     def state(self) -> State:
@@ -163,6 +160,15 @@ class Opening(_Asking):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, functools.partial(plan.places.open, plan.job, plan.env), plan.deadline)
 
+    def fail(self, error: BaseException) -> State:
+        """Closes the session if it opens later, too."""
+        self._reply.add_done_callback(self._close_late)
+        return super().fail(error)
+
+    def _close_late(self, reply: Future[Any]) -> None:
+        if not reply.exception() and (session := reply.result()[0]) is not self._plan.places.session:
+            within(bounds.SESSION_CLOSE_TIMEOUT, session.close)
+
     def on_reply(self, reply: Any, now: float) -> State:
         """Keeps the session for this attempt and later ones."""
         session, url = reply
@@ -209,7 +215,7 @@ class WaitingForSlots(_Asking):
         self._session = session
         self._began = self._changed = time.monotonic()
         self._say_at, self._before, self._ask_at = self._began + bounds.WAITING_INTERVAL, -1, math.inf
-        super().__init__(plan, functools.partial(_count_slots, session, by_host=bool(plan.bad)), plan.deadline)
+        super().__init__(plan, functools.partial(_count_slots, session), plan.deadline)
 
     def tick(self, now: float) -> State:
         """Polls again after a pause."""
@@ -226,16 +232,15 @@ class WaitingForSlots(_Asking):
     def on_reply(self, reply: Any, now: float) -> State:
         """Decides whether the attempt starts with the slots that exist."""
         job, session, least = self._plan.job, self._session, self._plan.job.least_tasks
-        slots, provable, by_host = reply
+        slots, provable = reply
         # Slots that exist count more than the most that settings allow.
         most = max(least, min(job.num_tasks, provable or job.num_tasks))
         if slots != self._before:
             self._before, self._changed = slots, now
-        on_bad = {host: count for host, count in by_host.items() if host in self._plan.bad}
         waited = job.start_timeout - (self._deadline - now)
-        placement = policy.place(slots, least, most, now - self._changed, waited, job.start_timeout, on_bad)
-        if placement and session.reserve(placement.num_tasks + placement.spare):
-            return Placed(self._plan, session, placement)
+        num_tasks = policy.place(slots, least, most, now - self._changed, waited, job.start_timeout)
+        if num_tasks and session.reserve(num_tasks):
+            return Placed(self._plan, session, num_tasks)
         what = policy.waiting_message(session.place, slots, least, most, now - self._began, job.start_timeout)
         if now > self._deadline and slots < least:
             missing = [f"task {task}" for task in range(slots, least)]
@@ -255,7 +260,7 @@ class Placed(State):
 
     plan: Plan
     session: EngineSession
-    placement: Placement
+    num_tasks: int
 
 
 def _with_typed_error(action: Callable[[], T]) -> T:
@@ -267,8 +272,8 @@ def _with_typed_error(action: Callable[[], T]) -> T:
         raise EngineError(f"the engine could not be opened: {words_of(error)}") from error
 
 
-def _count_slots(session: EngineSession, *, by_host: bool) -> tuple[int, int | None, dict[str, int]]:
-    """Returns the slots of a session, the most that it can have, and the slots of each host.
+def _count_slots(session: EngineSession) -> tuple[int, int | None]:
+    """Returns the slots of a session, and the most that it can have.
 
     Raises:
         EngineError: the session has ended; the run can continue with another one.
@@ -277,7 +282,7 @@ def _count_slots(session: EngineSession, *, by_host: bool) -> tuple[int, int | N
         f"the SparkContext or its JVM ended while the run waited for the slots of {session.place}", cause=LOST
     )
     try:
-        found = session.slots(), session.most_slots, session.slots_by_host() if by_host else {}
+        found = session.slots(), session.most_slots
     except Exception as error:
         if session.is_usable():
             raise

@@ -6,7 +6,7 @@ The time limits that the driver applies are defined here, too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero import bounds
@@ -15,7 +15,7 @@ from rankzero.errors import PREEMPTED
 from rankzero.job import Job
 
 FAILURES_OF_A_BAD_HOST = 2
-"""Failures of a host after which attempts leave it out, if the cluster has others."""
+"""Failures of one host after which the run's lines name it."""
 
 
 @dataclass(frozen=True)
@@ -41,35 +41,11 @@ class Restarts:
         return left, min(2.0 ** min(count, 10) - 1, bounds.RESTART_PAUSE_MAX)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The tasks that an attempt starts with.
+def place(slots: int, least: int, most: int, unchanged: float, waited: float, bound: float) -> int | None:
+    """Returns the number of tasks that an attempt starts with now; None to wait for more slots.
 
-    Attributes:
-        num_tasks: Tasks that run ranks.
-        spare: Tasks that are started in addition, as many as may be placed on hosts that are left out.
-        left_out: Hosts that run ranks only if there are too few agents on other hosts.
-    """
-
-    num_tasks: int
-    spare: int = 0
-    left_out: frozenset[str] = frozenset()
-
-
-def place(
-    slots: int,
-    least: int,
-    most: int,
-    unchanged: float,
-    waited: float,
-    bound: float,
-    on_bad_hosts: Mapping[str, int] | None = None,
-) -> Placement | None:
-    """Returns the tasks that an attempt starts with now; None to wait for more slots.
-
-    A bad host is left out if there are enough slots without it. An elastic attempt (``least < most``) waits for
-    ``most`` while new slots appear, then starts with those that exist. It waits for half of the bound at most: the
-    ranks need the rest to start.
+    An elastic attempt (``least < most``) waits for ``most`` while new slots appear, then starts with those that exist.
+    It waits for half of the bound at most: the ranks need the rest to start.
 
     Args:
         slots: Slots that exist.
@@ -78,15 +54,9 @@ def place(
         unchanged: Seconds since the number of slots last changed.
         waited: Seconds since the attempt began.
         bound: Seconds within which its ranks must have started.
-        on_bad_hosts: Number of slots on each host that is to be left out.
     """
-    bad = dict(on_bad_hosts or {})
-    good = slots - sum(bad.values())
-    usable, left_out = (good, bad) if good >= least else (slots, {})
     may_grow = unchanged < min(bounds.GROWTH_TIMEOUT, bound / 4) and waited < bound / 2
-    if usable < least or (usable < most and may_grow):
-        return None
-    return Placement(min(usable, most), sum(left_out.values()), frozenset(left_out))
+    return None if slots < least or (slots < most and may_grow) else min(slots, most)
 
 
 def name_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
@@ -119,22 +89,6 @@ def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks
         return f"waiting: {started}, not {name_ranks(missing_tasks, 'task')} (are its slots in use?)"
     what = f"{name_ranks(missing_ranks)} to import torch" if missing_ranks else "rank 0 to open the rendezvous"
     return f"waiting for {what}; every task has started"
-
-
-@dataclass(frozen=True)
-class HostRecord:
-    """The number of attempts that each host made fail."""
-
-    failures: Mapping[str, int] = field(default_factory=dict)
-
-    def after(self, host: str | None) -> HostRecord:
-        """Returns the record after an attempt that failed because of this host; None if no host is to blame."""
-        return self if host is None else HostRecord({**self.failures, host: self.failures.get(host, 0) + 1})
-
-    @property
-    def bad(self) -> frozenset[str]:
-        """The hosts that attempts leave out."""
-        return frozenset(host for host, count in self.failures.items() if count >= FAILURES_OF_A_BAD_HOST)
 
 
 def connect_timeout(left: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankzero.channel.messages import Join
@@ -83,20 +83,14 @@ class Member:
 class Roster:
     """The agents of an attempt that have joined, are ready or are lost."""
 
-    def __init__(
-        self, num_agents: int, processes_per_task: int, spare: int = 0, left_out: Collection[str] = ()
-    ) -> None:
+    def __init__(self, num_agents: int, processes_per_task: int) -> None:
         """Creates a roster without members.
 
         Args:
             num_agents: Agents that run ranks.
             processes_per_task: Ranks of each task, used until ranks are numbered.
-            spare: Agents that are started in addition.
-            left_out: Hosts whose agents run ranks only if there are too few agents on others.
         """
         self.num_agents = num_agents
-        self._spare = spare
-        self._left_out = left_out
         self._is_chosen = False
         self._processes_per_task = processes_per_task
         self._members: dict[int, Member] = {}
@@ -118,38 +112,22 @@ class Roster:
         """Returns the member of a task; None if no agent has joined for it."""
         return self._members.get(task)
 
-    @property
-    def num_expected(self) -> int:
-        """Number of agents that are started."""
-        return self.num_agents + self._spare
-
     def choose(self) -> list[Member] | None:
-        """Numbers the ranks, once, as soon as enough agents have joined.
+        """Numbers the ranks, once, as soon as all agents have joined; returns None if it is too early.
 
         Returns:
-            The agents that run ranks, host by host, each with its first rank; the others are no members any more. None
-            if it is too early.
+            The agents, host by host, each with its first rank.
         """
-        joined = [self._members[task] for task in sorted(self._members)]
-        chosen = [member for member in joined if member.host not in self._left_out]
-        if len(joined) == self.num_expected:
-            chosen += [member for member in joined if member.host in self._left_out]
-        if self._is_chosen or len(chosen) < self.num_agents:
+        if self._is_chosen or len(self._members) < self.num_agents:
             return None
         self._is_chosen = True
-        chosen = sorted(chosen[: self.num_agents], key=lambda member: member.task)
-        self._members = {member.task: member for member in chosen}
-        self._ready = {(task, local_rank) for task, local_rank in self._ready if task in self._members}
-        ordered = [chosen[index] for index in policy.order_tasks([member.host for member in chosen])]
+        members = [self._members[task] for task in sorted(self._members)]
+        ordered = [members[index] for index in policy.order_tasks([member.host for member in members])]
         first_rank = 0
         for member in ordered:
             member.first_rank = first_rank
             first_rank += member.workers
         return ordered
-
-    def is_surplus(self, task: int) -> bool:
-        """Returns True if this task was started as a spare and runs no ranks."""
-        return self._is_chosen and task not in self._members
 
     def host_of(self, rank: int) -> str | None:
         """Returns the host of a rank, as the engine names it; None before ranks are numbered."""
@@ -205,9 +183,7 @@ class Roster:
 
     def missing_tasks(self) -> list[int]:
         """Returns the tasks whose agents have not joined."""
-        if self._is_chosen:
-            return []
-        return [task for task in range(self.num_expected) if task not in self._members]
+        return [task for task in range(self.num_agents) if task not in self._members]
 
     def gone(self) -> list[Member]:
         """Returns the members that have exited or are disconnected."""

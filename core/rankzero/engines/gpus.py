@@ -90,7 +90,7 @@ class GpuClaims:
         """Returns those of the GPUs that no other run has locked."""
         found = []
         for gpu in gpus:
-            lock = None if gpu in self._held else _lock(gpu)
+            lock = None if gpu in self._held else _lock(gpu, fcntl.LOCK_SH)
             if gpu in self._held or lock is not None:
                 found.append(gpu)
             if lock is not None:
@@ -103,7 +103,7 @@ class GpuClaims:
         for gpu in gpus:
             if len(self._held) == count:
                 break
-            if (lock := _lock(gpu)) is not None:
+            if (lock := _lock(gpu, fcntl.LOCK_EX)) is not None:
                 self._held[gpu] = lock
         if len(self._held) < count:
             self.release()
@@ -116,8 +116,13 @@ class GpuClaims:
         self._held.clear()
 
 
-def _lock(gpu: str) -> int | None:
-    """Returns a descriptor that locks the GPU; None if another run has locked it."""
+def _lock(gpu: str, kind: int) -> int | None:
+    """Returns a descriptor that locks the GPU; None if another run has locked it.
+
+    Args:
+        gpu: Id of the GPU.
+        kind: ``LOCK_EX`` to have it; ``LOCK_SH`` only to find out whether another run has it.
+    """
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(CLAIMS)
@@ -127,12 +132,20 @@ def _lock(gpu: str) -> int | None:
         # Two runs on one GPU are better than none.
         logger.warning("cannot check whether another run uses GPU %s: %s", gpu, error)
         return os.open(os.devnull, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return None
+    while not _locks(lock, kind):
+        # An exclusive lock also waits for runs that only find out, which takes them microseconds.
+        if kind == fcntl.LOCK_SH or not _locks(lock, fcntl.LOCK_SH):
+            os.close(lock)
+            return None
     return lock
+
+
+def _locks(lock: int, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _open_claim(path: str) -> int:

@@ -30,7 +30,7 @@ TEXT = 2_000
 SLOWER = 1.2
 """A rank that takes so many times as long between two reports as the median rank is named as the straggler."""
 
-_MARKS = ("checkpoint", "failure", "restart", "waiting", "world", "left-out", "engine", "state")
+_MARKS = ("checkpoint", "failure", "restart", "waiting", "world", "bad-host", "engine", "state")
 _USAGE = ("cpu", "memory", "received", "sent")
 
 

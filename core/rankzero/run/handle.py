@@ -362,7 +362,7 @@ class RunHandle(Generic[R]):
 
         Events of an earlier training with the same run id are left out. Each event is a dict with ``time`` and
         ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``, ``"restart"``, ``"engine"``,
-        ``"waiting"``, ``"world"``, ``"left-out"``). Events of type ``"state"`` also have ``submission``,
+        ``"waiting"``, ``"world"``, ``"bad-host"``). Events of type ``"state"`` also have ``submission``,
         ``attempt``, ``run_id``, and ``trace_id`` if the submitter had a trace.
         """
         position, is_ours = Position(), OfTraining(self.fresh_since)

@@ -14,11 +14,10 @@ import hashlib
 import itertools
 import os
 import site
-import struct
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rankzero import store
@@ -235,55 +234,6 @@ def digests_of_modules(names: Iterable[str], first: str | None = None) -> dict[s
                     digests[part], imported = _read(path, store.fingerprint(path), package)
                     waiting |= imported - seen
     return digests
-
-
-_submitted: dict[str, tuple[Any, str]] = {}
-"""By name of a loaded module: the spec of its loading, and its checksum then or at the first submission after that."""
-
-
-def changed_modules(digests: Mapping[str, str]) -> list[str]:
-    """Returns the loaded modules whose files have changed since an earlier submission, without a reload here.
-
-    Args:
-        digests: Checksums of modules by name, or their first digits, as they are on the disk now.
-    """
-    changed = []
-    for name, digest in digests.items():
-        # A reload gives a module another spec.
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        # A script may import another module of this name.
-        if spec is not None and _digest_of(spec).startswith(digest):
-            before = _submitted.get(name)
-            if before is None or before[0] is not spec:
-                # Marked by another checksum, it is named until it is reloaded.
-                before = _submitted[name] = spec, "" if _is_older(spec) else digest
-            if before[1] != digest:
-                changed.append(name)
-    return changed
-
-
-def _is_older(spec: Any) -> bool:
-    """Returns True if a module was compiled from an older file than the one on the disk."""
-    with contextlib.suppress(OSError, TypeError):
-        if sys.dont_write_bytecode or not os.access(os.path.dirname(spec.cached), os.W_OK):
-            # The compiled file may be older than what was imported.
-            return False
-        with open(spec.cached, "rb") as compiled:
-            header = compiled.read(16)
-        source = os.stat(spec.origin)
-        by_time = header[4:8] == bytes(4)
-        return by_time and header[8:] != struct.pack("<II", int(source.st_mtime) & _LAST_32, source.st_size & _LAST_32)
-    return False
-
-
-_LAST_32 = 0xFFFFFFFF
-"""The bits of time and size that the header of a compiled module has."""
-
-
-def _digest_of(spec: Any) -> str:
-    with contextlib.suppress(OSError, TypeError):
-        return _read(spec.origin, store.fingerprint(spec.origin), spec.parent)[0]
-    return ""
 
 
 def digest_of_script(path: str) -> tuple[str, frozenset[str]]:

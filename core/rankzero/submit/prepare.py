@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import logging
 import multiprocessing
 import os
 import secrets
@@ -22,21 +21,18 @@ from rankzero.kinds import NumProcesses
 from rankzero.masking import is_secret
 from rankzero.run import growing
 from rankzero.run.directory import RunDirectory
-from rankzero.run.identity import DATASET, MODULE, VARIABLE, Asked, Identity
+from rankzero.run.identity import DATASET, VARIABLE, Asked, Identity
 from rankzero.run.names import LINES, log_name
 from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, payload, submission
 from rankzero.submit.datasets import Datasets
 from rankzero.submit.identity import identity_of
-from rankzero.submit.modules import changed_modules
 from rankzero.submit.params import params_of
 from rankzero.submit.payload import Payload
 from rankzero.submit.trackers import TRACEPARENT
 from rankzero.submit.user_code import ARCHIVE, UserCode
 from rankzero.values.digest import digest_of
 from rankzero.values.pickled import Part
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,6 @@ def prepare(
         unless_started.callback(found.discard, before)
         identity = request.with_datasets(own, found.digests)
         asked = request.asked(train, identity)
-        _note_changed_modules(identity)
         job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=dict(found.queries))
         job = replace(job, nonce=secrets.token_hex(8))
         written.run, written.nonce = run, job.nonce
@@ -182,16 +177,6 @@ def prepare(
             unless_started.pop_all()
             datasets.remove_replaced(before, found)
     return run, submitted
-
-
-def _note_changed_modules(identity: Identity) -> None:
-    digests = {name.removeprefix(MODULE): digest for name, digest in identity.parts if name.startswith(MODULE)}
-    if changed := changed_modules(digests):
-        logger.warning(
-            "%s: changed on the disk since this process imported it; ranks run the file as it is now, so reload it "
-            "here (importlib.reload) to have the same code",
-            ", ".join(changed),
-        )
 
 
 def _submit(run: RunDirectory, job: Job, asked: Asked, parts: Payload, request: Request, found: Datasets) -> Job | None:

@@ -20,7 +20,6 @@ import contextlib
 import functools
 import hashlib
 import io
-import json
 import logging
 import os
 import re
@@ -249,19 +248,7 @@ def _zip(files: tuple[tuple[str, _File], ...]) -> bytes:
     with zipfile.ZipFile(buffer, "w", strict_timestamps=False) as archive:
         for archive_name, file in files:
             archive.write(file.path, archive_name)
-        origins = json.dumps(_origins_of(files)).encode()
-        archive.comment = origins if len(origins) <= zipfile.ZIP_MAX_COMMENT else b"{}"
     return buffer.getvalue()
-
-
-def _origins_of(files: tuple[tuple[str, _File], ...]) -> dict[str, str]:
-    """Returns the directory that each top-level module is in; none for one that is linked together of several."""
-    found: dict[str, set[str]] = {}
-    for archive_name, file in files:
-        origin = file.path.removesuffix(f"{os.sep}{archive_name}")
-        root = archive_name.split(os.sep)[0].partition(".")[0]
-        found.setdefault(root, set()).add("" if origin == file.path else origin)
-    return {root: origin for root, (origin, *others) in found.items() if origin and not others}
 
 
 def _is_known(name: str, files: Mapping[str, _File]) -> bool:

@@ -24,10 +24,6 @@ ARCHIVE = "code.tar.gz"
 WORKING_DIR, PY_FILES = "working_dir", "py_files"
 """Names of the folders in the archive."""
 
-_HOMES = ("AIRFLOW_HOME", "DAGSTER_HOME")
-_DEFAULT_HOME = "~/airflow"
-_USED_BY_AIRFLOW = ("airflow.cfg", "airflow.db", "logs", "simple_auth_manager_passwords.json.generated")
-_CONFIG = "AIRFLOW_CONFIG"
 _SETTINGS = frozenset(
     {
         "airflow.cfg",
@@ -90,13 +86,11 @@ class UserCode:
         modules: dict[str, str] = {}
         if self.working_dir is not None:
             ignored = matcher(self.excludes, os.path.join(self.working_dir, IGNORE_FILE))
-            _refuse_homes("working_dir", self.working_dir, ignored)
             found |= {f"{WORKING_DIR}/{name}": path for name, path in _walk(self.working_dir, ignored, linked)}
         for path in self.py_files:
             root = os.path.basename(os.path.abspath(path))
             if os.path.isdir(path):
                 ignored = matcher(self.excludes)
-                _refuse_homes("py_files", path, ignored)
                 named = {f"{PY_FILES}/{root}/{name}": file for name, file in _walk(path, ignored, linked)}
             else:
                 named = {f"{PY_FILES}/{root}": path}
@@ -112,7 +106,7 @@ class UserCode:
                         f"{name.partition('/')[2]!r}: rename one of them, or leave them out by excludes="
                     )
             found |= named
-        if settings := [path for path in found.values() if _is_setting(path)]:
+        if settings := [path for path in found.values() if os.path.basename(path).lower() in _SETTINGS]:
             raise InvalidJobError(
                 f"working_dir or py_files would send {settings[0]}, the configuration of an orchestrator, to the "
                 f"cluster: give the folder of your code, or name what stays in excludes= or {IGNORE_FILE}"
@@ -161,36 +155,6 @@ class UserCode:
     def listing(self) -> str:
         """Readable text with a line for each file and its size."""
         return "".join(f"{os.path.getsize(path):>12}  {name}\n" for name, path in self.files.items())
-
-
-def _is_setting(path: str) -> bool:
-    config = os.environ.get(_CONFIG)
-    is_config = bool(config) and os.path.realpath(os.path.expanduser(str(config))) == os.path.realpath(path)
-    return is_config or os.path.basename(path).lower() in _SETTINGS
-
-
-def _homes() -> list[str]:
-    """Returns the home directories of the user, Airflow and Dagster."""
-    homes = [os.path.expanduser("~"), *(os.environ[name] for name in _HOMES if os.environ.get(name))]
-    default = os.path.expanduser(_DEFAULT_HOME)
-    is_used = any(os.path.exists(os.path.join(default, name)) for name in _USED_BY_AIRFLOW)
-    return [*homes, default] if is_used and not os.environ.get("AIRFLOW_HOME") else homes
-
-
-def _refuse_homes(option: str, directory: str, ignored: Callable[[str], bool]) -> None:
-    """Raises InvalidJobError if a home directory of the user, Airflow or Dagster would be shipped."""
-    for home in map(os.path.realpath, _homes()):
-        below = os.path.relpath(home, os.path.realpath(directory))
-        parts = [] if below == os.curdir else below.split(os.sep)
-        stays = any(
-            part == os.pardir or is_skipped(part) or ignored(f"{'/'.join(parts[: number + 1])}/")
-            for number, part in enumerate(parts)
-        )
-        if not stays:
-            raise InvalidJobError(
-                f"{option} names {directory}, which is or contains the home directory {home}, and would send it to the "
-                f"cluster: give the folder of your code, or name what stays in excludes= or {IGNORE_FILE}"
-            )
 
 
 def _entry(name: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:

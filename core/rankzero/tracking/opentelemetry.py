@@ -173,7 +173,7 @@ class OpenTelemetry(Tracker):
         for event in events:
             if event["type"] == "state" and event["state"] == "starting":
                 self._starts.add(1)
-            if event["type"] in ("failure", "restart", "checkpoint", "left-out"):
+            if event["type"] in ("failure", "restart", "checkpoint", "bad-host"):
                 facts = {name: value for name, value in event.items() if isinstance(value, (str, int, float))}
                 self._span.add_event(event["type"], facts, _ns(event["time"]))
         for attempt in self._outcomes.of(events):

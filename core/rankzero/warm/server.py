@@ -20,6 +20,7 @@ import importlib
 import importlib.machinery
 import json
 import logging
+import math
 import os
 import select
 import selectors
@@ -30,7 +31,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rankzero import bounds
@@ -171,8 +172,8 @@ class WarmServer:
         # Agents get their grace even if the owner exits meanwhile; their exits are reported immediately.
         signal.signal(signal.SIGCHLD, lambda *_: self._collect())
         try:
-            with contextlib.nullcontext() if self._agents else ending_with(self._owner, self._place):
-                load((*PRELOADED_LATER, *filter(None, os.environ.get(PRELOAD, "").split(","))))
+            with ending_with(None if self._agents else self._owner, self._place):
+                load(PRELOADED_LATER, os.environ.get(PRELOAD, "").split(","))
                 settle_dynamo()
         except Exception:
             # A half imported module would be in every fork.
@@ -296,11 +297,20 @@ class WarmServer:
                 connection.close()
 
 
-def load(names: tuple[str, ...]) -> None:
+_give_up_at = math.inf
+"""Monotonic time at which `ending_with` ends the import that hangs."""
+
+
+def load(names: Sequence[str], users: Sequence[str] = ()) -> None:
     """Imports modules that the forks share.
 
     Directories of the user's ``PYTHONPATH`` are not searched, unless torch itself is there.
+
+    Args:
+        names: Names of the modules.
+        users: Modules that the user has named, one of which may hang: all of them get `WARM_PRELOAD_TIMEOUT`.
     """
+    global _give_up_at
     # Garbage collection during the imports took a tenth of the time.
     gc.disable()
     path = sys.path
@@ -312,7 +322,18 @@ def load(names: tuple[str, ...]) -> None:
         for name in names:
             # Modules may exit, or raise as a test that is skipped does.
             with contextlib.suppress(BaseException):
-                importlib.import_module(name.strip())
+                importlib.import_module(name)
+        end = time.monotonic() + bounds.WARM_PRELOAD_TIMEOUT
+        for name in filter(None, map(str.strip, users)):
+            try:
+                _give_up_at = end
+                importlib.import_module(name)
+            except BaseException as error:
+                why = f"within {bounds.WARM_PRELOAD_TIMEOUT:g} s" if time.monotonic() >= end else f"({error!r})"
+                sys.stderr.write(f"rankzero: {PRELOAD}: {name} was not imported {why}; ranks import it themselves\n")
+                sys.stderr.flush()
+            finally:
+                _give_up_at = math.inf
         sys.path = path
         forked.prepare()
     finally:
@@ -335,17 +356,19 @@ def settle_dynamo() -> None:
 
 
 @contextlib.contextmanager
-def ending_with(owner: int, place: Place) -> Iterator[None]:
+def ending_with(owner: int | None, place: Place) -> Iterator[None]:
     """Exits this process during the block if its owner (a pidfd) exits: an import may take long, and runs no loop."""
 
-    def exit_without_owner(*_: object) -> None:
-        if select.select([owner], [], [], 0)[0]:
+    def look(*_: object) -> None:
+        if owner is not None and select.select([owner], [], [], 0)[0]:
             try:
                 place.remove()
             finally:
                 os._exit(1)
+        if time.monotonic() >= _give_up_at:
+            raise TimeoutError
 
-    signal.signal(signal.SIGALRM, exit_without_owner)
+    signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, bounds.POLL_INTERVAL_LONG, bounds.POLL_INTERVAL_LONG)
     try:
         yield

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.abc
 import inspect
 import json
-import linecache
 import os
 import runpy
 import shlex
@@ -20,13 +18,10 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import cache_from_source, decode_source, spec_from_file_location
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rankzero import bounds
 from rankzero.channel.messages import Start
 from rankzero.host.processes import signal_name
 from rankzero.worker.failures import CommandError, install_restart_on
@@ -58,8 +53,6 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
     # The caller's own code comes before installed packages, as in the caller's process.
     own = _enter(start.code) if start.code else []
     if start.modules:
-        # Finders that others have installed come first, as before the search path.
-        sys.meta_path.insert(sys.meta_path.index(PathFinder), SentModules(start.modules, start.origins, own))
         own.append(start.modules)
     sys.path[:0] = own
     # The agent has verified its digest, so it may be unpickled.
@@ -213,94 +206,6 @@ def _place(path: str, data: bytes, number: int = 0, mode: int = 0o600) -> str:
     os.chmod(temporary, mode)
     os.replace(temporary, copy)
     return copy
-
-
-class SentModules(importlib.abc.MetaPathFinder):
-    """Finds the sources of the user's modules that were sent, and imports them under the paths that they came from.
-
-    A rank runs the code that was submitted, also if the file was edited since. But code often finds its data beside
-    ``__file__``, and writes there, so a module keeps the path that it came from if this host has it.
-    """
-
-    def __init__(self, directory: str, origins: Mapping[str, str], sent: Sequence[str]) -> None:
-        """Prepares the finder without reading a file.
-
-        Args:
-            directory: Directory of the modules that were sent.
-            origins: The directory that each top-level module was in where the job was submitted.
-            sent: Places of the search path that the user has sent. The modules in them come first, from there.
-        """
-        self._directory = directory
-        self._origins = {
-            root: origin for root, origin in origins.items() if not (sent and PathFinder.find_spec(root, [*sent]))
-        }
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Returns the spec of a source or a compiled extension that was sent; None for all other modules."""
-        origin = self._origins.get(name.partition(".")[0])
-        if origin is None:
-            return None
-        place = name.replace(".", os.sep)
-        for file in (os.path.join(place, "__init__.py"), f"{place}.py"):
-            sent, original = os.path.join(self._directory, file), os.path.join(origin, file)
-            if not os.path.isfile(sent):
-                continue
-            loader = None
-            if os.path.isfile(original):
-                loader = _Loader(name, original, sent)
-            else:
-                original = sent
-            inner = [*map(os.path.dirname, (original, sent))] if file.endswith("__init__.py") else None
-            return spec_from_file_location(name, original, loader=loader, submodule_search_locations=inner)
-        for suffix in EXTENSION_SUFFIXES:
-            if os.path.isfile(compiled := os.path.join(self._directory, f"{place}{suffix}")):
-                return spec_from_file_location(name, compiled)
-        return None
-
-
-class _Loader(SourceFileLoader):
-    """Loads the source that was sent, under another path."""
-
-    def __init__(self, name: str, path: str, sent: str) -> None:
-        super().__init__(name, path)
-        self._sent = sent
-
-    def get_data(self, path: str) -> bytes:
-        if path != self.path:
-            return super().get_data(path)
-        data = super().get_data(self._sent)
-        if super().get_data(path) != data:
-            # Tracebacks, inspect and what compiles from its sources (torch.jit) show the source that runs.
-            lines = decode_source(data).splitlines(keepends=True)
-            linecache.cache[path] = (len(data), None, lines, path)
-        return data
-
-    def get_code(self, fullname: str) -> types.CodeType:
-        """Returns the compiled source; a compiled form that is damaged counts as none."""
-        try:
-            code = super().get_code(fullname)
-        except (EOFError, ValueError, TypeError):
-            code = None
-        return code or self.source_to_code(self.get_data(self.path), self.path)
-
-    def path_stats(self, path: str) -> Any:
-        """Returns the time and size of the source here, which let Python read its compiled form.
-
-        A compiled form counts as current by seconds and size alone. So it must be later than the source's last change,
-        also the one of its inode, whose time no tool sets back.
-
-        Raises:
-            OSError: this source is not the one that was sent, or its compiled form could be of another one.
-        """
-        source, compiled = os.stat(path), os.stat(cache_from_source(path))
-        changed = max(source.st_mtime, source.st_ctime)
-        read = super().get_data
-        if compiled.st_mtime < changed + bounds.SOURCE_SETTLED_AFTER or read(self._sent) != read(path):
-            raise OSError(f"{path} may be another version than the one that was sent")
-        return {"mtime": source.st_mtime, "size": source.st_size}
-
-    def set_data(self, path: str, data: Any, *, _mode: int = 0) -> None:
-        """Writes nothing: the directory of the compiled form is the user's."""
 
 
 def run_command(line: list[str]) -> None:

@@ -1,8 +1,7 @@
 """The Spark engine: the session, the barrier stage, properties of a context, and Spark's errors in plain words.
 
 Only this package imports pyspark. On an embedded Spark, the driver's process also starts and owns the warm server,
-before the JVM; after the run it may start the maker of an archive of Spark's classes (`dump`), the only process that
-outlives its run: it has three minutes and one lock. `submit` starts the driver on the cluster: the first status then
+before the JVM. `submit` starts the driver on the cluster: the first status then
 has the time for which the run counts as alive without a heartbeat, a refused submission claims the driver's file and
 writes the failure, and so does a cancel before the driver has started.
 """

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rankzero.engines.spark.conf import TaskResources
-from rankzero.host.network import addresses_of
 from rankzero.task import hold, stage, start
 
 _KNOWN = "_rankzero"
@@ -67,21 +66,6 @@ class KnownContext:
     def slots(self, resources: TaskResources | None = None) -> int:
         """Returns the number of tasks with these resources that can run in parallel now."""
         return int(self._scala.maxNumConcurrentTasks(self.profile(resources) or self._default_profile))
-
-    def slots_by_host(self, resources: TaskResources | None = None) -> dict[str, int]:
-        """Returns the number of tasks that each host's cores can run in parallel, by each of the host's addresses.
-
-        A barrier task has the address of its host; an executor may have its name.
-        """
-        executors = self._scala.statusStore().executorList(True)
-        found = [executors.apply(index) for index in range(executors.length())]
-        slots: dict[str, int] = {}
-        for executor in found:
-            if executor.id() != _DRIVER:
-                for address in addresses_of(str(executor.hostPort()).rpartition(":")[0]):
-                    tasks = executor.totalCores() // resources.cpus if resources else executor.maxTasks()
-                    slots[address] = slots.get(address, 0) + int(tasks)
-        return slots
 
     def is_stopped(self) -> bool:
         """Returns True if the SparkContext was stopped. Raises a Py4JError if the JVM has exited."""

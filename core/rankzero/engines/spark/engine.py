@@ -20,7 +20,7 @@ from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd, require_torch
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.engines.local import LOOPBACK, LocalEngine
-from rankzero.engines.spark import archive, jvm
+from rankzero.engines.spark import jvm
 from rankzero.engines.spark.conf import (
     CORES_MAX,
     DYNAMIC_ALLOCATION,
@@ -232,14 +232,6 @@ class SparkEngineSession(EngineSession):
         most = most_slots(self._master, self._settings)
         return most if self._gpus is None else min(most or 0, len(self._gpus) // self._job.processes_per_task)
 
-    def slots_by_host(self) -> dict[str, int]:
-        """Returns the slots of each host, by the address that barrier tasks have of it; empty if Spark lists none."""
-        try:
-            return self._known.slots_by_host(self._resources)
-        except Exception as error:
-            logger.warning("no host can be left out, since the executors cannot be listed: %s", error)
-            return {}
-
     def num_agents(self, num_tasks: int) -> int:
         """Returns one agent for each task."""
         return num_tasks
@@ -377,8 +369,6 @@ class SparkEngineSession(EngineSession):
             self._context.stop()
         if not alive:
             jvm.forget()
-        elif java := jvm.find_java():
-            archive.make_in_background(java)
 
 
 def embedded_engine(conf: Mapping[str, str]) -> Engine:

@@ -1,32 +1,56 @@
-"""`SparkSubmitEngine`: a `SparkEngine` whose driver runs on the cluster, so that the run outlives its submitter."""
+"""`SparkSubmitEngine`: a `SparkEngine` whose driver runs on the cluster, so that the run outlives its submitter.
+
+``spark-submit`` refuses a Python application in cluster mode for a standalone master. So there the main class is
+Spark's own `PythonRunner`, whose "jar" is the zip of rankzero: Spark's `DriverWrapper` fetches it, and starts the
+class. On YARN Spark uploads both files.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import logging
+import json
 import os
 import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import bounds, store
-from rankzero.engines.spark import deploy
 from rankzero.engines.spark.conf import is_kubernetes, is_standalone, spark_defaults, spark_home
 from rankzero.engines.spark.context import zipped_packages
-from rankzero.engines.spark.deploy import CODE, PRIVATE, PROGRAM, Deployment, Submitted
 from rankzero.engines.spark.engine import SparkEngine
-from rankzero.engines.spark.jvm import find_java
+from rankzero.engines.spark.jvm import PYTHON, find_java
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.job import Job
+from rankzero.masking import is_secret
 
 if TYPE_CHECKING:
     from rankzero.run.directory import RunDirectory
 
-logger = logging.getLogger(__name__)
+PROGRAM, CODE = "driver.py", "rankzero.jar"
+"""Names of the files that a driver in a cluster gets: its main program, and rankzero itself.
+
+The code is a zip that Python imports; Spark requires a "jar" of a driver to have this ending."""
+
+PRIVATE_VARIABLE = "SPARK_RANKZERO_PRIVATE"
+"""Variable of a driver's process on a standalone cluster. Spark passes on only variables with such a name."""
+
+PRIVATE_SETTING = "spark.rankzero.secret"
+"""Setting with the secrets on YARN. Spark masks settings that have this word in their name
+(``spark.redaction.regex``)."""
+
+LONGEST_VARIABLE = 128 << 10
+"""Most bytes of one environment variable on Linux."""
+
+ARCHIVES = "spark.archives"
+DRIVER_PYTHON = "spark.pyspark.driver.python"
+
+# These settings are read when a SparkContext starts. The driver starts it with the whole configuration.
+_LATE = ("spark.hadoop.", "spark.executorEnv.")
 
 _TAIL = 12
 """Lines of the output of ``spark-submit`` that an error shows."""
@@ -43,7 +67,7 @@ class SparkSubmitEngine(SparkEngine):
     sees.
 
     Attributes:
-        master: ``spark://host:port``, ``yarn`` or ``k8s://...``.
+        master: ``spark://host:port`` or ``yarn``.
         conf: Spark configuration. Settings that may hold credentials travel separately: see docs/clusters.md.
         session: Must be None, because the driver has the session.
 
@@ -62,7 +86,14 @@ class SparkSubmitEngine(SparkEngine):
             raise InvalidJobError("a driver in the cluster has a session of its own: give master= and conf=")
         if self.master is None or self.master.startswith("local"):
             raise InvalidJobError(
-                f"master {self.master!r} is no cluster that could run a driver: use spark://host:port, yarn or k8s://..."
+                f"master {self.master!r} is no cluster that could run a driver: use spark://host:port or yarn"
+            )
+        if is_kubernetes(self.master):
+            raise InvalidJobError(
+                f"rankzero starts no driver in cluster mode on {self.master!r}: start a pod of your own that runs "
+                f"Launcher(engine=SparkEngine({self.master!r}, conf=...), run_id=..., store=...), with "
+                "spark.driver.host set to the pod's address, and attach to the run by its directory (docs/clusters.md "
+                "has a manifest)"
             )
 
     @property
@@ -76,20 +107,10 @@ class SparkSubmitEngine(SparkEngine):
         return {**shown, "deploy_mode": "cluster"}, private
 
     def check(self, job: Job) -> None:
-        """Refuses a job that a `SparkEngine` refuses, and a cluster to which this machine cannot submit."""
+        """Refuses a job that a `SparkEngine` refuses, and paths that a driver on the cluster would not find."""
         super().check(job)
         if is_standalone(self.master or ""):
-            deploy.refuse_paths_of_executors(self._settings())
-        if is_kubernetes(self.master or ""):
-            from rankzero.engines.spark import kubernetes
-
-            kubernetes.require_client()
-            if "spark.kubernetes.container.image" not in self._settings() and not any(
-                f"spark.kubernetes.{role}.container.image" in self._settings() for role in ("driver", "executor")
-            ):
-                raise InvalidJobError(
-                    "conf has no spark.kubernetes.container.image: name an image with Spark and torch"
-                )
+            _refuse_paths_of_executors(self._settings())
 
     def check_store(self, root: str) -> None:
         """Refuses a store that the cluster cannot see."""
@@ -106,40 +127,27 @@ class SparkSubmitEngine(SparkEngine):
     def start_driver(self, run: RunDirectory, private: Mapping[str, Any]) -> None:
         """Submits the driver, and returns when the cluster has accepted it, which takes about ten seconds."""
         job, master = run.job(), self.master or ""
-        what = Submitted(run.directory, job.submission, f"rankzero {job.name}")
-        files = {PROGRAM: _PROGRAM.encode(), CODE: zipped_packages()}
-        bound = min(bounds.SPARK_SUBMIT_TIMEOUT, job.start_timeout)
-        private = {**private, "token": run.token()}
-        word = deploy.pack(private)
-        if is_kubernetes(master):
-            from rankzero.engines.spark import kubernetes
-
-            name = kubernetes.name_of(job.run_id)
-            secret = kubernetes.Secret(master, self._settings(), name)
-            deployment = deploy.deployment(master, self._settings(), what, "", "", name)
-            with secret.created({**files, PRIVATE: word.encode()}):
-                self._spark_submit(run, what, deployment, bound)
-            secret.leave_to_pod()
-            return
-        with _placed(run, job.submission, files, shared=is_standalone(master)) as directory:
-            deployment = deploy.deployment(master, self._settings(), what, directory, word)
-            self._spark_submit(run, what, deployment, bound)
+        word = pack({**private, "token": run.token()})
+        with _placed(run, job.submission, shared=is_standalone(master)) as files:
+            deployment = deployment_of(master, self._settings(), files, [run.directory, str(job.submission)], word)
+            self._spark_submit(run, job, deployment)
 
     def _settings(self) -> dict[str, str]:
         return {**spark_defaults(), **self.conf}
 
-    def _spark_submit(self, run: RunDirectory, what: Submitted, deployment: Deployment, bound: float) -> None:
+    def _spark_submit(self, run: RunDirectory, job: Job, deployment: Deployment) -> None:
+        bound = min(bounds.SPARK_SUBMIT_TIMEOUT, job.start_timeout)
         with tempfile.NamedTemporaryFile("w", prefix="rankzero-", suffix=".conf") as properties, _log_of(run) as log:
             properties.write(_lines(deployment.conf))
             properties.flush()
             command = [*_submit_command(bare=deployment.bare), "--master", self.master or ""]
-            command += ["--deploy-mode", "cluster", "--name", what.name, "--properties-file", properties.name]
-            command += deployment.arguments
+            command += ["--deploy-mode", "cluster", "--name", f"rankzero {job.name}"]
+            command += ["--properties-file", properties.name, *deployment.arguments]
             env = {**({} if deployment.bare else os.environ), **deployment.env}
             start = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
             try:
-                code = _await_driver(process, run, what.submission, bound)
+                code = _await_driver(process, run, job.submission, bound)
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -148,6 +156,93 @@ class SparkSubmitEngine(SparkEngine):
                 raise EngineError(_problem(self.master, f"did not answer within {bound:g} s", log, start))
             if code:
                 raise EngineError(_problem(self.master, "did not take the driver", log, start))
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The input of ``spark-submit``.
+
+    Attributes:
+        arguments: Arguments behind its own options.
+        conf: Settings for its file of properties.
+        env: Variables of its process, in addition to those of this process unless ``bare``.
+        bare: True if its process gets no other variables, which a standalone cluster would pass on to the driver.
+    """
+
+    arguments: list[str]
+    conf: dict[str, str]
+    env: dict[str, str] = field(default_factory=dict, repr=False)
+    bare: bool = False
+
+
+def deployment_of(master: str, conf: Mapping[str, str], files: str, run: list[str], private: str) -> Deployment:
+    """Returns the input of ``spark-submit`` for a kind of cluster.
+
+    Args:
+        master: The cluster.
+        conf: The user's settings, together with those of spark-defaults.conf.
+        files: Directory with `PROGRAM` and `CODE`; for a standalone cluster, one that every worker sees.
+        run: The run directory and the number of the submission.
+        private: The secrets, packed.
+
+    Raises:
+        InvalidJobError: the secrets are too long for a variable.
+    """
+    program, code = f"{files}/{PROGRAM}", f"{files}/{CODE}"
+    own = [run[0], "--submission", run[1], "--private"]
+    if not is_standalone(master):
+        # YARN keeps the configuration in the staging directory, which only this user can read.
+        settings = {"spark.yarn.submit.waitAppCompletion": "false", **conf, PRIVATE_SETTING: private}
+        return Deployment(["--py-files", code, program, *own, f"conf:{PRIVATE_SETTING}"], settings)
+    if len(PRIVATE_VARIABLE) + len(private) + 2 > LONGEST_VARIABLE:
+        raise InvalidJobError(
+            f"env and conf take {len(private)} bytes, and a standalone cluster takes no more than {LONGEST_VARIABLE} "
+            "bytes of private data: put large values into a file that the ranks read"
+        )
+    arguments = ["--class", "org.apache.spark.deploy.PythonRunner", f"file://{code}", program, code]
+    # The driver gets its settings on its command line. So credentials travel apart, the cluster's own secret as well.
+    shown = {name: value for name, value in conf.items() if not (name.startswith(_LATE) or is_secret(name))}
+    secret = conf.get("spark.authenticate.secret")
+    env = {PRIVATE_VARIABLE: private, **({"_SPARK_AUTH_SECRET": secret} if secret else {})}
+    return Deployment([*arguments, *own, f"env:{PRIVATE_VARIABLE}"], shown, env, bare=True)
+
+
+def pack(private: Mapping[str, Any]) -> str:
+    """Returns the private data as one word of ASCII."""
+    return base64.b64encode(json.dumps(private).encode()).decode()
+
+
+def read_private(place: str) -> dict[str, Any]:
+    """Reads the private data, in the process of a driver, from the place that its command line names."""
+    kind, _, name = place.partition(":")
+    if kind == "env":
+        # Child processes of this one must not inherit it.
+        word = os.environ.pop(name)
+    else:
+        from pyspark import SparkContext
+
+        gateway: Any = SparkContext
+        gateway._ensure_initialized()
+        # The application's SparkContext must not keep it either.
+        word = str(gateway._jvm.java.lang.System.clearProperty(name))
+    private: dict[str, Any] = json.loads(base64.b64decode(word))
+    return private
+
+
+def _refuse_paths_of_executors(conf: Mapping[str, str]) -> None:
+    """Refuses relative paths for a standalone cluster, which starts its driver in a directory without the archives."""
+    python = conf.get(PYTHON, "")
+    if DRIVER_PYTHON not in conf and "/" in python and not python.startswith("/"):
+        raise InvalidJobError(
+            f"{PYTHON} is {python!r}, and a standalone cluster unpacks archives for executors only: set "
+            f"{DRIVER_PYTHON} to a Python that every worker has"
+        )
+    for archive in filter(None, conf.get(ARCHIVES, "").split(",")):
+        if not archive.startswith("/") and "://" not in archive:
+            raise InvalidJobError(
+                f"{ARCHIVES} has {archive!r}, and the driver on the cluster runs in another directory: give a path "
+                "or URL that every worker sees"
+            )
 
 
 def _await_driver(process: subprocess.Popen[bytes], run: RunDirectory, submission: int, bound: float) -> int | None:
@@ -178,11 +273,11 @@ def _submit_command(*, bare: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def _placed(run: RunDirectory, submission: int, files: Mapping[str, bytes], *, shared: bool) -> Iterator[str]:
+def _placed(run: RunDirectory, submission: int, *, shared: bool) -> Iterator[str]:
     """Yields a directory with the driver's program and code: inside the run directory, or a temporary one."""
     with tempfile.TemporaryDirectory(prefix="rankzero-") as temporary:
         directory = run.submission_path(submission) if shared else temporary
-        for name, data in files.items():
+        for name, data in {PROGRAM: _PROGRAM.encode(), CODE: zipped_packages()}.items():
             store.write_bytes(store.join(directory, name), data)
         yield directory
 
@@ -195,10 +290,6 @@ def _log_of(run: RunDirectory) -> IO[bytes]:
 
 
 def _lines(conf: Mapping[str, str]) -> str:
-    """Returns the content of a file of properties."""
-    return "".join(f"{name} {_escaped(value)}\n" for name, value in conf.items())
-
-
-def _escaped(value: str) -> str:
-    """Returns a value with the escapes of Java's properties files."""
-    return value.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    """Returns the content of a file of properties, with the escapes of Java's."""
+    escapes = str.maketrans({"\\": "\\\\", "\n": "\\n", "\r": "\\r"})
+    return "".join(f"{name} {value.translate(escapes)}\n" for name, value in conf.items())
