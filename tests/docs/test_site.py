@@ -76,7 +76,9 @@ def test_lists_are_lists_on_the_site_too(page: str) -> None:
 def test_the_page_on_installing_has_every_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {"none": project["dependencies"], **project["optional-dependencies"]}
-    rows = dict(re.findall(r"^\| (.+?) \|(.*)$", text_of("docs/before-you-adopt.md").partition("## What was run")[0], re.M))
+    rows = dict(
+        re.findall(r"^\| (.+?) \|(.*)$", text_of("docs/before-you-adopt.md").partition("## What was run")[0], re.M)
+    )
     for name, required in extras.items():
         if name == "dev":
             continue

@@ -130,14 +130,6 @@ def test_an_embedded_master_without_gpus() -> None:
     assert "needs 2 GPUs" in refusal(InsufficientSlotsError, {}, use_gpu=True)
 
 
-@pytest.mark.soak
-def test_no_master(tmp_path: Path) -> None:
-    """Spark tries for a minute."""
-    with pytest.raises(EngineError, match="no Spark master answers at 'spark://localhost:1'") as raised:
-        Launcher(engine=SparkEngine("spark://localhost:1"), store=tmp_path).run(print)
-    assert raised.value.code == "RZ-2001"
-
-
 def test_conf_must_be_strings() -> None:
     with pytest.raises(InvalidJobError, match=r"conf\['spark.task.cpus'\] is 2"):
         SparkEngine(master="local[2]", conf={"spark.task.cpus": 2})  # type: ignore[dict-item]
