@@ -36,10 +36,9 @@ durations: setup
 	.venv/bin/python -m pytest -n 5 --measure
 
 # Side by side with TorchDistributor, torchrun, Ray Train (where it installs) and the floor: benchmarks/results.md,
-# results.json, docs/launch.svg.
+# results.json.
 # BENCH may name some of them, for example BENCH="launch logs".
 bench: setup
-	.venv/bin/python -m pip install --quiet --constraint $(LOCK) matplotlib
 	.venv/bin/python -m pip install --quiet --constraint $(LOCK) "ray[train]==2.*" || true
 	.venv/bin/python benchmarks/all.py $(BENCH)
 

@@ -1,4 +1,4 @@
-"""Every measurement, one after the other: a table, JSON and a chart. ``python benchmarks/all.py [name ...]``.
+"""Every measurement, one after the other: a table and JSON. ``python benchmarks/all.py [name ...]``.
 
 Takes about an hour on two cores, which should have nothing else to do. Pages of the docs that quote a number are
 written again, too (`quotes.py`).
@@ -67,31 +67,6 @@ def main() -> None:
     reports = [results[name] for name in NAMES if name in results]
     (HERE / "results.md").write_text("\n".join(to_markdown(report) for report in reports))
     quotes.write(results)
-    if "launch" in results:
-        draw(results["launch"], HERE.parent / "docs" / "launch.svg")
-
-
-def draw(launch: dict[str, object], path: Path) -> None:
-    """Bars of launch times, on a logarithmic scale."""
-    try:
-        from matplotlib import rcParams
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no chart: matplotlib is not installed")
-        return
-    # The same numbers give the same file.
-    rcParams["svg.hashsalt"] = "rankzero"
-    rows = list(reversed(launch["rows"]))  # type: ignore[call-overload]
-    figure = Figure(figsize=(8, 0.45 * len(rows) + 0.9), layout="constrained")
-    axes = figure.subplots()
-    colors = ["#0b6e4f" if row["what"].startswith("rankzero") else "#9aa5b1" for row in rows]
-    bars = axes.barh([row["what"] for row in rows], [row["median"] for row in rows], color=colors)
-    axes.bar_label(bars, labels=[f"{row['median']:.2f} s" for row in rows], padding=3)
-    axes.set_xscale("log")
-    axes.set_xlabel("seconds, 2 ranks, one all-reduce, 2 cores (logarithmic)")
-    axes.margins(x=0.15)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Draws pictures of docs/images, for light and dark pages: run.svg, and concept-*.svg, one for each concept.
+"""Draws docs/images/run.svg, for light and dark pages.
 
-``python scripts/pictures.py`` writes them. A test compares the files with what this script draws.
+``python scripts/pictures.py`` writes it. A test compares the file with what this script draws.
 """
 
 from __future__ import annotations
@@ -45,90 +45,6 @@ PICTURES = {
             ((465, 210), (465, 280), "authenticated channel", (536, 250)),
             ((600, 310), (680, 310), "start, watch", (640, 302)),
             ((770, 280), (600, 66), "values, checkpoints", (760, 180)),
-        ],
-    ),
-    "concept-run": Picture(
-        (760, 170),
-        [
-            (10, 20, 190, 55, "task, step, script", "starts it, and may die"),
-            (285, 55, 190, 55, "run directory", "the only record"),
-            (10, 105, 190, 55, "driver and ranks", "train, and write it"),
-            (560, 20, 190, 55, "next try", "attaches by the name"),
-            (560, 105, 190, 55, "you", "status, logs, cancel, result"),
-        ],
-        [
-            ((200, 47), (285, 72), "submit", (243, 48)),
-            ((200, 132), (285, 98), "write", (243, 132)),
-            ((560, 47), (475, 72), "find", (517, 48)),
-            ((560, 132), (475, 98), "read", (517, 132)),
-        ],
-    ),
-    "concept-attempt": Picture(
-        (760, 190),
-        [
-            (10, 15, 470, 50, "try 1 of a task or step", "the orchestrator's count"),
-            (560, 15, 190, 50, "try 2", "after the host was lost"),
-            (10, 110, 190, 60, "attempt 0", "submission 0"),
-            (290, 110, 190, 60, "attempt 1", "submission 0"),
-            (560, 110, 190, 60, "attempt 2", "submission 1"),
-        ],
-        [
-            ((200, 140), (290, 140), "a rank died", (245, 132)),
-            ((480, 140), (560, 140), "", (520, 132)),
-            ((105, 65), (105, 110), "", (105, 90)),
-            ((655, 65), (655, 110), "", (655, 90)),
-        ],
-    ),
-    "concept-identity": Picture(
-        (760, 200),
-        [
-            (10, 10, 190, 50, "code", "function and its modules"),
-            (10, 75, 190, 50, "arguments", "values, datasets"),
-            (10, 140, 190, 50, "world size", "num_processes"),
-            (285, 70, 190, 60, "identity", "a digest of contents"),
-            (560, 30, 190, 60, "the same", "attach, resume, deliver"),
-            (560, 115, 190, 60, "another", "from scratch"),
-        ],
-        [
-            ((200, 35), (285, 85), "", (240, 50)),
-            ((200, 100), (285, 100), "", (240, 90)),
-            ((200, 165), (285, 115), "", (240, 150)),
-            ((475, 90), (560, 62), "", (517, 70)),
-            ((475, 110), (560, 143), "", (517, 140)),
-        ],
-    ),
-    "concept-checkpoint": Picture(
-        (760, 170),
-        [
-            (10, 15, 160, 55, "rank 0", "report(checkpoint=...)"),
-            (10, 100, 160, 55, "rank 1", "report(checkpoint=...)"),
-            (255, 15, 190, 55, "part of rank 0", "file and checksum"),
-            (255, 100, 190, 55, "part of rank 1", "file and checksum"),
-            (530, 15, 220, 55, "manifest", "written last: now it counts"),
-            (530, 100, 220, 55, "next attempt", "get_checkpoint()"),
-        ],
-        [
-            ((170, 42), (255, 42), "write", (212, 34)),
-            ((170, 127), (255, 127), "write", (212, 119)),
-            ((445, 42), (530, 36), "", (487, 34)),
-            ((445, 120), (530, 56), "", (480, 80)),
-            ((640, 70), (640, 100), "", (640, 90)),
-        ],
-    ),
-    "concept-result": Picture(
-        (760, 170),
-        [
-            (10, 15, 160, 55, "rank 0", "returns a value"),
-            (255, 15, 190, 55, "file in result/", "and its digest"),
-            (530, 15, 220, 55, "status: succeeded", "once every rank is done"),
-            (255, 100, 190, 55, "ResultRef", "XCom, asset, argument"),
-            (530, 100, 220, 55, "next step", "load() verifies the digest"),
-        ],
-        [
-            ((170, 42), (255, 42), "write", (212, 34)),
-            ((445, 42), (530, 42), "record", (487, 34)),
-            ((350, 70), (350, 100), "", (350, 90)),
-            ((445, 127), (530, 127), "deliver", (487, 119)),
         ],
     ),
 }

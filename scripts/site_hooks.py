@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the reference, all messages, and files that pages link to, are pages of the site, too.
+"""Hooks of mkdocs: the reference, and files that pages link to, are pages of the site, too.
 
 Numbers come from the results of the benchmarks.
 """
@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "scripts")]
+sys.path.append(str(ROOT / "benchmarks"))
 
-import messages  # noqa: E402
 import quotes  # noqa: E402
 
 DOCS = "docs"
@@ -29,9 +28,6 @@ PACKAGES = ("core", "airflow_provider", "dagster_integration")
 
 REFERENCE = "reference"
 """The folder of the reference, whose index is a file of the repository."""
-
-MESSAGES = "messages.md"
-"""The page of all messages."""
 
 LINK = re.compile(r"(?<=\]\()([^)\s:#]+)")
 """The file of a link."""
@@ -77,7 +73,6 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, _page(path), content=text))
     for name, text in reference().items():
         files.append(File.generated(config, f"{REFERENCE}/{name}", content=text))
-    files.append(File.generated(config, MESSAGES, content=messages.page(messages.collect())))
     return files
 
 

@@ -1,6 +1,6 @@
 """The tests that need no deployment, with other versions than the lock's, each row in a venv of its own.
 
-Run by ``make test-matrix``; ``ROWS="airflow-3.1.0 torch-2.4.0"`` names some. What was run is in docs/installing.md.
+Run by ``make test-matrix``; ``ROWS="airflow-3.1.0 torch-2.4.0"`` names some. docs/before-you-adopt.md has what was run.
 Needs uv: old releases get the other packages of their time.
 """
 

@@ -29,7 +29,7 @@ CODE = {"python", "console", "bash", "yaml", "ini", "dockerfile"}
 NOT_RUN = {
     "a cluster": 4,
     "a deployment": 7,
-    "an installation": 8,
+    "an installation": 7,
     "a server": 2,
     "Optuna": 1,
 }

@@ -1,17 +1,19 @@
-"""docs/errors.md: an entry for every public error, each with a message that was provoked."""
+"""docs/errors.md has a section for every public error and an entry for every code; a wrong call has its own code."""
 
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import ROOT
 from tests.docs.pages import anchors
-from tests.docs.provocations import PROVOCATIONS, SLOW
 
 import rankzero
-from rankzero import Launcher, RankZeroError
+from rankzero import InvalidJobError, Launcher, RankZeroError, SparkEngine
 from rankzero.compat.horovod.torch import errors as horovod
 
 PAGE = "docs/errors.md"
@@ -21,26 +23,6 @@ ERRORS = [cls for cls in OURS if issubclass(cls, RankZeroError) and cls is not R
 ERRORS += [value for value in vars(horovod).values() if isinstance(value, type)]
 
 
-def entries() -> dict[str, tuple[str, str, str]]:
-    """The error's name, its code and the message of each entry, by its anchor."""
-    found = {}
-    for section in re.split(r"^## ", (ROOT / PAGE).read_text(), flags=re.M)[1:]:
-        name = section.splitlines()[0]
-        of_section = re.match(r".*\n\n<a id=.*?></a>`(RZ-\d{4})`\n", section)
-        for entry in re.split(r"^### ", section, flags=re.M)[1:]:
-            message = re.search(r"^```text\n(.*?)\n```$", entry, re.M | re.S)
-            assert message, entry
-            assert entry[message.end() :].strip(), f"no cause in {entry}"
-            code = re.match(r".*\n\n(?:<a id=.*?></a>)?`(RZ-\d{4})`\n", entry) or of_section
-            found[entry.splitlines()[0].lower().replace(" ", "-")] = (name, code[1] if code else "", message[1])
-    return found
-
-
-def pattern(message: str) -> str:
-    """A message of the page as a regular expression: ``...`` stands for anything."""
-    return ".*".join(re.escape(part) for part in message.split("..."))
-
-
 @pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
 def test_every_error_has_a_section_to_which_its_docstring_leads(cls: type) -> None:
     anchor = cls.__name__.lower()
@@ -48,29 +30,50 @@ def test_every_error_has_a_section_to_which_its_docstring_leads(cls: type) -> No
     assert f"{PAGE}#{anchor}" in (cls.__doc__ or "")
 
 
-def test_every_entry_can_be_provoked() -> None:
-    assert sorted(entries()) == sorted(PROVOCATIONS)
-
-
-@pytest.mark.parametrize(
-    "anchor", [pytest.param(name, marks=pytest.mark.soak) if name in SLOW else name for name in sorted(PROVOCATIONS)]
-)
-def test_the_message_is_the_one_on_the_page(
-    anchor: str, launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    name, code, message = entries()[anchor]
-    with pytest.raises(Exception) as raised:
-        PROVOCATIONS[anchor](launcher, tmp_path)
-    assert re.fullmatch(pattern(message), str(raised.value), re.S), raised.value
-    shown = "WorkerFailedError" if name == "RetryableError" else name
-    assert type(raised.value).__name__ == shown
-    if isinstance(raised.value, RankZeroError) and name != "RetryableError":
-        assert raised.value.code == code
-
-
 def test_each_code_of_an_error_is_an_anchor_of_the_page() -> None:
     used = {code for path in (ROOT / "core").rglob("*.py") for code in re.findall(r'"(RZ-\d{4})"', path.read_text())}
     assert {code.lower() for code in used - {RankZeroError.code}} == {
         anchor for anchor in anchors(PAGE) if anchor.startswith("rz-")
     }
+
+
+def train(lr: float = 0.1) -> float:
+    """Returns its argument."""
+    return lr
+
+
+def open_to_all(launcher: Launcher) -> Any:
+    """Runs in a directory that every user can write."""
+    directory = Path("runs", "nightly")
+    directory.mkdir(parents=True)
+    directory.chmod(0o777)
+    return launcher.options(run_id="nightly", store="runs").run(train)
+
+
+DYNAMIC = SparkEngine("yarn", conf={"spark.dynamicAllocation.enabled": "true"})
+
+
+@pytest.mark.parametrize(
+    ("code", "call"),
+    [
+        ("RZ-1001", lambda launcher: launcher.options(num_processes=0)),
+        ("RZ-1002", lambda launcher: launcher.options(backend="nccl")),
+        ("RZ-1003", lambda launcher: launcher.run(train, learning_rate=0.1)),
+        ("RZ-1004", lambda launcher: launcher.run(train, threading.Lock())),
+        ("RZ-1005", lambda launcher: launcher.run("trian.py")),
+        ("RZ-1006", lambda launcher: launcher.run("acme.trian:main")),
+        ("RZ-1007", lambda launcher: launcher.options(store="hdfs://namenode/runs").run(train)),
+        ("RZ-1008", lambda launcher: launcher.options(store="a_file/runs").run(train)),
+        ("RZ-1010", open_to_all),
+        ("RZ-1011", lambda launcher: launcher.options(engine=DYNAMIC).run(train)),
+        ("RZ-1012", lambda launcher: launcher.options(dataset="data/scans.parquet").run(train)),
+    ],
+)
+def test_a_wrong_call_has_its_own_code(
+    code: str, call: Callable[[Launcher], Any], launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a_file").touch()
+    with pytest.raises(InvalidJobError) as raised:
+        call(launcher)
+    assert raised.value.code == code

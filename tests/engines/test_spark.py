@@ -427,3 +427,11 @@ def test_a_session_that_was_stopped_is_refused(on_session: Launcher, session: An
         on_session.run(len, [1])
     with spark_session("local[2]") as another:
         assert on_session.options(engine=SparkEngine(session=another)).run(len, [1, 2]) == 2
+
+
+@pytest.mark.soak
+def test_a_master_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    """Spark tries for a minute."""
+    with pytest.raises(EngineError, match="no Spark master answers at 'spark://localhost:1'") as raised:
+        Launcher(engine=SparkEngine("spark://localhost:1"), store=tmp_path).run(print)
+    assert raised.value.code == "RZ-2001"

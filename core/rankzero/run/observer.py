@@ -1,8 +1,8 @@
 """`Observer` reads a run's status from a store that may fail, and determines whether the run's driver lives.
 
-Why its process decides before its heartbeat: docs/decisions/008-processes-before-heartbeats.md. `CurrentStatus` reads
-the status of one submission by its nonce: a directory that was removed and submitted again starts with submission 0,
-and the driver of the removed run may write a status into it until it notices the removal.
+Why its process decides before its heartbeat: docs/architecture.md#a-process-that-can-be-queried-is-queried.
+`CurrentStatus` reads the status of one submission by its nonce: a directory that was removed and submitted again starts
+with submission 0, and the driver of the removed run may write a status into it until it notices the removal.
 """
 
 from __future__ import annotations

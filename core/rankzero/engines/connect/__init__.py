@@ -1,7 +1,7 @@
 """The Spark Connect engine: a barrier stage on a cluster that is reached by one gRPC address, without a local JVM.
 
 Its tasks run `rankzero.engines.spark.stage` on the executors, like those of a classic session. All launches of a user
-share a session of the server: docs/decisions/012-one-shared-session-of-spark-connect.md.
+share a session of the server: docs/architecture.md#one-shared-session-of-spark-connect.
 
 A run that outlives its caller is driven in its own stage, if its directory is a path. The submitter's process starts
 the stage and writes no status, and task 0 starts the driver beside its agent: `Driver` itself, on the engine of
