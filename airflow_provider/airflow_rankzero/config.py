@@ -11,12 +11,10 @@ from rankzero.pipeline import store as stores
 
 SECTION = "rankzero"
 
-DEFAULT_RETENTION_DAYS = 30
 
-
-def _option(description: str, example: str, kind: str = "string", default: str = "") -> dict[str, Any]:
-    facts = {"description": description, "example": example, "default": default}
-    return {**facts, "version_added": "0.1.0", "type": kind}
+def _option(description: str, example: str) -> dict[str, Any]:
+    facts = {"description": description, "example": example, "default": ""}
+    return {**facts, "version_added": "0.1.0", "type": "string"}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -24,12 +22,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "Root of the run directories, a path or an fsspec URL, for tasks whose operator and connection name none. "
         "Empty: the environment variable RANKZERO_STORE, else ~/.rankzero/runs of the worker.",
         "s3://bucket/rankzero",
-    ),
-    "retention_days": _option(
-        "Days after which the directory of a run that has ended may be deleted; 0 keeps all of them.",
-        "90",
-        "integer",
-        str(DEFAULT_RETENTION_DAYS),
     ),
     "directory_url": _option(
         "Where a web browser finds a run directory, for the button 'Run directory' of a task. {path} stands for the "
@@ -62,26 +54,8 @@ def store_or_default() -> str:
     return stores.root_of(store())
 
 
-def retention_days() -> int | None:
-    """Returns the days after which the directory of an ended run is removed; None if it is never removed.
-
-    Raises:
-        InvalidJobError: the option is not an integer of 0 or more.
-    """
-    text = _text("retention_days") or str(DEFAULT_RETENTION_DAYS)
-    if not text.isdecimal():
-        raise InvalidJobError(
-            f"[{SECTION}] retention_days is {text!r}; it must be a whole number of days, 0 to keep all run directories"
-        )
-    return int(text) or None
-
-
 def directory_url() -> str | None:
-    """Returns the template of a run directory's web address, or None.
-
-    Raises:
-        InvalidJobError: the template has other placeholders than ``{path}`` and ``{name}``.
-    """
+    """Returns the template of a run directory's web address, or None. Raises InvalidJobError for other placeholders."""
     return _template("directory_url")
 
 
@@ -106,11 +80,7 @@ _TASK_CONTAINER_MARKS = ("AIRFLOW_IS_K8S_EXECUTOR_POD", "AIRFLOW_IS_EXECUTOR_CON
 
 
 def warn_if_container_ends_with_task(log: Any) -> bool:
-    """True in a container that is there for this task alone; the log then says why it does not defer.
-
-    Args:
-        log: The operator's logger.
-    """
+    """Returns True in a container that is there for this task alone; the log then says why it does not defer."""
     if not any(map(os.environ.get, _TASK_CONTAINER_MARKS)):
         return False
     log.warning(
@@ -123,4 +93,4 @@ def warn_if_container_ends_with_task(log: Any) -> bool:
 def _text(option: str) -> str:
     from airflow_rankzero._compat import conf
 
-    return str(conf.get(SECTION, option, fallback=OPTIONS[option]["default"]) or "").strip()
+    return str(conf.get(SECTION, option, fallback="") or "").strip()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, Unpack, overload
 
-from airflow.sdk.bases.decorator import DecoratedOperator, task_decorator_factory
+from airflow.sdk.bases.decorator import DecoratedOperator, ExpandableFactory, _TaskDecorator
 
+from airflow_rankzero.call import check_context
 from airflow_rankzero.operators import TorchDistributorOperator
 
 if TYPE_CHECKING:
@@ -43,6 +44,18 @@ class _TorchDistributorDecoratedOperator(DecoratedOperator, TorchDistributorOper
         )
 
 
+class _TrainingDecorator(_TaskDecorator):  # type: ignore[type-arg]
+    """Airflow's decorator, whose ``partial`` and ``expand`` accept names of context variables, too.
+
+    Airflow refuses them because its own tasks get these variables by themselves; ranks do not.
+    """
+
+    def _validate_arg_names(self, func: Any, kwargs: dict[str, Any]) -> None:
+        ExpandableFactory._validate_arg_names(self, func, kwargs)
+        if func == "expand":
+            check_context(self.function, (), {**self.kwargs.get("op_kwargs", {}), **kwargs})
+
+
 @overload
 def torch_distributor(python_callable: Callable[P, R]) -> Task[P, R]: ...
 @overload
@@ -55,8 +68,8 @@ def torch_distributor(
     """Makes a task of a function that every rank calls.
 
     The call's arguments are the function's, templated; the task's value is what rank 0 returns, as
-    `TorchDistributorOperator` describes. The ranks live outside of Airflow: a parameter named like a
-    context variable gets no value by itself, so pass ``ds="{{ ds }}"``.
+    `TorchDistributorOperator` describes. The ranks run outside of Airflow: a parameter that is named like a variable
+    of the context must be passed, ``ds="{{ ds }}"``, else the DAG file is refused.
 
     Args:
         python_callable: The function, when used without parentheses.
@@ -74,10 +87,14 @@ def torch_distributor(
         >>> with DAG("digits"):
         ...     loss = train(lr=1e-3)
     """
-    # Explicit: Airflow would conclude True from `-> dict[...]`, and then refuse a ResultRef.
-    return task_decorator_factory(
-        python_callable,
-        multiple_outputs=multiple_outputs,
-        decorated_operator_class=_TorchDistributorDecoratedOperator,
-        **kwargs,
-    )
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        # Explicit: Airflow would conclude True from `-> dict[...]`, and then refuse a ResultRef.
+        return _TrainingDecorator(
+            function=function,
+            multiple_outputs=multiple_outputs,
+            operator_class=_TorchDistributorDecoratedOperator,
+            kwargs=kwargs,
+        )
+
+    return decorate if python_callable is None else decorate(python_callable)

@@ -60,13 +60,7 @@ class ReportLink(_XComLink):
 
 
 def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = None) -> None:
-    """Pushes the addresses of the buttons. The operator calls it when it has an address, and may repeat it.
-
-    Args:
-        ti: The task instance of the context.
-        spark_ui: Address of the Spark UI; None where there is none.
-        directory: The run directory. It is pushed as the XCom ``run_directory`` as well.
-    """
+    """Pushes the addresses of the buttons that are known, and the run directory as the XCom ``run_directory``."""
     # Airflow would push every link of the task again when it ends, one without an address as an empty text.
     ti.task.operator_extra_links = [link for link in ti.task.operator_extra_links if not isinstance(link, _XComLink)]
     addresses: dict[str, Callable[[], str | None]] = {
@@ -85,16 +79,9 @@ def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = 
 
 
 def web_address(directory: str) -> str | None:
-    """Returns the web address of a run directory.
+    """Returns the address of a directory by ``[rankzero] directory_url``, else in the console of GCS or S3, or None.
 
-    Args:
-        directory: Path or URL of the run directory.
-
-    Returns:
-        The address by ``[rankzero] directory_url``, else in the console of Google Cloud or AWS; None for other stores.
-
-    Raises:
-        InvalidJobError: that option has unknown placeholders.
+    Raises InvalidJobError if the option has unknown placeholders.
 
     Example:
         >>> web_address("gs://bucket/runs/a")
@@ -107,17 +94,9 @@ def web_address(directory: str) -> str | None:
 
 
 def report_address(directory: str) -> str | None:
-    """Returns the web address of the report of a run.
+    """Returns the address of a report by ``[rankzero] report_url``, else in the console of GCS or S3, or None.
 
-    Args:
-        directory: Path or URL of the run directory.
-
-    Returns:
-        The address by ``[rankzero] report_url``, else the file's page in the console of Google Cloud or AWS, else a
-        page of Airflow, for a run of the configured store; None for others.
-
-    Raises:
-        InvalidJobError: that option has unknown placeholders.
+    A run of the configured store has a page of Airflow. Raises InvalidJobError if the option has unknown placeholders.
 
     Example:
         >>> report_address("gs://bucket/runs/a")

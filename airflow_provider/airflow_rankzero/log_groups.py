@@ -16,13 +16,7 @@ REPORT_LINES = 20
 
 
 def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
-    """Writes a group of lines, which Airflow's UI shows as one that can be opened.
-
-    Args:
-        log: The operator's logger.
-        title: What is shown while the group is closed.
-        facts: One line each; those that are None or empty are left out.
-    """
+    """Writes facts that are not empty as a group of lines, which Airflow's UI shows as its title until it is opened."""
     log.info("::group::%s", title)
     for name, value in facts.items():
         if value not in (None, "", {}, []):
@@ -34,12 +28,7 @@ _GROUP = re.compile(r"::(?=(?:end)?group::)")
 
 
 def show_line(log: Any, text: str) -> None:
-    """Writes a line of a rank, with the level at its beginning; a group that it would open or end is only a text.
-
-    Args:
-        log: The operator's or trigger's logger.
-        text: The line, with its ``[rank]`` prefix.
-    """
+    """Writes a line of a rank, with the level at its beginning; a group that it would open or end is only a text."""
     from rankzero.pipeline import level_of
 
     # An invisible character within, since Airflow's page searches whole lines.
@@ -47,12 +36,7 @@ def show_line(log: Any, text: str) -> None:
 
 
 def show_reports(log: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes a group with the losses' curves and a table of rank 0's reports; none if there were no reports.
-
-    Args:
-        log: The operator's logger.
-        rows: From `rankzero.run.reports.rows_of`.
-    """
+    """Writes a group with the losses' curves and a table of rank 0's reports; none if there were no reports."""
     if not rows:
         return
     from rankzero.pipeline import curves
@@ -66,8 +50,8 @@ def show_reports(log: Any, rows: Sequence[dict[str, Any]]) -> None:
     log.info("::endgroup::")
 
 
-def describe(handle: RunHandle[Any], launcher: Launcher) -> dict[str, Any]:
-    """Returns the facts about a run at its start: directory, engine, ranks, and its time without a follower."""
+def describe(handle: RunHandle[Any], launcher: Launcher, lease: float | None) -> dict[str, Any]:
+    """Returns the facts about a run at its start: directory, engine, ranks, and its time without a follower, if any."""
     assert launcher.engine
     return {
         "run directory": handle.directory,
@@ -76,5 +60,5 @@ def describe(handle: RunHandle[Any], launcher: Launcher) -> dict[str, Any]:
         "ranks": describe_world(launcher.num_processes),
         "GPUs": describe_world(launcher.num_processes) if launcher.use_gpu else None,
         "attempt": handle.status().attempt,
-        "continues without a follower, s": launcher.orphan_timeout,
+        "continues without a follower, s": lease,
     }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -17,21 +18,22 @@ from airflow_rankzero import config, log_groups, paths, templates, tries
 from airflow_rankzero._compat import (
     AirflowFailException,
     AirflowNotFoundException,
+    AirflowRescheduleException,
     AirflowSkipException,
     TaskDeferralError,
     TaskDeferralTimeout,
+    TaskDeferred,
     conf,
 )
-from airflow_rankzero.call import keyword, positional
-from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
-from airflow_rankzero.connection.target import Target
+from airflow_rankzero.call import RANK_ENVIRONMENT, by_map_index, check_context, keyword, positional
+from airflow_rankzero.connection.target import Target, as_text, mask_secrets
 from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.openlineage import lineage
 from airflow_rankzero.outlets import record
 from airflow_rankzero.tries import TaskTry, run_id_of
 from airflow_rankzero.xcom import value_of
 from rankzero import CheckpointConfig, Launcher
-from rankzero.errors import InvalidJobError, RankZeroError, WorkerFailedError
+from rankzero.errors import InvalidJobError, RankZeroError, WorkerFailedError, error_from_json
 from rankzero.pipeline import attempt, described, detaching, end, may_retry
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from rankzero.pipeline import Opened
 
 _GENERATION = "generation"
+
+_DAG_PREFIX = re.compile("unusual_prefix_[0-9a-f]{40}_")
 
 
 @described(templates.OPTIONS)
@@ -155,6 +159,7 @@ class TorchDistributorOperator(BaseOperator):
         self._facts = lineage.RunFacts()
         try:
             templates.check_early(self)
+            check_context(self.train, self.op_args, self.op_kwargs)
         except InvalidJobError as error:
             # A mapped task is created from its values in each try; Airflow's own decorators read this attribute, too.
             if getattr(self, "_BaseOperator__from_mapped", False):
@@ -172,6 +177,9 @@ class TorchDistributorOperator(BaseOperator):
             # A user's object with template fields of its own.
             return super()._do_render_template_fields(parent, template_fields, context, jinja_env, seen_oids)
         fields = templates.fields_to_render(self, template_fields)
+        group = self.get_closest_mapped_task_group()
+        for name in fields:
+            setattr(self, name, by_map_index(getattr(self, name), group))
         super()._do_render_template_fields(parent, fields, context, jinja_env, seen_oids)
         # The token of a Spark Connect server is part of its address.
         sources = self.dataset.values() if isinstance(self.dataset, Mapping) else [self.dataset]
@@ -182,7 +190,7 @@ class TorchDistributorOperator(BaseOperator):
         dag_file = context["dag"].fileloc
         self.train = paths.beside(dag_file, self.train)
         self.working_dir = paths.path_beside(dag_file, self.working_dir)
-        self.py_files = paths.paths_beside(dag_file, self.py_files)
+        self.py_files = paths.path_beside(dag_file, self.py_files)
         self.dataset = paths.dataset_beside(dag_file, self.dataset)
         try:
             for name in fields:
@@ -203,15 +211,27 @@ class TorchDistributorOperator(BaseOperator):
     def execute(self, context: Context) -> Any:
         """Starts the training, or attaches to what an earlier try started; returns rank 0's value or its handle."""
         # Before the training starts: an upgrade of the worker meanwhile must not end it.
-        importlib.import_module("airflow_rankzero.task_run")
+        from airflow_rankzero.task_run import interrupts_end
+
+        with interrupts_end(TaskTry(context["ti"])):
+            return self._execute(context)
+
+    def _execute(self, context: Context) -> Any:
         task_try = TaskTry(context["ti"])
         try:
             args, kwargs = positional(self.op_args), keyword(self.op_kwargs)
             launcher = self._launcher(context)
             self._end_cleared(launcher, task_try)
             while True:
+                left: BaseException | None = None
                 with launcher.durable(self.train, args, kwargs, task_try, self.log) as opened:
-                    self._follow(opened, launcher, task_try)
+                    try:
+                        self._follow(opened, launcher, task_try)
+                    except (TaskDeferred, AirflowRescheduleException) as leaving:
+                        # Not an interruption: the run continues, and Airflow comes back to it.
+                        left = leaving
+                if left:
+                    raise left
                 if not task_try.is_replaced(opened.handle):
                     break
                 self.log.info("the run was ended for an earlier try, which was cleared; this try submits it again")
@@ -236,7 +256,8 @@ class TorchDistributorOperator(BaseOperator):
         """Follows the run to its end, here or in the triggerer."""
         handle = opened.handle
         push_links(task_try.ti, directory=handle.directory)
-        log_groups.show(self.log, "Training run", log_groups.describe(handle, launcher))
+        lease = launcher.orphan_timeout if task_try.is_followed_by_another else None
+        log_groups.show(self.log, "Training run", log_groups.describe(handle, launcher, lease))
         task_log = self._task_log(handle, task_try, attached=opened.attached)
         if self.deferrable and not handle.status().final:
             task_log.detach_if_killed()
@@ -273,7 +294,7 @@ class TorchDistributorOperator(BaseOperator):
         task_try = TaskTry(context["ti"])
         handle: RunHandle[Any] = rankzero.RunHandle.attach(event["directory"])
         if handle.nonce != event["nonce"]:
-            return self.execute(context)
+            return self._execute(context)
         with detaching(lambda: handle, task_try, self.stop_grace, self.log):
             push_links(task_try.ti, spark_ui=handle.status().engine_url, directory=handle.directory)
             if not handle.status().final:
@@ -281,13 +302,16 @@ class TorchDistributorOperator(BaseOperator):
                 attempt(self.log, "the record of the follower", lambda: handle.offer(task_try.receiver), None)
                 self._task_log(handle, task_try, attached=True).follow()
         if task_try.is_replaced(handle):
-            return self.execute(context)
+            return self._execute(context)
         return self._deliver(context, handle, (positional(self.op_args), keyword(self.op_kwargs)))
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """Resumes like every operator; a final failure of the deferral ends the run, like a failure in `execute`."""
+        from airflow_rankzero.task_run import interrupts_end
+
         try:
-            return super().resume_execution(next_method, next_kwargs, context)
+            with interrupts_end(TaskTry(context["ti"])):
+                return super().resume_execution(next_method, next_kwargs, context)
         except (TaskDeferralError, TaskDeferralTimeout) as error:
             ti = context["ti"]
             if isinstance(error, TaskDeferralTimeout) or not TaskTry(ti).is_retried:
@@ -329,13 +353,14 @@ class TorchDistributorOperator(BaseOperator):
         try:
             value = value_of(handle, self, context["ti"])
         except RankZeroError as error:
+            if isinstance(error, WorkerFailedError):
+                # Airflow imports a DAG file under another name.
+                error = error_from_json(json.loads(_DAG_PREFIX.sub("", json.dumps(error.to_json()))))
             if isinstance(error, WorkerFailedError) and error.exit_code in self.skip_on_exit_code:
                 raise AirflowSkipException(f"rank {error.rank} exited with code {error.exit_code}") from error
             self._facts = replace(self._facts, error=error)
             final = self._final(error, has_checkpoint=handle.status().checkpoint is not None)
-            if final is error:
-                raise
-            raise final from error
+            raise final from (error.__cause__ if final is error else error)
         self._facts = replace(self._facts, result=record(self, context, handle))
         return value
 
@@ -356,7 +381,7 @@ class TorchDistributorOperator(BaseOperator):
         store = self.store or target.store or config.store_or_default()
         paths.check_store(store)
         options = {name: getattr(self, name) for name in templates.OPTIONS}
-        options |= {"env": as_text("env", self.env), "store": store}
+        options |= {"env": {**RANK_ENVIRONMENT, **as_text("env", self.env)}, "store": store}
         options |= {name: value for name, value in decided_here.items() if options[name] is None}
         # A task that executes operators itself has a run for each.
         task_id = ti.task_id if ti.task_id == self.task_id else f"{ti.task_id}.{self.task_id}"

@@ -20,16 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def record(task: Any, context: Context, handle: RunHandle[Any]) -> str | None:
-    """Records a run whose value goes to Airflow next. No failure in here fails the task.
-
-    Args:
-        task: The operator.
-        context: The context of the task.
-        handle: The run.
-
-    Returns:
-        The address of the result; None if it cannot be described now.
-    """
+    """Records a run whose value goes to Airflow next, and returns its address, or None. No failure fails the task."""
     log = task.log
     rows: list[dict[str, Any]] = attempt(log, "the table of reports", lambda: reports.rows_of(handle.events()), [])
     facts: dict[str, Any] = attempt(log, "the description of the result", lambda: describe(handle, rows), {})
@@ -42,12 +33,7 @@ def record(task: Any, context: Context, handle: RunHandle[Any]) -> str | None:
 
 
 def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the facts that an asset event records about the result: location, format, run, metrics, throughput.
-
-    Args:
-        handle: The run.
-        rows: From `rankzero.run.reports.rows_of`.
-    """
+    """Returns the facts that an asset event records about the result, with the throughput of its reports' ``rows``."""
     ref, status = handle.result_ref(), handle.status()
     facts = {
         "uri": ref.uri,
@@ -71,10 +57,6 @@ def fill_outlets(context: Context, facts: dict[str, Any]) -> None:
 
     An alias gets an event of an asset that is the result itself, unless the user's code (``pre_execute``) has given it
     one: then that one gets the facts.
-
-    Args:
-        context: Of the task.
-        facts: From `describe`.
     """
     from airflow.sdk import Asset, AssetAlias
 

@@ -36,20 +36,17 @@ def beside(dag_file: str, train: Any) -> Any:
 
 
 def path_beside(dag_file: str, path: Any) -> Any:
-    """Returns the path of a file or directory of this machine as an absolute one; None and other objects unchanged.
+    """Returns a path of this machine, or a list of paths, as absolute ones; None and other objects unchanged.
 
     Example:
         >>> path_beside("/dags/daily.py", "lib"), path_beside("/dags/daily.py", "/data/lib")
         ('/dags/lib', '/data/lib')
     """
+    if isinstance(path, (list, tuple)):
+        return [path_beside(dag_file, each) for each in path]
     if not isinstance(path, (str, os.PathLike)):
         return path
     return os.path.normpath(os.path.join(_folder(dag_file), os.path.expanduser(os.fspath(path))))
-
-
-def paths_beside(dag_file: str, paths: Any) -> Any:
-    """Returns a list of paths as `path_beside` does; anything that is no list or tuple unchanged."""
-    return [path_beside(dag_file, path) for path in paths] if isinstance(paths, (list, tuple)) else paths
 
 
 def dataset_beside(dag_file: str, dataset: Any) -> Any:

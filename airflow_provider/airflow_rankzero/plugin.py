@@ -13,11 +13,12 @@ if TYPE_CHECKING or config.is_airflow_3():
     LISTENERS: list[Any] = [delivery, marks]
     APPS = [{"app": pages.LazyApp(), "url_prefix": pages.PREFIX, "name": "rankzero"}]
     VIEWS = pages.external_views()
+    MIDDLEWARES = [{"middleware": marks.Deletions, "args": [], "kwargs": {}, "name": "rankzero"}]
 else:
     # Airflow 2 loads what it finds installed, and shows the error of a plugin at every command.
     from airflow.plugins_manager import AirflowPlugin
 
-    LISTENERS, APPS, VIEWS = [], [], []
+    LISTENERS, APPS, VIEWS, MIDDLEWARES = [], [], [], []
 
 
 class RankZeroPlugin(AirflowPlugin):
@@ -27,6 +28,7 @@ class RankZeroPlugin(AirflowPlugin):
     listeners = LISTENERS
     fastapi_apps = APPS
     external_views = VIEWS
+    fastapi_root_middlewares = MIDDLEWARES
 
     @classmethod
     def on_load(cls, *args: Any, **kwargs: Any) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from airflow_rankzero import log_groups
 from airflow_rankzero._compat import AirflowException, AirflowFailException, AirflowRescheduleException
 from airflow_rankzero.links import push_links
+from airflow_rankzero.marks import has_set
 from airflow_rankzero.tries import STATES_OF_USERS, TaskTry
 from rankzero import RunHandle
 from rankzero.errors import RunCancelledError
@@ -35,17 +37,27 @@ MAX_RESCHEDULES = 20
 """Most drains of one try that cost no retry; further ones do, so that a task cannot be rescheduled without end."""
 
 
-class TaskLog:
-    """Shows a run in the log of its task, and detaches from the run when Airflow ends the task process.
+@contextlib.contextmanager
+def interrupts_end(task_try: TaskTry) -> Iterator[None]:
+    """Context manager in which Ctrl-C ends the process where no worker runs the task.
 
-    Args:
-        handle: The run.
-        follower: The follower of the run.
-        task_try: The try.
-        stop_grace: Seconds between SIGTERM and SIGKILL of the ranks, if the run is cancelled.
-        is_killed: Returns True once Airflow has asked this process to exit.
-        log: The operator's logger, whose lines are the task's log.
+    Airflow takes an interrupt for a failure there: its loop would start the next try or task in this process.
     """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if task_try.is_in_process:
+            _exit_by(signal.SIGINT)
+        raise
+
+
+def _exit_by(signum: int) -> None:
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+
+
+class TaskLog:
+    """Shows a run in the log of its task, to its end or until ``is_killed`` returns True: Airflow ends the process."""
 
     def __init__(
         self,
@@ -69,8 +81,8 @@ class TaskLog:
 
         Raises:
             AirflowRescheduleException: this worker is shut down; the training continues.
-            AirflowFailException: a user marked the task as failed, which ended the training.
-            rankzero.RunCancelledError: a user marked the task otherwise or cleared it, which ended the training.
+            AirflowFailException: Airflow has set the task to failed, which ended the training.
+            rankzero.RunCancelledError: Airflow has set the task to another state, or a user cleared it; the same.
         """
         shown = time.monotonic()
         while True:
@@ -106,8 +118,9 @@ class TaskLog:
         if not self._is_killed():
             return
         if (state := self._try.state()) in STATES_OF_USERS:
-            end(self._handle, self._stop_grace, self._try.receiver, "a user ended the Airflow task")
-            why = f"a user ended the task, and with it the run in {self._handle.directory}"
+            what = has_set(state)
+            end(self._handle, self._stop_grace, self._try.receiver, what)
+            why = f"{what}, which ended the run in {self._handle.directory}"
             if state == "failed":
                 # With tries left, Airflow would else notify of a retry, which never comes.
                 raise AirflowFailException(why) from RunCancelledError(why, requested=True)
@@ -120,10 +133,10 @@ class TaskLog:
             self._log.warning("this process was asked to exit, and the run in %s ends with it", self._handle.directory)
             end(self._handle, self._stop_grace, None, "the process of the Airflow task was asked to exit")
             # Airflow's loop would start the next try or task in this process.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+            _exit_by(signal.SIGTERM)
         self._log.warning(
-            "this worker is shut down; the run in %s continues, and this task attaches to it on another worker",
+            "this process was asked to exit; the run in %s continues until its lease ends, or a process of this task "
+            "attaches to it",
             self._handle.directory,
         )
         # Airflow counts them for each try.

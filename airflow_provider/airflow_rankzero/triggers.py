@@ -16,6 +16,7 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_rankzero import log_groups, tries
 from airflow_rankzero.connection.target import Target
+from airflow_rankzero.marks import has_set
 from rankzero import RunHandle
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.pipeline import Follower, LineWritten
@@ -161,7 +162,7 @@ class RunTrigger(BaseTrigger):
                 # and ends the run.
                 self.log.info("the run in %s is left to the task's next process", self.directory)
                 return
-            handle.cancel(receiver, "a user ended the deferred Airflow task")
+            handle.cancel(receiver, has_set(state))
 
     async def _in_thread(self, action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls ``action`` in a thread of the run's store with the task's context, like `asyncio.to_thread`."""

@@ -35,11 +35,6 @@ def value_of(handle: RunHandle[Any], task: Any, ti: Any) -> Any:
     A value whose keys or items other tasks depend on by ``multiple_outputs`` or ``expand`` is plain up to
     `VALUE_LIMIT` bytes.
 
-    Args:
-        handle: The run.
-        task: The operator.
-        ti: The task instance.
-
     Raises:
         rankzero.RankZeroError: the run did not succeed; the type says why.
         AirflowFailException: Airflow would refuse the value at every try.
@@ -85,9 +80,6 @@ def _taken_apart(ref: ResultRef, inline: list[Any], uses: list[str]) -> Any:
 
 def find_lost_key(keys: Iterable[str]) -> str | None:
     """Returns a description of the first key whose value Airflow would not store as an XCom of that key, or None.
-
-    Args:
-        keys: The keys of a dict that ``multiple_outputs`` takes apart.
 
     Example:
         >>> find_lost_key(["loss", "val/loss", "100%"]), find_lost_key(["loss#1"])

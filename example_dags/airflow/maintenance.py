@@ -1,15 +1,10 @@
-"""Daily: removes the directories of runs that ended more than ``retention_days`` ago.
+"""Daily: removes the directories of runs that ended more than 30 days ago (the parameter ``days``).
 
 What belongs to a run lies in its directory: logs, checkpoints, rank 0's result. This removes them together, so copy
 what must live longer (`digits_retraining.py` does so with every champion). A run that lives is never touched.
 
-Configured like Airflow itself, in ``airflow.cfg`` or the environment:
-
-    [rankzero]
-    store = s3://bucket/runs         # AIRFLOW__RANKZERO__STORE; else $RANKZERO_STORE, else ~/.rankzero/runs
-    retention_days = 30              # AIRFLOW__RANKZERO__RETENTION_DAYS; 0 keeps all of them
-
-It looks after that one store, as the worker that runs it sees it. A store that a connection or an operator names, and
+It looks after one store, that of ``[rankzero] store`` in Airflow's configuration (else $RANKZERO_STORE, else
+~/.rankzero/runs), as the worker that runs it sees it. A store that a connection or an operator names, and
 the local disks of other workers, need a task of their own (or ``rankzero gc`` there).
 
 To see what would go, trigger it by hand with ``{"dry_run": true}`` and look at the log or at the task's XCom.
@@ -20,7 +15,6 @@ from datetime import datetime
 from typing import Any
 
 from airflow.sdk import Param, dag, task
-from airflow.sdk.exceptions import AirflowSkipException
 
 from airflow_rankzero import config
 from rankzero.run.retention import collect
@@ -36,7 +30,10 @@ logger = logging.getLogger(__name__)
     catchup=False,
     # Two at a time would do no harm, and no good either.
     max_active_runs=1,
-    params={"dry_run": Param(False, type="boolean", description="Remove nothing, show what would be removed.")},
+    params={
+        "days": Param(30, type="integer", minimum=1, description="Age of the end of a run that is removed."),
+        "dry_run": Param(False, type="boolean", description="Remove nothing, show what would be removed."),
+    },
     tags=["rankzero"],
 )
 def rankzero_maintenance() -> None:
@@ -44,10 +41,7 @@ def rankzero_maintenance() -> None:
 
     @task(retries=2)
     def collect_runs(params: dict[str, Any]) -> dict[str, Any]:
-        days = config.retention_days()
-        if days is None:
-            raise AirflowSkipException("[rankzero] retention_days is 0: all run directories are kept")
-        collection = collect(config.store_or_default(), older_than=days * DAY, dry_run=params["dry_run"])
+        collection = collect(config.store_or_default(), older_than=params["days"] * DAY, dry_run=params["dry_run"])
         for removed in collection.removed:
             logger.info("%s, %s, %s bytes", removed.directory, removed.state, removed.size)
         for directory, problem in collection.problems.items():

@@ -144,6 +144,10 @@ class Deployment:
         with self._open(method, path, body) as answer:
             return json.load(answer)
 
+    def delete(self, path: str) -> None:
+        """Deletes a DAG or a DAG run."""
+        self._open("DELETE", path).close()
+
     def _open(self, method: str, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
         request = urllib.request.Request(
             self.url + path,

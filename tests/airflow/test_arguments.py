@@ -164,3 +164,113 @@ def test_default_arguments_of_a_dag_reach_the_options() -> None:
     assert (decorated.num_processes, decorated.stop_grace) == (7, 3.0)
     with pytest.raises(TypeError, match="num_proceses"):
         TorchDistributorOperator(task_id="wrong", train=print, num_proceses=2)
+
+
+def test_a_mapped_group_s_output_is_a_list_by_map_index(
+    dag: Any, run_dag: RunDag, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Airflow gives a text for one instance, None for none, and leaves skipped instances out."""
+    from airflow.sdk import task, task_group
+    from airflow.sdk.exceptions import AirflowSkipException
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    @task
+    def part(day: str) -> str:
+        if day == "b":
+            raise AirflowSkipException
+        return f"/rows/{day}"
+
+    @task_group
+    def of_day(day: str) -> Any:
+        return part(day)
+
+    groups = [of_day.override(group_id=f"g{len(days)}").expand(day=days) for days in (["a", "b", "c"], ["a"], [])]
+    several, one, none = groups
+    given = {"several": several, "one": one, "none": none, "deep": {"in": [one]}, "upper": one.map(str.upper)}
+    TorchDistributorOperator(
+        task_id="train",
+        train=dict,
+        op_kwargs=given,
+        num_processes=1,
+        conn_id="here",
+        store=str(tmp_path),
+        trigger_rule="all_done",
+    )
+    outcome = run_dag(dag)
+    assert outcome.xcom("train") == {
+        "several": ["/rows/a", None, "/rows/c"],
+        "one": ["/rows/a"],
+        "none": [],
+        "deep": {"in": [["/rows/a"]]},
+        "upper": ["/ROWS/A"],
+    }, outcome.errors
+    assert caplog.text.count("g3.part has no value of map index 1: None stands for each") == 1
+
+
+def test_inside_of_a_mapped_group_a_training_gets_the_value_of_its_instance(
+    dag: Any, run_dag: RunDag, tmp_path: Path
+) -> None:
+    from airflow.sdk import task, task_group
+
+    from airflow_rankzero import torch_distributor
+
+    @task
+    def part(day: str) -> str:
+        return f"/rows/{day}"
+
+    @task_group
+    def of_day(day: str) -> None:
+        torch_distributor(task_id="train", num_processes=1, conn_id="here", store=str(tmp_path))(repr)(part(day))
+
+    of_day.expand(day=["a", "b"])
+    outcome = run_dag(dag)
+    assert outcome.mapped_xcoms("of_day.train") == ["'/rows/a'", "'/rows/b'"], outcome.errors
+
+
+def with_context(lr: float, ds: str | None = None, **context: Any) -> list[Any]:
+    return [lr, ds, context]
+
+
+def test_a_parameter_named_like_a_context_variable_is_passed_or_refused(dag: Any) -> None:
+    from airflow_rankzero import TorchDistributorOperator, torch_distributor
+    from rankzero import InvalidJobError
+
+    def of_ti(lr: float, *, ti: Any) -> float:
+        return lr
+
+    def of_generic(lr: float, **kwargs: Any) -> float:
+        return lr
+
+    made = torch_distributor(num_processes=1)(with_context)
+    refused: list[tuple[str, Callable[[], Any]]] = [
+        ("ds", lambda: made(0.1)),
+        (r"\*\*context", lambda: made(0.1, ds="{{ ds }}")),
+        ("ds", lambda: made.expand(lr=[0.1])),
+        ("ds", lambda: TorchDistributorOperator(task_id="a", train=with_context, op_args=[0.1])),
+        ("ti", lambda: torch_distributor(of_ti)(0.1)),
+    ]
+    for name, make in refused:
+        with pytest.raises(InvalidJobError, match=f"the parameter {name} is named like .* context.* pass the value"):
+            make()
+    torch_distributor(of_generic)(0.1)
+    made(0.1, ds="{{ ds }}", run="{{ run_id }}")
+
+
+def test_a_context_variable_is_passed_in_every_form(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow_rankzero import torch_distributor
+
+    def train(lr: float, ds: str | None = None) -> list[Any]:
+        return [lr, ds]
+
+    made = torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))(train)
+    made.override(task_id="called")(0.1, ds="{{ params.lr }}")
+    made.override(task_id="partial").partial(ds="{{ params.lr }}").expand(lr=[0.1])
+    made.override(task_id="expanded").partial(lr=0.1).expand(ds=["a"])
+    made.override(task_id="pairs").expand_kwargs([{"lr": 0.1, "ds": "a"}, {"lr": 0.2}])
+    outcome = run_dag(dag)
+    assert outcome.xcom("called") == [0.1, "0.25"], outcome.errors
+    assert outcome.mapped_xcoms("partial") == [[0.1, "0.25"]], outcome.errors
+    assert outcome.mapped_xcoms("expanded") == [[0.1, "a"]], outcome.errors
+    # The names of such pairs are known when the task runs.
+    assert "the parameter ds" in str(outcome.errors["pairs[1]"])

@@ -8,19 +8,14 @@ from rankzero import InvalidJobError
 def test_options_have_defaults_and_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     from airflow_rankzero import config
 
-    assert (config.store(), config.retention_days(), config.directory_url()) == (None, 30, None)
+    assert (config.store(), config.directory_url()) == (None, None)
     monkeypatch.setenv("AIRFLOW__RANKZERO__STORE", "s3://bucket/runs")
-    monkeypatch.setenv("AIRFLOW__RANKZERO__RETENTION_DAYS", "7")
-    assert (config.store(), config.retention_days()) == ("s3://bucket/runs", 7)
-    monkeypatch.setenv("AIRFLOW__RANKZERO__RETENTION_DAYS", "0")
-    assert config.retention_days() is None
+    assert config.store() == "s3://bucket/runs"
 
 
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("retention_days", "a week", "'a week'; it must be a whole number"),
-        ("retention_days", "-1", "'-1'; it must be a whole number"),
         ("directory_url", "https://files/{bucket}", "only {path} and {name} can stand in it"),
         ("directory_url", "https://files/{path.bucket}", "only {path} and {name} can stand in it"),
         ("directory_url", "https://files/{", "only {path} and {name} can stand in it"),

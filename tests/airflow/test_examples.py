@@ -72,7 +72,6 @@ def test_maintenance_shows_and_then_removes_what_is_old(
     load_dag: LoadDag, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AIRFLOW__RANKZERO__STORE", str(tmp_path / "configured"))
-    monkeypatch.setenv("AIRFLOW__RANKZERO__RETENTION_DAYS", "7")
     for run_id in ("old", "young"):
         assert Launcher(1, store=tmp_path / "configured", run_id=run_id).run(answer) == 42
     run = RunDirectory(str(tmp_path / "configured" / "old"))
@@ -81,25 +80,17 @@ def test_maintenance_shows_and_then_removes_what_is_old(
     dag = load_dag("maintenance.py")
     assert dag.schedule == "@daily"
 
-    shown = run_dag(dag, run_conf={"dry_run": True})
+    shown = run_dag(dag, run_conf={"days": 7, "dry_run": True})
     assert shown.state == "success", shown.errors
     (removed,) = shown.xcom("collect_runs")["removed"]
     assert removed["directory"] == run.directory
     assert run.status().state == "succeeded", "a dry run removes nothing"
 
     # Loaded anew, as a worker does: what a person gave to one run is not the next one's.
-    done = run_dag(load_dag("maintenance.py"))
+    done = run_dag(load_dag("maintenance.py"), run_conf={"days": 7})
     assert done.state == "success", done.errors
     assert done.xcom("collect_runs") == {**shown.xcom("collect_runs"), "dry_run": False}
     assert [path.name for path in (tmp_path / "configured").iterdir()] == ["young"]
-
-
-def test_maintenance_keeps_everything_where_retention_is_off(
-    load_dag: LoadDag, run_dag: RunDag, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AIRFLOW__RANKZERO__RETENTION_DAYS", "0")
-    outcome = run_dag(load_dag("maintenance.py"))
-    assert outcome.task_state("collect_runs") == "skipped", outcome.errors
 
 
 def test_sweep_keeps_the_best_of_its_trainings(load_dag: LoadDag, run_dag: RunDag, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A user's mark ends a training that no process of Airflow follows, and no other one."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -189,12 +190,60 @@ def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     tell("skipped")
     assert handle.wait(60)
     assert handle.status().state == "cancelled"
-    assert "on request: the Airflow task was marked, or its DAG run has ended" in str(handle.status().error)
+    assert "on request: Airflow has set the task to skipped" in str(handle.status().error)
     # A try after a clear, which has begun to follow the run meanwhile, submits it again.
     (follower,) = followers
     assert handle.cancelled_for() == follower.receiver
     assert not follower.is_replaced(handle)
     assert TaskTry(SimpleNamespace(id="cleared", try_number=2)).is_replaced(handle)
+
+
+@pytest.mark.parametrize("path", ["", "/dagRuns/{run_id}", "/dagRuns/{run_id}/taskInstances/train"])
+def test_a_deletion_ends_a_training_that_nobody_follows(
+    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    from airflow.models.dagrun import DagRun
+    from airflow.sdk import task
+    from airflow.utils.session import create_session
+    from sqlalchemy import delete
+
+    from airflow_rankzero import RankZeroPlugin
+
+    settle = marks_settle(monkeypatch)
+
+    @task(task_id="train")
+    def note(**context: Any) -> None:
+        context["ti"].xcom_push(key="run_directory", value=str(tmp_path / "left"))
+
+    note()
+    outcome = run_dag(dag)
+    settle()
+    handle = Launcher(1, store=tmp_path, run_id="left").submit(wait_long)
+    until(lambda: handle.status().state == "running", 60, "the training")
+    statuses = iter([409, 204])
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        if (status := next(statuses)) == 204:
+            with create_session() as session:
+                session.execute(delete(DagRun).where(DagRun.run_id == outcome.run_id))
+        await send({"type": "http.response.start", "status": status})
+
+    async def send(message: Any) -> None:
+        pass
+
+    (middleware,) = (each["middleware"] for each in RankZeroPlugin.fastapi_root_middlewares)
+    scope = {
+        "type": "http",
+        "method": "DELETE",
+        "path": f"/api/v2/dags/{dag.dag_id}{path.format(run_id=outcome.run_id)}",
+    }
+    asyncio.run(middleware(serve)(scope, None, send))
+    settle()
+    assert not handle.status().final, "Airflow has refused the deletion"
+    asyncio.run(middleware(serve)(scope, None, send))
+    settle()
+    assert handle.wait(60)
+    assert "on request: Airflow has deleted the task" in str(handle.status().error)
 
 
 def test_the_followers_of_many_trainings_have_one_grace_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,14 +268,14 @@ def test_the_followers_of_many_trainings_have_one_grace_together(monkeypatch: py
     def rows(_: str, *columns: str, **key: Any) -> list[Any]:
         if "state" in columns:
             return [SimpleNamespace(state="failed", id="1", try_number=1)]
-        return [("train", index) for index in range(5)] if "task_id" in columns else [key["map_index"]]
+        return [SimpleNamespace(dag_id="dag", run_id="run", task_id="train", map_index=index) for index in range(5)]
 
     settle = marks_settle(monkeypatch)
     monkeypatch.setattr(marks, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(marks, "_rows", rows)
-    monkeypatch.setattr(marks, "_value_of", str)
+    monkeypatch.setattr(marks, "_value_of", lambda row: str(row.map_index))
     monkeypatch.setattr(marks.RunHandle, "attach", lambda directory, follows: Unfollowed(directory))
-    marks._threads.submit(marks._end_all, "dag", "run")
+    marks._threads.submit(marks._end_all, dag_id="dag", run_id="run")
     settle()
     assert ended == ["0", "1", "2", "3", "4"]
     assert sum(waits) <= marks.FOLLOWER_GRACE

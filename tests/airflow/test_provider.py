@@ -43,10 +43,10 @@ from airflow_rankzero._compat import conf
 from airflow_rankzero import config
 
 def options():
-    return [[conf.get("rankzero", name) for name in config.OPTIONS], config.store(), config.retention_days()]
+    return [[conf.get("rankzero", name) for name in config.OPTIONS], config.store()]
 
 shown["options"] = options()
-os.environ.update(AIRFLOW__RANKZERO__STORE="/data", AIRFLOW__RANKZERO__RETENTION_DAYS="0")
+os.environ.update(AIRFLOW__RANKZERO__STORE="/data")
 shown["changed options"] = options()
 
 from airflow.cli import cli_parser
@@ -121,8 +121,8 @@ def test_what_the_provider_names_is_there() -> None:
 
 
 def test_airflow_knows_the_options_and_their_defaults(shown: dict[str, Any]) -> None:
-    assert shown["options"] == [["", "30", "", ""], None, 30]
-    assert shown["changed options"] == [["/data", "0", "", ""], "/data", None]
+    assert shown["options"] == [["", "", ""], None]
+    assert shown["changed options"] == [["/data", "", ""], "/data"]
 
 
 def test_airflow_offers_the_connection_type_and_the_links(shown: dict[str, Any]) -> None:

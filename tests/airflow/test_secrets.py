@@ -44,10 +44,10 @@ def test_the_credentials_of_addresses_are_masked_as_they_are_rendered(
     dag: Any, monkeypatch: pytest.MonkeyPatch, field: str, template: Any
 ) -> None:
     from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero.connection import spark_conf
+    from airflow_rankzero.connection import target
 
     masked: list[str] = []
-    monkeypatch.setattr(spark_conf, "mask_secret", masked.append)
+    monkeypatch.setattr(target, "mask_secret", masked.append)
     token = f"{TOKEN}-{field}"
     task = TorchDistributorOperator(task_id="train", train=show, **{field: template})
     task.render_template_fields({"dag": dag, "params": {"token": token}})

@@ -151,7 +151,9 @@ def wait_long() -> None:
     time.sleep(120)
 
 
-@pytest.mark.parametrize(("state", "notified"), [("failed", True), ("success", False), (None, False)])
+@pytest.mark.parametrize(
+    ("state", "notified"), [("failed", True), ("success", False), ("skipped", False), (None, False)]
+)
 def test_a_user_s_mark_notifies_of_a_failure_only_if_it_is_one(
     tmp_path: Path, state: str | None, notified: bool
 ) -> None:
@@ -168,10 +170,11 @@ def test_a_user_s_mark_notifies_of_a_failure_only_if_it_is_one(
     handle = Launcher(1, store=tmp_path).submit(wait_long)
     log = TaskLog(handle, Follower(handle), TaskTry(ti), 0.1, lambda: True, logging.getLogger("task"))
     expected = versions.exception("AirflowFailException") if notified else RunCancelledError
-    with pytest.raises(expected, match="a user ended the task"):
+    what = f"set the task to {state}" if state else "no state of the task, as after a clear"
+    with pytest.raises(expected, match=what):
         log.follow()
     assert handle.status().state == "cancelled"
-    assert "on request: a user ended the Airflow task" in str(handle.status().error)
+    assert f"on request: Airflow has {what}" in str(handle.status().error)
     assert bool(task.on_failure_callback) is bool(task.email) is notified
     # With tries left, Airflow calls this for every other exception than AirflowFailException.
     assert notified or not task.on_retry_callback

@@ -10,15 +10,7 @@ from airflow_rankzero.connection.target import Target
 
 
 def examined(conn_id: str, conf: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the arguments of `rankzero.doctor.examine.examine` for a connection.
-
-    Args:
-        conn_id: The id of the connection.
-        conf: Spark configuration, which overrides the connection's.
-
-    Raises:
-        InvalidJobError: the connection does not exist, or cannot be used.
-    """
+    """Returns the arguments of `examine` for a connection and a Spark configuration. Raises InvalidJobError."""
     return arguments(Target.from_conn_id(conn_id), conf)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from airflow_rankzero._compat import AirflowNotFoundException, mask_secret
 from airflow_rankzero.connection.fields import (
     CLIENT,
     CLUSTER,
@@ -19,8 +20,8 @@ from airflow_rankzero.connection.fields import (
     read_flag,
     read_object,
 )
-from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
 from rankzero.errors import InvalidJobError
+from rankzero.pipeline import secrets_of, spelt
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
@@ -72,23 +73,14 @@ class Target:
 
     @staticmethod
     def from_conn_id(conn_id: str | None) -> Target:
-        """Looks a connection of type ``rankzero``, ``spark`` or ``spark_connect`` up.
+        """Returns the target of a connection ``rankzero``, ``spark`` or ``spark_connect``; for None an embedded Spark.
 
-        Needs no provider of the latter types. Login and password are used by ``spark_connect`` alone. Values of the
-        Spark configuration that look secret are masked in Airflow's logs.
-
-        Args:
-            conn_id: Id of the connection. None is an embedded Spark.
-
-        Raises:
-            InvalidJobError: there is no such connection, it is of another type, or it asks for
-                something that a training run cannot have.
+        Values of the Spark configuration that look secret are masked in Airflow's logs. Raises InvalidJobError if there
+        is no such connection, or it asks for something that a training cannot have.
         """
         if conn_id is None:
             return Target()
         from airflow.sdk import BaseHook
-
-        from airflow_rankzero._compat import AirflowNotFoundException
 
         try:
             connection = BaseHook.get_connection(conn_id)
@@ -116,15 +108,10 @@ class Target:
         )
 
     def engine(self, conf: Mapping[str, str] | None = None) -> Engine:
-        """The engine that places the ranks there.
+        """Returns the engine that places the ranks there. Raises InvalidJobError for a wrong master or configuration.
 
-        Args:
-            conf: The task's own Spark configuration, which wins over the connection's. A local engine and a Spark
-                Connect server have no use for it, so that one DAG runs on each. Values that look
-                secret are masked in Airflow's logs.
-
-        Raises:
-            InvalidJobError: Spark cannot have this master or configuration.
+        The task's own ``conf`` overrides the connection's. A local engine and a Spark Connect server ignore it, so that
+        one DAG runs on each. Values that look secret are masked in Airflow's logs.
         """
         # Here: who only reads a DAG file needs no engine.
         from rankzero import LocalEngine, SparkConnectEngine, SparkEngine, SparkSubmitEngine
@@ -250,3 +237,31 @@ def _master(connection: Connection, where: str) -> str:
 def _is_host_name(host: str) -> bool:
     """True for ``yarn-gateway`` or ``localhost``: begins like a master, but is none."""
     return "://" not in host and host not in ("yarn", "local") and not host.startswith(("local[", "local-cluster["))
+
+
+def as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, str]:
+    """Returns numbers and flags as Spark spells them; None is empty. Raises InvalidJobError with the pairs' ``name``.
+
+    JSON has numbers and flags, and a DAG with ``render_template_as_native_obj`` turns every ``"2"`` into a number.
+
+    Example:
+        >>> as_text("conf", {"spark.executor.cores": 2, "spark.ui.enabled": False})
+        {'spark.executor.cores': '2', 'spark.ui.enabled': 'false'}
+    """
+    if pairs is None:
+        return {}
+    if not isinstance(pairs, Mapping):
+        raise InvalidJobError(f"{name} is a {type(pairs).__name__}; it must map strings to strings")
+    texts = {}
+    for key, value in pairs.items():
+        value = spelt(value)
+        if not isinstance(value, str) or not isinstance(key, str):
+            raise InvalidJobError(f"{name}[{key!r}] is a {type(value).__name__}; names and values must be strings")
+        texts[key] = value
+    return texts
+
+
+def mask_secrets(pairs: Mapping[str, Any]) -> None:
+    """Makes Airflow write ``***`` for the secret values in all later log lines and rendered fields of this process."""
+    for secret in secrets_of(pairs):
+        mask_secret(secret)

@@ -106,8 +106,7 @@ def make_told(dag_id: str, **kwargs: object) -> None:
             op_args=["{{ params.folder }}", "{{ params.megabytes }}", "{{ var.value.get(params.mark, 1.0) }}"],
             env={"MARK": "{{ params.mark }}"},
             conn_id="here",
-            retry_delay=timedelta(seconds=1),
-            **kwargs,
+            **{"retry_delay": timedelta(seconds=1), **kwargs},
         )
         describe(trained.output)
 
@@ -150,7 +149,28 @@ with DAG("secretive", schedule=None, start_date=datetime(2026, 1, 1), params={"f
         deferrable=True,
     )
 
+
+class OfThisFileError(Exception):
+    pass
+
+
+def fail() -> None:
+    raise OfThisFileError("no rows")
+
+
+def look_up() -> str:
+    from airflow.sdk import Variable
+
+    return Variable.get("x", default="d")
+
+
+with DAG("failing", schedule=None, start_date=datetime(2026, 1, 1)):
+    for name, function in {"own": fail, "look_up": look_up}.items():
+        TorchDistributorOperator(task_id=name, train=function, num_processes=1, conn_id="here")
+
 make_told("durable", retries=3)
+make_told("forgotten", retries=1, retry_delay=timedelta(hours=1))
+make_told("forgotten_run", retries=1, retry_delay=timedelta(hours=1))
 make_told("deferred", retries=3, deferrable=True)
 make_told("deferred_once", retries=0, deferrable=True)
 shipped()

@@ -179,6 +179,35 @@ def test_a_large_result_is_not_in_the_database(airflow: Deployment, tmp_path: Pa
     assert len(str(airflow.xcom("durable", training.run_id, "train"))) < 4000
 
 
+def await_retry(training: Training) -> None:
+    """Kills the task; Airflow then waits an hour for the retry, and the ranks train."""
+    training.await_ranks()
+    os.kill(training.airflow.task_process(training.dag_id, training.run_id, "train"), signal.SIGKILL)
+    training.await_try(1, "up_for_retry")
+    assert not training.run.status().final
+
+
+def test_deleting_a_dag_ends_a_training_that_waits_for_its_retry(airflow: Deployment, tmp_path: Path) -> None:
+    training = start(airflow, "forgotten", tmp_path)
+    await_retry(training)
+    run = training.run
+    airflow.delete("/api/v2/dags/forgotten")
+    wait_until(lambda: run.status().final, RUN_TIMEOUT, "the end of the run")
+    assert "on request: Airflow has deleted the task" in str(run.status().error)
+    wait_until(lambda: not processes_with(training.marker), STOP_TIMEOUT, "the end of the ranks")
+
+
+# By default: `test_marks.py`, and the deletion of a DAG.
+@pytest.mark.soak
+def test_deleting_a_dag_run_ends_a_training_that_waits_for_its_retry(airflow: Deployment, tmp_path: Path) -> None:
+    training = start(airflow, "forgotten_run", tmp_path)
+    await_retry(training)
+    path = f"/api/v2/dags/forgotten_run/dagRuns/{training.run_id}"
+    airflow.call("PATCH", path, {"state": "failed"})
+    airflow.delete(path)
+    training.assert_gone()
+
+
 # -- deferred ----------------------------------------------------------------------------------
 
 

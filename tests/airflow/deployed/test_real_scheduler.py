@@ -53,11 +53,22 @@ def test_a_deferred_task_shows_its_secrets_nowhere(airflow: Deployment, tmp_path
     (tmp_path / "go").touch()
     assert airflow.finish("secretive", run_id) == "success", airflow.log(*task)
     log = airflow.log(*task)
+    # A deferral is no failure.
+    assert '"warning"' not in log
     assert "[0] the token is ***" in log
     assert token not in log
     fields = airflow.look(*task)["rendered_fields"]
     assert fields["env"] == {"HF_TOKEN": "***"}
     assert token not in str(fields)
+
+
+def test_errors_of_ranks_are_named_as_in_the_dag_file_and_a_look_up_is_one(airflow: Deployment) -> None:
+    """Deployed, the module of a DAG file has another name, and a worker has no database."""
+    run_id = airflow.trigger("failing")
+    assert airflow.finish("failing", run_id) == "failed"
+    own, look_up = (airflow.log("failing", run_id, name) for name in ("own", "look_up"))
+    assert "failed: training_dags.OfThisFileError: no rows" in own
+    assert "failed: airflow_rankzero.secrets.LookupInRankError: the variable" in look_up
 
 
 @pytest.fixture
@@ -81,7 +92,7 @@ def test_marking_a_task_failed_ends_its_ranks(airflow: Deployment, endless: tupl
     wait_until(lambda: run.status().final, RUN_TIMEOUT, "the end of the run")
     assert run.status().state == "cancelled"
     # By the task, and not by the lease of a run that has lost it.
-    assert "on request: a user ended the Airflow task" in str(run.status().error)
+    assert "on request: Airflow has set the task to failed" in str(run.status().error)
     wait_until(lambda: not processes_with(marker), STOP_TIMEOUT, "the end of the ranks")
 
 

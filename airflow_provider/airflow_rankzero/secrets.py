@@ -1,0 +1,36 @@
+"""The secrets backend of ranks, which refuses every look-up: Airflow's own way to deny one, and the same everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airflow.secrets.base_secrets import BaseSecretsBackend
+
+try:
+    from airflow.sdk.exceptions import AirflowSecretsBackendAccessDenied as AccessDenied
+except ImportError:
+    # Before Airflow 3.2.2, which passes over every Exception of a backend.
+    AccessDenied = BaseException  # type: ignore[misc, assignment]
+
+
+class LookupInRankError(AccessDenied):
+    """Raised in a rank that looks up a variable or connection of Airflow: ranks get values as arguments."""
+
+
+class NoSecrets(BaseSecretsBackend):
+    """Raises `LookupInRankError` for every variable and connection, also for those of environment variables."""
+
+    def get_variable(self, key: str, *args: Any, **kwargs: Any) -> None:
+        """Raises LookupInRankError with a template of the variable."""
+        raise LookupInRankError(_explain("variable", key, f"var.value.{key}"))
+
+    def get_connection(self, conn_id: str, *args: Any, **kwargs: Any) -> None:
+        """Raises LookupInRankError with a template of the connection."""
+        raise LookupInRankError(_explain("connection", conn_id, f"conn.{conn_id}.password"))
+
+
+def _explain(kind: str, name: str, template: str) -> str:
+    return (
+        f"the {kind} {name!r} of Airflow was looked up in a rank, and ranks run outside of Airflow: pass the value as "
+        f'an argument of the training, such as "{{{{ {template} }}}}"'
+    )
