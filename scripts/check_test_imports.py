@@ -22,8 +22,6 @@ LIMIT = 160
 
 PUBLIC = {
     "airflow_rankzero.hooks.rankzero",
-    "rankzero.compat.accelerate",
-    "rankzero.compat.databricks",
     "rankzero.compat.deepspeed_distributor",
     "rankzero.compat.horovod.spark",
     "rankzero.compat.ray_train.session",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rankzero.cli import lines, words
+from rankzero.cli import words
 from rankzero.errors import (
     EngineError,
     HangError,
@@ -117,9 +117,8 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 def run(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Train SCRIPT on several ranks. All arguments after SCRIPT are passed to it.
 
-    SCRIPT is a file, "module:function", "file.py:function", or with -m a module; or "accelerate launch" or "deepspeed"
-    with a line of theirs. The ranks' lines go to standard output, each with its rank; their progress is shown at the
-    bottom of the terminal.
+    SCRIPT is a file, "module:function", "file.py:function", or with -m a module. The ranks' lines go to standard
+    output, each with its rank; their progress is shown at the bottom of the terminal.
 
     Exit codes: 0 success; 1 the training failed; 2 refused before anything started; 3 no slots, no cluster;
     4 the training took too long or hung; 130 cancelled.
@@ -148,7 +147,6 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
 
     handle: RunHandle[Any] | None = None
     try:
-        script, arguments, options = lines.translated(script, arguments, options)
         train = _train(script, module=options.pop("module"), no_python=options.pop("no_python"))
         if isinstance(train, list):
             train, arguments = [*train, *arguments], ()
