@@ -365,7 +365,7 @@ class Launcher(Options):
         world = self._world()
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
-        env = {**trackers.trace_environment(), **(self.env or {})}
+        env = dict(self.env or {})
         env |= log_level.environment(env)
         decided = {
             "run_id": self.run_id or "",
@@ -376,7 +376,6 @@ class Launcher(Options):
             "checkpoints": asdict(self.checkpoints),
             "labels": dict(self.labels or {}),
             "engine": {},
-            "traceparent": env.get(trackers.TRACEPARENT, ""),
         }
         engine = self._engine()
         return Request(
