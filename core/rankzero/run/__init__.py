@@ -23,6 +23,6 @@ lazy_names(
     "identity.Identity lease.longest_delay "
     "lease.power listing.list_runs observer.dead_after observer.process_lives growing.PieceWriter "
     "retention.ABANDONED retention.Age retention.collect retention.EARLIER "
-    "retention.HALF_REMOVED retention.HIDDEN retention.is_due retention.remove_unread "
+    "retention.HALF_REMOVED retention.HIDDEN retention.is_due "
     "tries.may_retry",
 )

@@ -21,7 +21,7 @@ from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
 from rankzero.data.table import Table
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError, RunNotFoundError
-from rankzero.job import Job, new_run_id, qualified_name
+from rankzero.job import qualified_name
 from rankzero.run.directory import RunDirectory
 from rankzero.submit import submission
 from rankzero.train.dataset import DEFAULT
@@ -83,7 +83,7 @@ def check(given: object) -> dict[str, Any]:
         if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise InvalidJobError(f"{name!r} cannot name a dataset: use letters, digits and _ . -")
         is_text = isinstance(source, (str, os.PathLike)) and os.fspath(source)
-        if not (is_text or isinstance(source, (ResultRef, Manifest)) or _is_frame(source)):
+        if not (is_text or isinstance(source, ResultRef) or _is_frame(source)):
             raise InvalidJobError(
                 f"dataset {name!r} is of type {qualified_name(type(source))}; give a Spark DataFrame, the path of a "
                 "table, or with a Spark engine the name of a table or a query; write other frames as Parquet"
@@ -96,9 +96,7 @@ def digests_of(sources: Mapping[str, Any], engine: Engine) -> list[tuple[str, st
     found = {}
     for name, source in sources.items():
         source = _opened(source, engine)
-        if isinstance(source, Manifest):
-            found[name] = source.digest
-        elif _is_frame(source):
+        if _is_frame(source):
             from rankzero.engines.spark.materialize import content_of
 
             found[name] = content_of(source)
@@ -131,9 +129,7 @@ def collect(
     try:
         for name, source in sources.items():
             source = _opened(source, engine)
-            if isinstance(source, Manifest):
-                manifests[name] = source
-            elif _is_frame(source):
+            if _is_frame(source):
                 manifests[name] = _of_frame(source, name, run, before.get(name))
             elif is_path(source):
                 manifests[name] = _of_path(source, name)
@@ -160,46 +156,6 @@ def _of_frame(frame: Any, name: str, run: RunDirectory, before: Manifest | None)
             return before
     submission.make(run)
     return materialize(frame, run.new_dataset(name), name, lambda text: logger.info("%s", text))
-
-
-def share(
-    sources: Mapping[str, Any], engine: Engine, root: str, job: Job
-) -> tuple[dict[str, Any], RunDirectory | None]:
-    """Computes the DataFrames of a sweep once, for all of its trials.
-
-    A later call for the same sweep finds the same rows in the same order, as long as they are not removed.
-
-    Args:
-        sources: The result of `check`.
-        engine: The engine of the trials.
-        root: The store.
-        job: The job of the trials; its run id is empty if the sweep has none.
-
-    Returns:
-        The datasets of each trial, and the directory of the rows; None if there is no DataFrame.
-
-    Raises:
-        InvalidJobError, EngineError: for the same reasons as in `collect`.
-    """
-    opened = {name: _opened(source, engine) for name, source in sources.items()}
-    frames = {name: source for name, source in opened.items() if _is_frame(source)}
-    if not frames:
-        return opened, None
-    run = RunDirectory(store.join(root, f"{job.run_id or new_run_id('sweep')}-data"))
-    if store.exists(run.path("job.json")):
-        raise InvalidJobError(
-            f"the rows of the sweep {job.run_id!r} would be in {run.directory}, which is a run: give the sweep another "
-            "run_id"
-        )
-    known = run.path(FILE)
-    before = from_bytes(store.read_bytes(known)) if store.exists(known) else {}
-    if before:
-        # A collector that runs while Spark compares the rows then finds them in use.
-        store.write_bytes(known, to_bytes(before))
-    found = collect(frames, engine, run, job.num_processes, before)
-    store.write_bytes(known, to_bytes(found.manifests), durable=True)
-    remove_replaced(before, found)
-    return opened | {name: replace(manifest, folder=None) for name, manifest in found.manifests.items()}, run
 
 
 def earlier(run: RunDirectory) -> dict[str, Manifest]:
@@ -244,7 +200,7 @@ def are_readable(manifests: Mapping[str, Manifest], sources: Mapping[str, Any], 
             from rankzero.submit.paths import is_unchanged
 
             source = _opened(sources[name], engine)
-            is_path_of_rows = not _is_frame(source) and not isinstance(source, Manifest)
+            is_path_of_rows = not _is_frame(source)
             is_readable = not is_path_of_rows or is_unchanged(manifest, os.fspath(source), name)
         if not is_readable:
             logger.warning("dataset %r has other rows than in the try before", name)
@@ -262,7 +218,7 @@ def remove_replaced(before: Mapping[str, Manifest], now: Datasets) -> None:
 
 def _source_of(source: Any) -> str:
     """Returns a name of what the user gave, equal in all tries of a step."""
-    if isinstance(source, (ResultRef, Manifest)):
+    if isinstance(source, ResultRef):
         return source.digest
     return "a DataFrame" if _is_frame(source) else os.fspath(source)
 
@@ -294,7 +250,7 @@ def _opened(source: Any, engine: Engine) -> Any:
             f'dataset "{source}" may be a table of Spark, and is a path here: give "./{source}" for the path, or '
             f'"SELECT * FROM {source}" for the table'
         )
-    if isinstance(source, Manifest) or _is_frame(source) or is_path(source):
+    if _is_frame(source) or is_path(source):
         return source
     if session is None:
         return source
