@@ -147,7 +147,7 @@ def run_trials(
             directory = handles[number].directory
             with contextlib.suppress(Exception):
                 metrics = handles[number].status().metrics
-        return Trial(number, params[number], state, metrics.get(metric), metrics, directory, error, ref)
+        return Trial(number, params[number], state, metrics.get(metric or ""), metrics, directory, error, ref)
 
     pool = ThreadPoolExecutor(max_parallel, thread_name_prefix="rankzero-trial")
     futures = [pool.submit(run, number) for number in range(len(params))]
