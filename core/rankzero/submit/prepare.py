@@ -95,7 +95,7 @@ class Request:
         variables = {
             f"{VARIABLE}{name}": digest_of([value.encode(errors="surrogateescape")])
             for name, value in self.env.items()
-            if not (name.startswith(("RANKZERO_", "DAGSTER_PIPES_")) or is_secret(name))
+            if not (name.startswith("RANKZERO_") or is_secret(name))
         }
         return Identity.of(dict(own.parts) | variables)
 
