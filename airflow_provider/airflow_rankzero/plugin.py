@@ -12,12 +12,11 @@ if TYPE_CHECKING or config.is_airflow_3():
 
     LISTENERS: list[Any] = [delivery, marks]
     APPS = [{"app": pages.LazyApp(), "url_prefix": pages.PREFIX, "name": "rankzero"}]
-    VIEWS = pages.external_views()
 else:
     # Airflow 2 loads what it finds installed, and shows the error of a plugin at every command.
     from airflow.plugins_manager import AirflowPlugin
 
-    LISTENERS, APPS, VIEWS = [], [], []
+    LISTENERS, APPS = [], []
 
 
 class RankZeroPlugin(AirflowPlugin):
@@ -26,7 +25,6 @@ class RankZeroPlugin(AirflowPlugin):
     name = "rankzero"
     listeners = LISTENERS
     fastapi_apps = APPS
-    external_views = VIEWS
 
     @classmethod
     def on_load(cls, *args: Any, **kwargs: Any) -> None:
