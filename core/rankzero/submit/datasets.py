@@ -83,7 +83,7 @@ def check(given: object) -> dict[str, Any]:
         if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise InvalidJobError(f"{name!r} cannot name a dataset: use letters, digits and _ . -")
         is_text = isinstance(source, (str, os.PathLike)) and os.fspath(source)
-        if not (is_text or isinstance(source, ResultRef) or _is_frame(source)):
+        if not (is_text or isinstance(source, (ResultRef, Manifest)) or _is_frame(source)):
             raise InvalidJobError(
                 f"dataset {name!r} is of type {qualified_name(type(source))}; give a Spark DataFrame, the path of a "
                 "table, or with a Spark engine the name of a table or a query; write other frames as Parquet"
@@ -96,7 +96,9 @@ def digests_of(sources: Mapping[str, Any], engine: Engine) -> list[tuple[str, st
     found = {}
     for name, source in sources.items():
         source = _opened(source, engine)
-        if _is_frame(source):
+        if isinstance(source, Manifest):
+            found[name] = source.digest
+        elif _is_frame(source):
             from rankzero.engines.spark.materialize import content_of
 
             found[name] = content_of(source)
@@ -129,7 +131,9 @@ def collect(
     try:
         for name, source in sources.items():
             source = _opened(source, engine)
-            if _is_frame(source):
+            if isinstance(source, Manifest):
+                manifests[name] = source
+            elif _is_frame(source):
                 manifests[name] = _of_frame(source, name, run, before.get(name))
             elif is_path(source):
                 manifests[name] = _of_path(source, name)
@@ -200,7 +204,7 @@ def are_readable(manifests: Mapping[str, Manifest], sources: Mapping[str, Any], 
             from rankzero.submit.paths import is_unchanged
 
             source = _opened(sources[name], engine)
-            is_path_of_rows = not _is_frame(source)
+            is_path_of_rows = not _is_frame(source) and not isinstance(source, Manifest)
             is_readable = not is_path_of_rows or is_unchanged(manifest, os.fspath(source), name)
         if not is_readable:
             logger.warning("dataset %r has other rows than in the try before", name)
@@ -218,7 +222,7 @@ def remove_replaced(before: Mapping[str, Manifest], now: Datasets) -> None:
 
 def _source_of(source: Any) -> str:
     """Returns a name of what the user gave, equal in all tries of a step."""
-    if isinstance(source, ResultRef):
+    if isinstance(source, (ResultRef, Manifest)):
         return source.digest
     return "a DataFrame" if _is_frame(source) else os.fspath(source)
 
@@ -250,7 +254,7 @@ def _opened(source: Any, engine: Engine) -> Any:
             f'dataset "{source}" may be a table of Spark, and is a path here: give "./{source}" for the path, or '
             f'"SELECT * FROM {source}" for the table'
         )
-    if _is_frame(source) or is_path(source):
+    if isinstance(source, Manifest) or _is_frame(source) or is_path(source):
         return source
     if session is None:
         return source
