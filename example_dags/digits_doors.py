@@ -8,7 +8,6 @@ from typing import Any
 import digits
 
 from rankzero import distributed as rankzero_distributed
-from rankzero.compat import databricks
 from rankzero.compat.ray_train import ScalingConfig, TorchTrainer
 from rankzero.compat.ray_train import train as ray_train
 
@@ -41,33 +40,7 @@ def ray_trainer(data: Any, epochs: int) -> TorchTrainer:
     return TorchTrainer(ray_loop, train_loop_config=config, scaling_config=ScalingConfig(num_workers=2))
 
 
-@databricks.distributed(gpus=2, use_gpu=False)
-def databricks_function(data: dict[str, Any], epochs: int) -> float:
-    """Databricks' style: ``databricks_function.distributed(...)`` returns the values of all ranks."""
-    return digits.accuracy(digits.train(data, epochs), data)
-
-
 @rankzero_distributed(num_processes=2)
 def decorated(data: dict[str, Any], epochs: int) -> float:
     """The decorator of rankzero itself: a call trains on all ranks and returns rank 0's value."""
     return digits.accuracy(digits.train(data, epochs), data)
-
-
-def accelerate_function(data: dict[str, Any], epochs: int) -> float:
-    """Accelerate's style, as a notebook gives it to ``notebook_launcher``."""
-    import torch
-    from accelerate import Accelerator
-    from torch.utils.data import DataLoader, TensorDataset
-
-    accelerator = Accelerator()
-    torch.manual_seed(digits.SEED)
-    model = digits.build_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
-    loader = DataLoader(TensorDataset(data["train_images"], data["train_labels"]), batch_size=32, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for _ in range(epochs):
-        for images, labels in loader:
-            optimizer.zero_grad()
-            accelerator.backward(torch.nn.functional.cross_entropy(model(images), labels))
-            optimizer.step()
-    return digits.accuracy(accelerator.unwrap_model(model).state_dict(), data)

@@ -21,7 +21,7 @@ TOOLS = "numpy pandas<3 pyarrow psutil pytest pytest-timeout pytest-xdist hypoth
 TOOLS += " moto[s3] flask flask-cors hatchling editables setuptools wheel universal-pathlib"
 
 AIRFLOW = "operator trigger links provider connection tries delivery arguments templates outlets secrets config hook"
-DAGSTER = "asset multi_asset op resource stream failure step io_manager partitions checks metadata pipes imports"
+DAGSTER = "asset multi_asset op resource stream failure step io_manager partitions checks metadata imports"
 DAGSTER += " fields output by_reference step_run"
 
 

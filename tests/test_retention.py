@@ -13,11 +13,10 @@ import fsspec
 import pytest
 
 from rankzero import InvalidJobError, bounds, store
-from rankzero.data.manifest import FILE, File, Manifest, to_bytes
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.run.identity import Asked, Identity
-from rankzero.run.retention import ABANDONED, HALF_REMOVED, HIDDEN, Age, collect, is_due, remove_unread
+from rankzero.run.retention import ABANDONED, HALF_REMOVED, HIDDEN, Age, collect, is_due
 from rankzero.run.status import RunStatus
 from rankzero.submit.submission import submit
 
@@ -117,13 +116,13 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
         location = store.join(root, *path.split("/"))
         store.make_directory(location.rpartition("/")[0])
         store.write_bytes(location, b"hf_mine")
-    # A secret of as many digits as rankzero's tokens, and rows of a sweep to which a user has added a file.
-    for path, text in (("service/token", "0a" * 16), ("service/thesis.txt", "mine"), ("sweep-data/notes.txt", "mine")):
+    # A secret of as many digits as rankzero's tokens, and a directory of rankzero to which a user has added a file.
+    for path, text in (("service/token", "0a" * 16), ("service/thesis.txt", "mine"), ("half-run/notes.txt", "mine")):
         location = store.join(root, *path.split("/"))
         store.make_directory(location.rpartition("/")[0])
         store.write_bytes(location, text.encode())
-    RunDirectory(store.join(root, "sweep-data")).make()
-    others = ["digits-data", "huggingface", "notes.txt", "project", "service", "sweep-data"]
+    RunDirectory(store.join(root, "half-run")).make()
+    others = ["digits-data", "huggingface", "notes.txt", "project", "service", "half-run"]
 
     would = collect(root, MONTH, dry_run=True)
     assert len(names(root)) == 13, "a dry run removes nothing"
@@ -141,7 +140,7 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
     assert names(root) == sorted(["dead-lately", "live", "young", *others])
     assert store.tree_size(store.join(root, "huggingface")) == 14
     assert collect(root, MONTH).removed == []
-    for name in ("service", "sweep-data"):
+    for name in ("service", "half-run"):
         # Long after the last file was written.
         assert store.join(root, name) not in [
             removed.directory for removed in collect(root, MONTH, dry_run=True, now=NOW + 3 * MONTH).removed
@@ -329,53 +328,6 @@ def test_rows_of_a_submitter_that_died_before_its_claim_are_removed(tmp_path: Pa
     (removed,) = collect(str(tmp_path), 60.0, now=time.time() + 2 * bounds.REMOVAL_CLAIM_TIMEOUT).removed
     assert removed.state == "abandoned"
     assert os.listdir(tmp_path) == []
-
-
-def make_rows(root: str) -> str:
-    """The directory of the rows of a sweep, which is no run."""
-    RunDirectory(store.join(root, "nightly-data")).make()
-    rows = store.join(root, "nightly-data", "datasets", "train-0a1b2c3d", "part-0.arrow")
-    store.make_directory(rows.rpartition("/")[0])
-    store.write_bytes(rows, b"rows")
-    return rows
-
-
-def make_trial(root: str, rows: str, status: RunStatus) -> None:
-    """A trial that reads these rows."""
-    run = make_run(root, "nightly-1", status)
-    manifest = Manifest("arrow", "", (File(rows, (1,)),), 8, "digest")
-    store.write_bytes(run.submission_path(0, FILE), to_bytes({"train": manifest}))
-    run.write_submission(replace(make_job("nightly-1"), files={FILE: {"location": run.submission_path(0, FILE)}}))
-    run.write_status(status)
-
-
-def test_rows_of_a_sweep_stay_while_a_trial_lives(root: str) -> None:
-    rows = make_rows(root)
-    # By the real clock: whether a driver on another host lives is no question of the collector's time.
-    now = time.time()
-    make_trial(root, rows, RunStatus(state="running", heartbeat=now, driver_host="elsewhere", driver_pid=1))
-    done = collect(root, 60.0, now=now + 2 * bounds.REMOVAL_CLAIM_TIMEOUT)
-    assert (done.removed, done.problems, done.kept) == ([], {}, 2)
-    assert store.exists(rows)
-
-
-def test_the_end_of_a_sweep_leaves_rows_that_a_trial_of_another_one_reads(root: str) -> None:
-    rows = make_rows(root)
-    make_trial(root, rows, RunStatus(state="running", heartbeat=time.time(), driver_host="elsewhere", driver_pid=1))
-    remove_unread(store.join(root, "nightly-data"))
-    assert store.exists(rows)
-    RunDirectory(store.join(root, "nightly-1")).write_status(ended(time.time()))
-    remove_unread(store.join(root, "nightly-data"))
-    assert not store.exists(rows)
-
-
-def test_rows_of_a_sweep_are_kept_as_long_as_its_last_trial(root: str) -> None:
-    rows = make_rows(root)
-    make_trial(root, rows, ended(NOW + MONTH))
-    assert collect(root, MONTH, now=NOW + MONTH + DAY).removed == []
-    removed = collect(root, MONTH, now=NOW + 2 * MONTH + DAY).removed
-    assert [each.directory.rpartition("/")[2] for each in removed] == ["nightly-1", "nightly-data"]
-    assert names(root) == []
 
 
 def test_a_collector_that_was_stopped_gives_a_run_back_that_lives_again(

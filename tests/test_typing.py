@@ -68,7 +68,7 @@ from dagster_rankzero import TorchDistributorResource
 class Ours(TorchDistributorResource):
     team: str = "vision"
 
-TorchDistributorResource(master="yarn", num_processes=4, timeout=3.0, env={"A": "b"}, pipes=True)
+TorchDistributorResource(master="yarn", num_processes=4, timeout=3.0, env={"A": "b"})
 Ours(team="audio", num_processes=2, store="s3://bucket/runs")
 TorchDistributorResource(num_proceses=4)
 TorchDistributorResource(timeout="soon")

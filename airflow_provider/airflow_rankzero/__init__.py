@@ -1,7 +1,7 @@
 """Airflow provider of rankzero: runs PyTorch training as a task and passes rank 0's result on through XCom.
 
-The modules are thin layers over core, which launches, follows and ends runs. `hooks`, `connection` (the target of a
-training) and `openlineage` are packages; beside them are the operator with its parts, the decorator, the trigger,
+The modules are thin layers over core, which launches, follows and ends runs. `hooks` and `connection` (the target of a
+training) are packages; beside them are the operator with its parts, the decorator, the trigger,
 links, options (`config`) and the plugin. Importing this package imports neither torch nor pyspark, and Airflow only
 when a name is used, since Airflow imports the package while it configures itself.
 """
@@ -23,8 +23,7 @@ _load = lazy_names(
     "_compat.AirflowFailException _compat.AirflowRescheduleException _compat.TaskDeferred arguments.TaskArguments "
     "arguments.TrainingArguments call.keyword call.positional connection.fields.CONN_FIELDS connection.target.Target "
     "decorators.torch_distributor links.DIRECTORY_KEY links.push_links links.ReportLink links.RunDirectoryLink "
-    "links.SparkUILink links.web_address openlineage.lineage.facets openlineage.lineage.Inputs "
-    "openlineage.lineage.inputs_of openlineage.lineage.RunFacts openlineage.lineage.spark_properties "
+    "links.SparkUILink links.web_address "
     "operators.TorchDistributorOperator outlets.fill_outlets paths.dataset_beside plugin.RankZeroPlugin "
     "provider_info.get_provider_info tries.run_id_of tries.TaskTry triggers.RunTrigger xcom.find_lost_key",
 )

@@ -55,7 +55,6 @@ def describe(handle: RunHandle[Any], launcher: Launcher, lease: float | None) ->
     assert launcher.engine
     return {
         "run directory": handle.directory,
-        "trace": handle.trace_id,
         "engine": ", ".join(str(word) for word in launcher.engine.to_spec()[0].values() if word),
         "ranks": describe_world(launcher.num_processes),
         "GPUs": describe_world(launcher.num_processes) if launcher.use_gpu else None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from airflow.sdk import BaseOperator
 
 import rankzero
-from airflow_rankzero import config, log_groups, paths, templates, tries
+from airflow_rankzero import config, log_groups, openlineage, paths, templates, tries
 from airflow_rankzero._compat import (
     AirflowFailException,
     AirflowNotFoundException,
@@ -28,7 +28,6 @@ from airflow_rankzero._compat import (
 from airflow_rankzero.call import RANK_ENVIRONMENT, by_map_index, check_context, keyword, positional
 from airflow_rankzero.connection.target import Target, as_text, mask_secrets
 from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink, push_links
-from airflow_rankzero.openlineage import lineage
 from airflow_rankzero.outlets import record
 from airflow_rankzero.tries import TaskTry, run_id_of
 from airflow_rankzero.xcom import value_of
@@ -156,7 +155,7 @@ class TorchDistributorOperator(BaseOperator):
         self.log_ranks: Any = log_ranks
         self.deferrable = deferrable is not None and deferrable
         self._killed = False
-        self._facts = lineage.RunFacts()
+        self._facts = openlineage.RunFacts()
         try:
             templates.check_early(self)
             check_context(self.train, self.op_args, self.op_kwargs)
@@ -197,16 +196,8 @@ class TorchDistributorOperator(BaseOperator):
                 setattr(self, name, templates.convert(name, getattr(self, name)))
         except InvalidJobError as error:
             raise AirflowFailException(f"{type(error).__name__}: {error}") from error
-        # The world size of an elastic run is not known yet.
-        world_size = self.num_processes if isinstance(self.num_processes, int) else None
-        arguments = (self.op_args, self.op_kwargs)
-        self._facts = replace(self._facts, world_size=world_size, inputs=self._inputs(arguments))
-
-    def _inputs(self, arguments: Any) -> lineage.Inputs:
-        """Returns the training's inputs for OpenLineage; empty without the OpenLineage provider."""
-        if not lineage.is_installed():
-            return lineage.Inputs()
-        return lineage.inputs_of(arguments, self.dataset, self.spark_conf)
+        inputs = openlineage.inputs_of((self.op_args, self.op_kwargs), self.dataset)
+        self._facts = replace(self._facts, inputs=inputs)
 
     def execute(self, context: Context) -> Any:
         """Starts the training, or attaches to what an earlier try started; returns rank 0's value or its handle."""
@@ -338,17 +329,17 @@ class TorchDistributorOperator(BaseOperator):
         self._killed = True
 
     def get_openlineage_facets_on_start(self) -> Any:
-        """Returns the world size and inputs for the OpenLineage provider; None without that provider."""
-        return lineage.facets(self._facts)
+        """Returns the inputs for the OpenLineage provider; None without that provider."""
+        return openlineage.facets(self._facts)
 
     def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
-        """Returns world size, inputs, run directory, and result or error for OpenLineage; None without its provider."""
-        return lineage.facets(self._facts)
+        """Returns inputs, run directory and result for the OpenLineage provider; None without that provider."""
+        return openlineage.facets(self._facts)
 
     get_openlineage_facets_on_failure = get_openlineage_facets_on_complete
 
     def _deliver(self, context: Context, handle: RunHandle[Any], arguments: tuple[Any, ...]) -> Any:
-        inputs = attempt(self.log, "the lineage", lambda: self._inputs(arguments), lineage.Inputs())
+        inputs = openlineage.inputs_of(arguments, self.dataset)
         self._facts = replace(self._facts, directory=handle.directory, inputs=inputs)
         try:
             value = value_of(handle, self, context["ti"])
@@ -358,7 +349,6 @@ class TorchDistributorOperator(BaseOperator):
                 error = error_from_json(json.loads(_DAG_PREFIX.sub("", json.dumps(error.to_json()))))
             if isinstance(error, WorkerFailedError) and error.exit_code in self.skip_on_exit_code:
                 raise AirflowSkipException(f"rank {error.rank} exited with code {error.exit_code}") from error
-            self._facts = replace(self._facts, error=error)
             final = self._final(error, has_checkpoint=handle.status().checkpoint is not None)
             raise final from (error.__cause__ if final is error else error)
         self._facts = replace(self._facts, result=record(self, context, handle))
@@ -366,7 +356,7 @@ class TorchDistributorOperator(BaseOperator):
 
     def _launcher(self, context: Context) -> Launcher:
         target = Target.from_conn_id(self.conn_id) if self.conn_id is not None else Target(master=self.master)
-        engine = target.engine(lineage.spark_properties(as_text("spark_conf", self.spark_conf), context))
+        engine = target.engine(as_text("spark_conf", self.spark_conf))
         if self.deferrable and not engine.drives_elsewhere:
             self.deferrable = not config.warn_if_container_ends_with_task(self.log)
         ti = context["ti"]

@@ -44,7 +44,6 @@ def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, An
         "world_size": handle.world_size,
         "run_directory": handle.directory,
         "run_id": handle.id,
-        **({"trace_id": handle.trace_id} if handle.trace_id else {}),
         "metrics": status.metrics,
         **reports.throughput(rows),
     }

@@ -1,9 +1,9 @@
-"""Addresses of the page *Trainings* of Airflow's web server, which loads its content from `pages_app`."""
+"""Addresses of the pages of runs on Airflow's web server, which loads their content from `pages_app`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from airflow_rankzero import config
 from airflow_rankzero._compat import conf
@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 PREFIX = "/rankzero"
 """Path of the pages below the address of Airflow."""
-
-ROUTE = "trainings"
-"""Route of the pages in Airflow's navigation."""
 
 
 def address_of(directory: str) -> str | None:
@@ -33,12 +30,6 @@ def address_of(directory: str) -> str | None:
     if not base or root != store.normalize(config.store_or_default()):
         return None
     return f"{base}{PREFIX}/runs/{quote(name)}"
-
-
-def external_views() -> list[dict[str, Any]]:
-    """Returns the entries of the pages for Airflow's navigation."""
-    href = f"{urlsplit(_base_url()).path}{PREFIX}/"
-    return [{"name": "Trainings", "href": href, "destination": "nav", "category": "browse", "url_route": ROUTE}]
 
 
 def _base_url() -> str:

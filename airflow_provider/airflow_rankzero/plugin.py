@@ -12,13 +12,12 @@ if TYPE_CHECKING or config.is_airflow_3():
 
     LISTENERS: list[Any] = [delivery, marks]
     APPS = [{"app": pages.LazyApp(), "url_prefix": pages.PREFIX, "name": "rankzero"}]
-    VIEWS = pages.external_views()
     MIDDLEWARES = [{"middleware": marks.Deletions, "args": [], "kwargs": {}, "name": "rankzero"}]
 else:
     # Airflow 2 loads what it finds installed, and shows the error of a plugin at every command.
     from airflow.plugins_manager import AirflowPlugin
 
-    LISTENERS, APPS, VIEWS, MIDDLEWARES = [], [], [], []
+    LISTENERS, APPS, MIDDLEWARES = [], [], []
 
 
 class RankZeroPlugin(AirflowPlugin):
@@ -27,7 +26,6 @@ class RankZeroPlugin(AirflowPlugin):
     name = "rankzero"
     listeners = LISTENERS
     fastapi_apps = APPS
-    external_views = VIEWS
     fastapi_root_middlewares = MIDDLEWARES
 
     @classmethod

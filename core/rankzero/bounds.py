@@ -252,11 +252,8 @@ HVD_ROUND_PAUSE = 0.001
 WATCH_INTERVAL = 2.0
 """Seconds between two listings of a store with ``--watch``."""
 
-EXPORT_TIMEOUT = 5.0
-"""Seconds for one request to the collector of OpenTelemetry."""
-
 TRACKER_UPLOAD_INTERVAL = 60.0
-"""Least seconds between two uploads to an object store, which cannot append, or two exports to OpenTelemetry."""
+"""Least seconds between two uploads to an object store, which cannot append."""
 
 # Submitters, readers and followers of a run.
 

@@ -15,7 +15,7 @@ from rankzero.train.context import RANK_PROCESS
 
 if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
-    from rankzero.sweep import Search, Sweep
+    from rankzero.sweep import Sweep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,7 +65,7 @@ class DistributedFunction(Generic[P, R]):
         """Starts a run that outlives this process. Returns and raises like `Launcher.submit`."""
         return self.launcher.submit(self.launch_function, *args, **kwargs)
 
-    def map(self, params: Iterable[Mapping[str, Any]] | Search, /, **options: Any) -> Sweep:
+    def map(self, params: Iterable[Mapping[str, Any]], /, **options: Any) -> Sweep:
         """Trains with many sets of keyword arguments. Takes, returns and raises what `Launcher.map` does."""
         return self.launcher.map(self.launch_function, params, **options)
 

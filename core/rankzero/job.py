@@ -70,7 +70,6 @@ class Job:
         num_processes: World size; for an elastic job the largest.
         min_processes: The smallest world size of an elastic job; None if the size is fixed.
         params: The arguments by name, as short plain values: see `RunHandle.params`.
-        traceparent: The trace context that the run continues: see `rankzero.submit.trackers`.
         prices: The submitter's prices of an hour of ``gpu`` and ``core``, in ``currency``; see `rankzero.report.cost`.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it ends with none.
         submission: Number of earlier submissions of this run id.
@@ -115,7 +114,6 @@ class Job:
     params: dict[str, Any] = field(default_factory=dict)
     code_version: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
-    traceparent: str = ""
     prices: dict[str, Any] = field(default_factory=dict)
     owner: dict[str, Any] | None = None
     submission: int = 0
@@ -137,12 +135,6 @@ class Job:
     def encrypts(self, *, by_default: bool) -> bool:
         """Returns True if connections between agents and driver are encrypted; ``by_default`` applies to None."""
         return by_default if self.encrypt is None else self.encrypt
-
-    @property
-    def trace_id(self) -> str | None:
-        """The id of the trace that the run continues; None if there is none."""
-        found = re.fullmatch(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}", self.traceparent)
-        return found[1] if found else None
 
     @property
     def num_tasks(self) -> int:
@@ -210,7 +202,6 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "params": dict,
     "metrics": dict,
     "labels": dict,
-    "traceparent": str,
     "prices": dict,
     "engine": dict,
     "identity_parts": dict,

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from rankzero.run.tries import PipelineTry
     from rankzero.submit import durable
     from rankzero.submit.prepare import Request
-    from rankzero.sweep import Search, StopRule, Sweep
-    from rankzero.sweep.trials import Mode
+    from rankzero.sweep import Mode, Sweep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -148,13 +147,12 @@ class Launcher(Options):
     def map(
         self,
         train: Any,
-        params: Iterable[Mapping[str, Any]] | Search,
+        params: Iterable[Mapping[str, Any]],
         /,
         *,
         metric: str | None = None,
         mode: Mode = "min",
         max_parallel: int = 1,
-        stop: StopRule | None = None,
     ) -> Sweep:
         """Runs a sweep: trains with many sets of keyword arguments, some in parallel, and compares the trials.
 
@@ -162,21 +160,20 @@ class Launcher(Options):
         trial that fails does not end the sweep; an interrupt of this call ends all trials. Called again with the same
         ``run_id`` after an interrupt, the sweep returns results that had succeeded, and trains only the rest; trials
         may then be added, left out or reordered. After a call that has returned, the next one trains all trials again,
-        and resumes those that had failed. A DataFrame is computed once for all trials. Trials share this engine: with
+        and resumes those that had failed. Trials share this engine: with
         ``SparkEngine(session=...)`` one session, and the cluster needs slots for ``max_parallel`` of them; with
         ``SparkEngine(master=...)`` each starts its own.
 
         Args:
             train: As for `run`; a function that takes keyword arguments.
-            params: A dict of keyword arguments for each trial, or a `rankzero.sweep.OptunaSearch`.
+            params: A dict of keyword arguments for each trial.
             metric: The metric by which trials are compared: the last value that rank 0 of each reported by
                 `rankzero.train.report`. A trial whose last value is nan or infinite is the worst.
             mode: ``"min"`` or ``"max"``: whether smaller or larger values are better.
             max_parallel: Trials that run at the same time.
-            stop: Rule that ends trials early: a `rankzero.sweep.MedianRule` or `rankzero.sweep.SuccessiveHalving`.
 
         Returns:
-            A `rankzero.sweep.Sweep`: a sequence of trials, with ``best`` and, as a table, ``rows()``.
+            A `rankzero.sweep.Sweep`: a sequence of trials, with ``best``.
 
         Raises:
             InvalidJobError: the sweep was rejected before anything started.
@@ -194,33 +191,21 @@ class Launcher(Options):
         """
         from rankzero.run.handle import RunHandle
         from rankzero.run.printing import print_line
-        from rankzero.run.retention import remove_unread
-        from rankzero.submit import datasets
-        from rankzero.sweep.search import ListedParams, Search
-        from rankzero.sweep.trials import STOPPED, RunNames, run_trials
+        from rankzero.sweep import checked, run_ids, run_trials
 
         COUNT_FROM_ONE.check("max_parallel", max_parallel)
         if mode not in ("min", "max"):
             raise InvalidJobError(f'mode is {mode!r}; use "min" or "max"')
-        if stop is not None and metric is None:
-            raise InvalidJobError('stop= decides by a metric: give metric="loss"')
-        search = params if isinstance(params, Search) else ListedParams(params)
+        listed = checked(params)
+        names = run_ids(self.run_id, listed)
 
-        names = RunNames(self.run_id)
-        request = self._for(train)._request()
-        sources, rows = datasets.share(request.sources, request.engine, request.root, request.template)
-        trials = self.options(dataset=sources) if rows else self
+        def start(number: int) -> AbstractContextManager[RunHandle[Any]]:
+            return self.options(run_id=names[number]).owned(train, (), listed[number])
 
-        def start(given: dict[str, Any]) -> AbstractContextManager[RunHandle[Any]]:
-            return trials.options(run_id=names.of(given)).owned(train, (), given)
-
-        sweep = run_trials(start, search, metric, mode, max_parallel, stop, print_line)
-        finished = [trial for trial in sweep.trials if trial.result or trial.state == STOPPED]
-        if rows and (self.run_id is None or len(finished) == len(sweep.trials)):
-            # No trial can be resumed any more.
-            remove_unread(rows.directory)
-        for trial in finished:
-            self._acknowledge(RunHandle.attach(trial.directory))
+        sweep = run_trials(start, listed, metric, mode, max_parallel, print_line)
+        for trial in sweep:
+            if trial.result:
+                self._acknowledge(RunHandle.attach(trial.directory))
         return sweep
 
     @overload
@@ -365,7 +350,7 @@ class Launcher(Options):
         world = self._world()
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
-        env = {**trackers.trace_environment(), **(self.env or {})}
+        env = dict(self.env or {})
         env |= log_level.environment(env)
         decided = {
             "run_id": self.run_id or "",
@@ -376,7 +361,6 @@ class Launcher(Options):
             "checkpoints": asdict(self.checkpoints),
             "labels": dict(self.labels or {}),
             "engine": {},
-            "traceparent": env.get(trackers.TRACEPARENT, ""),
         }
         engine = self._engine()
         return Request(

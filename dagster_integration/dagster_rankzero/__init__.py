@@ -5,7 +5,7 @@ Each line imports only from the lines below it:
     component                        a training as a folder with a YAML file
     decorators/                      functions that become assets and ops
     resource  launcher_fields        runs a training for a step; its options
-    step  step_run  failure  pipes   one try of a step, its run, the meaning of its errors
+    step  step_run  failure          one try of a step, its run, the meaning of its errors
     output  io_manager/              the output of a step, and its storage
     arguments/  metadata  checks     arguments of ranks; metadata for the UI; asset checks
     fields  _compat                  names of fields; every use of Dagster's private interfaces

@@ -173,7 +173,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         is_config = dataclasses.is_dataclass(given) and not isinstance(given, type)
         return dataclasses.asdict(given) if is_config else given
 
-    def _launcher(self, env: Mapping[str, str]) -> "Launcher":
+    def _launcher(self) -> "Launcher":
         from rankzero import CheckpointConfig, InvalidJobError, Launcher
         from rankzero.pipeline import store
 
@@ -185,7 +185,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         options = {name: getattr(self, name) for name in OPTIONS}
         options |= {
             "num_processes": self._world,
-            "env": {**self.env, **env},
+            "env": dict(self.env),
             "checkpoints": CheckpointConfig(**dict(self.checkpoints)),
         }
         if self._dataset is not None:

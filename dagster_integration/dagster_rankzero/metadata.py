@@ -67,8 +67,6 @@ def _describe_end(handle: "RunHandle[Any]") -> _Entries:
     }
     if status.started is not None and status.ended is not None:
         entries["duration_seconds"] = dg.MetadataValue.float(round(status.ended - status.started, 3))
-    if handle.trace_id:
-        entries["trace_id"] = dg.MetadataValue.text(handle.trace_id)
     if status.engine_url:
         entries["spark_ui"] = dg.MetadataValue.url(status.engine_url)
     for name, value in status.metrics.items():

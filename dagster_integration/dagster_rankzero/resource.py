@@ -3,7 +3,6 @@
 import functools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
 import dagster as dg
@@ -15,7 +14,6 @@ from dagster_rankzero.launcher_fields import LauncherFields
 from dagster_rankzero.output import build_result, check_single, single_output, value_of
 
 if TYPE_CHECKING:
-    from dagster_rankzero.pipes import PipesCall
     from dagster_rankzero.step import Step
     from rankzero import RunHandle
 
@@ -56,12 +54,6 @@ class TorchDistributorResource(LauncherFields):
         description="Deliver a ResultRef instead of the value, so that the step never loads a large result. Left out: "
         "to a RankZeroIOManager, which stores the file that it stands for, unless the output has a type that Dagster "
         "checks. Any other IO manager would store the small handle, good as long as the run directory is kept.",
-    )
-    pipes: bool = Field(
-        default=False,
-        description="Let rank 0 speak Dagster Pipes: its function calls dagster_pipes.open_dagster_pipes() to log, and "
-        "to report metadata, checks and messages. For assets that are alone in their step, and ops; needs the package "
-        "dagster-pipes on the executors.",
     )
     retry_user_errors: bool = Field(
         default=True,
@@ -243,31 +235,17 @@ class TorchDistributorResource(LauncherFields):
         handle: RunHandle[Any] | None = None
         step, output = Step.of(context), single_output(context)
         shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
-        with self._open_pipes(context) as call:
-            try:
-                launcher = self._launcher(call.env if call else {})
-                with step_run.open_run(launcher, step, context, *shipped) as opened:
-                    handle = opened.handle
-                    show = functools.partial(print_line, run_id=handle.id)
-                    on_line = call.passing(show) if call else show
-                    # Rank 0's messages are among its lines, so these are always followed.
-                    ranks = [0, *self.log_ranks] if call and self.log_ranks is not None else self.log_ranks
-                    for metrics in step_run.follow(
-                        opened, step, context.log, on_line, self.observation_interval, ranks, whole=call is not None
-                    ):
-                        yield from observe(context, metrics)
-                value = value_of(context, handle, output, self.by_reference)
-                if step is not None:
-                    step_run.offer(handle, step, context.log)
-                    self._offered.append((handle, step))
-            except RankZeroError as error:
-                raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
-        result = build_result(context, handle, value, output)
-        yield call.add_to(context, result) if call else result
-
-    def _open_pipes(self, context: Any) -> "AbstractContextManager[PipesCall | None]":
-        if not self.pipes:
-            return nullcontext()
-        from dagster_rankzero import pipes
-
-        return pipes.open_call(context)
+        try:
+            with step_run.open_run(self._launcher(), step, context, *shipped) as opened:
+                handle = opened.handle
+                show = functools.partial(print_line, run_id=handle.id)
+                interval = self.observation_interval
+                for metrics in step_run.follow(opened, step, context.log, show, interval, self.log_ranks):
+                    yield from observe(context, metrics)
+            value = value_of(context, handle, output, self.by_reference)
+            if step is not None:
+                step_run.offer(handle, step, context.log)
+                self._offered.append((handle, step))
+        except RankZeroError as error:
+            raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
+        yield build_result(context, handle, value, output)

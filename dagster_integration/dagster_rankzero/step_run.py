@@ -133,8 +133,6 @@ def follow(
     on_line: Callable[[str], None],
     interval: float | None,
     log_ranks: Collection[int] | None = None,
-    *,
-    whole: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Shows the output of the ranks until the run has ended; leaves or ends it once the Dagster run has ended.
 
@@ -145,7 +143,6 @@ def follow(
         on_line: Receives every line, with its ``[rank]`` prefix.
         interval: Least seconds between two yields of metrics, which grow with the run's age. None yields no metrics.
         log_ranks: Ranks whose lines are shown; None for all. A rank whose failure ends the run is shown as well.
-        whole: Whether to show every line, including all that an earlier try has shown.
 
     Yields:
         The last value of each of rank 0's metrics, whenever they have changed.
@@ -153,7 +150,7 @@ def follow(
     Raises:
         rankzero.RankZeroError: the Dagster run has ended, and the training continues for another one.
     """
-    follower = Follower(opened.handle, ranks=log_ranks, attached=opened.attached, whole=whole)
+    follower = Follower(opened.handle, ranks=log_ranks, attached=opened.attached)
     latest: dict[str, Any] = {}
     shown: dict[str, Any] = {}
     started = next_at = time.monotonic()

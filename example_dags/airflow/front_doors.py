@@ -1,7 +1,7 @@
-"""Trainings that were written for Ray Train, Databricks and Accelerate, and one with a decorator, each as a task.
+"""A training that was written for Ray Train, and one with a decorator, each as a task.
 
 A task of the operator is durable: the next try attaches to its training, or resumes it. A function that starts its
-ranks itself, in a plain task, ends with the task. The task ``accelerate`` needs the package of that name.
+ranks itself, in a plain task, ends with the task.
 """
 
 import os
@@ -13,7 +13,6 @@ from airflow.sdk import dag, task
 
 from airflow_rankzero import TorchDistributorOperator, config
 from rankzero import ResultRef
-from rankzero.compat.accelerate import notebook_launcher
 
 EPOCHS = int(os.environ.get("DIGITS_EPOCHS", "25"))
 
@@ -25,14 +24,6 @@ def front_doors() -> None:
     @task
     def prepare() -> ResultRef:
         return ResultRef.save(digits.prepare(), f"{config.store_or_default()}/digits-data")
-
-    @task
-    def databricks(data: ResultRef) -> float:
-        return max(digits_doors.databricks_function.distributed(data, EPOCHS))
-
-    @task
-    def accelerate(data: ResultRef) -> float:
-        return notebook_launcher(digits_doors.accelerate_function, (data, EPOCHS), num_processes=2)
 
     @task
     def ray_train(data: ResultRef) -> float:
@@ -47,8 +38,6 @@ def front_doors() -> None:
         conn_id=os.environ.get("DIGITS_CONN_ID"),
     )
     ray_train(data)
-    databricks(data)
-    accelerate(data)
 
 
 front_doors()

@@ -1,9 +1,8 @@
-"""Trainings that were written for Ray Train, Databricks and Accelerate, and one with a decorator, each as an asset.
+"""A training that was written for Ray Train, and one with a decorator, each as an asset.
 
     dagster dev -f example_dags/dagster/front_doors.py -d example_dags
 
-What the resource runs is durable: the next try of the step attaches to its training, or resumes it. A function that
-starts its ranks itself ends with the step. The asset ``accelerate_accuracy`` needs the package ``accelerate``.
+What the resource runs is durable: the next try of the step attaches to its training, or resumes it.
 """
 
 import os
@@ -14,7 +13,6 @@ import digits
 import digits_doors
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
-from rankzero.compat.accelerate import notebook_launcher
 
 EPOCHS = int(os.environ.get("DIGITS_EPOCHS", "25"))
 
@@ -41,19 +39,7 @@ def decorated_accuracy(
     return torch_distributor.run(context, digits_doors.decorated, door_scans, EPOCHS)
 
 
-@dg.asset(kinds={"pytorch"})
-def databricks_accuracy(door_scans: dict[str, Any]) -> float:
-    """The best value of all ranks, which Databricks' decorator returns."""
-    return max(digits_doors.databricks_function.distributed(door_scans, EPOCHS))
-
-
-@dg.asset(kinds={"pytorch"})
-def accelerate_accuracy(door_scans: dict[str, Any]) -> float:
-    """The function of a notebook, by Accelerate's ``notebook_launcher``."""
-    return notebook_launcher(digits_doors.accelerate_function, (door_scans, EPOCHS), num_processes=2)
-
-
-TRAININGS = [ray_train_accuracy, decorated_accuracy, databricks_accuracy, accelerate_accuracy]
+TRAININGS = [ray_train_accuracy, decorated_accuracy]
 
 defs = dg.Definitions(
     assets=[door_scans, *TRAININGS],

@@ -35,7 +35,7 @@ shown["reference"] = [back == ref, back.summary, "airflow_rankzero.operators" in
 
 from airflow_rankzero import TorchDistributorOperator, torch_distributor
 import airflow_rankzero.plugin, airflow_rankzero.links, airflow_rankzero.connection.target
-import airflow_rankzero.hooks.rankzero, airflow_rankzero.openlineage.lineage
+import airflow_rankzero.hooks.rankzero, airflow_rankzero.openlineage
 heavy = {"torch", "pyspark", "py4j", "cloudpickle", "numpy", "pandas"}
 shown["heavy"] = sorted(heavy & (set(sys.modules) - before))
 

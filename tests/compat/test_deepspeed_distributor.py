@@ -71,7 +71,7 @@ def test_no_configuration_and_one_of_the_executors(tmp_path: Path) -> None:
         ({"numGpus": 0}, "numGpus is 0"),
         ({"nnodes": 1.5}, "nnodes is 1.5"),
         ({"deepspeedConfig": 7}, "deepspeedConfig is a int"),
-        ({"deepspeedConfig": __file__}, "is no JSON"),
+        ({"deepspeedConfig": __file__}, "is no JSON object"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -107,10 +107,8 @@ def test_trainings_of_other_launchers_are_assets(
     monkeypatch.setenv("DIGITS_EPOCHS", "1")
     monkeypatch.setenv("RANKZERO_STORE", str(tmp_path / "own runs"))
     module, defs = load("front_doors")
-    has_accelerate = importlib.util.find_spec("accelerate") is not None
-    trainings = [each for each in module.TRAININGS if has_accelerate or each is not module.accelerate_accuracy]
-    result = dg.materialize([module.door_scans, *trainings], resources=defs.resources, instance=instance)
-    for each in trainings:
+    result = dg.materialize([module.door_scans, *module.TRAININGS], resources=defs.resources, instance=instance)
+    for each in module.TRAININGS:
         value = result.output_for_node(each.op.name)
         assert 0.3 < (value.load() if isinstance(value, ResultRef) else value) <= 1, each.op.name
 

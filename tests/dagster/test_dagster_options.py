@@ -26,7 +26,6 @@ OF_DAGSTER_ALONE = {
     "spark_conf": "the engine",
     "observation_interval": "Dagster's own",
     "by_reference": "Dagster's own",
-    "pipes": "Dagster's own",
     "retry_user_errors": "of a pipeline, as Airflow's operator has it",
     "log_ranks": "of whoever follows, as Airflow's operator has it",
 }
@@ -121,7 +120,7 @@ def test_they_reach_the_run(
     assert job["checkpoints"] == {"num_to_keep": None, "metric": "loss", "mode": "max"}
     assert (job["max_restarts"], job["max_preemptions"], job["ports"]) == (1, 3, [20000, 29999])
     assert job["warm_start"] is warm_start
-    assert configured.options(warm_start=False)._launcher({}).warm_start is False
+    assert configured.options(warm_start=False)._launcher().warm_start is False
 
 
 def test_a_wrong_way_to_keep_checkpoints_is_refused_when_defined() -> None:
@@ -134,18 +133,18 @@ def test_a_wrong_way_to_keep_checkpoints_is_refused_when_defined() -> None:
 def test_an_elastic_world_is_two_fields_and_a_pair_in_python() -> None:
     pair = TorchDistributorResource(num_processes=(2, 8))  # type: ignore[arg-type]
     assert (pair.num_processes, pair.min_processes) == (8, 2)
-    assert pair._launcher({}).num_processes == (2, 8)
-    assert TorchDistributorResource(num_processes=8, min_processes=2)._launcher({}).num_processes == (2, 8)
-    assert pair.options(max_restarts=1)._launcher({}).num_processes == (2, 8)
+    assert pair._launcher().num_processes == (2, 8)
+    assert TorchDistributorResource(num_processes=8, min_processes=2)._launcher().num_processes == (2, 8)
+    assert pair.options(max_restarts=1)._launcher().num_processes == (2, 8)
     # One number is one number, whatever the resource says.
-    assert pair.options(num_processes=4)._launcher({}).num_processes == 4
-    assert TorchDistributorResource().options(num_processes=(1, 3))._launcher({}).num_processes == (1, 3)
+    assert pair.options(num_processes=4)._launcher().num_processes == 4
+    assert TorchDistributorResource().options(num_processes=(1, 3))._launcher().num_processes == (1, 3)
 
 
 def test_a_world_of_what_there_is_is_a_word_in_python_and_null_in_the_launchpad() -> None:
     @dg.op(out=dg.Out(str))
     def world(torch_distributor: TorchDistributorResource) -> str:
-        return str(torch_distributor._launcher({}).num_processes)
+        return str(torch_distributor._launcher().num_processes)
 
     @dg.job(resource_defs={"torch_distributor": TorchDistributorResource.configure_at_launch()})
     def launch() -> None:
@@ -153,17 +152,16 @@ def test_a_world_of_what_there_is_is_a_word_in_python_and_null_in_the_launchpad(
 
     config = {"resources": {"torch_distributor": {"config": {"num_processes": None}}}}
     assert launch.execute_in_process(config).output_for_node("world") == "auto"
-    assert TorchDistributorResource(num_processes="auto")._launcher({}).num_processes == "auto"  # type: ignore[arg-type]
+    assert TorchDistributorResource(num_processes="auto")._launcher().num_processes == "auto"  # type: ignore[arg-type]
     assert (
-        TorchDistributorResource(num_processes=(2, 8)).options(num_processes="auto")._launcher({}).num_processes
-        == "auto"
+        TorchDistributorResource(num_processes=(2, 8)).options(num_processes="auto")._launcher().num_processes == "auto"
     )  # type: ignore[arg-type]
 
 
 def test_exceptions_to_restart_on_are_kept_by_name() -> None:
     resource = TorchDistributorResource(max_restarts=1, restart_on=["CUDA error", ConnectionError])  # type: ignore[list-item]
     assert resource.restart_on == ["CUDA error", "ConnectionError"]
-    assert resource._launcher({}).restart_on == ("CUDA error", "ConnectionError")
+    assert resource._launcher().restart_on == ("CUDA error", "ConnectionError")
     assert TorchDistributorResource(restart_on=ValidationError).restart_on == [  # type: ignore[arg-type]
         f"{ValidationError.__module__}.ValidationError"
     ]

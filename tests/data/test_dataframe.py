@@ -16,7 +16,7 @@ from tests.conftest import until
 from tests.test_secrets import SECRET, files_with_the_secret
 
 import rankzero.train as rt
-from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, SparkEngine
+from rankzero import EngineError, InvalidJobError, Launcher, SparkEngine
 from rankzero.data.manifest import Manifest
 from rankzero.engines.spark import materialize as materializing
 from rankzero.engines.spark.materialize import content_of, materialize, row_hash
@@ -345,37 +345,6 @@ def _fail_or_count(number: int, folder: str) -> int:
     if number == 1 and not Path(folder, "go").exists():
         raise RuntimeError("no more")
     return rows + number
-
-
-@pytest.mark.soak
-def test_spark_computes_the_frame_of_a_sweep_once(session: Any, tmp_path: Path, written: list[str]) -> None:
-    launcher = Launcher(1, store=tmp_path / "runs", run_id="s", dataset=session.range(100))
-    params = [{"number": number, "folder": str(tmp_path)} for number in range(3)]
-    sweep = launcher.map(_fail_or_count, params)
-    assert [trial.state for trial in sweep] == ["succeeded", "failed", "succeeded"]
-    assert written == ["train"]
-    # The rows of the trial that can be resumed are there, and none of its own.
-    assert len(glob.glob(f"{tmp_path}/runs/*/datasets/*")) == 1
-    (tmp_path / "go").touch()
-    again = launcher.map(_fail_or_count, params)
-    assert [trial.load() for trial in again] == [100, 101, 102]
-    assert written == ["train"]
-    assert glob.glob(f"{tmp_path}/runs/*/datasets/*") == []
-
-
-def test_a_sweep_does_not_keep_its_rows_in_a_run(session: Any, tmp_path: Path) -> None:
-    launcher = Launcher(1, store=tmp_path / "runs")
-    assert launcher.options(run_id="s-data").run(max, 1, 2) == 2
-    sweep = launcher.options(run_id="s", dataset=session.range(100))
-    with pytest.raises(InvalidJobError, match="'s' would be in .*s-data, which is a run"):
-        sweep.map(_fail_or_count, [{"number": 0, "folder": str(tmp_path)}])
-    assert RunHandle[int].attach(tmp_path / "runs" / "s-data").result() == 2
-    image = tmp_path / "runs" / "mine-data" / "train" / "image"
-    image.parent.mkdir(parents=True)
-    image.touch()
-    with pytest.raises(InvalidJobError, match=r"mine-data holds files of others \(train\)"):
-        sweep.options(run_id="mine").map(_fail_or_count, [{"number": 0, "folder": str(tmp_path)}])
-    assert image.exists()
 
 
 def test_spark_writes_nothing_for_a_training_that_resumes(session: Any, tmp_path: Path, written: list[str]) -> None:

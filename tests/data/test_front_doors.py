@@ -1,5 +1,7 @@
 """Datasets through the front doors: TorchDistributor, Ray Train, Dagster."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rankzero.train as rt
-from rankzero import InvalidJobError, Launcher, TorchDistributor
+from rankzero import InvalidJobError, Launcher, TorchDistributor, WorkerFailedError
 from rankzero.compat.ray_train import ScalingConfig, TorchTrainer, train
 from rankzero.compat.torch_distributor import _get_spark_partition_data_loader
 
@@ -66,6 +68,29 @@ def test_train_on_dataframe(session: Any, tmp_path: Path, monkeypatch: pytest.Mo
     frame = session.range(0, 5, 1, 1).selectExpr("id", "array(id, id) AS x")
     found = distributor._train_on_dataframe(partition_loader, frame, 3, 0)
     assert found == [[[0, 1, 0], [3, 2]]]
+
+
+def count_between(started: Path, end: Path) -> int:
+    started.touch()
+    while not end.exists():
+        time.sleep(0.02)
+    return rt.get_dataset_shard().num_rows
+
+
+def test_two_threads_train_on_rows_of_their_own(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKZERO_STORE", str(tmp_path / "runs"))
+    distributor = TorchDistributor(1, local_mode=False, use_gpu=False)
+    one, both, first_ended = (tmp_path / name for name in ("one", "both", "first-ended"))
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(distributor._train_on_dataframe, count_between, session.range(3), one, both)
+        while not one.exists():
+            time.sleep(0.02)
+        second = pool.submit(distributor._train_on_dataframe, count_between, session.range(5), both, first_ended)
+        assert first.result() == 3
+        first_ended.touch()
+        assert second.result() == 5
+    with pytest.raises(WorkerFailedError, match="dataset"):
+        distributor.run(count)
 
 
 def count() -> int:

@@ -18,7 +18,7 @@ PLACE = re.compile(r"%[-+.\d]*[sdgfr]|\{\w*\}")
 DIFFERS = re.compile(r"\.\.\.|'\w+'|SIG[A-Z]+ \(|\(did you mean|\?\)")
 """The parts of a message on a page that differ from one time to another."""
 
-OF_OTHERS = ("No module named 'dagster_pipes'", "RuntimeError: Numpy is not available")
+OF_OTHERS = ("RuntimeError: Numpy is not available",)
 """Messages of Python and torch."""
 
 

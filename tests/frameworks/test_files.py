@@ -1,20 +1,16 @@
-"""TensorBoard's event files and W&B's offline runs, read by their own readers: `make test-frameworks`."""
+"""TensorBoard's event files, read by its own reader: `make test-frameworks`."""
 
 from __future__ import annotations
 
-import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError, store
 from rankzero.run.names import EVENTS
-from rankzero.tracking import TensorBoard, WandB
-from rankzero.tracking.tracker import Folder
+from rankzero.tracking import TensorBoard
 
 
 @pytest.fixture(autouse=True)
@@ -91,74 +87,8 @@ def test_tensorboards_files_lie_on_the_object_store_of_their_run(tmp_path: Path,
     assert scalars(tmp_path / "copy")["loss"] == LOSS
 
 
-def history(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of an offline run: W&B's messages in records of LevelDB's log format, behind seven bytes."""
-    import json
-
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, whole = path.read_bytes(), 7, b""
-    assert data.startswith(b":W&B")
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            record, whole = Record.FromString(whole), b""
-            if record.HasField("history"):
-                yield {
-                    item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
-                }
-
-
-def test_an_offline_run_of_wandb(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    wandb = pytest.importorskip("wandb", reason="make test-frameworks")
-    # Its service is this process's, with which it would end.
-    request.addfinalizer(wandb.teardown)
-    (tmp_path / "marker").touch()
-    launcher = Launcher(1, store=tmp_path, run_id="one", trackers=[WandB("digits")], labels={"dag": "digits"})
-    launcher.run(fail_first, str(tmp_path / "marker"))
-    (path,) = (tmp_path / "one" / "wandb").rglob("*.wandb")
-    rows = list(history(path))
-    assert [(row["step"], row["loss"]) for row in rows] == LOSS
-
-
-def test_an_offline_run_of_wandb_is_whole_when_it_is_uploaded(
-    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """W&B's service writes the end of the file after `finish` has returned, and often before anybody can look."""
-    wandb = pytest.importorskip("wandb", reason="make test-frameworks")
-    request.addfinalizer(wandb.teardown)
-    uploaded, close = [], Folder.close
-
-    def note(folder: Folder) -> None:
-        (path,) = Path(folder.path).rglob("*.wandb")
-        uploaded.append(len(list(history(path))))
-        close(folder)
-
-    monkeypatch.setattr(Folder, "close", note)
-
-    def report(steps: int) -> None:
-        import rankzero.train as rt
-
-        for step in range(steps):
-            rt.report({"step": step, "loss": 0.5})
-
-    # The last one has several blocks.
-    lengths = [1, 2, 3, 4, 1000]
-    for steps in lengths:
-        Launcher(1, store=tmp_path, trackers=[WandB("digits")]).run(report, steps)
-    assert uploaded == lengths
-
-
-def test_without_their_packages_they_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_package_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    for name in ("tensorboard", "wandb"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for tracker, name in ((TensorBoard(), "tensorboard"), (WandB(), "wandb")):
-        with pytest.raises(InvalidJobError, match=f"needs {name}: pip install 'rankzero.{name}.'"):
-            tracker.check()
+    monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
+    with pytest.raises(InvalidJobError, match="needs tensorboard: pip install 'rankzero.tensorboard.'"):
+        TensorBoard().check()

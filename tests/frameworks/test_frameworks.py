@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
-from rankzero.compat.accelerate import notebook_launcher
 from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
 
 
@@ -172,38 +171,6 @@ def test_the_function_of_a_notebook_launcher_and_the_call_of_it_in_a_rank(launch
     alone, other = launcher.options(num_processes=1).run(accelerate_fit, 0.1)
     assert alone == [1, 8]
     assert not weight.equal(other), "each rank had half of the rows"
-
-
-@needs("accelerate")
-def test_a_cell_moves_over_by_the_import_of_its_notebook_launcher(launcher: Launcher) -> None:
-    def precision() -> tuple[int, str]:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator()
-        return accelerator.num_processes, accelerator.mixed_precision
-
-    assert notebook_launcher(precision, (), 2, "bf16", launcher=launcher) == (2, "bf16")
-    world, _ = notebook_launcher(accelerate_fit, (0.1,), num_processes=2, launcher=launcher)
-    assert world == [2, 4]
-
-
-@needs("accelerate")
-def test_a_notebook_launcher_of_several_processes_makes_a_world_of_its_own_in_a_rank(
-    launcher: Launcher, tmp_path: Path
-) -> None:
-    def write_world(folder: Path) -> None:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(cpu=True)
-        (folder / f"{accelerator.process_index} of {accelerator.num_processes}").touch()
-
-    def cell(folder: Path) -> None:
-        from accelerate import notebook_launcher
-
-        notebook_launcher(write_world, (folder,), num_processes=2)
-
-    launcher.options(num_processes=1).run(cell, tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("* of *")) == ["0 of 2", "1 of 2"]
 
 
 @needs("torchdata")

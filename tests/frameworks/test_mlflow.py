@@ -1,4 +1,4 @@
-"""MLflow: runs, and a registry with a champion, on a real server: `make test-frameworks`."""
+"""MLflow: runs on a real server, and a model in its registry: `make test-frameworks`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.conftest import free_port, until
 from tests.docs.pages import blocks
 from tests.frameworks.conftest import TRACKING
 
-from rankzero import InvalidJobError, Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError
-from rankzero.tracking import MLflow, load_model, register_model
+from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
+from rankzero.tracking import MLflow
 
 mlflow = pytest.importorskip("mlflow", reason="make test-frameworks")
 
@@ -188,11 +188,9 @@ def test_a_training_on_a_new_disk_is_another_run(server: str, client: Any, tmp_p
         rt.report({"step": 0, "loss": lr})
         return lr
 
-    refs = []
     for lr in (0.1, 0.9):
         launcher = Launcher(1, store=tmp_path / "runs", run_id="one", trackers=[MLflow(server, experiment="new disk")])
-        with launcher.owned(train, (lr,), {}) as handle:
-            refs.append(handle.result_ref())
+        launcher.run(train, lr)
         (tmp_path / "runs").rename(tmp_path / f"runs-{lr}")
     found = {run.data.params["lr"]: run for run in runs(client, "new disk")}
     assert {
@@ -201,11 +199,6 @@ def test_a_training_on_a_new_disk_is_another_run(server: str, client: Any, tmp_p
         "0.1": [0.1],
         "0.9": [0.9],
     }
-    # A version belongs to the run of its training, not to one of the same path.
-    (tmp_path / "runs-0.1").rename(tmp_path / "runs")
-    register_model(refs[0], "on a disk", {"loss": 0.1}, metric="loss", mode="min", uri=server)
-    version = client.get_model_version_by_alias("on a disk", "champion")
-    assert version.run_id == found["0.1"].info.run_id
 
 
 def test_names_that_mlflow_does_not_tell_apart_stay_different(server: str, client: Any, tmp_path: Path) -> None:
@@ -229,75 +222,25 @@ def test_a_server_that_is_away_costs_the_run_nothing(tmp_path: Path, monkeypatch
     assert Launcher(1, store=tmp_path, trackers=[tracker]).run(float, "0.5") == 0.5
 
 
-def test_only_a_better_result_becomes_the_champion(server: str, client: Any, tmp_path: Path) -> None:
-    import torch
-
-    def make(value: float) -> Any:
-        return {"weight": torch.full((3,), value)}
-
-    launcher = Launcher(1, store=tmp_path, trackers=[MLflow(server, experiment="champions")])
-
-    def trained(value: float) -> Any:
-        with launcher.owned(make, (value,), {}) as handle:
-            return handle.result_ref()
-
-    def register(ref: Any, accuracy: float) -> Any:
-        return register_model(ref, "digits", {"accuracy": accuracy}, metric="accuracy", uri=server)
-
-    first, worse, better = trained(1.0), trained(2.0), trained(3.0)
-    assert (made := register(first, 0.9)).is_champion
-    assert made.beaten is None
-    assert not (lost := register(worse, 0.8)).is_champion
-    assert lost.beaten == 0.9
-    assert not register(trained(4.0), float("nan")).is_champion
-    assert load_model("digits", uri=server)["weight"].tolist() == [1.0] * 3
-    won = register(better, 0.95)
-    assert won.is_champion
-    # A retry of the pipeline's step.
-    assert register(better, 0.95) == type(won)("digits", won.version, True)
-    assert len(client.search_model_versions("name = 'digits'")) == 4
-    # The run directory is not needed any more.
-    os.unlink(better.uri)
-    assert load_model("digits", uri=server)["weight"].tolist() == [3.0] * 3
-    # The version is of the run of its training.
-    version = client.get_model_version_by_alias("digits", "champion")
-    assert client.get_run(version.run_id).data.params == {"value": "3.0"}
-    assert version.tags["metric.accuracy"] == "0.95"
-
-
-def test_a_version_that_is_measured_again_has_its_new_metric(server: str, tmp_path: Path) -> None:
-    refs = [ResultRef.save({"weight": number}, tmp_path) for number in range(3)]
-
-    def register(number: int, accuracy: float) -> Any:
-        return register_model(refs[number], "measured", {"accuracy": accuracy}, metric="accuracy", uri=server)
-
-    assert register(0, 0.90).is_champion
-    assert register(1, 0.95).is_champion
-    again = register(0, 0.97)
-    assert (again.version, again.is_champion, again.beaten) == ("1", True, 0.95)
-    worse = register(2, 0.92)
-    assert (worse.is_champion, worse.beaten) == (False, 0.97)
-
-
-def test_the_documentations_pipeline(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
-    (block,) = [block for block in blocks("docs/tracking.md") if block.mark == "a server"]
-    names: dict[str, Any] = {"ref": ResultRef.save({"weight": 7}, tmp_path)}
-    exec(compile(block.text.replace("digits", "documented"), block.page, "exec", dont_inherit=True), names)
-    assert names["weights"] == {"weight": 7}
-    assert not names["promote"](ResultRef.save({"weight": 8}, tmp_path), 0.96)
-
-
-def test_a_result_of_a_run_that_was_not_tracked(server: str, tmp_path: Path) -> None:
-    ref = ResultRef.save({"weight": 1}, tmp_path / "results")
-    assert register_model(ref, "alone", {"loss": 1.0}, metric="loss", mode="min", uri=server).is_champion
-    assert load_model("alone", uri=server) == {"weight": 1}
-    with pytest.raises(InvalidJobError, match="metric is 'f1', and metrics has loss"):
-        register_model(ref, "alone", {"loss": 1.0}, metric="f1", uri=server)
-    other = ResultRef.save({"weight": 2}, tmp_path / "results")
-    os.unlink(other.uri)
-    with pytest.raises(ResultError, match="does not exist"):
-        register_model(other, "alone", {"loss": 0.5}, metric="loss", mode="min", uri=server)
+def test_the_documentations_pipeline_registers_a_model(tmp_path: Path) -> None:
+    """The step behind the training logs a model of MLflow into a file store, which any reader of MLflow opens."""
+    (block,) = [block for block in blocks("docs/tracking.md") if block.mark == "mlflow"]
+    program = tmp_path / "pipeline.py"
+    program.write_text(
+        block.text + "\nprint(mlflow.pyfunc.load_model('models:/digits@champion').predict(rows).shape)\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(TRACKING),
+        "MLFLOW_TRACKING_URI": f"{tmp_path}/mlruns",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "RANKZERO_STORE": str(tmp_path / "runs"),
+    }
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "(8, 2)"
 
 
 def test_without_mlflow_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,3 @@ def test_a_follower_skips_what_it_is_too_far_behind(run: RunDirectory, monkeypat
     assert list(shown) == [LineWritten(f"[1] line {number:03}") for number in range(1, 4)]
     # At the end the result waits for the follower.
     assert lines(follower, run, status(failed_rank=1)) == [left_out, "[1] line 098", "[1] line 099"]
-    write(100)
-    whole = Follower(RunHandle(run.directory), ranks=[1], whole=True)
-    assert len(lines(whole, run, status())) == 2 + 4 + 100 + 4 + 100 + 100

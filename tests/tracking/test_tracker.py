@@ -24,7 +24,7 @@ from rankzero.run.names import EVENTS
 from rankzero.run.status import RunStatus
 from rankzero.submit.trackers import pack
 from rankzero.tracking import Tracker
-from rankzero.tracking.tracker import Folder, training_of
+from rankzero.tracking.mlflow import training_of
 
 # Not in this source, which is shipped with the run.
 SECRET = "-".join(["geheim", "4711"])
@@ -252,34 +252,10 @@ def test_the_driver_that_reads_its_own_run_is_no_follower(tmp_path: Path) -> Non
     assert handle.wait(60)
 
 
-class InFolders(Tracker):
-    """Writes the losses of a training into a folder of its own."""
-
-    def begin(self, run: RunHandle[Any]) -> None:
-        self.folder = Folder(run, "losses")
-
-    def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
-        for event in events:
-            if event["type"] == "metric":
-                with open(os.path.join(self.folder.path, "loss"), "a") as file:
-                    file.write(f"{event['metrics']['loss']} ")
-
-    def end(self, run: RunHandle[Any], status: RunStatus) -> None:
-        self.folder.close()
-
-
 def report(loss: float) -> None:
     import rankzero.train as rt
 
     rt.report({"loss": loss})
-
-
-def test_a_later_training_under_the_same_run_id_leaves_the_files_of_the_one_before(tmp_path: Path) -> None:
-    launcher = Launcher(1, store=tmp_path, run_id="nightly", trackers=[InFolders()])
-    for loss in (0.25, 0.5):
-        launcher.run(report, loss)
-    found = {path.parent.parent.name: path.read_text() for path in tmp_path.rglob("losses/loss")}
-    assert found == {"nightly": "0.25 ", "training-0001": "0.5 "}
 
 
 def test_the_id_of_a_training_is_the_same_when_it_is_resumed_and_of_no_other_one(tmp_path: Path) -> None:
@@ -293,7 +269,7 @@ def test_the_id_of_a_training_is_the_same_when_it_is_resumed_and_of_no_other_one
 
     def training() -> str:
         run = RunHandle.attach(tmp_path / "nightly")
-        return training_of(run.directory, run.fresh_since)
+        return training_of(run)
 
     with pytest.raises(WorkerFailedError):
         launcher.run(fail_first, str(marker))

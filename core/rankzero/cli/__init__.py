@@ -14,17 +14,12 @@ from rankzero import __version__
 from rankzero.cli.doctor import doctor
 from rankzero.cli.end import cancel, gc
 from rankzero.cli.explain import explain
-from rankzero.cli.lines import LAUNCHERS
 from rankzero.cli.run import run
 from rankzero.cli.show import logs, report, runs, serve, status
 
 
 class Commands(click.Group):
     """A group of commands, whose errors print one line to standard error and exit with code 1."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """Finds a command; ``rankzero deepspeed ...`` is ``rankzero run deepspeed ...``."""
-        return super().resolve_command(ctx, ["run", *args] if args[0] in LAUNCHERS else args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command, and turns an error into a `click.ClickException` unless ``--debug`` is given."""

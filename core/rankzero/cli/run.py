@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rankzero.cli import lines, words
+from rankzero import bounds
+from rankzero.cli import words
 from rankzero.errors import (
     EngineError,
     HangError,
@@ -117,9 +120,8 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 def run(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Train SCRIPT on several ranks. All arguments after SCRIPT are passed to it.
 
-    SCRIPT is a file, "module:function", "file.py:function", or with -m a module; or "accelerate launch" or "deepspeed"
-    with a line of theirs. The ranks' lines go to standard output, each with its rank; their progress is shown at the
-    bottom of the terminal.
+    SCRIPT is a file, "module:function", "file.py:function", or with -m a module. The ranks' lines go to standard
+    output, each with its rank; their progress is shown at the bottom of the terminal.
 
     Exit codes: 0 success; 1 the training failed; 2 refused before anything started; 3 no slots, no cluster;
     4 the training took too long or hung; 130 cancelled.
@@ -144,11 +146,8 @@ def _cancelled_by_signals() -> Iterator[None]:
 
 
 def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool, **options: Any) -> int:
-    from rankzero.cli import foot
-
     handle: RunHandle[Any] | None = None
     try:
-        script, arguments, options = lines.translated(script, arguments, options)
         train = _train(script, module=options.pop("module"), no_python=options.pop("no_python"))
         if isinstance(train, list):
             train, arguments = [*train, *arguments], ()
@@ -163,7 +162,7 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
             else:
                 click.echo(handle.directory)
             return 0
-        with launcher.owned(train, arguments, {}) as handle, foot.shown(handle) as show:
+        with launcher.owned(train, arguments, {}) as handle, _progress_of(handle) as show:
             for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
                 show(line)
         handle.result_ref()
@@ -182,6 +181,48 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
     if not as_json:
         click.echo(f"succeeded: {handle.directory}", err=True)
     return 0
+
+
+@contextlib.contextmanager
+def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
+    """Shows the progress of a run on the last line of a terminal. Yields a function that prints a rank's line above."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from rankzero.report.card import duration
+    from rankzero.report.progress import Progress
+    from rankzero.run.printing import print_line
+
+    console = Console(stderr=True, highlight=False)
+    show = functools.partial(print_line, run_id=handle.id)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield show
+        return
+    progress, shown, next_at = Progress(handle), "pending", 0.0
+
+    def line() -> Text:
+        nonlocal shown, next_at
+        if time.monotonic() >= next_at:
+            # An error while progress is read must not stop the training.
+            with contextlib.suppress(Exception):
+                status = handle.status()
+                progress.read(status)
+                left = progress.seconds_left
+                facts = [status.shown, *([f"attempt {status.attempt}"] if status.attempt else [])]
+                if progress.slowest is not None:
+                    of = "" if progress.total is None else f"/{progress.total:g}"
+                    facts.append(f"{progress.ranks[progress.slowest].done:g}{of} {progress.unit}")
+                facts += [] if left is None else [f"{duration(round(left))} left"]
+                numbers = [(name, value) for name, value in progress.last.items() if type(value) in (int, float)]
+                shown = "  ".join([*facts, *(f"{name} {value:.4g}" for name, value in numbers[:5])])
+            next_at = time.monotonic() + max(bounds.POLL_INTERVAL_LONG, handle.pace)
+        return Text(shown, style="cyan", no_wrap=True, overflow="ellipsis")
+
+    with Live(get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
+        # Lines to a file or a pipe are printed unchanged.
+        above = sys.stdout.isatty()
+        yield lambda text: console.print(Text.from_ansi(text), soft_wrap=True) if above else show(text)
 
 
 def _train(script: str, *, module: bool, no_python: bool) -> str | list[str]:

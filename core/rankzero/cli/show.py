@@ -113,7 +113,7 @@ def status(run: str, as_json: bool) -> None:
     found = handle.status()
     if as_json:
         used = _used(Listed(handle.directory, job, found))
-        own = {"id": handle.id, "directory": handle.directory, "trace_id": job.trace_id}
+        own = {"id": handle.id, "directory": handle.directory}
         words.print_json({**own, **asdict(found), "used": used})
         return
     facts = {
@@ -127,7 +127,6 @@ def status(run: str, as_json: bool) -> None:
         "started": words.moment(found.started),
         "ended": words.moment(found.ended),
         "used": str(cost.usage(job, found, time.time()) or ""),
-        "trace": job.trace_id,
         "checkpoint": found.checkpoint,
         "metrics": ", ".join(f"{name}={value}" for name, value in found.metrics.items()),
     }
@@ -196,8 +195,7 @@ def logs(
 
     def show(line: Line) -> None:
         if as_json:
-            own = {"run_id": handle.id, "trace_id": job.trace_id}
-            words.print_json({"rank": line.rank, "line": line.text, "time": line.time, **own})
+            words.print_json({"rank": line.rank, "line": line.text, "time": line.time, "run_id": handle.id})
         else:
             when = f"{words.moment(line.time) or '':19} " if timestamps else ""
             click.echo(when + (line.text if len(rank) == 1 else line.prefixed))
@@ -295,7 +293,6 @@ def _as_json(one: Listed) -> dict[str, Any]:
     facts: dict[str, Any] = {"problem": one.problem} if one.problem else {}
     facts |= {
         "id": job.run_id,
-        "trace_id": job.trace_id,
         "directory": one.directory,
         "name": job.name,
         "world": job.world,

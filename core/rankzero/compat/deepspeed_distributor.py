@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -11,10 +12,9 @@ from typing import Any
 
 from rankzero.compat.torch_distributor import TorchDistributor
 from rankzero.errors import InvalidJobError
+from rankzero.kinds import POSITIVE
 from rankzero.launcher import Launcher
 from rankzero.values.ref import ResultRef
-
-CONFIG_FILE = "deepspeed.json"
 
 
 class DeepspeedTorchDistributor(TorchDistributor):
@@ -30,15 +30,12 @@ class DeepspeedTorchDistributor(TorchDistributor):
         deepspeedConfig: A dict, or the path of a JSON file; a path that does not exist here is a path on the executors.
             None: DeepSpeed's defaults.
 
-    Raises:
-        InvalidJobError: a value is wrong.
-        EngineError: as for `TorchDistributor`.
+    It raises what `TorchDistributor` does.
 
     Example:
-        >>> import sys
         >>> from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
         >>> distributor = DeepspeedTorchDistributor(2, useGpu=False, deepspeedConfig={"train_batch_size": 8})
-        >>> distributor.run(lambda: sys.argv[1:3])
+        >>> distributor.run(lambda: __import__("sys").argv[1:3])
         ['--deepspeed', '--deepspeed_config']
     """
 
@@ -52,41 +49,36 @@ class DeepspeedTorchDistributor(TorchDistributor):
         useGpu: bool = True,
         deepspeedConfig: str | os.PathLike[str] | dict[str, Any] | None = None,
     ) -> None:
-        for name, count in (("numGpus", numGpus), ("nnodes", nnodes)):
-            if not isinstance(count, int) or count < 1:
-                raise InvalidJobError(f"{name} is {count!r}; it must be a positive integer")
-        super().__init__(numGpus * nnodes, localMode, useGpu, self._DEEPSPEED_SSL_CONF)
+        ranks = POSITIVE.check("numGpus", numGpus) * POSITIVE.check("nnodes", nnodes)
+        super().__init__(ranks, localMode, useGpu, self._DEEPSPEED_SSL_CONF)
         self.deepspeed_config = deepspeedConfig
         self._config = _read(deepspeedConfig)
 
     def _launch(self, launcher: Launcher, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        config = self._config
         if callable(train):
-            return launcher.run(_Configured(train, self._config), *args, **kwargs)
-        if not isinstance(self._config, dict):
-            return launcher.run(train, *args, *_command_line(self._config))
+            return launcher.run(_configured(train, config), *args, **kwargs)
         with tempfile.TemporaryDirectory(prefix="rankzero-deepspeed-") as directory:
             # A script gets the path of a local file for a reference, on every host.
-            return launcher.run(train, *args, *_command_line(ResultRef.save(self._config, directory)))
+            sent = ResultRef.save(config, directory) if isinstance(config, dict) else config
+            return launcher.run(train, *args, *_command_line(sent))
 
 
-class _Configured:
-    """Wraps a function to find the configuration in ``sys.argv``."""
+def _configured(function: Callable[..., Any], config: dict[str, Any] | str | None) -> Callable[..., Any]:
+    """Returns the function with the configuration in ``sys.argv``."""
 
-    def __init__(self, function: Callable[..., Any], config: dict[str, Any] | str | None) -> None:
-        self._function = function
-        self._config = config
-        self.__name__ = getattr(function, "__name__", "train")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        config = self._config
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        path = config
         if isinstance(config, dict):
             # The rank's temporary directory is removed when the rank ends.
-            path = os.path.join(tempfile.mkdtemp(), CONFIG_FILE)
-            with open(path, "w") as file:
+            with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
                 json.dump(config, file)
-            config = path
-        sys.argv = [*sys.argv[:1], *_command_line(config)]
-        return self._function(*args, **kwargs)
+            path = file.name
+        sys.argv = [*sys.argv[:1], *_command_line(path)]
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _command_line(config: Any) -> list[Any]:
@@ -95,18 +87,14 @@ def _command_line(config: Any) -> list[Any]:
 
 def _read(config: Any) -> dict[str, Any] | str | None:
     """Returns the configuration to send: its content, or the path of a file on executors. Raises InvalidJobError."""
-    if config is None or config == "" or isinstance(config, dict):
+    if not config or isinstance(config, dict):
         return config or None
     if not isinstance(config, (str, os.PathLike)):
         raise InvalidJobError(f"deepspeedConfig is a {type(config).__name__}; give a dict or the path of a JSON file")
-    path = os.fspath(config)
-    if not os.path.isfile(path):
+    if not os.path.isfile(path := os.fspath(config)):
         return path
     try:
         with open(path) as file:
-            found = json.load(file)
-    except ValueError as error:
-        raise InvalidJobError(f"deepspeedConfig {path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InvalidJobError(f"deepspeedConfig {path} holds a {type(found).__name__}; it must be a JSON object")
-    return found
+            return dict(json.load(file))
+    except (TypeError, ValueError) as error:
+        raise InvalidJobError(f"deepspeedConfig {path} is no JSON object: {error}") from None

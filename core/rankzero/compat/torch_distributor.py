@@ -147,12 +147,15 @@ class TorchDistributor:
             EngineError: the cluster requires encryption.
             RankZeroError: see `Launcher.run`.
         """
+        return self._run(self._launcher, train_object, args, kwargs)
+
+    def _run(self, launcher: Launcher, train_object: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs and not callable(train_object):
             raise InvalidJobError(
                 "Running pytorch file does not support key-word type arguments: give the script's command line as "
                 "positional arguments"
             )
-        launcher, where = self._launcher, "local"
+        where = "local"
         if not self.local_mode:
             from rankzero.engines.specs import engine_of_session
 
@@ -187,12 +190,8 @@ class TorchDistributor:
                 "TorchDistributor.train_on_dataframe requires setting TorchDistributor.local_mode to False; or use "
                 "Launcher(dataset=...), which takes a DataFrame anywhere"
             )
-        before = self._launcher
-        self._launcher = before.options(dataset=spark_dataframe)
-        try:
-            return self.run(train_function, *args, **kwargs)
-        finally:
-            self._launcher = before
+        value: R = self._run(self._launcher.options(dataset=spark_dataframe), train_function, args, kwargs)
+        return value
 
     def _launch(self, launcher: Launcher, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return launcher.run(train, *args, **kwargs)

@@ -86,7 +86,6 @@ class Driver:
             self._mask,
             nonce=job.nonce,
             metrics=job.metrics,
-            trace_id=job.trace_id,
         )
         self._watch = Watch(
             run, self._job, self._recorder, self.inbox, leased=leased, note_cancelling=self._note_cancelling

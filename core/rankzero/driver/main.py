@@ -262,7 +262,6 @@ class Delegation:
             job.first_attempt,
             Mask(secrets_of(private["env"])),
             metrics=job.metrics,
-            trace_id=job.trace_id,
         )
         self._watch = Watch(run, job, self._recorder, inbox, leased=True)
         self._places = Places(engine, inbox)

@@ -50,7 +50,6 @@ class Recorder:
         *,
         nonce: str = "",
         metrics: Mapping[str, Any] | None = None,
-        trace_id: str | None = None,
     ) -> None:
         """Prepares the files of events and lines; nothing is written yet.
 
@@ -61,10 +60,9 @@ class Recorder:
             mask: Hides the secrets of the run.
             nonce: `Job.nonce` of the submission.
             metrics: `Job.metrics` of the submission.
-            trace_id: `Job.trace_id` of the submission.
         """
         self._run = run
-        self._names = {"run_id": run.directory.rsplit("/", 1)[-1]} | ({"trace_id": trace_id} if trace_id else {})
+        self._names = {"run_id": run.directory.rsplit("/", 1)[-1]}
         self.mask = mask or Mask()
         self._streams = {name: PieceWriter(run.path(name)) for name in (EVENTS, LINES)} if run.is_remote else {}
         self._events = _Lines(self._streams.get(EVENTS) or Appender(run.path(EVENTS)))

@@ -169,7 +169,6 @@
     if (run.engine_url && /^https?:/.test(run.engine_url)) {
       add(add(page, "p", { class: "sub" }), "a", { href: run.engine_url, rel: "noreferrer" }, "Spark UI");
     }
-    if (run.trace) add(page, "p", { class: "sub" }, `trace ${run.trace}`);
     if (!run.ended && run.progress) {
       const { done, total, unit, seconds_left: left } = run.progress;
       const card = add(page, "div", { class: "card", style: "margin-top: 14px" });

@@ -40,7 +40,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b
 """Escape sequences of terminals, such as colors, which a page does not draw."""
 
 _HIDDEN = {"files", "log_starts", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
-_HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "fresh_since", "traceparent"}
+_HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "fresh_since"}
 _NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -99,7 +99,6 @@ class Collector:
             "world": job.world,
             "attempt": status.attempt,
             "labels": job.labels,
-            "trace": job.trace_id,
             "identity": job.identity,
             "engine_url": status.engine_url if not status.final else None,
             "result": status.result,

@@ -94,7 +94,7 @@ class RunDirectory:
         return [self.path(DATASETS, name) for name, of in found if of and int(of[1]) < submission]
 
     def is_own(self) -> bool:
-        """Returns True if rankzero has made this directory: for a run, or for the rows of a sweep."""
+        """Returns True if rankzero has made this directory."""
         return self._has_token() or self.claimed_at(max(self.newest_claim(), 0)) is not None
 
     def _has_token(self) -> bool:

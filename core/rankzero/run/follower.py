@@ -89,7 +89,6 @@ class Follower:
         ranks: The ranks whose lines are shown; None shows all. The rank whose failure ends the run is always shown.
         attached: An earlier follower has shown lines of this run. They are shown again unless they exceed
             `REPLAY_BYTES`.
-        whole: Shows every line, however many they are, since lines carry messages.
 
     Attributes:
         status: The status as of the last `poll`; None before the first one.
@@ -109,16 +108,14 @@ class Follower:
         *,
         ranks: Collection[int] | None = None,
         attached: bool = False,
-        whole: bool = False,
     ) -> None:
         """Reads where the lines of the run begin. Raises OSError if the store cannot be read."""
         self.status: RunStatus | None = None
         self._handle = handle
         self._ranks = None if ranks is None else frozenset(ranks)
-        self._whole = whole
         self._is_remote = is_url(handle.directory)
         self._starts = positions = handle.output.starts()
-        if attached and not whole:
+        if attached:
             ends = handle.output.ends()
             positions = {
                 rank: start if self._is_near(start, ends[rank]) else ends[rank] for rank, start in positions.items()
@@ -169,7 +166,7 @@ class Follower:
         With a final status, lines of the rank whose failure ended the run are added if that rank is not shown anyway.
         """
         ends = None
-        if not self._whole and self._positions:
+        if self._positions:
             ends = self._handle.output.ends(self._positions, status)
             yield from self._skipped(ends, status)
         if status.final or self._is_remote:

@@ -138,11 +138,6 @@ class RunHandle(Generic[R]):
         return self._run.job().created
 
     @property
-    def trace_id(self) -> str | None:
-        """Returns the id of the trace that the last submission continues; None if its submitter had no trace."""
-        return self._run.job().trace_id
-
-    @property
     def fresh_since(self) -> int:
         """Returns the first attempt of this training; earlier attempts belong to another training with this run id."""
         return self._run.job().fresh_since
@@ -363,7 +358,7 @@ class RunHandle(Generic[R]):
         Events of an earlier training with the same run id are left out. Each event is a dict with ``time`` and
         ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``, ``"restart"``, ``"engine"``,
         ``"waiting"``, ``"world"``, ``"bad-host"``). Events of type ``"state"`` also have ``submission``,
-        ``attempt``, ``run_id``, and ``trace_id`` if the submitter had a trace.
+        ``attempt`` and ``run_id``.
         """
         position, is_ours = Position(), OfTraining(self.fresh_since)
         for status in self._polls() if follow else [None]:

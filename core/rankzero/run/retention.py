@@ -11,7 +11,6 @@ deleted first, and without it there is no run. The next `collect` finds the clai
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -32,9 +31,6 @@ logger = logging.getLogger(__name__)
 
 HIDDEN = ".rankzero-removed-"
 """Prefix of the names of directories that are being removed. A run id never begins with a dot."""
-
-MANIFESTS = "datasets.json"
-"""Name of the file with the manifests of a run's datasets, as `rankzero.data.manifest` writes it."""
 
 ABANDONED, HALF_REMOVED, UNREADABLE = "abandoned", "half-removed", "unreadable"
 """States of a directory without a run: claimed but never written, left behind by a collector that died, or damaged."""
@@ -132,9 +128,8 @@ def collect(
 
     Removes runs that have ended, runs whose driver died, run directories that cannot be read and in which no file
     changes, and directories that were claimed for a run but never written. A running run is kept, however old it is,
-    and so is everything in the store that is not a run. The rows of a sweep are kept while a trial that reads them is
-    kept. From a kept run, checkpoints of that age are removed if an earlier training under the same run id reported
-    them.
+    and so is everything in the store that is not a run. From a kept run,
+    checkpoints of that age are removed if an earlier training under the same run id reported them.
 
     The logs, checkpoints and result of a run are removed with its directory, so a `rankzero.ResultRef` of the run
     cannot be loaded any more. To keep a result longer, copy it: ``ResultRef.save(ref.load(), directory)``.
@@ -267,7 +262,7 @@ def _age(run: RunDirectory, newest: int) -> Age | None:
     half_removed = claimed is not None and run.removal_claimed(newest)
     if not store.exists(run.path("job.json")):
         if claimed is None:
-            return _age_of_rows(run)
+            return _age_of_unsubmitted(run)
         return Age(HALF_REMOVED, True, claimed) if half_removed else Age(ABANDONED, True, claimed, claimed)
     try:
         is_written = run.job().submission >= newest
@@ -286,46 +281,18 @@ def _age(run: RunDirectory, newest: int) -> Age | None:
     return Age(status.state, status.final, since, None if is_written or half_removed else claimed)
 
 
-def _age_of_rows(run: RunDirectory) -> Age | None:
-    """Returns the age of a directory of rankzero's that has no submission; None if it is not rankzero's.
+def _age_of_unsubmitted(run: RunDirectory) -> Age | None:
+    """Returns the age of a directory of rankzero's without a submission; None if it is not rankzero's.
 
-    Trials of a sweep share the rows in its directory. A submitter that died before its submission, perhaps while Spark
-    computed its dataset, has left such a directory, too.
+    A submitter that died before its submission, perhaps while Spark computed its dataset, has left it.
     """
     if not run.is_own() or run.strangers():
         return None
     folders = [run.path(DATASETS, name) for name in store.list_names(run.path(DATASETS))]
     files = [store.join(folder, name) for folder in folders for name in store.list_names(folder)]
-    others = [path for path in map(run.path, (MANIFESTS, "token")) if store.exists(path)]
-    root, name = run.directory.rstrip("/").rsplit("/", 1)
-    readers = [age for other in store.list_names(root) if (age := _age_of_reader(store.join(root, other), name))]
-    times = [*map(store.modified, [*files, *others]), *(age.since for age in readers)]
-    if not times:
-        return None
-    since = max(times)
-    return Age(ABANDONED, all(age.final for age in readers), since, since)
-
-
-def remove_unread(directory: str) -> None:
-    """Removes the rows of a sweep, unless a living run reads them, which `collect` then removes. Raises like that."""
-    age = _age_of_rows(RunDirectory(directory))
-    if age and age.final:
-        store.remove(directory)
-
-
-def _age_of_reader(directory: str, name: str) -> Age | None:
-    """Returns the age of a run if it reads rows in the directory with this name in the same store; else None."""
-    run = RunDirectory(directory)
-    try:
-        if _is_hidden(directory) or MANIFESTS not in (files := run.job().files):
-            return None
-        manifests = json.loads(store.read_bytes(files[MANIFESTS]["location"]))
-    except (FileNotFoundError, NotADirectoryError, RunNotFoundError):
-        return None
-    # By name, since another process may have the same store under another path.
-    locations = (file["location"] for manifest in manifests.values() for file in manifest["files"])
-    is_reader = any(f"/{name}/{DATASETS}/" in location for location in locations)
-    return _age(run, run.newest_claim()) if is_reader else None
+    token = [run.path("token")] if store.exists(run.path("token")) else []
+    since = max(map(store.modified, [*files, *token]), default=None)
+    return None if since is None else Age(ABANDONED, True, since, since)
 
 
 def _remove(run: RunDirectory, newest: int, age: Age) -> bool:

@@ -21,7 +21,7 @@ from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
 from rankzero.data.table import Table
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError, RunNotFoundError
-from rankzero.job import Job, new_run_id, qualified_name
+from rankzero.job import qualified_name
 from rankzero.run.directory import RunDirectory
 from rankzero.submit import submission
 from rankzero.train.dataset import DEFAULT
@@ -160,46 +160,6 @@ def _of_frame(frame: Any, name: str, run: RunDirectory, before: Manifest | None)
             return before
     submission.make(run)
     return materialize(frame, run.new_dataset(name), name, lambda text: logger.info("%s", text))
-
-
-def share(
-    sources: Mapping[str, Any], engine: Engine, root: str, job: Job
-) -> tuple[dict[str, Any], RunDirectory | None]:
-    """Computes the DataFrames of a sweep once, for all of its trials.
-
-    A later call for the same sweep finds the same rows in the same order, as long as they are not removed.
-
-    Args:
-        sources: The result of `check`.
-        engine: The engine of the trials.
-        root: The store.
-        job: The job of the trials; its run id is empty if the sweep has none.
-
-    Returns:
-        The datasets of each trial, and the directory of the rows; None if there is no DataFrame.
-
-    Raises:
-        InvalidJobError, EngineError: for the same reasons as in `collect`.
-    """
-    opened = {name: _opened(source, engine) for name, source in sources.items()}
-    frames = {name: source for name, source in opened.items() if _is_frame(source)}
-    if not frames:
-        return opened, None
-    run = RunDirectory(store.join(root, f"{job.run_id or new_run_id('sweep')}-data"))
-    if store.exists(run.path("job.json")):
-        raise InvalidJobError(
-            f"the rows of the sweep {job.run_id!r} would be in {run.directory}, which is a run: give the sweep another "
-            "run_id"
-        )
-    known = run.path(FILE)
-    before = from_bytes(store.read_bytes(known)) if store.exists(known) else {}
-    if before:
-        # A collector that runs while Spark compares the rows then finds them in use.
-        store.write_bytes(known, to_bytes(before))
-    found = collect(frames, engine, run, job.num_processes, before)
-    store.write_bytes(known, to_bytes(found.manifests), durable=True)
-    remove_replaced(before, found)
-    return opened | {name: replace(manifest, folder=None) for name, manifest in found.manifests.items()}, run
 
 
 def earlier(run: RunDirectory) -> dict[str, Manifest]:

@@ -29,7 +29,6 @@ from rankzero.submit.datasets import Datasets
 from rankzero.submit.identity import identity_of
 from rankzero.submit.params import params_of
 from rankzero.submit.payload import Payload
-from rankzero.submit.trackers import TRACEPARENT
 from rankzero.submit.user_code import ARCHIVE, UserCode
 from rankzero.values.digest import digest_of
 from rankzero.values.pickled import Part
@@ -92,7 +91,7 @@ class Request:
         variables = {
             f"{VARIABLE}{name}": digest_of([value.encode(errors="surrogateescape")])
             for name, value in self.env.items()
-            if not (name.startswith(("RANKZERO_", "DAGSTER_PIPES_")) or name == TRACEPARENT or is_secret(name))
+            if not (name.startswith("RANKZERO_") or is_secret(name))
         }
         return Identity.of(dict(own.parts) | variables)
 

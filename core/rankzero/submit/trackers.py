@@ -1,14 +1,10 @@
-"""Checks a launcher's trackers and packs them for the driver; finds the trace that a submitter's runs continue.
-
-The trace is W3C's trace context, as OpenTelemetry uses it.
-"""
+"""Checks a launcher's trackers and packs them for the driver."""
 
 from __future__ import annotations
 
 import base64
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,11 +13,6 @@ from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.submit.payload import TrainingPickler
 from rankzero.tracking.tracker import Tracker
-
-TRACEPARENT = "TRACEPARENT"
-"""Environment variable with the trace context of a process."""
-
-_FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def check(trackers: object) -> None:
@@ -53,13 +44,3 @@ def pack(trackers: Sequence[Tracker], engine: Engine) -> dict[str, Any] | None:
         pickles.append(base64.b64encode(buffer.getvalue()).decode())
     path = [os.path.abspath(entry) for entry in sys.path]
     return {"pickles": pickles, "path": [] if engine.drives_elsewhere else path} if pickles else None
-
-
-def trace_environment() -> dict[str, str]:
-    """Returns `TRACEPARENT` for the ranks: this process's current span, else its own variable; empty if it has none."""
-    given = os.environ.get(TRACEPARENT, "")
-    if trace := sys.modules.get("opentelemetry.trace"):
-        span = trace.get_current_span().get_span_context()
-        if span.is_valid:
-            given = f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
-    return {TRACEPARENT: given} if _FORM.fullmatch(given) else {}

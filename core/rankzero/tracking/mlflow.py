@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankzero.tracking.tracker import Rows, Tracker, require, training_of
+from rankzero.run.directory import RunDirectory
+from rankzero.tracking.tracker import Rows, Tracker, require
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -69,12 +70,14 @@ class MLflow(Tracker):
 
     def begin(self, run: RunHandle[Any]) -> None:
         """Finds the run of this training in MLflow, or creates it."""
+        from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self._client = client = client_of(self.uri)
-        experiment = experiment_of(client, self.experiment)
-        training = training_of(run.directory, run.fresh_since)
-        self._id = find_run(client, [experiment], TRAINING, training)
+        self._client = client = MlflowClient(self.uri)
+        experiment = _experiment_of(client, self.experiment)
+        training = training_of(run)
+        found = client.search_runs([experiment], f"tags.`{TRAINING}` = '{training}'", max_results=1)
+        self._id = found[0].info.run_id if found else None
         if self._id is None:
             tags = {TRAINING: training, DIRECTORY: run.directory, **_tags_of(run), **self.tags}
             made = client.create_run(experiment, int(run.created * 1000), _cut(tags), run_name=run.id)
@@ -85,7 +88,7 @@ class MLflow(Tracker):
         params = _named(run.params) | client.get_run(self._id).data.params
         for some in _batches([Param(name, value) for name, value in params.items()], MAX_PARAMS):
             client.log_batch(self._id, params=some)
-        self._rows, self._names = Rows(self.ranks), Names()
+        self._rows, self._names = Rows(self.ranks), _Names()
 
     def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
         """Logs the reports of ranks, many in one request."""
@@ -119,14 +122,7 @@ class MLflow(Tracker):
         self._client.log_batch(self._id, tags=[RunTag(name, value) for name, value in _cut(tags).items()])
 
 
-def client_of(uri: str | None) -> MlflowClient:
-    """Returns a client of a tracking server and its model registry."""
-    from mlflow import MlflowClient
-
-    return MlflowClient(uri)
-
-
-def experiment_of(client: MlflowClient, name: str) -> str:
+def _experiment_of(client: MlflowClient, name: str) -> str:
     """Returns the id of an experiment, which is created if it does not exist."""
     from mlflow.exceptions import MlflowException
 
@@ -142,11 +138,10 @@ def experiment_of(client: MlflowClient, name: str) -> str:
     return str(found.experiment_id)
 
 
-def find_run(client: MlflowClient, experiments: list[str], tag: str, value: str) -> str | None:
-    """Returns the id of the newest run with a tag, or None."""
-    quoted = value.replace("'", "")
-    found = client.search_runs(experiments, f"tags.`{tag}` = '{quoted}'", max_results=1)
-    return str(found[0].info.run_id) if found else None
+def training_of(run: RunHandle[Any]) -> str:
+    """Returns an id of a training, which no other training has, whatever the path of its directory."""
+    token = RunDirectory(run.directory).token()
+    return f"{hashlib.sha256(token.encode()).hexdigest()[:24]}-{run.fresh_since}"
 
 
 def _tags_of(run: RunHandle[Any]) -> dict[str, Any]:
@@ -160,26 +155,18 @@ def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, str]:
-    names = Names()
+    names = _Names()
     return {names.of(name): str(value) for name, value in values.items()}
 
 
-class Names:
-    """The names under which MLflow gets values: with the characters and the length that it accepts, and all different.
-
-    If several names become the same one, such as ``mae<1`` and ``mae>1``, all but the first get digits at their end.
-    """
+class _Names:
+    """The names under which MLflow gets values; of several that become the same one, all but the first get digits."""
 
     def __init__(self) -> None:
         self._owners: dict[str, tuple[str, int]] = {}
 
     def of(self, name: str, rank: int = 0) -> str:
-        """Returns MLflow's name of a value, which is the same in each call.
-
-        Args:
-            name: Name of the value.
-            rank: Rank that reported it.
-        """
+        """Returns MLflow's name of a value of a rank, which is the same in each call."""
         parts = [part for part in _NO_NAME.sub("_", name).split("/") if part.strip(".")]
         clean = ("/".join(parts)[:MAX_NAME].strip("/") or "_") + (f"/rank-{rank}" if rank else "")
         if self._owners.setdefault(clean, (name, rank)) == (name, rank):

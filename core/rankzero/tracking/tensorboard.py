@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankzero import store
-from rankzero.tracking.tracker import Folder, Row, Rows, Tracker, require
+from rankzero import bounds, store
+from rankzero.tracking.tracker import Row, Rows, Tracker, require
 
 if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
@@ -43,7 +46,7 @@ class TensorBoard(Tracker):
 
     def begin(self, run: RunHandle[Any]) -> None:
         """Opens an empty folder of event files."""
-        self._folder = Folder(run, FOLDER)
+        self._folder = _Folder(run)
         self._rows = Rows(self.ranks)
         self._writers: dict[int, Any] = {}
 
@@ -72,3 +75,41 @@ class TensorBoard(Tracker):
                 writer.close()
         finally:
             self._folder.close()
+
+
+class _Folder:
+    """The folder of one training's event files; on an object store a copy of it on this host.
+
+    It lies in the run directory, or in its folder ``training-N`` if the directory held another training before: the
+    folders of earlier trainings stay. A training that is resumed is written again, so its own folder is emptied.
+    """
+
+    def __init__(self, run: RunHandle[Any]) -> None:
+        first = run.fresh_since
+        self._location = location = store.join(run.directory, *([f"training-{first:04d}"] if first else []), FOLDER)
+        self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-") if store.is_url(location) else None
+        self.path = self._scratch.name if self._scratch else location
+        self._uploaded = time.monotonic()
+        self._sizes: dict[str, int] = {}
+        store.remove(location)
+        os.makedirs(self.path, exist_ok=True)
+
+    def upload(self, *, now: bool = False) -> None:
+        """Copies what has grown to the object store, now and then. Raises OSError and the store's own errors."""
+        if self._scratch and (now or time.monotonic() - self._uploaded > bounds.TRACKER_UPLOAD_INTERVAL):
+            self._uploaded = time.monotonic()
+            for folder, _, names in os.walk(self.path):
+                for name in names:
+                    path = os.path.join(folder, name)
+                    size = os.path.getsize(path)
+                    if self._sizes.get(path) != size:
+                        store.upload(path, store.join(self._location, os.path.relpath(path, self.path)))
+                        self._sizes[path] = size
+
+    def close(self) -> None:
+        """Uploads the rest, and removes the copy."""
+        try:
+            self.upload(now=True)
+        finally:
+            if self._scratch:
+                self._scratch.cleanup()

@@ -1,24 +1,14 @@
-"""`Tracker`: sends the events of a run to an external system.
-
-Trackers share `training_of`, the id of a training, `Rows`, the reports of ranks as metrics at a step, and `Folder`, the
-files that a library writes.
-"""
+"""`Tracker`: sends the events of a run to an external system; `Rows`: the reports of ranks as metrics at a step."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import os
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankzero import bounds, store
 from rankzero.errors import InvalidJobError
-from rankzero.run.directory import RunDirectory
 from rankzero.run.reports import STEP_NAMES, is_number
 
 if TYPE_CHECKING:
@@ -100,22 +90,6 @@ def require(module: str, extra: str, whose: Tracker) -> None:
         raise InvalidJobError(f"trackers has {name}, which needs {module}: pip install 'rankzero[{extra}]'")
 
 
-def training_of(directory: str, fresh_since: int) -> str:
-    """Returns an id of a training, which no other training has, whatever the path of its directory.
-
-    It consists of a digest of the directory's random token, and of the training's first attempt.
-
-    Args:
-        directory: The run directory.
-        fresh_since: `RunHandle.fresh_since`.
-
-    Raises:
-        FileNotFoundError: no run lives there.
-    """
-    token = RunDirectory(directory).token()
-    return f"{hashlib.sha256(token.encode()).hexdigest()[:24]}-{fresh_since}"
-
-
 MAX_STEP = 2**63
 """The first step that does not fit in a signed 64-bit integer."""
 
@@ -167,48 +141,3 @@ class Rows:
 def _is_step(value: object) -> bool:
     """Returns False for a step that no system can store: the report would be refused and sent repeatedly."""
     return is_number(value) and abs(value) < MAX_STEP
-
-
-class Folder:
-    """A folder of one training that a library can write into; on an object store a copy of it on this host.
-
-    It lies in the run directory, or in its folder ``training-N`` if the directory held another training before: the
-    folders of earlier trainings stay. A training that is resumed is written again, so its own folder is emptied.
-    """
-
-    def __init__(self, run: RunHandle[Any], name: str) -> None:
-        """Makes the folder, empty.
-
-        Args:
-            run: The run.
-            name: Name of the folder.
-        """
-        first = run.fresh_since
-        self._location = location = store.join(run.directory, *([f"training-{first:04d}"] if first else []), name)
-        self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-") if store.is_url(location) else None
-        # Of the same name, which some libraries want.
-        self.path = os.path.join(self._scratch.name, os.path.basename(location)) if self._scratch else location
-        self._uploaded = time.monotonic()
-        self._sizes: dict[str, int] = {}
-        store.remove(location)
-        os.makedirs(self.path, exist_ok=True)
-
-    def upload(self, *, now: bool = False) -> None:
-        """Copies what has grown to the object store, now and then. Raises OSError and the store's own errors."""
-        if self._scratch and (now or time.monotonic() - self._uploaded > bounds.TRACKER_UPLOAD_INTERVAL):
-            self._uploaded = time.monotonic()
-            for folder, _, names in os.walk(self.path):
-                for name in names:
-                    path = os.path.join(folder, name)
-                    size = os.path.getsize(path)
-                    if self._sizes.get(path) != size:
-                        store.upload(path, store.join(self._location, os.path.relpath(path, self.path)))
-                        self._sizes[path] = size
-
-    def close(self) -> None:
-        """Uploads the rest, and removes the copy."""
-        try:
-            self.upload(now=True)
-        finally:
-            if self._scratch:
-                self._scratch.cleanup()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankzero import EngineError, InvalidJobError, Launcher, RunHandle
+from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, SparkEngine
 from rankzero.compat.horovod import HorovodRunner, log_to_driver
 from rankzero.compat.horovod import run as horovod_run
 from rankzero.compat.horovod import spark as horovod_spark
@@ -79,6 +79,11 @@ def train_ddp(model: Any) -> list[float]:
     model = rt.prepare_model(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
     return [train(model, loader, optimizer) for _ in range(50)]
+
+
+def test_a_negative_number_of_ranks_is_this_machine_whatever_the_engine(tmp_path: Path) -> None:
+    nowhere = Launcher(engine=SparkEngine(master="spark://127.0.0.1:1"), store=tmp_path, start_timeout=30)
+    assert HorovodRunner(np=-1, launcher=nowhere).run(dict, lr=0.5) == {"lr": 0.5}
 
 
 def test_the_guide_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

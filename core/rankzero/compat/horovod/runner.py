@@ -62,7 +62,9 @@ class HorovodRunner:
             RankZeroError: see `Launcher.run`.
         """
         launcher = with_names(self._launcher).options(num_processes=abs(self.num_processor))
-        if self.num_processor > 0 and launcher.engine is None:
+        if self.num_processor < 0:
+            launcher = launcher.options(engine=None)
+        elif launcher.engine is None:
             np = self.num_processor
             otherwise = f"give np=-{np} for processes on this machine"
             launcher = launcher.options(engine=on_spark(f"HorovodRunner(np={np})", np, otherwise).engine)

@@ -45,8 +45,7 @@ class SparkGroup(AgentGroup):
         error: BaseException | None = None
         try:
             job = self._job
-            traced = f", trace {job.trace_id}" if job.trace_id else ""
-            description = f"rankzero: {job.name} on {job.world} ranks, run {job.run_id}{traced}"
+            description = f"rankzero: {job.name} on {job.world} ranks, run {job.run_id}"
             self._context.setJobGroup(self._group, description, interruptOnCancel=True)
             tasks = self._num_tasks
             rows = self._context.parallelize(range(tasks), tasks)

@@ -6,16 +6,15 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import until
 
-from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, ResultError, RunHandle, WorkerFailedError
 from rankzero.run.listing import list_runs
-from rankzero.sweep import MedianRule, OptunaSearch, SuccessiveHalving, Sweep, Trial
+from rankzero.sweep import Sweep
 
 
 def train(lr: float, steps: int = 3, pause: float = 0.0, fails: bool = False) -> dict[str, float]:
@@ -55,7 +54,7 @@ def test_the_lines_of_a_sweep_say_what_begins_and_what_has_ended(sweep: Sweep, p
     ]
     assert len([line for line in printed if " runs in " in line]) == 4
     assert any(line.startswith("trial 1 ({'lr': 0.9, 'fails': True}) failed: ") for line in printed)
-    assert f"trial 2 ({{'lr': 0.3}}) succeeded: loss {1 / 3}, the best so far" in printed
+    assert f"trial 2 ({{'lr': 0.3}}) succeeded: loss {1 / 3}" in printed
     assert f"trial 3 ({{'lr': 0.5}}) succeeded: loss {sweep[3].value}" in printed
 
 
@@ -73,101 +72,12 @@ def test_a_trial_that_fails_says_why_and_ends_nothing_else(sweep: Sweep) -> None
     assert sweep[1].metrics["loss"] > 0.36
 
 
-def test_the_table_has_a_row_for_each_trial(sweep: Sweep) -> None:
-    rows = sweep.rows()
-    assert [(row["trial"], row["lr"], row["state"]) for row in rows][1] == (1, 0.9, "failed")
-    assert len({row["directory"] for row in rows if row["directory"].rsplit("/", 1)[1].startswith("lr-")}) == 4
-
-
-def test_a_sweep_says_how_its_trials_ended_and_that_none_has_its_metric(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Launcher(1, store=tmp_path).map(train, [{"lr": 0.3, "steps": 1}], metric="los")
-    assert "trial 0 has not reported 'los', by which the sweep compares trials, but: loss, rank" in caplog.text
-    caplog.clear()
-    Launcher(1, store=tmp_path).map(train, [{"lr": 0.3, "steps": 1}], metric="loss")
-    assert "succeeded: loss 1.0, the best so far" in capsys.readouterr().out
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
-def test_a_metric_with_the_name_of_a_param_hides_nothing() -> None:
-    trials = (
-        Trial(0, {"lr": 0.1, "state": "warm"}, "succeeded", 1.0, {"lr": 0.001, "loss": 1.0}, "/runs/0"),
-        Trial(1, {"lr": 0.2}, "succeeded", 1.0, {"loss": 2.0, "trial": 7.0}, "/runs/1"),
-    )
-    first, second = Sweep(trials, "loss", "min").rows()
-    assert first == {
-        **{"trial": 0, "state": "succeeded", "directory": "/runs/0"},
-        **{"params.lr": 0.1, "params.state": "warm", "metrics.lr": 0.001, "loss": 1.0},
-    }
-    assert second == {
-        **{"trial": 1, "state": "succeeded", "directory": "/runs/1"},
-        **{"params.lr": 0.2, "metrics.trial": 7.0, "loss": 2.0},
-    }
-
-
-class Study:
-    """As an Optuna study is asked."""
-
-    def ask(self) -> object:
-        return object()
-
-
-@pytest.mark.parametrize("suggested", [None, 0.1, {1: 0.1}])
-def test_what_an_optuna_search_cannot_suggest_is_refused(tmp_path: Path, suggested: Any) -> None:
-    search = OptunaSearch(Study(), lambda trial: suggested, num_trials=3)
-    with pytest.raises(InvalidJobError, match=f"suggest returned {suggested}; each trial is a dict"):
-        Launcher(store=tmp_path / "store").map(train, search, metric="loss", max_parallel=2)
-    assert not (tmp_path / "store").exists()
-
-
 def test_without_success_the_best_raises_the_first_error(tmp_path: Path) -> None:
     failed = Launcher(store=tmp_path).map(
         train, [{"lr": 0.1, "fails": True}, {"lr": 0.2, "fails": True}], metric="loss"
     )
     with pytest.raises(WorkerFailedError, match=r"lr 0\.1 diverges"):
         _ = failed.best
-
-
-def test_a_rule_ends_a_trial_that_is_far_behind(tmp_path: Path) -> None:
-    params = [{"lr": 0.3, "steps": 6}, {"lr": 0.31, "steps": 6}, {"lr": 9.0, "steps": 100_000, "pause": 0.05}]
-    rule = MedianRule(grace=2, min_trials=2)
-    done = Launcher(store=tmp_path).map(train, params, metric="loss", stop=rule)
-    assert [trial.state for trial in done] == ["succeeded", "succeeded", "stopped"]
-    assert done[2].value is not None
-    assert done.best.number == 0
-
-
-@pytest.mark.parametrize("saves", [False, True])
-def test_a_trial_that_restarts_is_judged_by_each_of_its_steps_once(tmp_path: Path, saves: bool) -> None:
-    def train(saves: bool) -> None:
-        import os
-        import signal
-
-        import rankzero.train as rt
-
-        checkpoint = rt.get_checkpoint()
-        first = checkpoint.load()["step"] + 1 if checkpoint else 1
-        for step in range(first, 7):
-            rt.report({"loss": step}, checkpoint={"step": step} if saves and step == 2 else None)
-            rt.context.await_checkpoint()
-            if step == 4 and rt.get_context().attempt == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    class Recording:
-        """Stops nothing, and keeps the last curve."""
-
-        curve: list[float]
-
-        def stops(self, trial: int, curves: Mapping[int, Sequence[float]]) -> bool:
-            self.curve = list(curves[trial])
-            return False
-
-    rule = Recording()
-    launcher = Launcher(1, store=tmp_path, max_restarts=1)
-    (trial,) = launcher.map(train, [{"saves": saves}], metric="loss", stop=rule)
-    assert trial.state == "succeeded"
-    assert rule.curve == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 def test_a_number_that_no_float_holds_is_the_worst_value(tmp_path: Path) -> None:
@@ -246,16 +156,6 @@ def test_a_call_that_has_returned_is_delivered_whatever_failed_in_it(tmp_path: P
     assert all(RunHandle.attach(trial.directory).created > when for trial, when in zip(again, began, strict=True))
 
 
-def test_a_trial_that_a_rule_has_stopped_begins_anew_in_the_next_call(tmp_path: Path) -> None:
-    params = [{"lr": 0.3, "steps": 6}, {"lr": 0.31, "steps": 6}, {"lr": 9.0, "steps": 100_000, "pause": 0.05}]
-    rule = MedianRule(grace=2, min_trials=2)
-    launcher = Launcher(store=tmp_path, run_id="s")
-    launcher.map(train, params, metric="loss", stop=rule)
-    again = launcher.map(train, params, metric="loss", stop=rule)
-    assert [trial.state for trial in again] == ["succeeded", "succeeded", "stopped"]
-    assert RunHandle.attach(again[2].directory).fresh_since > 0
-
-
 # By default: an interrupt, which is an exception in the caller as well.
 @pytest.mark.soak
 def test_an_exception_in_the_caller_ends_all_trials(tmp_path: Path) -> None:
@@ -289,7 +189,6 @@ def test_an_exception_in_the_caller_ends_all_trials(tmp_path: Path) -> None:
         ({"params": [3]}, "params has 3"),
         ({"max_parallel": 0}, "max_parallel is 0"),
         ({"mode": "least"}, "mode is 'least'"),
-        ({"stop": MedianRule()}, "stop= decides by a metric"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -318,43 +217,16 @@ def test_value_and_result_are_of_one_moment_and_a_diverged_trial_is_the_worst(
     assert [trial.value for trial in sweep][2:] == [sign * curve[-1] for curve in curves[2:]]
 
 
+def test_a_metric_that_no_trial_has_reported_is_named(tmp_path: Path) -> None:
+    done = Launcher(1, store=tmp_path).map(train, [{"lr": 0.3, "steps": 1}], metric="los")
+    with pytest.raises(ResultError, match="has reported 'los' on rank 0"):
+        _ = done.best
+
+
 def test_no_metric_no_best(tmp_path: Path) -> None:
     done = Launcher(store=tmp_path).map(train, [{"lr": 0.1}])
     with pytest.raises(InvalidJobError, match='give map\\(..., metric="loss"\\)'):
         _ = done.best
-
-
-@pytest.mark.parametrize(
-    ("rule", "own", "others", "stops"),
-    [
-        (MedianRule(grace=2, min_trials=2), [5.0, 5.0], [[1.0, 1.0], [2.0, 2.0]], False),
-        (MedianRule(grace=1, min_trials=2), [5.0, 5.0], [[1.0, 1.0], [2.0, 2.0]], True),
-        (MedianRule(grace=1, min_trials=3), [5.0, 5.0], [[1.0, 1.0], [2.0, 2.0]], False),
-        (MedianRule(grace=1, min_trials=2), [5.0, 5.0], [[1.0], [2.0, 2.0]], False),
-        (MedianRule(grace=1, min_trials=2), [5.0, 1.4], [[1.0, 1.0], [2.0, 2.0]], False),
-        (SuccessiveHalving(first=2, factor=2), [5.0], [[1.0, 1.0]], False),
-        (SuccessiveHalving(first=2, factor=2), [5.0, 5.0], [], False),
-        (SuccessiveHalving(first=2, factor=2), [5.0, 5.0], [[1.0, 1.0]], True),
-        (SuccessiveHalving(first=2, factor=2), [0.5, 5.0], [[1.0, 1.0]], False),
-        (SuccessiveHalving(first=1, factor=2), [1.0, 1.0, 1.0, 9.0], [[2.0] * 4, [3.0] * 4], False),
-        (SuccessiveHalving(first=1, factor=3), [2.0], [[1.0], [3.0]], True),
-        # A trial that went to nan or infinity.
-        (MedianRule(grace=1, min_trials=2), [0.1, math.inf], [[1.0, 1.0], [2.0, 2.0]], True),
-        (SuccessiveHalving(first=2, factor=2), [0.1, math.inf], [[1.0, 1.0]], True),
-        (MedianRule(grace=1, min_trials=1), [1.0, math.inf], [[1.0, math.inf]], True),
-        (MedianRule(grace=1, min_trials=3), [1.0, math.inf], [], True),
-        (MedianRule(grace=2, min_trials=1), [1.0, math.inf], [[1.0, 1.0]], False),
-        (SuccessiveHalving(first=2, factor=2), [1.0, math.inf], [], True),
-        (SuccessiveHalving(first=2, factor=2), [1.0, math.inf], [[1.0, math.inf]], True),
-        (SuccessiveHalving(first=2, factor=3), [0.1, 0.1, math.inf], [[1.0, 1.0]], True),
-        (SuccessiveHalving(first=2, factor=2), [math.inf], [[1.0, 1.0]], False),
-        # A rung that it has passed is not judged again.
-        (SuccessiveHalving(first=1, factor=2), [5.0, 1.0, 0.5], [[4.0, 2.0]], False),
-    ],
-)
-def test_the_rules(rule: Any, own: list[float], others: list[list[float]], stops: bool) -> None:
-    curves = {0: own, **{number + 1: values for number, values in enumerate(others)}}
-    assert rule.stops(0, curves) is stops
 
 
 def test_what_another_training_of_the_run_id_reported_counts_for_nothing(tmp_path: Path) -> None:
