@@ -255,7 +255,7 @@ class _Peers:
 
     def failure_behind(self, error: Exception) -> WorkerFailedError | None:
         """Returns the failure that caused an error of rank 0, which may see a broken collective before its cause."""
-        deadline = time.monotonic() + (bounds.CAUSE_LIMIT if describe(error).collateral else 0.0)
+        deadline = time.monotonic() + (bounds.CAUSE_WINDOW if describe(error).collateral else 0.0)
         while True:
             # Before the failures are read: a rank writes its own before it exits.
             has_ended = all(process.poll() is not None for process in self._processes.values())
