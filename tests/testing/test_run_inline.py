@@ -139,7 +139,7 @@ def test_the_first_cause_is_that_of_the_rank_that_failed_and_not_its_echo(
     function: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Rank 1 may stand still before it says why it fails.
-    monkeypatch.setattr(bounds, "CAUSE_LIMIT", 30.0)
+    monkeypatch.setattr(bounds, "CAUSE_WINDOW", 30.0)
     with pytest.raises(WorkerFailedError, match=r"rank 1 failed: ValueError: rank 1 has no data") as caught:
         run_inline(function, world_size=2)
     assert (caught.value.rank, caught.value.exception_type) == (1, "ValueError")

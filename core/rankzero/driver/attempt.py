@@ -393,7 +393,6 @@ class Attempt:
         self._recorder.event({**message.facts(), **of_rank})
 
     def _on_failure(self, rank: int, member: Member, message: messages.Failed) -> None:
-        self.facts.over.add(rank)
         found = {**vars(message), "log_tail": [line[:LOG_TAIL_WIDTH] for line in message.log_tail]}
         # The agent has asked the rank to exit, which may have made it raise.
         found["collateral"] = message.collateral or member.left_at is not None

@@ -131,6 +131,7 @@ class Facts:
         if not self.failures:
             self.failed_at = now
         self.failures.append(failure)
+        self.over.add(failure.rank)
         return True
 
     def note_stored(self, ref: ResultRef, value: list[Any]) -> None:
