@@ -227,6 +227,16 @@ def an_exit_code(launcher: Launcher, here: Path) -> None:
 
 
 @provocation
+def only_consequences(launcher: Launcher, here: Path) -> None:
+    def train() -> None:
+        import torch.distributed as dist
+
+        raise dist.DistBackendError("wrong arguments")
+
+    launcher.options(num_processes=1, max_restarts=2).run(train)
+
+
+@provocation
 def a_missing_package(launcher: Launcher, here: Path) -> None:
     def train() -> None:
         import rankzero.train as rt

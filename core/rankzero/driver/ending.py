@@ -253,13 +253,7 @@ def host_to_blame(failures: Sequence[Failure]) -> str | None:
 
 
 def failed(facts: Facts, tail: Callable[[int], list[str]], stacks: Mapping[int, str]) -> Verdict:
-    """Returns the end of an attempt in which ranks failed: the first cause, with its consequences.
-
-    Args:
-        facts: The reports so far.
-        tail: As for `judge`.
-        stacks: The stacks of ranks that had not failed, if nothing but consequences is known.
-    """
+    """Returns the end of an attempt by failures of ranks; `judge` has stacks if only consequences are known."""
     cause = first_cause(facts.failures)
     return Verdict(error=_failed(cause, facts, tail, stacks), blamed=host_to_blame(facts.failures), cause=cause)
 
