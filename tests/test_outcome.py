@@ -1,22 +1,21 @@
 """When an attempt has succeeded, and why it cannot any more: no process, no clock."""
 
-import math
 from typing import Any
 
 import pytest
 
-from rankzero import EngineError, RankZeroError, ResultError, ResultRef, WorkerFailedError, bounds
+from rankzero import EngineError, RankZeroError, ResultError, ResultRef, RunCancelledError, WorkerFailedError, bounds
 from rankzero.channel.messages import Failed
 from rankzero.driver import ending
 from rankzero.driver.ending import Facts, Failure, Verdict
 from rankzero.driver.roster import Member
-from rankzero.errors import LOST, MATCHED, PREEMPTED
+from rankzero.errors import KILLED, LOST, MATCHED, PREEMPTED
 
 REF = ResultRef("/store/value-0.json", "json", "0" * 64, 4)
 
 NOW = 100.0
-JUST, LONG_AGO = NOW - 0.01, NOW - bounds.AGENT_LOST_WINDOW - 0.01
-LONG_BEFORE = NOW - bounds.CAUSE_WINDOW - 0.01
+JUST, LONG_AGO = NOW - 0.01, NOW - bounds.CAUSE_WINDOW - 0.01
+LONG_BEFORE = LONG_AGO
 
 REFUSAL = ResultError("the store is full")
 
@@ -36,12 +35,12 @@ def explain(error: BaseException) -> RankZeroError:
     return EngineError(f"the engine: {error}", cause=LOST)
 
 
-def judged(known: Facts, gone: list[Member] | None = None) -> Verdict | None:
-    return ending.judge(known, gone or [], NOW, explain, lambda rank: [f"the last line of rank {rank}"])
+def judged(known: Facts, gone: list[Member] | None = None, *, replies: bool = True) -> Verdict | None:
+    stacks = {rank: f"stack of {rank}" for rank in range(known.num_processes)} if replies else None
+    return ending.judge(known, gone or [], NOW, explain, lambda rank: [f"the last line of rank {rank}"], lambda: stacks)
 
 
 def failed(known: Facts, rank: int, at: float = JUST, **details: Any) -> bool:
-    known.read_at = min(known.read_at, at)
     return known.note_failure(Failure(rank, "a", Failed(0.0, **details), f"host-{rank}", len(known.failures)), at)
 
 
@@ -134,7 +133,7 @@ RANK, ENGINE = "rank 0 on a failed", "the engine: the agents ended"
         ([], False, [], True, ENGINE),
         ([], False, [LEFT_JUST_NOW], True, LEFT_JUST_NOW),
         ([], False, [DISCONNECTED], True, ENGINE),
-        ([(JUST, True)], False, [], True, None),
+        ([(JUST, True)], False, [], True, RANK),
         # The driver's own errors.
         ([], True, [LEFT], True, REFUSAL),
         ([(JUST, False)], True, [], False, RANK),
@@ -220,25 +219,52 @@ def test_a_result_error_of_a_rank_restarts_the_run_where_restart_on_names_it(
     assert isinstance(verdict.error, WorkerFailedError if matched else ResultError)
 
 
-def test_a_consequence_counts_once_every_agent_that_was_silent_is_heard_and_read() -> None:
+def test_a_consequence_counts_once_every_rank_that_may_know_more_has_replied() -> None:
     known = facts()
-    failed(known, 0, LONG_BEFORE, collateral=True)
-    known.read_at = math.inf
-    known.note_read(LONG_BEFORE - 0.1, NOW)
+    failed(known, 0, JUST, collateral=True)
     assert judged(known) is None
-    known.note_read(LONG_BEFORE + 0.1, NOW)
-    # What it has to say comes behind the first sign of life.
-    assert judged(known) is None
-    known.note_read(LONG_BEFORE + 0.1, NOW + 9)
-    known.read_at -= bounds.CAUSE_READ_WINDOW + 0.01
+    known.failed_at = LONG_BEFORE
+    assert judged(known, replies=False) is None
     verdict = judged(known)
     assert verdict
-    assert isinstance(verdict.error, WorkerFailedError)
+    assert "rank 1 had not failed.\nrank 1 stood at:\n  stack of 1" in str(verdict.error)
 
 
-def test_a_consequence_counts_without_agents_that_could_say_more() -> None:
+@pytest.mark.parametrize("what", ["over", "engine"])
+def test_a_consequence_counts_without_ranks_that_may_know_more(what: str) -> None:
     known = facts()
-    failed(known, 0, LONG_BEFORE, collateral=True)
-    known.read_at = math.inf
-    known.engine_ended = True
-    assert judged(known)
+    failed(known, 0, JUST, collateral=True)
+    known.over.update([0, 1] if what == "over" else [0])
+    known.engine_ended = what == "engine"
+    verdict = judged(known, replies=False)
+    assert verdict
+    assert "Only consequences are known" in str(verdict.error)
+    assert "had not failed" not in str(verdict.error)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "cause"),
+    [
+        ({"collateral": True}, {"exception_type": "KeyError"}, None),
+        ({"collateral": True}, {"signal": "SIGKILL"}, KILLED),
+        ({"collateral": True}, {"collateral": True}, LOST),
+        ({"exception_type": "KeyError"}, {"signal": "SIGKILL"}, None),
+    ],
+)
+def test_a_report_that_arrives_while_ranks_are_stopped_corrects_the_cause_and_the_restart(
+    first: dict[str, Any], then: dict[str, Any], cause: str | None
+) -> None:
+    known = facts()
+    failed(known, 0, LONG_BEFORE, **{"exception_type": "E", **first})
+    verdict = judged(known)
+    assert verdict
+    failed(known, 1, JUST, **then)
+    error = ending.settled(verdict, known, lambda rank: []).error
+    assert isinstance(error, WorkerFailedError)
+    assert (error.rank, error.cause) == (1 if "collateral" in first and "collateral" not in then else 0, cause)
+
+
+def test_no_report_takes_back_that_a_run_was_cancelled() -> None:
+    known, verdict = facts(), Verdict(error=RunCancelledError("it was cancelled"))
+    failed(known, 1, JUST, exception_type="KeyError")
+    assert ending.settled(verdict, known, lambda rank: []) is verdict

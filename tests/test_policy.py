@@ -38,23 +38,6 @@ def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure]
 
 
 @pytest.mark.parametrize(
-    ("failures", "waited", "is_read", "conclusive"),
-    [
-        ([RAISED], 0.0, False, True),
-        ([KILLED], 0.0, False, True),
-        ([ECHO], 0.0, True, False),
-        ([ECHO], bounds.CAUSE_WINDOW, True, True),
-        # The agent of the other rank stands still.
-        ([ECHO], bounds.CAUSE_WINDOW, False, False),
-        ([ECHO], bounds.CAUSE_LIMIT, False, True),
-        ([ECHO, RAISED], 0.1, False, True),
-    ],
-)
-def test_only_an_echo_is_waited_for(failures: list[Failure], waited: float, is_read: bool, conclusive: bool) -> None:
-    assert ending.is_conclusive(failures, waited, is_read=is_read) is conclusive
-
-
-@pytest.mark.parametrize(
     ("hosts", "order"),
     [
         (["a"], [0]),
@@ -90,11 +73,14 @@ def test_ranks_are_named_in_runs(ranks: list[int], name: str) -> None:
 
 
 def test_the_message_leads_with_rank_host_and_cause() -> None:
-    text = ending.failure_message(KILLED, [5, 6], ["rank 0: E"], ["last lines"], "/store/run")
+    facts = ending.Facts(9, "/store/run")
+    for one in (KILLED, replace(KILLED, rank=5), replace(KILLED, rank=6), RAISED):
+        facts.note_failure(replace(one, order=len(facts.failures)), 0.0)
+    text = str(ending.failed(facts, lambda rank: ["last lines"], {}).error)
     assert text.startswith("rank 2 on c failed: killed by SIGKILL (often the kernel's out-of-memory killer)")
     assert "  last lines" in text
     assert "The same failure: ranks 5, 6" in text
-    assert "rank 0: E" in text
+    assert "rank 1: ValueError: bad" in text
     assert text.endswith("/store/run/logs")
 
 
@@ -102,7 +88,9 @@ def test_the_message_leads_with_rank_host_and_cause() -> None:
     ("failure", "cause"),
     [
         (RAISED, None),
-        (failure(0, "a", 0, exit_code=9), None),
+        (failure(0, "a", 0, exit_code=9), errors.LOST),
+        (failure(0, "a", 0, exception_type="SystemExit", message="3", exit_code=3), None),
+        (failure(0, "a", 0, message="it closed the connection to its agent", exit_code=1), None),
         (failure(0, "a", 0, exception_type="rankzero.errors.RetryableError", retryable=True), errors.RETRYABLE),
         (KILLED, errors.KILLED),
         (failure(0, "a", 0, signal="SIGSEGV"), errors.KILLED),

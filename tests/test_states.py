@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import EngineError, RunCancelledError, StartTimeoutError, bounds
+from rankzero import EngineError, RunCancelledError, StartTimeoutError, WorkerFailedError, bounds
 from rankzero.channel import messages
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.launched import Final, Starting
@@ -119,10 +119,6 @@ class Server:
 
     def broadcast(self, wire: dict[str, Any]) -> None:
         self.send(0, wire)
-
-    def read_at(self, tasks: list[int]) -> float:
-        """No agent stands still."""
-        return time.monotonic()
 
     def when_alone(self, act: Callable[[], None]) -> None:
         """Everything is read."""
@@ -474,6 +470,30 @@ def test_a_value_that_is_stored_at_the_last_moment_is_a_success(
     assert not looks
     assert isinstance(scene.state, Final)
     assert scene.state.verdict.success
+
+
+def test_a_failure_that_is_reported_while_ranks_are_stopped_is_the_cause_of_the_consequences(
+    stage: Callable[..., Stage],
+) -> None:
+    scene = stage()
+    scene.start()
+    scene.say(messages.Failed(0.0, exception_type="RuntimeError", message="broken", collateral=True), rank=0)
+    scene.step()
+    scene.now = bounds.CAUSE_WINDOW
+    scene.step()
+    assert scene.name == "Running"
+    for rank in range(RANKS):
+        scene.say(messages.Stack("stands"), rank=rank)
+    scene.step()
+    assert scene.name == "Leaving"
+    scene.say(messages.Failed(0.0, exception_type="KeyError", message="the cause"), rank=1)
+    scene.store()
+    scene.until("Final")
+    assert isinstance(scene.state, Final)
+    error = scene.state.verdict.error
+    assert isinstance(error, WorkerFailedError)
+    assert (error.rank, error.exception_type, error.cause) == (1, "KeyError", None)
+    assert "rank 0: RuntimeError: broken (a consequence)" in str(error)
 
 
 def test_what_an_agent_said_before_the_engine_reports_its_end_is_heard_first(stage: Callable[..., Stage]) -> None:

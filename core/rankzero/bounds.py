@@ -135,12 +135,8 @@ WRITE_RETRY_INTERVAL = 0.5
 STAGE_END_TIMEOUT = 5.0
 """Seconds for a stage to end after its driver has exited; then it is cancelled. The connection may be broken."""
 
-CAUSE_WINDOW = 0.8
-CAUSE_READ_WINDOW = 0.2
-CAUSE_LIMIT = 6.0
-AGENT_LOST_WINDOW = 2.0
-"""Seconds to wait for a failure's cause, to read it once no agent is silent, at most while one is, and to wait for what
-the engine says of a loss."""
+CAUSE_WINDOW = 2.0
+"""Seconds to wait for the first cause: of failures that may all be consequences, and for what explains a lost agent."""
 
 SESSION_CLOSE_TIMEOUT = 10.0
 """Seconds for an engine session to close (a SparkContext to stop)."""

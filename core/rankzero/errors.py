@@ -139,8 +139,9 @@ class WorkerFailedError(RankZeroError, RuntimeError):
         signal: Name of the signal that killed it (``"SIGKILL"``), or None.
         log_tail: The last log lines of that rank, oldest first.
         others: Later failures of other ranks, one line each.
-        cause: Reason by which a restart is decided: ``"killed"``, ``"preempted"``, ``"lost"``, ``"retryable"``,
-            ``"matched"`` (an exception that ``restart_on`` names), or None for other exceptions of the user's code.
+        cause: Reason by which a restart is decided: ``"killed"``, ``"preempted"``, ``"lost"`` (it exited without a
+            word, or only consequences are known), ``"retryable"``, ``"matched"`` (an exception that ``restart_on``
+            names), or None for other exceptions of the user's code.
     """
 
     code = "RZ-3000"

@@ -84,9 +84,9 @@ class Options:
             collective for ranks that have returned end with that error after 5 minutes in any case.
         orphan_timeout: Seconds without a follower after which a submitted run cancels itself; None lets it continue.
             `RunHandle.wait`, ``result``, ``logs(follow=True)`` and ``events(follow=True)`` follow.
-        max_restarts: New attempts, from the last checkpoint, after a rank was killed by a signal, a host or executor
-            was lost, a hang, a `RetryableError`, or an exception that ``restart_on`` names. Other exceptions of the
-            function end the run.
+        max_restarts: New attempts, from the last checkpoint, after a rank was killed by a signal or exited without a
+            word, a host or executor was lost, a hang, a `RetryableError`, or an exception that ``restart_on`` names.
+            Other exceptions of the function, `SystemExit` too, end the run.
         restart_on: Exceptions of the function that count among ``max_restarts``: texts and classes, such as
             ``("CUDA error", ConnectionError)``, or a function that is called with the exception, in the rank that
             raised it, and returns True for another attempt. A text matches as a part of ``type: message``, or as the

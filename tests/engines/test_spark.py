@@ -245,7 +245,7 @@ def test_cancelling_the_spark_job_ends_the_run_with_that_cause(
     on_session: Launcher, session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The words of Spark may come long after the end of its tasks.
-    monkeypatch.setattr(bounds, "AGENT_LOST_WINDOW", 30.0)
+    monkeypatch.setattr(bounds, "CAUSE_WINDOW", 30.0)
 
     def train() -> None:
         while True:

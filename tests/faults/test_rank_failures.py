@@ -283,8 +283,8 @@ def fail_while_the_agent_stands_still() -> None:
     dist.barrier()
     if dist.get_rank() == 1:
         agent = os.getppid()
-        # Longer than `CAUSE_WINDOW`.
-        subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {agent}"], start_new_session=True)
+        # Longer than `CAUSE_WINDOW`, and shorter than a silence that cuts the connection.
+        subprocess.Popen(["sh", "-c", f"sleep 3.5; kill -CONT {agent}"], start_new_session=True)
         os.kill(agent, signal.SIGSTOP)
         raise ValueError("bad learning rate")
     dist.all_reduce(torch.ones(1))

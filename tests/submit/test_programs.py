@@ -210,16 +210,18 @@ def test_a_python_command_meets_its_peers_and_says_why_it_failed(launcher: Launc
 
 
 @pytest.mark.parametrize(
-    ("kind", "message", "is_echo"),
+    ("printed", "is_echo"),
     [
-        ("DistBackendError", "", True),
-        ("RuntimeError", "[gloo/transport/tcp/pair.cc] Connection closed by peer", True),
-        ("RuntimeError", "out of range", False),
-        ("DistanceTooLargeError", "", False),
+        ("torch.distributed.DistBackendError", True),
+        ("RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer", True),
+        ("torch.distributed.DistBackendError: x\n\nDuring handling of ...\n\nValueError: step failed", True),
+        ("  | torch.distributed.DistStoreError: x", True),
+        ("RuntimeError: out of range", False),
+        ("geo.DistanceTooLargeError", False),
     ],
 )
-def test_what_a_command_left_behind_is_the_echo_of_a_lost_peer_or_not(kind: str, message: str, is_echo: bool) -> None:
-    facts = {"exception_type": kind, "message": message, "exit_code": 1}
+def test_what_a_command_left_behind_is_the_echo_of_a_lost_peer_or_not(printed: str, is_echo: bool) -> None:
+    facts = {"exception_type": "E", "message": "", "exit_code": 1, "traceback": f"Traceback ...\n{printed}\n"}
     assert describe(CommandError("the command", facts)).collateral is is_echo
 
 

@@ -138,8 +138,8 @@ class Forwarder:
                 return
         elif isinstance(message, messages.Failed):
             self.drain(rank, self.on_output)
-            # A failure after a request to exit is not the cause of the run's end.
-            is_secondary = message.collateral or self._ending.is_early
+            # A failure after SIGTERM is not the cause of the run's end.
+            is_secondary = message.collateral or rank in self._ending.asked
             message = message.having(log_tail=rank.output.tail, collateral=is_secondary)
         elif isinstance(message, messages.Part) and not message.shared:
             self._ending.has_parts = True

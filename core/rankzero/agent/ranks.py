@@ -271,6 +271,7 @@ class Ending:
         has_begun: The ranks were asked to exit.
         is_early: The ranks were asked to exit before all had committed.
         is_orphaned: The task process that started the agent has exited.
+        asked: The ranks that were sent SIGTERM.
         kill_at: Monotonic time at which the remaining ranks get SIGKILL; None if no such time is set.
         flush_by: Monotonic time until which a stop waits for the reports that ranks still hold; None without one.
     """
@@ -294,7 +295,7 @@ class Ending:
         self.kill_at: float | None = None
         self.flush_by: float | None = None
         self._released: list[Rank] = []
-        self._asked: set[Rank] = set()
+        self.asked: set[Rank] = set()
         self._stop_by = 0.0
         self.has_parts = False
         """True once parts of checkpoints are queued on the channel: their delivery may use the rest of the grace."""
@@ -329,8 +330,8 @@ class Ending:
         for rank in self._ranks:
             has_flushed = self.flush_by is None or rank.has_flushed or rank.outcome is not None or not rank.alive
             is_written = rank.begun is not None and not rank.begun & rank.writing
-            if rank not in self._asked and has_flushed and is_written:
-                self._asked.add(rank)
+            if rank not in self.asked and has_flushed and is_written:
+                self.asked.add(rank)
                 rank.kill(signal.SIGTERM)
 
     def leave(self, why: str, cause: str) -> None:

@@ -186,6 +186,8 @@ class Agent:
             for rank in self._ranks:
                 # A rank may just have reported a checkpoint that it is writing.
                 self._forwarder.drain(rank, self._forwarder.on_control)
+            # A rank that has ended before may be the first cause of what the driver has judged.
+            self._collect()
             self._ending.stop(message.grace)
         elif isinstance(message, messages.End):
             self._ending.await_exits()

@@ -62,7 +62,7 @@ class Peer:
         self.session = Session(limits.FETCH_WINDOW, limits.BULK_WINDOW)
         self.connection: Connection | None = None
         self.number = -1
-        self.received_at = self.read_at = self.pinged = time.monotonic()
+        self.received_at = self.pinged = time.monotonic()
         self.has_left = False
         self.is_lost = False
         self.withheld = 0
@@ -238,8 +238,6 @@ class Connection(asyncio.Protocol):
                 self._server.lose(self.peer, f"agent {self.peer.task} broke the channel's rules: {error}")
                 return
         if self.peer is not None:
-            # Not before: who sees this time has the messages.
-            self.peer.read_at = now
             self.peer.pump()
 
     def _opened(self, data: bytes) -> bytes:

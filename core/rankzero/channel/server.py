@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
@@ -102,13 +101,6 @@ class ChannelServer:
         """Queues a message for every agent that has joined, including disconnected ones. Any thread may call it."""
         body = message_body(CONTROL, message)
         self._call(lambda: self._queue(list(self._peers.values()), body))
-
-    def read_at(self, tasks: Sequence[int]) -> float:
-        """Returns the monotonic time since which one of some agents is silent. Any thread may call it.
-
-        Agents that have left or are lost say nothing more, and do not count.
-        """
-        return min((self._peers[task].read_at for task in tasks if self._peers[task].is_live), default=math.inf)
 
     def when_alone(self, act: Callable[[], None]) -> None:
         """Calls ``act`` once what agents that have ended sent is delivered. Any thread may call it.

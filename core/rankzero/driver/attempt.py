@@ -44,6 +44,7 @@ class Attempt:
         facts: The facts on which the end depends.
         start_deadline: Monotonic time by which every rank must have started.
         started_at: Monotonic time at which every rank had started; None before.
+        resume: The checkpoint that the ranks start from; None without one.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Attempt:
         self._scratch = Scratch() if run.is_remote else None
         try:
             began = time.monotonic()
-            self._resume, self._token = store.patiently(
+            self.resume, self._token = store.patiently(
                 self._read_store, STORE_OUTAGE, bounds.STORE_RETRY_INTERVAL, self._gives_up
             )
             # An outage of the store takes no time from the ranks' start.
@@ -110,7 +111,7 @@ class Attempt:
             self._server = ChannelServer(
                 secret,
                 mailbox.put,
-                served={name: file["location"] for name, file in job.files.items()} | files_of(run, self._resume),
+                served={name: file["location"] for name, file in job.files.items()} | files_of(run, self.resume),
                 upload_directory=self._scratch.path if self._scratch else run.path("result"),
                 can_take=mailbox.has_room,
                 identity=identity,
@@ -190,9 +191,12 @@ class Attempt:
 
     def judge(self, now: float) -> Verdict | None:
         """Returns how the attempt has ended; None while it may still succeed."""
-        if self.facts.failures and self.mailbox.is_empty:
-            self.facts.note_read(self._server.read_at(self._roster.awaited(self.facts.over)), now)
-        return ending.judge(self.facts, self._roster.gone(), now, self._group.explain, self._recorder.tail)
+        stacks = functools.partial(self._hang.poll, now, float("-inf"))
+        return ending.judge(self.facts, self._roster.gone(), now, self._group.explain, self._recorder.tail, stacks)
+
+    def settled(self, verdict: Verdict) -> Verdict:
+        """Returns the verdict, corrected by what was stored or reported while the ranks were stopped."""
+        return ending.settled(verdict, self.facts, self._recorder.tail)
 
     def check(self, now: float) -> None:
         """Raises the typed error if the run must end: on request, or because it takes too long."""
@@ -219,8 +223,7 @@ class Attempt:
     @property
     def is_undisturbed(self) -> bool:
         """True while no rank has returned or failed and every agent is connected, so nothing awaits the next tick."""
-        facts = self.facts
-        return not (facts.returned or facts.over or facts.failures or facts.refusal or self._roster.gone())
+        return not (self.facts.returned or self.facts.over or self.facts.refusal or self._roster.gone())
 
     def note_start(self) -> None:
         """Records that every rank has started."""
@@ -311,7 +314,7 @@ class Attempt:
                 first_rank=member.first_rank,
                 node_rank=node_rank,
                 sample_usage=member.host not in sampled,
-                checkpoint=self._resume.for_ranks(member.ranks) if self._resume else None,
+                checkpoint=self.resume.for_ranks(member.ranks) if self.resume else None,
             )
             sampled.add(member.host)
             self._server.send(member.task, encode(assign))
@@ -372,7 +375,7 @@ class Attempt:
             case messages.Finished():
                 # The rank exited cleanly because it was asked to: the training was stopped, not finished.
                 stopped = messages.Failed(message.time, message="ended when it was asked to", exit_code=0)
-                self._on_failure(rank, member, stopped)
+                self._on_failure(rank, member, stopped.having(collateral=True))
             case messages.Failed():
                 self._on_failure(rank, member, message)
             case messages.Exited():
@@ -384,7 +387,6 @@ class Attempt:
         self._recorder.event({**message.facts(), **of_rank})
 
     def _on_failure(self, rank: int, member: Member, message: messages.Failed) -> None:
-        self.facts.over.add(rank)
         found = {**vars(message), "log_tail": [line[:LOG_TAIL_WIDTH] for line in message.log_tail]}
         # The agent has asked the rank to exit, which may have made it raise.
         found["collateral"] = message.collateral or member.left_at is not None

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankzero import bounds, store
+from rankzero.driver import ending
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.ending import Verdict
 from rankzero.driver.launched import Final, Starting
@@ -152,7 +153,7 @@ class Driver:
 
     def _attempt_until_done(self, refused: Exception | None) -> Verdict:
         """Makes attempts until one succeeds; raises the error of the last one when no further attempt is allowed."""
-        failures = Counter[str]()
+        failures, last = Counter[str](), None
         try:
             while True:
                 try:
@@ -164,6 +165,10 @@ class Driver:
                 after = self._budget.after(_restart_cause(verdict.error))
                 if after is None:
                     raise verdict.error
+                before, last = last, verdict.lost_by and (verdict.lost_by, self._recorder.status.checkpoint)
+                if last and last == before:
+                    assert isinstance(verdict.error, RankZeroError)
+                    raise ending.repeats(verdict.error)
                 (self._budget, pause), refused = after, None
                 self._number += 1
                 if (host := verdict.blamed) is not None:
@@ -189,6 +194,8 @@ class Driver:
         if placed.session.num_agents(placed.num_tasks) > MANY_AGENTS:
             allow_open_files()
         attempt = Attempt(self._run, number, placed, self._recorder, mailbox, self._watch, self._env, self._started_at)
+        if attempt.resume:
+            recorder.update(checkpoint=attempt.resume.id)
         try:
             return follow(Starting(attempt), Final, mailbox, self._recorder).verdict
         finally:
@@ -199,7 +206,9 @@ class Driver:
     def _prepare_restart(self, error: BaseException, pause: float) -> None:
         """Records the restart, waits for the pause between two attempts, and closes the session if it is broken."""
         cause, what = _restart_cause(error), str(error).splitlines()[0]
-        logger.warning("attempt %s follows in %s s, because %s", self._number, pause, what)
+        checkpoint = self._recorder.status.checkpoint
+        begin = f"checkpoint {checkpoint}" if checkpoint else "the beginning"
+        logger.warning("attempt %s follows in %s s from %s, because %s", self._number, pause, begin, what)
         event = {"type": "restart", "attempt": self._number, "cause": cause, "what": what, "pause": pause}
         self._recorder.event(event)
         end = time.monotonic() + pause

@@ -5,7 +5,6 @@ Everything is pure: no clock, no socket, no process.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from rankzero.errors import (
     ResultError,
     StartTimeoutError,
     WorkerFailedError,
+    error_from_json,
 )
 from rankzero.values.ref import ResultRef
 
@@ -71,7 +71,8 @@ class Failure:
             return MATCHED
         if report.signal:
             return PREEMPTED if report.signal == "SIGTERM" else KILLED
-        return LOST if report.collateral else None
+        is_unexplained = report.exception_type is None and not report.message
+        return LOST if report.collateral or is_unexplained else None
 
     @property
     def headline(self) -> str:
@@ -103,7 +104,6 @@ class Facts:
         over: Ranks that have finished or failed, or whose process or agent is gone: they wait for no other rank.
         failures: The failures of ranks in the order in which they arrived.
         failed_at: Monotonic time of the first failure.
-        read_at: Monotonic time at which every agent with ranks that have not ended had sent something since then.
         stored: Rank 0's value, once it is stored.
         refusal: An error of the driver itself, such as a store that refuses the value; the last one counts.
         is_given_up: True once the stored values are about to be deleted, so that no success is possible any more.
@@ -118,7 +118,6 @@ class Facts:
     over: set[int] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
     failed_at: float = 0.0
-    read_at: float = math.inf
     stored: Success | None = None
     refusal: RankZeroError | None = None
     is_given_up: bool = False
@@ -132,11 +131,8 @@ class Facts:
         if not self.failures:
             self.failed_at = now
         self.failures.append(failure)
+        self.over.add(failure.rank)
         return True
-
-    def note_read(self, silent_since: float, now: float) -> None:
-        """Records whether all agents have sent something since the first failure; one may connect again."""
-        self.read_at = min(self.read_at, now) if silent_since >= self.failed_at else math.inf
 
     def note_stored(self, ref: ResultRef, value: list[Any]) -> None:
         """Records that the value of rank 0 is stored, which finishes the rank."""
@@ -157,11 +153,19 @@ class Verdict:
         success: The result, if it succeeded.
         error: The error, if it did not.
         blamed: The host that may have caused the error, as the engine names it.
+        cause: The failure of a rank that the error reports, if it reports one.
     """
 
     success: Success | None = None
     error: BaseException | None = None
     blamed: str | None = None
+    cause: Failure | None = None
+
+    @property
+    def lost_by(self) -> str | None:
+        """The exception, without numbers, if it is restarted only because a lost rank may have caused it."""
+        cause = self.cause
+        return cause.kind[0] if cause and cause.restart_cause == LOST and cause.report.exception_type else None
 
 
 Explain = Callable[[BaseException], RankZeroError]
@@ -174,6 +178,7 @@ def judge(
     now: float,
     explain: Explain,
     tail: Callable[[int], list[str]],
+    poll_stacks: Callable[[], Mapping[int, str] | None],
 ) -> Verdict | None:
     """Returns how the attempt has ended; None while it may still succeed.
 
@@ -183,16 +188,22 @@ def judge(
         now: Monotonic time.
         explain: Returns the typed error for the engine's error.
         tail: Returns the last log lines of a rank, for a rank that could not send them itself.
+        poll_stacks: Requests the stacks of all ranks; returns them, or None while they are awaited.
     """
     failures = facts.failures
     if facts.success:
         return Verdict(success=facts.success)
-    is_read = facts.engine_ended or now - facts.read_at >= bounds.CAUSE_READ_WINDOW
-    if failures and is_conclusive(failures, now - facts.failed_at, is_read=is_read):
+    missing = suspects(facts) if failures else []
+    if missing and now - facts.failed_at < bounds.CAUSE_WINDOW:
+        stacks = None
+    else:
+        # An agent's reply follows all that it knew before. One that is gone explains the failures, and may not reply.
+        stacks = poll_stacks() if missing and not gone else {}
+    if failures and stacks is not None:
         if gone and all(failure.report.collateral for failure in failures):
             # The peers of a lost host see only broken connections, even if that host had finished its own work.
             return _lost(gone[0], facts, explain)
-        return Verdict(error=_failed(failures, tail, facts.directory), blamed=host_to_blame(failures))
+        return failed(facts, tail, {rank: stacks[rank] for rank in missing})
     if facts.refusal:
         return Verdict(error=facts.refusal)
     # An agent whose ranks have all finished is no longer needed.
@@ -205,7 +216,7 @@ def judge(
             return _lost(left[0][0], facts, explain)
         error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
         return Verdict(error=explain(error))
-    overdue = next((member for member, at in left if now - at > bounds.AGENT_LOST_WINDOW), None)
+    overdue = next((member for member, at in left if now - at > bounds.CAUSE_WINDOW), None)
     return _lost(overdue, facts, explain) if overdue else None
 
 
@@ -214,16 +225,19 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.report.collateral, failure.order))
 
 
-def is_conclusive(failures: Sequence[Failure], waited: float, *, is_read: bool) -> bool:
-    """Returns True if the first cause is known: a failure is no consequence, or the time to wait for one is over.
+def suspects(facts: Facts) -> list[int]:
+    """Returns the ranks that may still report the first cause; empty if a known failure is no consequence."""
+    if facts.engine_ended or any(not failure.report.collateral for failure in facts.failures):
+        return []
+    return sorted(set(range(facts.num_processes)) - facts.over)
 
-    Args:
-        failures: The failures so far.
-        waited: Seconds since the first of them.
-        is_read: True if every agent that may know of another failure has sent something since: one may stand still.
-    """
-    is_over = waited >= bounds.CAUSE_LIMIT or (is_read and waited >= bounds.CAUSE_WINDOW)
-    return is_over or any(not failure.report.collateral for failure in failures)
+
+def settled(verdict: Verdict, facts: Facts, tail: Callable[[int], list[str]]) -> Verdict:
+    """Returns the verdict, corrected by what was stored or reported while the ranks were stopped."""
+    if facts.success:
+        return Verdict(success=facts.success)
+    is_same = verdict.cause is None or first_cause(facts.failures) is verdict.cause
+    return verdict if is_same else failed(facts, tail, {})
 
 
 def host_to_blame(failures: Sequence[Failure]) -> str | None:
@@ -238,19 +252,36 @@ def host_to_blame(failures: Sequence[Failure]) -> str | None:
 # -- the text of errors ----------------------------------------------------------------------------
 
 
-def _failed(failures: Sequence[Failure], tail: Callable[[int], list[str]], directory: str) -> RankZeroError:
-    """Returns the error of an attempt in which ranks failed: the first cause, with its consequences."""
-    cause = first_cause(failures)
+def failed(facts: Facts, tail: Callable[[int], list[str]], stacks: Mapping[int, str]) -> Verdict:
+    """Returns the end of an attempt by failures of ranks; `judge` has stacks if only consequences are known."""
+    cause = first_cause(facts.failures)
+    return Verdict(error=_failed(cause, facts, tail, stacks), blamed=host_to_blame(facts.failures), cause=cause)
+
+
+def _failed(cause: Failure, facts: Facts, tail: Callable[[int], list[str]], stacks: Mapping[int, str]) -> RankZeroError:
     report = cause.report
     if report.cause == "no-torch":
         return EngineError(report.message)
     if report.exception_type == "rankzero.errors.ResultError" and cause.restart_cause is None:
         return ResultError(report.message)
-    others = group_others(failures, cause)
-    same = same_as(cause, failures)
+    others, same = group_others(facts.failures, cause), same_as(cause, facts.failures)
     log_tail = report.log_tail or tail(cause.rank)
+    text = [f"rank {cause.rank} on {cause.host} failed: {cause.headline}"]
+    if report.traceback:
+        text.append(report.traceback.rstrip())
+    elif log_tail:
+        text += [f"Last log lines of rank {cause.rank}:", *(f"  {line}" for line in log_tail)]
+    if same:
+        text.append(f"The same failure: {name_ranks(same)}")
+    if others:
+        text += ["Then failed:", *(f"  {line}" for line in others)]
+    if report.collateral:
+        text.append("Only consequences are known: no rank reported a failure of its own.")
+    if stacks:
+        text += [f"{name_ranks(list(stacks))} had not failed.", *policy.stack_lines(stacks)]
+    text.append(f"Logs of all ranks: {facts.directory}/logs")
     return WorkerFailedError(
-        failure_message(cause, same, others, log_tail, directory),
+        "\n".join(text),
         rank=cause.rank,
         host=cause.host,
         exception_type=report.exception_type,
@@ -261,23 +292,6 @@ def _failed(failures: Sequence[Failure], tail: Callable[[int], list[str]], direc
         others=([f"{name_ranks(same)}: the same"] if same else []) + others,
         cause=cause.restart_cause,
     )
-
-
-def failure_message(
-    cause: Failure, same: Sequence[int], others: Sequence[str], log_tail: Sequence[str], directory: str
-) -> str:
-    """Returns the text of the error: the first cause, its traceback or last lines, the other failures, the logs."""
-    parts = [f"rank {cause.rank} on {cause.host} failed: {cause.headline}"]
-    if cause.report.traceback:
-        parts.append(cause.report.traceback.rstrip())
-    elif log_tail:
-        parts += [f"Last log lines of rank {cause.rank}:", *(f"  {line}" for line in log_tail)]
-    if same:
-        parts.append(f"The same failure: {name_ranks(same)}")
-    if others:
-        parts += ["Then failed:", *(f"  {line}" for line in others)]
-    parts.append(f"Logs of all ranks: {directory}/logs")
-    return "\n".join(parts)
 
 
 def same_as(cause: Failure, failures: Sequence[Failure]) -> list[int]:
@@ -329,6 +343,15 @@ def hung(bound: float, stacks: Mapping[int, str], silent: list[int], directory: 
         return _hang_error(why, stacks, silent, directory)
     missing = policy.not_in_collective(stacks)
     return _hang_error(f"no rank made progress for hang_timeout={bound} s", stacks, missing, directory)
+
+
+def repeats(error: RankZeroError) -> RankZeroError:
+    """Returns the error of an attempt that failed like the one before, with a line which says that no other follows."""
+    why = (
+        "The attempt before ended by the same exception, and no checkpoint was committed since, so no other was "
+        "started. If one may succeed nevertheless, name the exception in restart_on="
+    )
+    return error_from_json({**error.to_json(), "message": f"{error}\n{why}"})
 
 
 def left_waiting(returned: Collection[int], stacks: Mapping[int, str], directory: str) -> HangError:

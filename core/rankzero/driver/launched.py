@@ -196,8 +196,7 @@ class Storing(_Ending):
         committer = self._attempt.committer
         committer.close(0.0 if committer.is_busy else bounds.TICK)
         self._attempt.poll()
-        success = self._attempt.facts.success
-        return Final(Verdict(success=success) if success else self._verdict)
+        return Final(self._attempt.settled(self._verdict))
 
     def _waits(self, now: float) -> bool:
         if self._attempt.mailbox.is_empty and not self._attempt.committer.is_busy:

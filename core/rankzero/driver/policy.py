@@ -131,14 +131,21 @@ def hang_message(why: str, stacks: Mapping[int, str], missing: Sequence[int], di
     if missing:
         waiting = sorted(set(stacks) - set(missing))
         parts.append(f"{name_ranks(missing)} had not joined the collective in which {name_ranks(waiting)} waited")
-    groups: dict[str, list[int]] = {}
-    for rank, stack in sorted(stacks.items(), key=lambda item: (item[0] not in missing, item[0])):
-        groups.setdefault(stack, []).append(rank)
-    for stack, ranks in groups.items():
-        parts += [f"{name_ranks(ranks)} stood at:", *(f"  {line}" for line in stack.splitlines())]
+    parts += stack_lines(dict(sorted(stacks.items(), key=lambda item: (item[0] not in missing, item[0]))))
     parts.append("Progress is a call of rankzero.train.report or a step of a torch optimizer.")
     parts.append(f"Logs of all ranks: {directory}/logs")
     return "\n".join(parts)
+
+
+def stack_lines(stacks: Mapping[int, str]) -> list[str]:
+    """Returns lines with the stack of each rank, in the given order, equal stacks once."""
+    groups: dict[str, list[int]] = {}
+    for rank, stack in stacks.items():
+        groups.setdefault(stack, []).append(rank)
+    lines = []
+    for stack, ranks in groups.items():
+        lines += [f"{name_ranks(ranks)} stood at:", *(f"  {line}" for line in stack.splitlines())]
+    return lines
 
 
 def order_tasks(hosts: Sequence[str]) -> list[int]:

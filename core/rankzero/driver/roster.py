@@ -189,10 +189,6 @@ class Roster:
         """Returns the members that have exited or are disconnected."""
         return [member for member in self._members.values() if member.is_gone]
 
-    def awaited(self, over: set[int]) -> list[int]:
-        """Returns the tasks whose agents are connected and may still report of a rank; those in ``over`` have ended."""
-        return [one.task for one in self.numbered() if not one.is_gone and not over.issuperset(one.ranks)]
-
     def disconnected(self) -> list[Member]:
         """Returns the members that are disconnected and may connect again."""
         return [member for member in self.gone() if member.left_at is None]

@@ -122,6 +122,7 @@ class _Session:
     shards: dict[str, Any] = field(default_factory=dict)
     tables: RankTables = field(default_factory=RankTables)
     resumed: bool = False
+    has_reported: bool = False
 
     def __post_init__(self) -> None:
         # The result must not contain rows of calls that raised.
@@ -141,6 +142,16 @@ class _Session:
             self.progress += 1
         return self.progress + self.checkpoints
 
+    def note_report(self) -> None:
+        """Prints a line with the first report of a training that has not asked for the checkpoint to resume from."""
+        offered = self.writer.last if self.writer and not self.has_reported and not self.resumed else None
+        if offered and self.context.rank == 0:
+            print(
+                f"rankzero: get_checkpoint() was not called, so nothing resumes from checkpoint {offered.id}",
+                flush=True,
+            )
+        self.has_reported = True
+
     @property
     def carried_tables(self) -> set[str]:
         """Returns the tables whose rows belong to the checkpoint that this attempt started from."""
@@ -150,8 +161,7 @@ class _Session:
         """Records that this rank continues from a cursor, and which of its tables lack the rows from before it.
 
         Returns:
-            The epoch, and the parts of it that all ranks have consumed. The state of one rank has its own part; the
-            checkpoint that this attempt started from has those of the others.
+            The epoch, and its parts that all ranks have consumed: this rank's, and those in the checkpoint.
 
         Raises:
             ValueError: the ranks were in different epochs, so there is no common position.
@@ -184,10 +194,7 @@ def current() -> _Session:
 
 
 def own(call: str) -> _Session:
-    """Returns the session of this process, for functions that only the rank itself may call.
-
-    Args:
-        call: Name of the function that the user has called.
+    """Returns the session of this process, for a function (``call``) that only the rank itself may call.
 
     Raises:
         RuntimeError: this is a process that the rank has started, such as one of a DataLoader.
@@ -270,11 +277,10 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     Outside of a run rank 0 prints the metrics. There a checkpoint is stored only by a world of one rank, in the
     directory that the environment variable ``RANKZERO_STORAGE`` names.
 
-    The call never waits for other ranks. It copies the checkpoint in memory; a thread writes and commits the copy while
-    training continues. The next report with a checkpoint waits until this one is written, so that no end of this
-    process can lose it. When all parts are stored, the checkpoint is the one that `get_checkpoint` returns and from
-    which a restart resumes. Until then, or if a part fails, the previous checkpoint is used. Rows that this rank has
-    written (`write_rows`) belong to the checkpoint: a restart keeps them.
+    The call never waits for other ranks. A thread writes and commits a copy of the checkpoint while training continues;
+    the next report with a checkpoint waits until this one is written. When all parts are stored, the checkpoint is the
+    one that `get_checkpoint` returns and from which a restart resumes. Until then, or if a part fails, the previous one
+    is used. Rows that this rank has written (`write_rows`) belong to the checkpoint: a restart keeps them.
 
     Args:
         metrics: Name to value. Numbers, strings, and one-element tensors or arrays. An integer of more than 2048 bits
@@ -312,6 +318,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
         )
     session = own("report")
     session.progress += 1
+    session.note_report()
     if session.send_report is not None:
         session.send_report(row)
     elif session.context.rank == 0:
@@ -362,9 +369,8 @@ def set_result(value: object) -> None:
     The last call wins. The value is copied: training may change the weights of the best epoch so far. A training
     function can return its value instead; a returned value other than None takes precedence.
 
-    The value is in this process alone. An attempt that resumes from a checkpoint has to set it again: put what the
-    value is made of into the checkpoint. If such an attempt ends without a value that an earlier one had set, the run
-    fails with a `ResultError` instead of returning None.
+    An attempt that resumes has to set the value again: put what it is made of into the checkpoint. If the attempt ends
+    without a value that an earlier one had set, the run fails with a `ResultError` instead of returning None.
 
     Raises:
         RuntimeError: this process is not the rank, but one that the rank has started.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rankzero.channel.messages import Failed
@@ -27,7 +28,11 @@ TRACEBACK_LIMIT = 64 << 10
 """Most characters of a traceback that are sent, from its end."""
 
 _FAILED = 1
-_BROKEN_COLLECTIVES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"}
+_SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
+_BROKEN_LINE = re.compile(
+    rf"^\W*(torch\.distributed\.Dist\w*Error\b|RuntimeError: .*({'|'.join(_SIGNS)}))", re.MULTILINE
+)
+"""A line of a traceback that shows a broken collective."""
 _ROOM = os.path.dirname(__file__)
 
 RestartOn = Callable[[BaseException], Any] | Sequence[str | type[BaseException]]
@@ -60,7 +65,8 @@ def _facts_of(error: BaseException) -> dict[str, Any]:
         # The command's own error, and the exception of a Python program if it was recorded.
         text = f"{error}\n{error.facts['exception_type'] or ''}: {error.facts['message']}"
         matched = what_matches(error, text)
-        return {**error.facts, "matched": matched, "collateral": _is_secondary(error.facts)}
+        recorded = error.facts["traceback"]
+        return {**error.facts, "matched": matched, "collateral": bool(recorded and _BROKEN_LINE.search(recorded))}
     name, text = qualified_name(type(error)), _text_of(error)
     exit_code = _FAILED
     if isinstance(error, SystemExit):
@@ -70,7 +76,7 @@ def _facts_of(error: BaseException) -> dict[str, Any]:
         "message": text + _advice(error),
         "traceback": _user_traceback(error),
         "exit_code": exit_code & 0xFF or _FAILED,
-        "collateral": _is_collateral(error),
+        "collateral": any(_is_broken_collective(one) for one in _chain(error)),
         "retryable": isinstance(error, RetryableError),
         "matched": what_matches(error, f"{name}: {text}"),
     }
@@ -133,24 +139,25 @@ def _user_traceback(error: BaseException) -> str:
     return text[-TRACEBACK_LIMIT:]
 
 
-def _is_collateral(error: BaseException) -> bool:
-    """Returns True for a secondary failure: a collective that broke because another rank has vanished."""
-    dist = sys.modules.get("torch.distributed")
-    broken = getattr(dist, "DistError", None)
+def _chain(error: BaseException) -> list[BaseException]:
+    """Returns an exception and all that it was raised from or while handling, and the members of groups."""
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or any(one is known for known in found):
+            continue
+        found.append(one)
+        waiting += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+    return found
+
+
+def _is_broken_collective(error: BaseException) -> bool:
+    """Returns True for the error of a collective, which may have broken because another rank has vanished."""
+    broken = getattr(sys.modules.get("torch.distributed"), "DistError", None)
     if broken and isinstance(error, broken):
         return True
-    return isinstance(error, RuntimeError) and _tells_of_a_peer(_text_of(error))
-
-
-def _is_secondary(facts: Mapping[str, Any]) -> bool:
-    """Returns True for a secondary failure of a command, judged by the name and text of its recorded exception."""
-    kind = facts["exception_type"]
-    return kind in _BROKEN_COLLECTIVES or (kind == "RuntimeError" and _tells_of_a_peer(facts["message"]))
-
-
-def _tells_of_a_peer(text: str) -> bool:
-    signs = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
-    return any(sign in text for sign in signs)
+    return isinstance(error, RuntimeError) and any(sign in _text_of(error) for sign in _SIGNS)
 
 
 def install_restart_on(pickled: bytes | None) -> None:

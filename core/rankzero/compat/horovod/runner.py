@@ -224,7 +224,7 @@ def run_all(
     if not isinstance(kwargs or {}, Mapping):
         raise InvalidJobError(f"kwargs is {kwargs!r}; give a dict")
     check_callable(fn, tuple(args), dict(kwargs or {}))
-    return list(launcher.run(_gathered(fn), *args, **(kwargs or {})))
+    return list(launcher.run(_gathered(fn), *args, **(kwargs or {})) or ())
 
 
 def check_options(options: Mapping[str, Any]) -> None:

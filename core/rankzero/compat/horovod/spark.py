@@ -75,7 +75,7 @@ def run_elastic(
         max_num_proc: Largest number of ranks of an attempt; None: ``num_proc``.
         start_timeout: Seconds until every rank must have started.
         elastic_timeout: The same limit for later attempts; the longer one of both is used for all.
-        reset_limit: New attempts (``max_restarts``); None: 100.
+        reset_limit: New attempts after any end of a rank but a value (``max_restarts``); None: 100.
         env: Environment variables of the ranks.
         launcher: All other options, and the engine. None: the active SparkSession.
         options: Horovod's other options, as for `rankzero.compat.horovod.run`.
@@ -95,9 +95,11 @@ def run_elastic(
     world = launcher.num_processes
     least, most = _first(least, most, world), _first(most, least, world)
     timeouts = [seconds for seconds in (start_timeout, elastic_timeout) if seconds is not None]
+    resets = RESETS if reset_limit is None else reset_limit
     launcher = launcher.options(
         num_processes=least if least == most else (least, most),
-        max_restarts=RESETS if reset_limit is None else reset_limit,
+        max_restarts=resets,
+        restart_on=(BaseException,) if resets else (),
         start_timeout=max(timeouts, default=launcher.start_timeout),
     )
     return runner.run_all(runner.with_names(launcher, env), fn, args, kwargs)

@@ -208,7 +208,7 @@ class TorchTrainer:
             "checkpoints": (run.checkpoint_config or config.CheckpointConfig()).kept(),
         }
         given = {
-            "restart_on": (Exception,) if failures.max_failures else (),
+            "restart_on": (BaseException,) if failures.max_failures else (),
             "dataset": self._tables(),
             "backend": self.torch_config.backend,
             "env": run.worker_runtime_env.get("env_vars"),

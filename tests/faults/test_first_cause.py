@@ -1,0 +1,188 @@
+"""The failure that came first is named and decides about a restart, whatever its consequences raise, and when."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rankzero.train as rt
+from rankzero import Launcher, RetryableError, RunHandle, WorkerFailedError
+from rankzero.errors import RankZeroError
+
+
+def break_connections() -> None:
+    """Closes the connections of this rank to its peers, as its death does."""
+    import socket
+
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as link:
+                if link.family == socket.AF_INET:
+                    link.getpeername()
+                    link.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+def wrap(how: str, error: Exception) -> None:
+    if how == "from":
+        raise ValueError("step failed") from error
+    if how == "from None":
+        raise ValueError("step failed") from None
+    if how == "group":
+        raise ExceptionGroup("steps failed", [error])
+    raise ValueError("step failed")
+
+
+def train_with_a_victim(how: str) -> int:
+    """Rank 2 is killed after its peers have failed because of it, and have wrapped the error of their collective."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    attempt = rt.get_context().attempt
+    if attempt == 0 and dist.get_rank() == 2:
+        break_connections()
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        wrap(how, error)
+    return attempt
+
+
+@pytest.mark.parametrize("how", ["from", "from None", "group", "while handling"])
+def test_a_killed_rank_is_the_cause_of_what_its_peers_raise_from_their_collectives(
+    launcher: Launcher, how: str
+) -> None:
+    launcher = launcher.options(num_processes=3, max_restarts=1, run_id="victim")
+    assert launcher.run(train_with_a_victim, how) == 1
+    handle = launcher.find()
+    assert handle
+    [restart] = [event for event in handle.events() if event["type"] == "restart"]
+    assert restart["cause"] == "killed"
+    assert "rank 2" in restart["what"]
+
+
+def unwind(seconds: float) -> None:
+    """Rank 1 raises, and needs a while for it, during which its peer fails."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        try:
+            raise KeyError("the real cause")
+        finally:
+            break_connections()
+            time.sleep(seconds)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_needs_a_while_to_fail_is_named_and_its_exception_is_not_restarted(launcher: Launcher) -> None:
+    launcher = launcher.options(max_restarts=2, run_id="late")
+    with pytest.raises(WorkerFailedError, match="rank 1 on .*KeyError: 'the real cause'") as caught:
+        launcher.run(unwind, 1.3)
+    assert caught.value.cause is None
+    handle = launcher.find()
+    assert handle
+    assert handle.status().attempt == 0
+
+
+def test_a_rank_that_has_not_failed_is_named_with_its_stack_where_only_consequences_are_known(
+    launcher: Launcher,
+) -> None:
+    with pytest.raises(WorkerFailedError, match="rank 0 on ") as caught:
+        launcher.run(unwind, 600.0)
+    text = str(caught.value)
+    assert caught.value.cause == "lost"
+    assert "Only consequences are known" in text
+    assert "rank 1 had not failed" in text
+    assert "in unwind" in text.partition("rank 1 stood at:")[2]
+
+
+def misuse(reports: bool) -> None:
+    """Fails in the same way in every attempt, by an exception that may be a consequence."""
+    import torch.distributed as dist
+
+    attempt = rt.get_context().attempt
+    if reports:
+        rt.report({}, checkpoint={"attempt": attempt})
+        rt.await_checkpoint()
+    raise dist.DistBackendError(f"wrong arguments {attempt}")
+
+
+@pytest.mark.parametrize(
+    ("reports", "restart_on", "attempts"), [(False, (), 2), (True, (), 4), (False, "wrong arguments", 4)]
+)
+def test_the_same_exception_without_a_new_checkpoint_starts_no_third_attempt(
+    launcher: Launcher, reports: bool, restart_on: Any, attempts: int
+) -> None:
+    launcher = launcher.options(num_processes=1, max_restarts=3, restart_on=restart_on, run_id="misuse")
+    with pytest.raises(WorkerFailedError, match="wrong arguments") as caught:
+        launcher.run(misuse, reports)
+    handle = launcher.find()
+    assert handle
+    assert handle.status().attempt == attempts - 1
+    assert ("ended by the same exception" in str(caught.value)) is (attempts == 2)
+
+
+def lose_the_agent() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ask_again() -> None:
+    raise RetryableError("again")
+
+
+@pytest.mark.parametrize("end", [die, lambda: os._exit(1), lose_the_agent, ask_again])
+def test_equal_losses_are_restarted_until_the_budget_ends(launcher: Launcher, end: Any) -> None:
+    launcher = launcher.options(num_processes=1, max_restarts=2, run_id="losses")
+    with pytest.raises(RankZeroError) as caught:
+        launcher.run(end)
+    handle = launcher.find()
+    assert handle
+    assert handle.status().attempt == 2
+    assert "same exception" not in str(caught.value)
+
+
+def report_steps(asks: bool) -> None:
+    context = rt.get_context()
+    if asks:
+        rt.get_checkpoint()
+    for step in range(2):
+        rt.report({"step": step}, checkpoint={"step": step})
+    rt.await_checkpoint()
+    rt.barrier()
+    if context.attempt == 0 and context.rank == 0:
+        die()
+    rt.barrier()
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_checkpoint_that_no_rank_asks_for_is_named_once_and_so_is_the_one_of_a_restart(
+    launcher: Launcher, caplog: pytest.LogCaptureFixture, asks: bool
+) -> None:
+    launcher = launcher.options(max_restarts=1, run_id="ignored")
+    launcher.run(report_steps, asks)
+    assert "attempt 1 follows in 0.0 s from checkpoint 0000-000001, because" in caplog.text
+    handle = launcher.find()
+    assert handle
+    said = [line for line in lines(handle) if "get_checkpoint() was not called" in line]
+    assert len(said) == (0 if asks else 1)
+    assert asks or "checkpoint 0000-000001" in said[0]
+
+
+def lines(handle: RunHandle[Any]) -> list[str]:
+    return [line for file in Path(handle.directory, "logs").rglob("*") for line in file.read_text().splitlines()]
