@@ -245,6 +245,14 @@ def _stat(process: int | str) -> list[str]:
         return file.read().rpartition(")")[2].split()
 
 
+def caught_signals(pid: int) -> frozenset[int] | None:
+    """Returns the signals for which a process has handlers (Linux); None where the kernel does not report them."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        mask = next((int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")), 0)
+        return frozenset(number for number in SIGNALS if mask >> (number - 1) & 1)
+    return None
+
+
 def _prctl(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         _libc().prctl(option, value, 0, 0, 0)
