@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -40,6 +39,7 @@ from rankzero.host.processes import (
     pidfd_of,
     process_namespace,
     process_start,
+    readable,
     settle_signals,
 )
 from rankzero.job import Job
@@ -69,9 +69,12 @@ def when_gone(process: dict[str, Any] | None, then: Callable[[], None], *pipes: 
     sources, interval = ([*pipes], bounds.POLL_INTERVAL_LONGEST) if watched is None else ([*pipes, watched], None)
 
     def watch() -> None:
-        while not (process and is_gone(process)) and not select.select(sources, [], [], interval)[0]:
-            pass
-        then()
+        try:
+            while not (process and is_gone(process)) and not readable(sources, interval):
+                pass
+        finally:
+            # Also if the process cannot be watched any more: a run without its owner must not train on.
+            then()
 
     threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()
 
@@ -192,9 +195,11 @@ def main_in_stage() -> None:
 
 def _end_with_task() -> None:
     """Exits when the task ends. The next submission of the run continues it."""
-    while sys.stdin.buffer.read(1):
-        pass
-    os._exit(1)
+    try:
+        while sys.stdin.buffer.read(1):
+            pass
+    finally:
+        os._exit(1)
 
 
 def main_on_cluster() -> None:

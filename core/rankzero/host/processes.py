@@ -141,9 +141,16 @@ def watcher_of(caller: dict[str, Any] | None) -> Callable[[], bool]:
     pidfd = pidfd_of(caller)
     if pidfd is None:
         return lambda: False
+    return lambda: not readable([pidfd], 0)
+
+
+def readable(descriptors: Iterable[int], timeout: float | None) -> list[int]:
+    """Waits for input or the end of file of a descriptor; returns those that have one. ``timeout`` is in seconds."""
+    # select.select raises ValueError for descriptors above 1023, which a process with many open files has.
     poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return lambda: not poll.poll(0)
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [ready for ready, _ in poll.poll(None if timeout is None else max(0.0, timeout) * 1000)]
 
 
 def is_gone(process: dict[str, Any]) -> bool:

@@ -21,7 +21,6 @@ import importlib.machinery
 import json
 import logging
 import os
-import select
 import selectors
 import shutil
 import signal
@@ -245,7 +244,7 @@ class WarmServer:
                 self.end()
                 return None
             standard_input, log = descriptors
-            if select.select([connection], [], [], 0)[0]:
+            if processes.readable([connection.fileno()], 0):
                 raise ConnectionError("the client has given up")
             pid = forked.fork(
                 supervise.main,
@@ -339,7 +338,7 @@ def ending_with(owner: int, place: Place) -> Iterator[None]:
     """Exits this process during the block if its owner (a pidfd) exits: an import may take long, and runs no loop."""
 
     def exit_without_owner(*_: object) -> None:
-        if select.select([owner], [], [], 0)[0]:
+        if processes.readable([owner], 0):
             try:
                 place.remove()
             finally:
