@@ -36,6 +36,7 @@ from rankzero.driver import (
 )
 from rankzero.engines import AgentGroup, Engine, LocalSession
 from rankzero.job import Job
+from rankzero.masking import Mask
 from rankzero.run import RunDirectory, RunStatus
 
 RANKS = 2
@@ -151,7 +152,7 @@ class Stage:
         self.run, self.inbox = RunDirectory(str(place / "run")), Inbox()
         assert self.run.claim(0)
         self.run.write_submission(self.job)
-        self.recorder = Recorder(self.run, 0, 0)
+        self.recorder = Recorder(self.run, self.job, Mask())
         self.watch = Watch(self.run, self.job, self.recorder, self.inbox, leased=False)
         self.mailbox = self.inbox.renew()
         self.session = Session(self.job)

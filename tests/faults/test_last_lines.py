@@ -15,6 +15,7 @@ from rankzero import RunHandle, bounds, store
 from rankzero.driver import Recorder
 from rankzero.driver import recorder as recorders
 from rankzero.job import Job
+from rankzero.masking import Mask
 from rankzero.run import EVENTS, LINES, Position, RunDirectory, growing
 
 WAIT = 60.0
@@ -87,7 +88,7 @@ def texts(run: RunDirectory) -> list[str]:
 
 
 def test_an_outage_while_a_run_ends_loses_no_lines(run: RunDirectory, pieces_store: Store) -> None:
-    recorder = Recorder(run, 0, 0)
+    recorder = Recorder(run, run.job(), Mask())
     recorder.log(0, ["the last line"])
     pieces_store.away = True
     with ThreadPoolExecutor(1) as executor:
@@ -104,7 +105,7 @@ def test_a_piece_that_lands_late_replaces_no_later_one(
     run: RunDirectory, pieces_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recorders, "STORE_OUTAGE", 5.0)
-    recorder = Recorder(run, 0, 0)
+    recorder = Recorder(run, run.job(), Mask())
     pieces_store.open.clear()
     recorder.log(0, ["the first line"])
     recorder.update(attempt=0)
@@ -121,7 +122,7 @@ def test_a_piece_that_lands_late_replaces_no_later_one(
 
 
 def test_a_piece_that_lands_while_its_run_ends_is_waited_for(run: RunDirectory, pieces_store: Store) -> None:
-    recorder = Recorder(run, 0, 0)
+    recorder = Recorder(run, run.job(), Mask())
     pieces_store.open.clear()
     recorder.log(0, ["the first line"])
     recorder.update(attempt=0)
@@ -157,7 +158,7 @@ def test_a_status_that_lands_late_hides_no_outcome(run: RunDirectory, state: str
     """The request of a heartbeat was delayed and repeated, and arrives after the final status."""
 
     def drive() -> bytes:
-        recorder = Recorder(run, 0, 0)
+        recorder = Recorder(run, run.job(), Mask())
         recorder.note_thread()
         recorder.update(state="running")
         until(lambda: run.status().state == "running", WAIT, "the first status")

@@ -17,6 +17,7 @@ from tests.conftest import until
 from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
 from rankzero.driver import Recorder, Reporter, Trackers
 from rankzero.job import Job
+from rankzero.masking import Mask
 from rankzero.run import EVENTS, RunDirectory, RunStatus
 from rankzero.submit import pack
 from rankzero.tracking import Folder, Tracker, training_of
@@ -184,7 +185,7 @@ def test_a_tracker_that_is_late_gets_the_events_of_its_own_submission(
     def begin(job: Job) -> Recorder:
         assert run.claim(job.submission)
         run.write_submission(job)
-        return Recorder(run, job.submission, job.first_attempt, nonce=job.nonce)
+        return Recorder(run, job, Mask())
 
     first = begin(jobs[0])
     trackers = Trackers(run, jobs[0], pack([Notes(notes)], LocalEngine()))

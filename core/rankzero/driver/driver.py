@@ -76,19 +76,11 @@ class Driver:
         self._run = run
         self._job = job
         self._env = env
-        self._mask = Mask(secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {})))
         self._number = self._job.first_attempt
         self._budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
-        self._recorder = Recorder(
-            run,
-            job.submission,
-            self._number,
-            self._mask,
-            nonce=job.nonce,
-            metrics=job.metrics,
-            trace_id=job.trace_id,
-        )
+        secrets = secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {}))
+        self._recorder = Recorder(run, job, Mask(secrets))
         self._watch = Watch(
             run, self._job, self._recorder, self.inbox, leased=leased, note_cancelling=self._note_cancelling
         )
@@ -136,6 +128,11 @@ class Driver:
             self._trackers.end()
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
             self._places.close()
+
+    @property
+    def recorder(self) -> Recorder:
+        """Writes the lines of this submission, also while its stage is started (`rankzero.driver.main.Delegation`)."""
+        return self._recorder
 
     @property
     def status(self) -> RunStatus:

@@ -27,9 +27,8 @@ from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.driver.driver import Driver
 from rankzero.driver.places import Placed, Places, Plan
-from rankzero.driver.recorder import Recorder
 from rankzero.driver.states import follow
-from rankzero.driver.watch import Inbox, Watch
+from rankzero.driver.watch import Watch
 from rankzero.engines.base import Engine, within
 from rankzero.errors import RankZeroError, RunNotFoundError, StartTimeoutError
 from rankzero.host import processes
@@ -43,7 +42,6 @@ from rankzero.host.processes import (
     settle_signals,
 )
 from rankzero.job import Job
-from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory
 from rankzero.task.stage import OVER
 
@@ -150,7 +148,7 @@ def drive(
     try:
         refused = is_delegated = None
         if may_delegate:
-            delegation = Delegation(run, job, engine, private, driver.inbox)
+            delegation = Delegation(run, job, engine, private, driver)
             try:
                 is_delegated = delegation.run()
             except Exception as error:
@@ -247,7 +245,7 @@ class Delegation:
     no status. After the driver in the stage has claimed it, this process only keeps the connection of the stage.
     """
 
-    def __init__(self, run: RunDirectory, job: Job, engine: Engine, private: Mapping[str, Any], inbox: Inbox) -> None:
+    def __init__(self, run: RunDirectory, job: Job, engine: Engine, private: Mapping[str, Any], driver: Driver) -> None:
         """Prepares the object without opening a session.
 
         Args:
@@ -255,22 +253,15 @@ class Delegation:
             job: Its job.
             engine: The engine of a stage that may run the driver.
             private: The result of `Request.private`.
-            inbox: Reports that this process must exit.
+            driver: The driver of this process. Its inbox reports that this process must exit.
         """
         self._run = run
         self._job = job
         self._private = private
-        self._inbox = inbox
-        self._recorder = Recorder(
-            run,
-            job.submission,
-            job.first_attempt,
-            Mask(secrets_of(private["env"])),
-            metrics=job.metrics,
-            trace_id=job.trace_id,
-        )
-        self._watch = Watch(run, job, self._recorder, inbox, leased=True)
-        self._places = Places(engine, inbox)
+        self._inbox = driver.inbox
+        self._recorder = driver.recorder
+        self._watch = Watch(run, job, self._recorder, self._inbox, leased=True)
+        self._places = Places(engine, self._inbox)
         self._folder = run.submission_path(job.submission, "stage")
         self._group: ConnectGroup | None = None
         self.has_claimed = False
