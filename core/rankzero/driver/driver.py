@@ -271,6 +271,10 @@ class DriverThread(threading.Thread):
         """Returns None while the driver runs, then 0, like `subprocess.Popen.poll`."""
         return 0 if self._ended.is_set() else None
 
+    def interrupt(self) -> None:
+        """Makes the driver end the run, without the store."""
+        self.driver.inbox.interrupt("the run was cancelled, and the store does not answer")
+
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has finished, for at most ``timeout`` seconds."""
         self._ended.wait(timeout)

@@ -318,8 +318,10 @@ def recording_end() -> Iterator[Written]:
         # A forked child that leaves the block has submitted nothing. A store may raise anything, and the exception of
         # the block must not be replaced.
         if written.run and os.getpid() == owner:
+            run, nonce, ended = written.run, written.nonce, error
             with contextlib.suppress(Exception):
-                _record_end(written.run, written.nonce, error)
+                # A store that does not answer must not keep a caller that was interrupted.
+                store.in_thread(lambda: _record_end(run, nonce, ended)).result(bounds.CALLER_END_TIMEOUT)
         raise
 
 

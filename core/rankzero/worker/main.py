@@ -183,7 +183,7 @@ def _write_stacks(stack_fd: int, caught: Set[int]) -> None:
 
     Args:
         stack_fd: Descriptor of the pipe for the stacks on `STACK_SIGNAL`.
-        caught: The signals for which this process has handlers, whoever installed them.
+        caught: The signals for which this process has handlers, from any library.
     """
     if STACK_SIGNAL not in caught:
         faulthandler.unregister(STACK_SIGNAL)
