@@ -270,11 +270,7 @@ class Observer:
         return STORE_OUTAGE if owns else STORE_PATIENCE
 
     def patiently(self, read: Callable[[], T], timeout: float | None = None) -> T:
-        """Reads the store, and retries while it fails, so that a short outage does not end a training.
-
-        Args:
-            read: The function that reads.
-            timeout: Seconds after which to give up; None: `store_timeout`.
+        """Reads the store, and retries for ``timeout`` seconds (None: `store_timeout`), since it may fail for a while.
 
         Raises:
             RunNotFoundError: the directory holds no run.
@@ -383,13 +379,16 @@ def _process_state(status: RunStatus) -> str | None:
     return process_state(status.driver_pid, status.driver_start)
 
 
+_MISSED = 3
+"""Number of heartbeats that a driver may miss."""
+
+
 def dead_after(status: RunStatus) -> float:
     """Returns the seconds without a heartbeat after which the driver that wrote a status counts as dead.
 
     A driver that a cluster has not started yet has `RunStatus.patience` seconds until its first heartbeat.
     """
-    missed = 3 * status.interval
-    return max(DRIVER_DEAD_AFTER, missed, status.patience)
+    return max(DRIVER_DEAD_AFTER, _MISSED * status.interval, status.patience)
 
 
 def driver_is_dead(age: float, unchanged: float, bound: float) -> bool:

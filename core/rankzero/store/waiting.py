@@ -80,7 +80,11 @@ def in_thread(action: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=act, name="rankzero-store", daemon=True).start()
+    try:
+        threading.Thread(target=act, name="rankzero-store", daemon=True).start()
+    except RuntimeError:
+        # At the limit of threads, or at the end of the process: the caller waits without a limit.
+        act()
     return future
 
 
