@@ -193,15 +193,8 @@ TICK_OF_TRAINING = 0.5
 LEASE_POLL_INTERVAL_MAX = 30.0
 """Most seconds between two reads of a lease on an object store, since it may have been shortened."""
 
-STORE_SILENCE = 10.0
-"""Seconds without an answer after which a process logs that a store does not answer."""
-
 CANCEL_REQUEST_TIMEOUT = 0.9
-"""Seconds for a read of an object store that says whether the end that a signal asks for was requested by a user, and
-for a request to cancel, after which the driver that the process has started gets a signal instead."""
-
-CALLER_END_TIMEOUT = 4.0
-"""Seconds in which a caller that was interrupted before its driver has begun records this in the store."""
+"""Seconds for a read of the store that says whether a user has requested the end that a signal asks for."""
 
 # Every process: polls.
 

@@ -215,9 +215,10 @@ def test_a_cancel_reaches_the_driver_that_this_process_started_although_the_stor
 
 COMMAND = """
 import sys
-from rankzero import bounds
 from rankzero.cli import main
-bounds.STORE_SILENCE, bounds.CALLER_END_TIMEOUT = 0.5, 0.5
+from rankzero.store import waiting
+from rankzero.submit import submission
+waiting.SILENCE = submission._RECORD_TIMEOUT = 0.5
 main(sys.argv[1:])
 """
 

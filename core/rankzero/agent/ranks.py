@@ -25,7 +25,7 @@ from rankzero.channel.messages import Message, encode
 from rankzero.errors import LOST
 from rankzero.host import forked
 from rankzero.host.network import socket_environment
-from rankzero.host.processes import caught_signals, cpu_seconds, process_state, signal_main_thread
+from rankzero.host.processes import cpu_seconds, process_state, signal_main_thread
 from rankzero.worker import main as worker
 from rankzero.worker.call import cut_off_message
 
@@ -129,20 +129,15 @@ class Rank:
 
     def ask_for_stack(self) -> None:
         """Makes the worker write its stack, which `take_stack` collects."""
-        self._signal_for_stack()
+        self._stack = b""
+        self.kill(worker.STACK_SIGNAL, signal_main_thread)
         # Sent after the signal: the worker handles the message in a thread, which may wait for the GIL or a device.
         self.tell(messages.Dump())
 
     def peek(self) -> None:
         """Makes the worker write the stack of its main thread for `position`; the log does not show it."""
-        if self.outcome is None:
-            self._signal_for_stack()
-
-    def _signal_for_stack(self) -> None:
         self._stack = b""
-        caught = caught_signals(self.pid)
-        # A handler that a library has removed is back at the next heartbeat. Without it there is no stack.
-        if caught is None or worker.STACK_SIGNAL in caught:
+        if self.outcome is None:
             self.kill(worker.STACK_SIGNAL, signal_main_thread)
 
     def position(self) -> messages.Position | None:

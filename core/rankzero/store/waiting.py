@@ -12,12 +12,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rankzero import bounds
 from rankzero.errors import RunNotFoundError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SILENCE = 10.0
+"""Seconds without an answer after which a process logs that a store does not answer."""
 
 _BRIEF = frozenset({"cat_file", "exists", "ls", "modified", "pipe_file", "size"})
 """Requests of fsspec's file systems that a store answers quickly; an upload may take as long as it needs."""
@@ -28,12 +30,7 @@ _silent: set[str] = set()
 
 @dataclass(frozen=True)
 class Watched:
-    """A file system of fsspec, of whose store one line is logged if it does not answer a brief request.
-
-    Attributes:
-        filesystem: The file system.
-        store: Scheme and bucket, which name the store.
-    """
+    """A file system of fsspec, of whose store one line is logged if it does not answer a brief request."""
 
     filesystem: Any
     store: str
@@ -43,7 +40,7 @@ class Watched:
         return functools.partial(self._request, found) if name in _BRIEF else found
 
     def _request(self, request: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        timer = threading.Timer(bounds.STORE_SILENCE, self._log)
+        timer = threading.Timer(SILENCE, self._log)
         timer.daemon = True
         # At the end of the process no thread can be started.
         with contextlib.suppress(RuntimeError):
@@ -58,12 +55,8 @@ class Watched:
     def _log(self) -> None:
         if self.store not in _silent:
             _silent.add(self.store)
-            logger.warning(
-                "the store %s does not answer: a request has waited for %g s, and this process waits for it; check the "
-                "store's address and the network",
-                self.store,
-                bounds.STORE_SILENCE,
-            )
+            what = "does not answer: a request has waited for %g s, and waits on; check its address and the network"
+            logger.warning(f"the store %s {what}", self.store, SILENCE)
 
 
 def in_thread(action: Callable[[], T]) -> Future[T]:

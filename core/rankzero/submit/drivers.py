@@ -239,7 +239,7 @@ def _leased_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
         # The driver's own status decides: this process may only have counted the driver as dead. A forked child that
         # leaves the block does not own the run.
         if os.getpid() == owner:
-            _await(stop_timeout, lambda: _cancel(run, job, stop_timeout))
+            _await(stop_timeout, functools.partial(_cancel, run, job, stop_timeout))
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
 import os
 import time
@@ -302,6 +303,10 @@ def _submission_of(run: RunDirectory) -> int:
     return job.submission if job else -1
 
 
+_RECORD_TIMEOUT = 4.0
+"""Seconds in which a caller that was interrupted before its driver has begun records this in the store."""
+
+
 @contextlib.contextmanager
 def recording_end() -> Iterator[Written]:
     """Records the end of the submission that the block writes if the block ends before a driver has begun.
@@ -318,10 +323,10 @@ def recording_end() -> Iterator[Written]:
         # A forked child that leaves the block has submitted nothing. A store may raise anything, and the exception of
         # the block must not be replaced.
         if written.run and os.getpid() == owner:
-            run, nonce, ended = written.run, written.nonce, error
             with contextlib.suppress(Exception):
                 # A store that does not answer must not keep a caller that was interrupted.
-                store.in_thread(lambda: _record_end(run, nonce, ended)).result(bounds.CALLER_END_TIMEOUT)
+                recording = functools.partial(_record_end, written.run, written.nonce, error)
+                store.in_thread(recording).result(_RECORD_TIMEOUT)
         raise
 
 
