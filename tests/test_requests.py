@@ -12,6 +12,7 @@ from rankzero.driver import recorder as recorders
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import Inbox, Watch
 from rankzero.job import Job
+from rankzero.masking import Mask
 from rankzero.pipeline import Follower, LineWritten
 from rankzero.run.directory import RunDirectory
 from rankzero.run.status import pace
@@ -83,7 +84,7 @@ def has_lines(follower: Follower) -> bool:
 def test_a_day_of_64_ranks_costs_less_than_50_000_requests_to_write_and_20_000_to_follow(
     run: RunDirectory, fast: None, s3_server: S3Server
 ) -> None:
-    recorder = Recorder(run, 0, 0)
+    recorder = Recorder(run, run.job(), Mask())
     watch = Watch(run, run.job(), recorder, Inbox(), leased=True)
     recorder.update(state="running")
     handle = RunHandle.attach(run.directory)

@@ -27,6 +27,7 @@ from rankzero.driver.watch import Inbox, Mailbox, Received, Watch
 from rankzero.engines.base import AgentGroup, Engine
 from rankzero.engines.local import LocalSession
 from rankzero.job import Job
+from rankzero.masking import Mask
 from rankzero.run.directory import RunDirectory
 from rankzero.run.status import RunStatus
 
@@ -139,7 +140,7 @@ class Stage:
         self.run, self.inbox = RunDirectory(str(place / "run")), Inbox()
         assert self.run.claim(0)
         self.run.write_submission(self.job)
-        self.recorder = Recorder(self.run, 0, 0)
+        self.recorder = Recorder(self.run, self.job, Mask())
         self.watch = Watch(self.run, self.job, self.recorder, self.inbox, leased=False)
         self.mailbox = self.inbox.renew()
         self.session = Session(self.job)

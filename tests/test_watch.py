@@ -13,6 +13,7 @@ from rankzero import RunCancelledError
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import Inbox, Watch
 from rankzero.job import Job
+from rankzero.masking import Mask
 from rankzero.run.directory import RunDirectory
 
 JOB = Job("one", "train", 1, 1, False, None, None, 60.0, {}, orphan_timeout=0.05)
@@ -30,7 +31,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_only_an_end_without_a_request_is_noted_by_the_driver(run: RunDirectory, cause: str) -> None:
     """The file of a request shows other tries that the run ends."""
     inbox, noted = Inbox(), []
-    recorder = Recorder(run, 0, 0)
+    recorder = Recorder(run, JOB, Mask())
     watch = Watch(run, JOB, recorder, inbox, leased=cause == "lease", note_cancelling=lambda: noted.append(True))
     if cause == "signal":
         inbox.interrupt("the driver got SIGTERM")
@@ -64,7 +65,7 @@ def test_a_request_counts_that_is_stored_while_an_earlier_poll_is_under_way(
 ) -> None:
     """Else a signal that comes with the request counts as the cause, and an orchestrator tries again."""
     slow, inbox = SlowStore(run.directory), Inbox()
-    watch = Watch(slow, JOB, Recorder(run, 0, 0), inbox, leased=False)
+    watch = Watch(slow, JOB, Recorder(run, JOB, Mask()), inbox, leased=False)
     watch.check()
     assert slow.has_read.wait(60)
     run.request_cancel(0, reason="a user ended it")

@@ -187,7 +187,7 @@ LEASE_POLL_INTERVAL_MAX = 30.0
 """Most seconds between two reads of a lease on an object store, since it may have been shortened."""
 
 CANCEL_REQUEST_TIMEOUT = 0.9
-"""Seconds for a read of an object store that says whether the end that a signal asks for was requested by a user."""
+"""Seconds for a read of the store that says whether a user has requested the end that a signal asks for."""
 
 # Every process: polls.
 

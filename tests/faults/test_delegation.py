@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +19,6 @@ from tests.conftest import until
 from rankzero import EngineError, Launcher, LocalEngine, RunCancelledError, RunHandle, StartTimeoutError
 from rankzero.driver.driver import Driver
 from rankzero.driver.main import Delegation
-from rankzero.driver.watch import Inbox
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.connect.stage import StageEngine
 from rankzero.engines.local import LocalSession
@@ -60,6 +60,9 @@ class Cluster(LocalEngine):
     stages: list[Stage]
     configs: list[AgentConfig]
 
+    def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"kind": "local"}, {"conf": {"spark.ssl.keyPassword": "secret-of-the-engine"}}
+
     def open(self, job: Job) -> LocalSession:
         cluster = self
 
@@ -76,13 +79,15 @@ class Submitted:
     """A run of one task, and the process that submitted it, in a thread."""
 
     def __init__(self, folder: Path, pool: ThreadPoolExecutor, start_timeout: float = WAIT) -> None:
-        job = Job("run", "train", 1, 1, False, None, None, start_timeout, {})
-        self.run, self.inbox, self.engine = RunDirectory(str(folder / "run")), Inbox(), Cluster()
+        job = Job("run", "train", 1, 1, False, None, None, start_timeout, {}, nonce="first")
+        self.job, self.run, self.engine = job, RunDirectory(str(folder / "run")), Cluster()
         assert self.run.claim(0)
         self.run.write_submission(job)
         self.before = self.run.status()
-        private = {"env": {"TOKEN": "secret-of-the-user"}, "trackers": None}
-        self.followed: Future[bool] = pool.submit(Delegation(self.run, job, self.engine, private, self.inbox).run)
+        private: dict[str, Any] = {"env": {"TOKEN": "secret-of-the-user"}, "trackers": None}
+        driver = Driver(self.run, job, self.engine, private["env"], leased=True)
+        self.inbox = driver.inbox
+        self.followed: Future[bool] = pool.submit(Delegation(self.run, job, self.engine, private, driver).run)
         until(lambda: self.engine.stages or self.followed.done(), WAIT, "a stage")
 
     @property
@@ -114,13 +119,26 @@ def test_the_submitter_drives_a_run_whose_stage_fails_before_its_driver_has_clai
     tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
     submitted = Submitted(tmp_path, pool)
-    submitted.stage.on_end(RuntimeError("an executor does not see it"))
+    submitted.stage.on_end(RuntimeError("an executor refuses secret-of-the-engine"))
     assert not submitted.followed.result(WAIT)
     # The driver of a stage that was thought to have failed finds the submission claimed.
     assert not submitted.run.claim_driver(0)
     assert submitted.lines() == [
-        "rankzero: the run is driven from this host, not in its stage: an executor does not see it"
+        "rankzero: the run is driven from this host, not in its stage: an executor refuses ***"
     ]
+
+
+def test_the_submitter_of_a_removed_run_writes_nothing_into_the_next_one(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    submitted = Submitted(tmp_path, pool)
+    shutil.rmtree(submitted.run.directory)
+    assert submitted.run.claim(0)
+    submitted.run.write_submission(replace(submitted.job, nonce="second"))
+    submitted.stage.on_end(RuntimeError("an executor refuses it"))
+    submitted.followed.result(WAIT)
+    assert submitted.run.job().nonce == "second"
+    assert submitted.lines() == []
 
 
 def cancel(submitted: Submitted) -> None:

@@ -11,10 +11,22 @@ import pytest
 import torch
 from tests.conftest import wait_until_gone
 
-from rankzero import HangError, Launcher, bounds
+from rankzero import HangError, Launcher, WorkerFailedError, bounds
 
 WAIT = 90.0
 HANG_TIMEOUT = 4.0
+
+
+def restore_all_handlers() -> None:
+    """As Lightning's Trainer does after each fit, and returns when the rank has its own handlers again."""
+    from rankzero.host.processes import caught_signals
+
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if (handler := signal.getsignal(number)) is not None:
+            signal.signal(number, handler)
+    deadline = time.monotonic() + 20.0
+    while not {signal.SIGSEGV, signal.SIGURG} <= (caught_signals(os.getpid()) or set()) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def wait_for_peers(how: str) -> Any:
@@ -37,7 +49,9 @@ def wait_for_peers(how: str) -> Any:
         return "went on"
     if context.rank == 1:
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-        if how in ("python", "recorded"):
+        if how == "restored":
+            restore_all_handlers()
+        if how in ("python", "recorded", "restored"):
             lose_time()
         elif how == "holds the lock":
             # Native code that does not give the interpreter's lock back.
@@ -56,7 +70,8 @@ def lose_time() -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("python", "in lose_time"),
+        ("restored", "in lose_time"),
+        pytest.param("python", "in lose_time", marks=pytest.mark.soak),
         pytest.param("holds the lock", "in wait_for_peers", marks=pytest.mark.soak),
         pytest.param("stopped", "is stopped (SIGSTOP)", marks=pytest.mark.soak),
     ],
@@ -78,7 +93,7 @@ def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how:
     assert handle is not None
     # The stacks of all threads are in the log of a rank whose interpreter still runs Python.
     lines = list(handle.logs(rank=1))
-    assert any(line.startswith("Thread 0x") for line in lines) == (how == "python")
+    assert any(line.startswith("Thread 0x") for line in lines) == (how in ("python", "restored"))
     assert any(words in line for line in lines) == (how != "stopped")
     assert not Path(handle.directory, "flight").exists()
 
@@ -155,6 +170,20 @@ def test_a_hang_of_nccl_leaves_its_flight_recorders_dump(launcher: Launcher) -> 
     assert Path(handle.directory, "flight", "attempt-0", "rank-0.json").exists()
 
 
+def lose_memory() -> None:
+    restore_all_handlers()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_crash_leaves_its_stack_after_a_library_has_restored_all_handlers(launcher: Launcher) -> None:
+    with pytest.raises(WorkerFailedError) as caught:
+        launcher.options(num_processes=1).run(lose_memory)
+    assert caught.value.signal == "SIGSEGV"
+    log = "\n".join(caught.value.log_tail or [])
+    assert "Fatal Python error: Segmentation fault" in log
+    assert "in lose_memory" in log
+
+
 def leave_rank_zero(does: str, witness: str) -> str:
     import torch.distributed as dist
 
@@ -164,6 +193,7 @@ def leave_rank_zero(does: str, witness: str) -> str:
         while not os.path.exists(witness):
             time.sleep(0.01)
         return "left"
+    restore_all_handlers()
     ones = torch.ones(1)
     Path(witness).touch()
     if does == "waits":
@@ -173,7 +203,7 @@ def leave_rank_zero(does: str, witness: str) -> str:
     return "evaluated"
 
 
-@pytest.mark.parametrize("does", ["waits", pytest.param("works alone", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("does", ["waits", "works alone"])
 def test_a_rank_that_returns_early_is_named_and_whoever_waits_for_it_hangs(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:

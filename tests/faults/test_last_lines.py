@@ -15,6 +15,7 @@ from rankzero import RunHandle, bounds, store
 from rankzero.driver import recorder as recorders
 from rankzero.driver.recorder import Recorder
 from rankzero.job import Job
+from rankzero.masking import Mask
 from rankzero.run import growing
 from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
@@ -90,7 +91,7 @@ def texts(run: RunDirectory) -> list[str]:
 
 
 def test_an_outage_while_a_run_ends_loses_no_lines(run: RunDirectory, pieces_store: Store) -> None:
-    recorder = Recorder(run, 0, 0)
+    recorder = Recorder(run, run.job(), Mask())
     recorder.log(0, ["the last line"])
     pieces_store.away = True
     with ThreadPoolExecutor(1) as executor:
@@ -107,7 +108,7 @@ def test_a_piece_that_lands_late_replaces_no_later_one(
     run: RunDirectory, pieces_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recorders, "STORE_OUTAGE", 5.0)
-    recorder = Recorder(run, 0, 0)
+    recorder = Recorder(run, run.job(), Mask())
     pieces_store.open.clear()
     recorder.log(0, ["the first line"])
     recorder.update(attempt=0)
@@ -124,7 +125,7 @@ def test_a_piece_that_lands_late_replaces_no_later_one(
 
 
 def test_a_piece_that_lands_while_its_run_ends_is_waited_for(run: RunDirectory, pieces_store: Store) -> None:
-    recorder = Recorder(run, 0, 0)
+    recorder = Recorder(run, run.job(), Mask())
     pieces_store.open.clear()
     recorder.log(0, ["the first line"])
     recorder.update(attempt=0)
@@ -160,7 +161,7 @@ def test_a_status_that_lands_late_hides_no_outcome(run: RunDirectory, state: str
     """The request of a heartbeat was delayed and repeated, and arrives after the final status."""
 
     def drive() -> bytes:
-        recorder = Recorder(run, 0, 0)
+        recorder = Recorder(run, run.job(), Mask())
         recorder.note_thread()
         recorder.update(state="running")
         until(lambda: run.status().state == "running", WAIT, "the first status")

@@ -2,7 +2,12 @@
 
 import logging
 import math
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -179,6 +184,81 @@ def test_a_store_that_is_slow_does_not_hold_the_driver(
             stall.end()
         with pytest.raises(WorkerFailedError, match="ValueError: as told"):
             value.result(WAIT)
+
+
+def wait_without_end(folder: str) -> None:
+    Path(folder, "trains").touch()
+    threading.Event().wait()
+
+
+def test_a_cancel_reaches_the_driver_that_this_process_started_although_the_store_does_not_answer(
+    launcher: Launcher, bucket: str, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stall = Stall("")
+    monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
+    launcher = launcher.options(store=bucket, num_processes=1)
+    with ThreadPoolExecutor(1) as executor:
+        handle = launcher.submit(wait_without_end, str(tmp_path))
+        until(lambda: (tmp_path / "trains").exists(), WAIT, "a rank")
+        # For this process alone: the driver is another one.
+        stall.begin()
+        try:
+            cancelled = executor.submit(handle.cancel)
+            assert wait_until_gone(f"MARK={marker}", WAIT) == []
+            assert not cancelled.done()
+        finally:
+            stall.end()
+        cancelled.result(WAIT)
+    assert handle.wait(WAIT)
+    assert handle.status().state == "cancelled"
+
+
+COMMAND = """
+import sys
+from rankzero.cli import main
+from rankzero.store import waiting
+from rankzero.submit import submission
+waiting.SILENCE = submission._RECORD_TIMEOUT = 0.5
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (["run", "--run-id", "one", "train.py"], signal.SIGTERM, 130),
+        (["run", "train.py"], signal.SIGINT, 130),
+        (["cancel", "s3://bucket/one"], signal.SIGINT, 1),
+        (["status", "s3://bucket/one"], signal.SIGTERM, -signal.SIGTERM),
+    ],
+    ids=lambda value: " ".join(value[:1]) if isinstance(value, list) else None,
+)
+def test_a_command_says_that_the_store_does_not_answer_and_can_be_interrupted(
+    tmp_path: Path, command: list[str], number: int, code: int
+) -> None:
+    (tmp_path / "train.py").write_text("pass")
+    # The system accepts connections, and no process reads from them.
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "RANKZERO_STORE": "s3://bucket"}
+        address = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
+        with (
+            (tmp_path / "output").open("wb") as output,
+            subprocess.Popen(
+                [sys.executable, "-c", COMMAND, *command],
+                cwd=tmp_path,
+                env={**os.environ, **keys, **address},
+                stdout=output,
+                stderr=output,
+            ) as process,
+        ):
+            try:
+                said = "the store s3://bucket does not answer"
+                until(lambda: said in (tmp_path / "output").read_text() or process.poll() is not None, WAIT, "a line")
+                process.send_signal(number)
+                assert process.wait(WAIT / 2) == code
+            finally:
+                process.kill()
+    assert (tmp_path / "output").read_text().count(said) == 1
 
 
 class Refusal(logging.Handler):

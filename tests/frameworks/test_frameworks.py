@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import InvalidJobError, Launcher, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, WorkerFailedError, bounds
 from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
 
 
@@ -63,6 +63,32 @@ def test_lightning(launcher: Launcher) -> None:
     world_size, batches, state = launcher.run(train)
     assert (world_size, batches) == (2, 4)
     assert list(state) == ["layer.weight", "layer.bias"]
+
+
+@needs("lightning")
+def test_a_rank_that_works_alone_after_lightnings_fit_succeeds(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer restores all handlers of signals, without those of faulthandler, which write a rank's stack."""
+    monkeypatch.setattr(bounds, "RETURNED_NOTICE", 1.0)
+    monkeypatch.setattr(bounds, "RETURNED_HANG", 2.0)
+
+    def train() -> str | None:
+        import time
+
+        import rankzero.train as rt
+
+        context = rt.get_context()
+        lightning_fit(devices=context.local_world_size, num_nodes=context.num_nodes)
+        if context.rank:
+            return None
+        time.sleep(8.0)
+        return "exported"
+
+    assert launcher.options(run_id="alone").run(train) == "exported"
+    handle = launcher.options(run_id="alone").find()
+    assert handle is not None
+    assert any("rank 1 has returned, without other progress" in line for line in handle.logs(rank=0))
 
 
 @needs("lightning")

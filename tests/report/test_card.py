@@ -14,6 +14,7 @@ from tests.conftest import until
 from rankzero import InvalidJobError, Launcher, RunHandle
 from rankzero.driver.recorder import Recorder
 from rankzero.job import Job
+from rankzero.masking import Mask
 from rankzero.report import card, cost, notebook
 from rankzero.report.progress import Progress, RankProgress
 from rankzero.run.directory import RunDirectory
@@ -141,7 +142,7 @@ def test_a_clock_that_is_set_changes_no_hours(tmp_path: Path, monkeypatch: pytes
     directory = RunDirectory(str(tmp_path / "run"))
     assert directory.claim(0)
     directory.write_submission(Job("run", "train", 2, 1, False, None, None, 60.0, {}))
-    recorder, ahead, now = Recorder(directory, 0, 0), 0.0, time.time
+    recorder, ahead, now = Recorder(directory, directory.job(), Mask()), 0.0, time.time
     monkeypatch.setattr(time, "time", lambda: now() + ahead)
     recorder.note_places(2, held=True)
     ahead = 7200.0

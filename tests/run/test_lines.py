@@ -12,6 +12,7 @@ import pytest
 from rankzero import RunHandle, store
 from rankzero.driver.recorder import Recorder
 from rankzero.job import Job
+from rankzero.masking import Mask
 from rankzero.pipeline import level_of
 from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
@@ -29,7 +30,7 @@ def made(directory: str, ranks: int = 2) -> RunDirectory:
 
 
 def write(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, lines: list[tuple[float, int, str]]) -> None:
-    recorder = Recorder(run, 0, 0)
+    recorder = Recorder(run, run.job(), Mask())
     for when, rank, text in lines:
         monkeypatch.setattr(time, "time", lambda when=when: BEGIN + when)
         recorder.log(rank, [text])
@@ -73,7 +74,7 @@ def test_the_note_about_lines_that_a_full_disk_refused_has_its_own_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = made(str(tmp_path / "run"))
-    recorder = Recorder(run, 0, 0)
+    recorder = Recorder(run, run.job(), Mask())
     monkeypatch.setattr(time, "time", lambda: BEGIN)
     recorder.log(0, ["one"])
     (tmp_path / "run/logs/rank-1.log").mkdir()

@@ -18,6 +18,7 @@ from rankzero.driver.commits import Committer
 from rankzero.driver.recorder import Recorder
 from rankzero.host.processes import process_namespace
 from rankzero.job import Job
+from rankzero.masking import Mask
 from rankzero.run.checkpoints import Manifest
 from rankzero.run.directory import RunDirectory
 from rankzero.run.observer import CurrentStatus, owns
@@ -223,7 +224,7 @@ def test_a_driver_owns_its_directory_until_it_is_another_run_s(tmp_path: Path) -
 def test_a_driver_of_a_removed_run_begins_no_log_in_the_new_one(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run"))
     submit(run, 0, "old")
-    old = Recorder(run, 0, 0, nonce="old")
+    old = Recorder(run, job(0, "old"), Mask())
     old.log(0, ["of the old run"])
     shutil.rmtree(run.directory)
     submit(run, 0, "new")

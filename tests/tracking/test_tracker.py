@@ -19,6 +19,7 @@ from rankzero.driver.driver import Reporter
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.trackers import Trackers
 from rankzero.job import Job
+from rankzero.masking import Mask
 from rankzero.run.directory import RunDirectory
 from rankzero.run.names import EVENTS
 from rankzero.run.status import RunStatus
@@ -189,7 +190,7 @@ def test_a_tracker_that_is_late_gets_the_events_of_its_own_submission(
     def begin(job: Job) -> Recorder:
         assert run.claim(job.submission)
         run.write_submission(job)
-        return Recorder(run, job.submission, job.first_attempt, nonce=job.nonce)
+        return Recorder(run, job, Mask())
 
     first = begin(jobs[0])
     trackers = Trackers(run, jobs[0], pack([Notes(notes)], LocalEngine()))

@@ -76,18 +76,11 @@ class Driver:
         self._run = run
         self._job = job
         self._env = env
-        self._mask = Mask(secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {})))
         self._number = self._job.first_attempt
         self._budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
-        self._recorder = Recorder(
-            run,
-            job.submission,
-            self._number,
-            self._mask,
-            nonce=job.nonce,
-            metrics=job.metrics,
-        )
+        secrets = secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {}))
+        self._recorder = Recorder(run, job, Mask(secrets))
         self._watch = Watch(
             run, self._job, self._recorder, self.inbox, leased=leased, note_cancelling=self._note_cancelling
         )
@@ -135,6 +128,11 @@ class Driver:
             self._trackers.end()
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
             self._places.close()
+
+    @property
+    def recorder(self) -> Recorder:
+        """Writes the lines of this submission, also while its stage is started (`rankzero.driver.main.Delegation`)."""
+        return self._recorder
 
     @property
     def status(self) -> RunStatus:
@@ -275,6 +273,10 @@ class DriverThread(threading.Thread):
     def poll(self) -> int | None:
         """Returns None while the driver runs, then 0, like `subprocess.Popen.poll`."""
         return 0 if self._ended.is_set() else None
+
+    def interrupt(self) -> None:
+        """Makes the driver end the run, without the store."""
+        self.driver.inbox.interrupt("the run was cancelled, and the store does not answer")
 
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has finished, for at most ``timeout`` seconds."""

@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -28,9 +27,8 @@ from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.driver.driver import Driver
 from rankzero.driver.places import Placed, Places, Plan
-from rankzero.driver.recorder import Recorder
 from rankzero.driver.states import follow
-from rankzero.driver.watch import Inbox, Watch
+from rankzero.driver.watch import Watch
 from rankzero.engines.base import Engine, within
 from rankzero.errors import RankZeroError, RunNotFoundError, StartTimeoutError
 from rankzero.host import processes
@@ -40,10 +38,10 @@ from rankzero.host.processes import (
     pidfd_of,
     process_namespace,
     process_start,
+    readable,
     settle_signals,
 )
 from rankzero.job import Job
-from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory
 from rankzero.task.stage import OVER
 
@@ -69,9 +67,12 @@ def when_gone(process: dict[str, Any] | None, then: Callable[[], None], *pipes: 
     sources, interval = ([*pipes], bounds.POLL_INTERVAL_LONGEST) if watched is None else ([*pipes, watched], None)
 
     def watch() -> None:
-        while not (process and is_gone(process)) and not select.select(sources, [], [], interval)[0]:
-            pass
-        then()
+        try:
+            while not (process and is_gone(process)) and not readable(sources, interval):
+                pass
+        finally:
+            # Also if the process cannot be watched any more: a run without its owner must not train on.
+            then()
 
     threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()
 
@@ -147,7 +148,7 @@ def drive(
     try:
         refused = is_delegated = None
         if may_delegate:
-            delegation = Delegation(run, job, engine, private, driver.inbox)
+            delegation = Delegation(run, job, engine, private, driver)
             try:
                 is_delegated = delegation.run()
             except Exception as error:
@@ -192,9 +193,11 @@ def main_in_stage() -> None:
 
 def _end_with_task() -> None:
     """Exits when the task ends. The next submission of the run continues it."""
-    while sys.stdin.buffer.read(1):
-        pass
-    os._exit(1)
+    try:
+        while sys.stdin.buffer.read(1):
+            pass
+    finally:
+        os._exit(1)
 
 
 def main_on_cluster() -> None:
@@ -242,7 +245,7 @@ class Delegation:
     no status. After the driver in the stage has claimed it, this process only keeps the connection of the stage.
     """
 
-    def __init__(self, run: RunDirectory, job: Job, engine: Engine, private: Mapping[str, Any], inbox: Inbox) -> None:
+    def __init__(self, run: RunDirectory, job: Job, engine: Engine, private: Mapping[str, Any], driver: Driver) -> None:
         """Prepares the object without opening a session.
 
         Args:
@@ -250,21 +253,15 @@ class Delegation:
             job: Its job.
             engine: The engine of a stage that may run the driver.
             private: The result of `Request.private`.
-            inbox: Reports that this process must exit.
+            driver: The driver of this process. Its inbox reports that this process must exit.
         """
         self._run = run
         self._job = job
         self._private = private
-        self._inbox = inbox
-        self._recorder = Recorder(
-            run,
-            job.submission,
-            job.first_attempt,
-            Mask(secrets_of(private["env"])),
-            metrics=job.metrics,
-        )
-        self._watch = Watch(run, job, self._recorder, inbox, leased=True)
-        self._places = Places(engine, inbox)
+        self._inbox = driver.inbox
+        self._recorder = driver.recorder
+        self._watch = Watch(run, job, self._recorder, self._inbox, leased=True)
+        self._places = Places(engine, self._inbox)
         self._folder = run.submission_path(job.submission, "stage")
         self._group: ConnectGroup | None = None
         self.has_claimed = False

@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import astuple, replace
 from typing import Any
@@ -20,6 +19,7 @@ from rankzero import bounds, store
 from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start, this_thread
+from rankzero.job import Job
 from rankzero.masking import Mask
 from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Appender, PieceWriter
@@ -41,29 +41,17 @@ class Recorder:
     the training: refused lines are counted as lost, and the status is written again later.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        submission: int,
-        attempt: int,
-        mask: Mask | None = None,
-        *,
-        nonce: str = "",
-        metrics: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, run: RunDirectory, job: Job, mask: Mask) -> None:
         """Prepares the files of events and lines; nothing is written yet.
 
         Args:
             run: The run.
-            submission: The submission that the driver drives.
-            attempt: Its first attempt.
+            job: The job of the submission that the driver drives.
             mask: Hides the secrets of the run.
-            nonce: `Job.nonce` of the submission.
-            metrics: `Job.metrics` of the submission.
         """
         self._run = run
         self._names = {"run_id": run.directory.rsplit("/", 1)[-1]}
-        self.mask = mask or Mask()
+        self.mask = mask
         self._streams = {name: PieceWriter(run.path(name)) for name in (EVENTS, LINES)} if run.is_remote else {}
         self._events = _Lines(self._streams.get(EVENTS) or Appender(run.path(EVENTS)))
         self._logs: dict[str, _Lines] = {}
@@ -72,10 +60,10 @@ class Recorder:
         self._writer = StatusWriter(
             run,
             RunStatus(
-                attempt=attempt,
-                submission=submission,
-                nonce=nonce,
-                metrics=dict(metrics or {}),
+                attempt=job.first_attempt,
+                submission=job.submission,
+                nonce=job.nonce,
+                metrics=dict(job.metrics),
                 driver_host=socket.gethostname(),
                 driver_pid=os.getpid(),
                 driver_namespace=process_namespace(),

@@ -51,7 +51,6 @@ def allow_open_files() -> None:
 _KEPT_IGNORED = frozenset({signal.SIGPIPE, getattr(signal, "SIGXFSZ", signal.SIGPIPE)})
 """Signals that Python itself ignores, so that a write fails with an exception."""
 
-
 SIGNALS: frozenset[int] = frozenset(map(int, signal.valid_signals()))
 
 # `signal` converts each number to an enum, which takes 0.3 ms for all of them, three times in each rank.
@@ -136,14 +135,18 @@ def watcher_of(caller: dict[str, Any] | None) -> Callable[[], bool]:
 
     The function always returns False where the kernel cannot tell, or if the caller is in another network namespace.
     """
-    if caller is None or caller["network"] is None or caller["network"] != network_namespace():
-        return lambda: False
-    pidfd = pidfd_of(caller)
-    if pidfd is None:
-        return lambda: False
+    is_here = caller is not None and caller["network"] is not None and caller["network"] == network_namespace()
+    pidfd = pidfd_of(caller) if caller and is_here else None
+    return lambda: pidfd is not None and not readable([pidfd], 0)
+
+
+def readable(descriptors: Iterable[int], timeout: float | None) -> list[int]:
+    """Waits for input or the end of file of a descriptor; returns those that have one. ``timeout`` is in seconds."""
+    # select.select raises ValueError for descriptors above 1023, which a process with many open files has.
     poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return lambda: not poll.poll(0)
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [ready for ready, _ in poll.poll(None if timeout is None else max(0.0, timeout) * 1000)]
 
 
 def is_gone(process: dict[str, Any]) -> bool:
@@ -245,6 +248,14 @@ def _stat(process: int | str) -> list[str]:
         return file.read().rpartition(")")[2].split()
 
 
+def caught_signals(pid: int) -> frozenset[int] | None:
+    """Returns the signals for which a process has handlers (Linux); None where the kernel does not report them."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        mask = next((int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")), 0)
+        return frozenset(number for number in SIGNALS if mask >> (number - 1) & 1)
+    return None
+
+
 def _prctl(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         _libc().prctl(option, value, 0, 0, 0)
@@ -261,14 +272,15 @@ def signal_main_thread(pid: int, number: int) -> None:
     """Sends a signal to the main thread of a process; on macOS, and with a glibc before 2.30, to one of its threads.
 
     `os.kill` lets the kernel choose a thread: another one if the main thread has a signal that it has not handled yet,
-    since it gets no processor.
+    since it gets no processor. On Linux, a process without a handler for the signal gets none.
     """
-    try:
-        is_sent = _libc().tgkill(pid, pid, number) == 0
-    except (AttributeError, OSError):
-        is_sent = False
-    if not is_sent:
-        os.kill(pid, number)
+    caught = caught_signals(pid)
+    if caught is not None and number not in caught:
+        return
+    with contextlib.suppress(AttributeError, OSError):
+        if _libc().tgkill(pid, pid, number) == 0:
+            return
+    os.kill(pid, number)
 
 
 def become_subreaper() -> None:

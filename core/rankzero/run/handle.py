@@ -331,7 +331,7 @@ class RunHandle(Generic[R]):
             reason: The cause of the request, which the error of the run shows.
         """
         self._is_ending = True
-        self._current.cancel(receiver, reason)
+        self._observer.cancel(receiver, reason)
 
     def cancelled_for(self) -> dict[str, Any]:
         """Returns the try for which the end of this submission was requested; empty if none, or for all tries.

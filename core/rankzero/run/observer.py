@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -110,18 +111,15 @@ class CurrentStatus:
         if status.final or status.submission > self.submission:
             return
         self._run.request_cancel(self.submission, receiver, reason)
-        if status.driver_pid is None and self._is_for_a_cluster() and self._run.claim_driver(self.submission):
+        job = self._run.job() if status.driver_pid is None else None
+        is_for_a_cluster = job and job.submission == self.submission and "deploy_mode" in job.engine
+        if is_for_a_cluster and self._run.claim_driver(self.submission):
             # If the cluster starts the driver later, it finds the submission claimed and exits.
             error = RunCancelledError("the run was cancelled before its driver started", requested=True)
             ended = replace(status, state="cancelled", error=error.to_json(), ended=time.time())
             self._run.write_status(ended)
         else:
             self._wake_driver(status)
-
-    def _is_for_a_cluster(self) -> bool:
-        """Returns True if a cluster starts the driver of this submission, possibly much later."""
-        job = self._run.job()
-        return job.submission == self.submission and "deploy_mode" in job.engine
 
     def _wake_driver(self, status: RunStatus) -> None:
         """Signals the driver of a submitted run if it is on this machine, since it polls the run directory seldom.
@@ -192,6 +190,9 @@ class OwnDriver(Protocol):
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has ended, at most ``timeout`` seconds."""
 
+    def interrupt(self) -> None:
+        """Makes the driver end the run, without the store."""
+
     def last_output(self) -> bytes:
         """Returns the end of what the driver's process has printed; empty for a thread."""
 
@@ -215,6 +216,14 @@ class Observer:
         self._heartbeat = HeartbeatWatch()
         self.current = CurrentStatus(run)
         """Reads the status of the submission that is observed."""
+
+    def cancel(self, receiver: Mapping[str, Any] | None, reason: str) -> None:
+        """Requests the end of the run; if the store does not answer, signals a driver that this process started."""
+        request = store.in_thread(lambda: self.current.cancel(receiver, reason))
+        if not wait([request], bounds.CANCEL_REQUEST_TIMEOUT).done and self._driver and os.getpid() == self._pid:
+            # The driver queries the store for the request, for a limited time, and ends the run anyway.
+            self._driver.interrupt()
+        request.result()
 
     def status(self, timeout: float) -> RunStatus:
         """Returns the current status, from a store that may fail for ``timeout`` seconds.
@@ -261,11 +270,7 @@ class Observer:
         return STORE_OUTAGE if owns else STORE_PATIENCE
 
     def patiently(self, read: Callable[[], T], timeout: float | None = None) -> T:
-        """Reads the store, and retries while it fails, so that a short outage does not end a training.
-
-        Args:
-            read: The function that reads.
-            timeout: Seconds after which to give up; None: `store_timeout`.
+        """Reads the store, and retries for ``timeout`` seconds (None: `store_timeout`), since it may fail for a while.
 
         Raises:
             RunNotFoundError: the directory holds no run.
@@ -339,9 +344,6 @@ class HeartbeatWatch:
 
         The wall clock advances while a laptop or a VM sleeps, and a driver there does not. It is therefore used here
         only for the first status, and only if the driver's process is not visible.
-
-        Args:
-            status: The status, just read.
         """
         is_first = not self._last_seen
         if status.heartbeat != self._last:
@@ -390,11 +392,8 @@ def dead_after(status: RunStatus) -> float:
 
 
 def driver_is_dead(age: float, unchanged: float, bound: float) -> bool:
-    """Returns True if a driver on another host counts as dead.
+    """Returns True if a driver on another host counts as dead: its heartbeat is older than ``bound`` seconds.
 
-    Args:
-        age: Seconds since the last heartbeat, by the clocks of two hosts, which may differ by `CLOCK_SKEW`.
-        unchanged: Seconds for which the reader has read the same heartbeat.
-        bound: Seconds without a heartbeat after which a driver counts as dead.
+    The clocks of the two hosts may differ by `CLOCK_SKEW`; the reader has read the same heartbeat for ``unchanged``.
     """
     return unchanged > bound or age > bound + CLOCK_SKEW

@@ -12,13 +12,11 @@ from rankzero.store.files import (
     create,
     exists,
     fingerprint,
-    is_missing,
     list_files,
     list_names,
     make_directory,
     modified,
     open_read,
-    patiently,
     read_bytes,
     read_from,
     remove,
@@ -44,6 +42,7 @@ from rankzero.store.location import (
     why_untrusted,
 )
 from rankzero.store.proof import prove
+from rankzero.store.waiting import in_thread, is_missing, patiently
 
 __all__ = [
     "STORE_VARIABLE",
@@ -54,6 +53,7 @@ __all__ = [
     "exists",
     "fingerprint",
     "has_scheme",
+    "in_thread",
     "is_absolute",
     "is_missing",
     "is_unfinished",

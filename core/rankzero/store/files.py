@@ -1,18 +1,14 @@
-"""Reads, writes, creates, lists and removes files of a store: a local path or a URL, which may fail for a while."""
+"""Reads, writes, creates, lists and removes files of a store: a local path or a URL."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import IO
 
-from rankzero.errors import RunNotFoundError
 from rankzero.store.location import filesystem_of, is_url
-
-T = TypeVar("T")
 
 PRIVATE_DIRECTORY = 0o700
 
@@ -365,32 +361,3 @@ def remove(location: str) -> None:
     else:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(location)
-
-
-def is_missing(error: Exception) -> bool:
-    """Returns True for the error of a file or run that does not exist, which no retry corrects."""
-    return isinstance(error, (FileNotFoundError, RunNotFoundError))
-
-
-def patiently(
-    action: Callable[[], T], seconds: float, interval: float, give_up: Callable[[Exception], bool] = lambda _: False
-) -> T:
-    """Returns the result of ``action``, which is retried while the store fails: a short outage must not end a run.
-
-    Args:
-        action: Function that reads or writes the store.
-        seconds: Seconds during which a failure is retried.
-        interval: Seconds between two calls.
-        give_up: Returns True for an error that should not be retried.
-
-    Raises:
-        Exception: the last error, of any type, since drivers of object stores raise their own exceptions.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return action()
-        except Exception as error:
-            if give_up(error) or time.monotonic() > deadline:
-                raise
-        time.sleep(interval)

@@ -16,6 +16,7 @@ import tempfile
 from typing import Any
 
 from rankzero.errors import InvalidJobError
+from rankzero.store.waiting import Watched
 
 _LOCAL = re.compile(r"(?:file|local):(?://(?=/)|(?=/))")
 """Scheme that may precede an absolute path. Java writes ``file:/x``."""
@@ -129,7 +130,7 @@ def filesystem_of(location: str) -> tuple[Any, str]:
     except ImportError as error:
         driver, package = driver_of(location)
         raise InvalidJobError(f"{location} needs {driver} here: pip install '{package}'") from error
-    return filesystem, path
+    return Watched(filesystem, "/".join(location.split("/", 3)[:3])), path
 
 
 def join(base: str, *parts: str) -> str:

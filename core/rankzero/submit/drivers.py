@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import IO, Any
 
-from rankzero import bounds
+from rankzero import bounds, store
 from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, located
-from rankzero.host.processes import describe_process, fork_safe, this_process
+from rankzero.host.processes import caught_signals, describe_process, fork_safe, this_process
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
@@ -52,6 +54,11 @@ class DriverProcess(subprocess.Popen[bytes]):
         """Returns the end of what the driver has printed."""
         size = os.fstat(self._output).st_size
         return os.pread(self._output, LAST_OUTPUT, max(0, size - LAST_OUTPUT))
+
+    def interrupt(self) -> None:
+        """Makes the driver end the run, without the store. One that is just starting gets no signal."""
+        if self.poll() is None and signal.SIGTERM in (caught_signals(self.pid) or ()):
+            self.terminate()
 
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has exited, or for the given seconds."""
@@ -231,10 +238,8 @@ def _leased_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
     finally:
         # The driver's own status decides: this process may only have counted the driver as dead. A forked child that
         # leaves the block does not own the run.
-        if os.getpid() == owner and not run.status().final:
-            handle = RunHandle[Any](run.directory, job=job)
-            handle.cancel()
-            handle.wait(stop_timeout)
+        if os.getpid() == owner:
+            _await(stop_timeout, functools.partial(_cancel, run, job, stop_timeout))
 
 
 @contextlib.contextmanager
@@ -260,7 +265,20 @@ def _process_driver(
                 os.write(ours, b"\n")
         os.close(ours)
         if handle and is_owner:
-            handle.wait(stop_timeout)
+            _await(stop_timeout, functools.partial(handle.wait, stop_timeout))
+
+
+def _cancel(run: RunDirectory, job: Job, stop_timeout: float) -> None:
+    if not run.status().final:
+        handle = RunHandle[Any](run.directory, job=job)
+        handle.cancel()
+        handle.wait(stop_timeout)
+
+
+def _await(seconds: float, action: Callable[[], object]) -> None:
+    """Calls a function that reads the store; stops waiting after some time, since the store may not answer."""
+    with contextlib.suppress(TimeoutError):
+        store.in_thread(action).result(seconds)
 
 
 @contextlib.contextmanager

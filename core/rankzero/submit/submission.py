@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
 import os
 import time
@@ -302,6 +303,10 @@ def _submission_of(run: RunDirectory) -> int:
     return job.submission if job else -1
 
 
+_RECORD_TIMEOUT = 4.0
+"""Seconds in which a caller that was interrupted before its driver has begun records this in the store."""
+
+
 @contextlib.contextmanager
 def recording_end() -> Iterator[Written]:
     """Records the end of the submission that the block writes if the block ends before a driver has begun.
@@ -319,7 +324,9 @@ def recording_end() -> Iterator[Written]:
         # the block must not be replaced.
         if written.run and os.getpid() == owner:
             with contextlib.suppress(Exception):
-                _record_end(written.run, written.nonce, error)
+                # A store that does not answer must not keep a caller that was interrupted.
+                recording = functools.partial(_record_end, written.run, written.nonce, error)
+                store.in_thread(recording).result(_RECORD_TIMEOUT)
         raise
 
 

@@ -22,7 +22,6 @@ import json
 import logging
 import math
 import os
-import select
 import selectors
 import shutil
 import signal
@@ -246,7 +245,7 @@ class WarmServer:
                 self.end()
                 return None
             standard_input, log = descriptors
-            if select.select([connection], [], [], 0)[0]:
+            if processes.readable([connection.fileno()], 0):
                 raise ConnectionError("the client has given up")
             pid = forked.fork(
                 supervise.main,
@@ -359,8 +358,8 @@ def settle_dynamo() -> None:
 def ending_with(owner: int | None, place: Place) -> Iterator[None]:
     """Exits this process during the block if its owner (a pidfd) exits: an import may take long, and runs no loop."""
 
-    def look(*_: object) -> None:
-        if owner is not None and select.select([owner], [], [], 0)[0]:
+    def exit_without_owner(*_: object) -> None:
+        if owner is not None and processes.readable([owner], 0):
             try:
                 place.remove()
             finally:
@@ -368,7 +367,7 @@ def ending_with(owner: int | None, place: Place) -> Iterator[None]:
         if time.monotonic() >= _give_up_at:
             raise TimeoutError
 
-    signal.signal(signal.SIGALRM, look)
+    signal.signal(signal.SIGALRM, exit_without_owner)
     signal.setitimer(signal.ITIMER_REAL, bounds.POLL_INTERVAL_LONG, bounds.POLL_INTERVAL_LONG)
     try:
         yield

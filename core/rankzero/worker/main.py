@@ -32,12 +32,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero.channel import messages
 from rankzero.errors import ResultError
-from rankzero.host.processes import die_with_parent, settle_signals
+from rankzero.host.processes import caught_signals, die_with_parent, settle_signals
 from rankzero.worker import failures, log_level, rendezvous
 from rankzero.worker.call import call, run_exit_handlers
 from rankzero.worker.control import Control, out_of_reach
@@ -45,8 +45,14 @@ from rankzero.worker.control import Control, out_of_reach
 if TYPE_CHECKING:
     from rankzero.train.parts import Parts
 
-STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""Signal on which a worker writes the Python stack of its main thread, even if that is blocked in native code."""
+STACK_SIGNAL = signal.SIGURG
+"""Signal on which a worker writes the Python stack of its main thread, even if that is blocked in native code.
+
+A process whose handler a library has removed ignores this signal, and most others would end it.
+"""
+
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
+"""Signals of crashes, on which faulthandler writes a stack."""
 
 INLINE_LIMIT = 64 << 10
 """Most bytes of JSON of a value that is sent inside the commit message."""
@@ -75,15 +81,12 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
     for stream in (sys.stdout, sys.stderr):
         # Line buffered, as on a terminal: a line is visible when it is printed, and costs one write.
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
-    # The crashing thread alone: the stacks of all would push the last lines of the rank out of the log tail.
-    faulthandler.enable(all_threads=False)
     stack_fd = out_of_reach(stack_fd)
-    # The main thread only, which the signal interrupts: to walk running threads may crash (CPython issue 116008).
-    faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False)
+    _write_stacks(stack_fd, frozenset())
     control = Control(control_fd)
     ending = contextlib.ExitStack()
     try:
-        outcome = _work(control, ending, phases)
+        outcome = _work(control, ending, phases, stack_fd)
     except BaseException as error:
         if not control.is_own:
             _leave_fork(error)
@@ -105,7 +108,7 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
 
 
 def _work(
-    control: Control, ending: contextlib.ExitStack, phases: dict[str, float]
+    control: Control, ending: contextlib.ExitStack, phases: dict[str, float], stack_fd: int
 ) -> messages.Finished | messages.Failed:
     """Runs the rank up to its outcome; ``ending`` gets the work that must finish even after a failure."""
     try:
@@ -139,7 +142,13 @@ def _work(
         )
     log_level.apply()
     _count_optimizer_steps(session)
-    control.beat(start.beat_interval, session.count_progress)
+
+    def count_progress() -> int:
+        if (caught := caught_signals(os.getpid())) is not None:
+            _write_stacks(stack_fd, caught)
+        return session.count_progress()
+
+    control.beat(start.beat_interval, count_progress)
     if os.environ.get(HOROVOD) == "1":
         importlib.import_module("rankzero.compat.horovod.install").install_in_rank(start.context)
     ending.callback(writer.finish)
@@ -164,6 +173,26 @@ def _work(
     for path in _paths_that_go(value):
         print(f"rankzero: {path}, which is returned, is deleted with the run: return what it holds, or report it")
     return _commit(value, start, files)
+
+
+def _write_stacks(stack_fd: int, caught: Set[int]) -> None:
+    """Makes this process write its stack on `STACK_SIGNAL` and when it crashes.
+
+    Libraries that restore all handlers, as Lightning's Trainer does after each ``fit``, remove those of faulthandler,
+    which `signal.getsignal` does not see. Each heartbeat therefore puts back those that are missing.
+
+    Args:
+        stack_fd: Descriptor of the pipe for the stacks on `STACK_SIGNAL`.
+        caught: The signals for which this process has handlers, from any library.
+    """
+    if STACK_SIGNAL not in caught:
+        faulthandler.unregister(STACK_SIGNAL)
+        # The main thread only, which the signal interrupts: to walk running threads may crash (CPython issue 116008).
+        faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False)
+    if not caught & _CRASHES:
+        faulthandler.disable()
+        # The crashing thread alone: the stacks of all would push the last lines of the rank out of the log tail.
+        faulthandler.enable(file=2, all_threads=False)
 
 
 def _paths_that_go(value: Any) -> list[str]:
