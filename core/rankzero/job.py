@@ -76,6 +76,7 @@ class Job:
         nonce: Random digits of this submission, since the numbers restart when the directory was removed.
         first_attempt: Number of this submission's first attempt.
         fresh_since: First attempt whose checkpoints count: the training of earlier ones was delivered.
+        beginning: Where this submission began and why: "resumed from checkpoint ..." or "from scratch: ...".
         metrics: The last values of the metrics that earlier submissions of the same training reported.
         identity: Digest of code, arguments and world size: `rankzero.submit.identity`.
         identity_parts: Name and checksum of each part of the identity; empty if an earlier version submitted the job.
@@ -120,6 +121,7 @@ class Job:
     nonce: str = ""
     first_attempt: int = 0
     fresh_since: int = 0
+    beginning: str = ""
     metrics: dict[str, Any] = field(default_factory=dict)
     identity: str = ""
     identity_parts: dict[str, str] = field(default_factory=dict)

@@ -11,10 +11,7 @@ from rankzero.cli import words
 from rankzero.errors import RankZeroError
 from rankzero.job import Job
 from rankzero.options import TABLE
-from rankzero.run import delivery
-from rankzero.run.checkpoints import list_committed
-from rankzero.run.directory import RunDirectory, compare_job
-from rankzero.run.identity import Asked, Identity, describe
+from rankzero.run.directory import RunDirectory
 from rankzero.run.listing import find_run
 
 _LISTINGS = {"modules.zip": "modules.txt", "code.tar.gz": "code.txt"}
@@ -49,22 +46,8 @@ def explanations(run: RunDirectory) -> Iterator[tuple[Job, list[str]]]:
     last, before = run.job(), None
     for number in range(last.submission + 1):
         if job := last if number == last.submission else run.job_of(number):
-            yield job, [_beginning(run, before, job), *_changes(before, job), *_shipped(run, job)]
+            yield job, [job.beginning, *_changes(before, job), *_shipped(run, job)]
             before = job
-
-
-def _beginning(run: RunDirectory, before: Job | None, job: Job) -> str:
-    if before is None:
-        return "began from scratch: it is the first submission under this id"
-    if job.fresh_since < job.first_attempt:
-        found = [one.id for one in list_committed(run, job.fresh_since) if one.attempt < job.first_attempt]
-        return f"resumed the training before it, from {f'checkpoint {found[-1]}' if found else 'its beginning'}"
-    differing = compare_job(before, Asked(Identity.of(job.identity_parts), job.generation)).differing
-    if differing:
-        return f"began from scratch: other than before: {describe(differing)}"
-    if delivery.read(run.directory, before.submission).acknowledged:
-        return "began from scratch: the result of the training before it was delivered"
-    return "began from scratch: no checkpoint of the training before it counts"
 
 
 def _changes(before: Job | None, job: Job) -> Iterator[str]:

@@ -142,6 +142,11 @@ class RunHandle(Generic[R]):
         """Returns the first attempt of this training; earlier attempts belong to another training with this run id."""
         return self._run.job().fresh_since
 
+    @property
+    def beginning(self) -> str:
+        """Returns where the last submission began and why: "resumed from checkpoint ..." or "from scratch: ..."."""
+        return self._run.job().beginning
+
     def __repr__(self) -> str:
         return f"RunHandle({self.directory!r})"
 

@@ -58,8 +58,8 @@ class Comparison:
 
     Attributes:
         differing: Names of the parts that differ, which make the two different trainings.
-        ignored: Names of parts that differ but are ignored: environment variables, and modules if an orchestrator tries
-            again by itself.
+        ignored: Names of parts that differ but are ignored: environment variables, and the code if an orchestrator
+            tries again by itself.
         unknown: True if some parts cannot be compared, since the run's identity is not recorded (another version of
             rankzero submitted it) or its code was compiled by another version of Python.
     """
@@ -100,7 +100,7 @@ def compare(before: Identity | None, now: Identity, *, automatic: bool = False, 
         before: The training of a run; None if it is unknown.
         now: The requested training.
         automatic: True if an orchestrator tries again by itself. A deployment between two tries must then not end a
-            training, so only ``train`` and its arguments count, and not the modules that it imports.
+            training, so only its arguments, datasets and ranks count, and not the code.
         same_python: False if different versions of Python computed the two identities. Each version compiles code
             differently, so the code cannot be compared.
 
@@ -121,7 +121,8 @@ def compare(before: Identity | None, now: Identity, *, automatic: bool = False, 
     ignored = [
         name
         for name in names
-        if name.startswith(VARIABLE) or (automatic and (name == SENT_CODE or name.startswith(MODULE)))
+        if name.startswith(VARIABLE)
+        or (automatic and name != NUM_PROCESSES and not name.startswith((ARGUMENT, DATASET)))
     ]
     return Comparison(tuple(name for name in names if name not in ignored), tuple(ignored), unknown)
 
@@ -165,6 +166,7 @@ def decide(
     same_generation: bool = False,
     by_name: bool = False,
     unknown: bool = False,
+    automatic: bool = False,
 ) -> Decision:
     """Decides what to do about an existing run.
 
@@ -179,6 +181,8 @@ def decide(
             checkpoint even if the training has changed or has succeeded.
         unknown: It cannot be compared whether the training is the same. Its run is not ended, but its result and
             checkpoints are not used: they may be another training's.
+        automatic: An orchestrator tries again by itself. It follows what an earlier try of the chain has started,
+            whatever differs by now, and only a training that has failed is compared.
 
     Example:
         >>> decide("failed", same_training=True, acknowledged=False)
@@ -186,7 +190,8 @@ def decide(
     """
     if by_name and state in FINAL_STATES and (acknowledged or unknown or not same_training):
         return Decision.RESUME
-    if not same_training:
+    follows = automatic and ((state not in FINAL_STATES and not ending) or (state == "succeeded" and not acknowledged))
+    if not (same_training or follows):
         return Decision.FRESH
     if state not in FINAL_STATES:
         return Decision.RESUME if ending else Decision.ATTACH

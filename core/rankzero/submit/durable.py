@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from rankzero import bounds
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Asked, Decision, describe
+from rankzero.run.identity import Asked, Decision
 from rankzero.run.tries import PipelineTry, attempt, detaching
 from rankzero.submit import datasets, drivers, existing
 from rankzero.submit.drivers import open_owned
@@ -70,11 +71,12 @@ def open_durable(
         found = None
         if before:
             asked = repeated.asked(train, repeated.identity_of(train, args, kwargs))
-            found = _reconcile(run, asked, caller, log)
+            found = _reconcile(run, asked, caller)
         if found and found.decision in (Decision.ATTACH, Decision.DELIVER):
             # Spark may have computed checksums of datasets for minutes, and another try submitted the run meanwhile.
             handle = RunHandle(run.directory, job=found.job)
-            log.info("attached to the run in %s", handle.directory)
+            has_changed = bool(existing.changes(found))
+            log.log(logging.WARNING if has_changed else logging.INFO, "%s", existing.following(found, run.directory))
             # An earlier try may have been the last one, and have shortened the lease.
             lease = caller.lease_when_attached or found.job.orphan_timeout
             if lease is not None and not handle.status().final:
@@ -86,13 +88,13 @@ def open_durable(
             request = repeated
         if caller.is_followed_by_another:
             handle, is_new = drivers.start(request, train, args, kwargs)
-            log.info("started the run in %s; it outlives this process, for the next try", run.directory)
+            log.info("started the run in %s, which outlives this process: %s", run.directory, handle.beginning)
             yield Opened(handle, attached=not is_new)
             if request.trackers:
                 attempt(log, "the wait for its trackers", functools.partial(_await_trackers, handle), None)
             return
     with open_owned(request, train, args, kwargs) as owned:
-        log.info("started the run in %s; it ends with this process", owned.directory)
+        log.info("started the run in %s, which ends with this process: %s", owned.directory, owned.beginning)
         yield Opened(owned)
 
 
@@ -111,28 +113,11 @@ def _await_trackers(handle: RunHandle[Any]) -> None:
         handle.await_driver(bounds.TRACKERS_TIMEOUT)
 
 
-def _reconcile(run: RunDirectory, asked: Asked, caller: PipelineTry, log: Any) -> existing.Existing | None:
+def _reconcile(run: RunDirectory, asked: Asked, caller: PipelineTry) -> existing.Existing | None:
     """Decides what the run is to this try, as `submission.submit` does. A living run of another training is ended."""
     if (found := existing.assess(run, asked, caller)) is None:
         return None
-    _report(found, log)
     if found.decision is Decision.FRESH and not found.status.final:
         RunHandle[Any](run.directory, job=found.job).cancel(reason="another training was submitted in its place")
         existing.await_end(run, found.job)
     return found
-
-
-def _report(found: existing.Existing, log: Any) -> None:
-    """Logs why the training begins from scratch, or which changes do not affect the run."""
-    comparison = found.comparison
-    if found.decision is Decision.FRESH and comparison.differing:
-        log.info("the training begins from scratch: other than before: %s", describe(comparison.differing))
-    elif comparison.unknown:
-        log.warning("%s", existing.explain_unknown(found))
-    elif found.decision is Decision.FRESH:
-        log.info("the training begins from scratch: its result was delivered")
-    elif comparison.ignored and found.decision is Decision.ATTACH:
-        changed = describe(comparison.ignored)
-        log.warning("the run continues as it began: changed since: %s", changed)
-    elif comparison.ignored and found.decision is Decision.RESUME:
-        log.warning("the training resumes although this has changed: %s", describe(comparison.ignored))

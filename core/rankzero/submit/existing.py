@@ -15,7 +15,7 @@ from rankzero.job import Job
 from rankzero.run import delivery
 from rankzero.run.directory import RunDirectory, compare_job
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Asked, Comparison, Decision, decide
+from rankzero.run.identity import Asked, Comparison, Decision, decide, describe
 from rankzero.run.observer import dead_after
 from rankzero.run.status import RunStatus
 from rankzero.run.tries import PipelineTry
@@ -103,11 +103,29 @@ def assess(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
         by_name=asked.by_name,
         unknown=comparison.unknown and not asked.repeats(job.generation),
+        automatic=asked.repeats(job.generation),
     )
     if decision is Decision.DELIVER and status.result and not store.exists(run.result_path(status.result["uri"])):
         logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", run.directory)
         decision = Decision.RESUME
     return Existing(job, status, decision, ending, comparison)
+
+
+def following(existing: Existing, directory: str) -> str:
+    """Returns a sentence about a run that is not started again, with what differs from the requested training."""
+    if existing.decision is Decision.DELIVER:
+        what = f"delivered: the run in {directory} has succeeded before"
+    else:
+        what = f"attached to the run in {directory}, which continues as it began"
+    return what + changes(existing)
+
+
+def changes(existing: Existing) -> str:
+    """Returns the end of a sentence about a run that is continued: what has changed, or cannot be compared."""
+    comparison = existing.comparison
+    names = describe(comparison.differing + comparison.ignored)
+    unknown = f"; {explain_unknown(existing)}" if comparison.unknown else ""
+    return (f"; changed since: {names}" if names else "") + unknown
 
 
 def explain_unknown(existing: Existing) -> str:

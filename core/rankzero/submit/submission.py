@@ -23,11 +23,20 @@ from rankzero.data.table import FOLDER as TABLES
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
-from rankzero.run.checkpoints import list_folders, read_manifests
+from rankzero.run.checkpoints import list_committed, list_folders, read_manifests
 from rankzero.run.directory import RunDirectory, new_claim
 from rankzero.run.identity import Asked, Decision, describe
 from rankzero.run.tries import PipelineTry
-from rankzero.submit.existing import Existing, assess, await_end, check_owner, explain_unknown, find_job_of
+from rankzero.submit.existing import (
+    Existing,
+    assess,
+    await_end,
+    changes,
+    check_owner,
+    explain_unknown,
+    find_job_of,
+    following,
+)
 from rankzero.values.pickled import Part
 
 logger = logging.getLogger(__name__)
@@ -148,7 +157,7 @@ def submit(
                 await_end(run, existing.job)
             elif step is Step.CLAIM:
                 began = time.monotonic()
-                claim, number, job = _claim(run, number, existing, make_job, files, start_timeout)
+                claim, number, job = _claim(run, number, existing, make_job, files, start_timeout, caller)
                 # Another submitter may need as long for its files, and must not count as dead meanwhile.
                 patience = max(patience, 2 * (time.monotonic() - began))
             elif step is Step.WAIT:
@@ -161,14 +170,9 @@ def submit(
 
 def _report_existing(run: RunDirectory, existing: Existing, step: Step, caller: PipelineTry | None) -> None:
     """Logs what becomes of an existing run, or raises InvalidJobError if its id is refused."""
-    if existing.comparison.unknown:
-        logger.warning("%s", explain_unknown(existing))
-    # A pipeline step has compared them before.
-    if existing.comparison.ignored and existing.decision is not Decision.FRESH and not caller:
-        changed = describe(existing.comparison.ignored)
-        logger.warning("run %s counts as the same training, although this differs: %s", run.directory, changed)
     if step is Step.FOLLOW:
-        logger.warning("run %s is there already (%s), and is not started again", run.directory, existing.status.state)
+        if not caller:
+            logger.warning("%s", following(existing, run.directory))
         if existing.job.owner and not existing.status.final:
             pid = existing.job.owner["pid"]
             logger.warning("the run ends with the process %s, which called run(), and not with this one", pid)
@@ -184,7 +188,13 @@ def _report_existing(run: RunDirectory, existing: Existing, step: Step, caller: 
 
 
 def _claim(
-    run: RunDirectory, least: int, existing: Existing | None, make_job: MakeJob, files: Files, start_timeout: float
+    run: RunDirectory,
+    least: int,
+    existing: Existing | None,
+    make_job: MakeJob,
+    files: Files,
+    start_timeout: float,
+    caller: PipelineTry | None,
 ) -> tuple[Claim, int, Job | None]:
     """Claims the next number, at least ``least``, and writes the submission.
 
@@ -208,7 +218,7 @@ def _claim(
             is_written = run.write_submission(job, start_timeout)
             if (newest := run.newest_claim()) == number and is_written:
                 if existing:
-                    _report_earlier(run, existing)
+                    _report_earlier(run, existing, job, caller)
                 return Claim.WON, number, job
         # This took so long that another submitter counted this one as dead and submitted the run.
         with contextlib.suppress(FileNotFoundError):
@@ -221,12 +231,25 @@ def _job_of(run: RunDirectory, number: int, existing: Existing | None, make_job:
     # Checkpoints of a run whose job was lost belong to another training.
     first_attempt = 1 + _last_attempt(run)
     if existing is None:
-        return make_job(number, first_attempt, first_attempt)
+        job = make_job(number, first_attempt, first_attempt)
+        return replace(job, beginning="from scratch: it is the first submission under this id")
     first_attempt = max(1 + existing.status.attempt, first_attempt)
     fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
     run.keep_outcome(existing.status)
-    job = make_job(number, first_attempt, fresh_since)
+    job = replace(make_job(number, first_attempt, fresh_since), beginning=_beginning(run, existing))
     return replace(job, metrics=_last_metrics(run, existing)) if existing.decision is Decision.RESUME else job
+
+
+def _beginning(run: RunDirectory, existing: Existing) -> str:
+    """Returns `Job.beginning` of a submission behind an existing one."""
+    comparison = existing.comparison
+    if existing.decision is Decision.RESUME:
+        found = list_committed(run, existing.job.fresh_since)
+        place = f"checkpoint {found[-1].id}" if found else "its beginning, since it has no checkpoint"
+        return f"resumed from {place}; to start over, change code_version{changes(existing)}"
+    if comparison.differing:
+        return f"from scratch: other than before: {describe(comparison.differing)}"
+    return f"from scratch: {explain_unknown(existing) if comparison.unknown else 'its result was delivered'}"
 
 
 @contextlib.contextmanager
@@ -247,18 +270,13 @@ def _releasing(run: RunDirectory, number: int, claim: bytes) -> Iterator[None]:
         raise
 
 
-def _report_earlier(run: RunDirectory, existing: Existing) -> None:
-    """Logs whether the checkpoints of the run's earlier training are used or stay unused."""
-    if existing.decision is Decision.RESUME and existing.comparison.differing:
-        changed = describe(existing.comparison.differing)
-        logger.warning("run %s resumes from its last checkpoint with another training: %s", run.directory, changed)
+def _report_earlier(run: RunDirectory, existing: Existing, job: Job, caller: PipelineTry | None) -> None:
+    """Logs where a submission behind an earlier one begins, and which checkpoints stay unused."""
+    if not caller:
+        logger.warning("run %s: %s", run.directory, job.beginning)
     if existing.decision is Decision.FRESH and (left := list_folders(run)):
-        logger.warning(
-            "run %s begins from scratch; the checkpoints of the training before stay until `rankzero gc` removes "
-            "them: %s",
-            run.directory,
-            ", ".join(left[-_MOST_NAMED:]),
-        )
+        names = ", ".join(left[-_MOST_NAMED:])
+        logger.warning("the checkpoints of the training before stay until `rankzero gc` removes them: %s", names)
 
 
 def _await_submission(run: RunDirectory, number: int, timeout: float) -> Claim:
