@@ -241,10 +241,10 @@ def test_a_run_is_explained(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     shown = [line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("submission ")]
     assert shown == [
-        "began from scratch: it is the first submission under this id",
-        "resumed the training before it, from checkpoint 0000-000000",
-        "began from scratch: other than before: argument lr",
-        "began from scratch: the result of the training before it was delivered",
+        "from scratch: it is the first submission under this id",
+        "resumed from checkpoint 0000-000000; to start over, change code_version",
+        "from scratch: other than before: argument lr",
+        "from scratch: its result was delivered",
     ]
     assert "  options: engine='local', max_restarts=2" in done.stdout
     assert "  options that differ from the submission before: max_restarts" in done.stdout

@@ -179,6 +179,12 @@ class TorchDistributorOperator(BaseOperator):
         group = self.get_closest_mapped_task_group()
         for name in fields:
             setattr(self, name, by_map_index(getattr(self, name), group))
+        if context["ti"].try_number == 1 and (names := templates.unsteady(self, context, jinja_env)):
+            self.log.warning(
+                "each rendering of %s gives another value, so a try after a failure begins from scratch: use what is "
+                "the same in each try, such as {{ run_id }} or {{ logical_date }}",
+                ", ".join(names),
+            )
         super()._do_render_template_fields(parent, fields, context, jinja_env, seen_oids)
         # The token of a Spark Connect server is part of its address.
         sources = self.dataset.values() if isinstance(self.dataset, Mapping) else [self.dataset]

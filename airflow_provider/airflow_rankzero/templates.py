@@ -67,6 +67,18 @@ def fields_to_render(task: Any, names: Iterable[str]) -> list[str]:
     return [name for name in names if _may_be_template(name, getattr(task, name))]
 
 
+def unsteady(task: Any, context: Any, jinja_env: Any) -> list[str]:
+    """Returns the names of arguments whose templates render to another text each time, such as the current time."""
+    positional = enumerate(task.op_args) if isinstance(task.op_args, (list, tuple)) else ()
+    named = task.op_kwargs.items() if isinstance(task.op_kwargs, Mapping) else ()
+    texts = {
+        f"argument {name}": text for name, text in (*positional, *named) if isinstance(text, str) and _is_late(text)
+    }
+    renderings = ({name: task.render_template(texts[name], context, jinja_env) for name in texts} for _ in range(2))
+    first, second = renderings
+    return [name for name in texts if first[name] != second[name]]
+
+
 def _may_be_template(name: str, value: Any) -> bool:
     if isinstance(value, PurePath) and not isinstance(value, ObjectStoragePath):
         # Airflow 3.1 takes a path's `resolve` for its own.

@@ -114,7 +114,7 @@ def misuse(reports: bool) -> None:
     attempt = rt.get_context().attempt
     if reports:
         rt.report({}, checkpoint={"attempt": attempt})
-        rt.await_checkpoint()
+        rt.context.await_checkpoint()
     raise dist.DistBackendError(f"wrong arguments {attempt}")
 
 
@@ -163,7 +163,7 @@ def report_steps(asks: bool) -> None:
         rt.get_checkpoint()
     for step in range(2):
         rt.report({"step": step}, checkpoint={"step": step})
-    rt.await_checkpoint()
+    rt.context.await_checkpoint()
     rt.barrier()
     if context.attempt == 0 and context.rank == 0:
         die()

@@ -60,6 +60,22 @@ def test_the_name_alone_may_say_which_run_goes_on(state: str, facts: str, decisi
     assert decide(state, same_training=same, acknowledged=acknowledged, by_name=True) is decision
 
 
+@pytest.mark.parametrize(
+    ("state", "facts", "decision"),
+    [
+        pytest.param("running", "", ATTACH, id="it lives"),
+        pytest.param("running", "ending", FRESH, id="it was asked to stop"),
+        pytest.param("succeeded", "", DELIVER, id="nobody has got the result"),
+        pytest.param("succeeded", "acknowledged", FRESH, id="a delivered result is not given twice"),
+        pytest.param("failed", "", FRESH, id="its checkpoints are of other arguments"),
+    ],
+)
+def test_an_automatic_try_with_other_arguments(state: str, facts: str, decision: Decision) -> None:
+    ending, acknowledged = "ending" in facts, "acknowledged" in facts
+    decided = decide(state, same_training=False, acknowledged=acknowledged, ending=ending, automatic=True)
+    assert decided is decision
+
+
 @pytest.mark.parametrize("state", ["pending", "starting", "running", "succeeded", "failed", "cancelled"])
 def test_another_training_lends_nothing(state: str) -> None:
     for acknowledged, ending, repeated in itertools.product([False, True], repeat=3):

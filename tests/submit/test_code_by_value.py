@@ -101,7 +101,7 @@ def test_a_deployed_module_that_imports_an_orchestrator_ends_no_training(
     # A module object counts with all of its source.
     assert compare(before, again).same or "import COMMON" in how
     edited = identity(COMMON, how.replace("return ", "return not "))
-    assert compare(before, edited, automatic=True).differing == ("train",)
+    assert compare(before, edited).differing == compare(before, edited, automatic=True).ignored == ("train",)
 
 
 def test_an_argument_s_class_counts_for_its_module_and_its_values_for_the_argument(
@@ -164,7 +164,8 @@ def test_the_code_of_a_decorated_function_is_its_own(written: Callable[..., list
     deployed = identity(common.replace("(*args) + 0", "(*args) + 1"), job)
     assert compare(before, deployed, automatic=True).ignored == compare(before, deployed).differing != ()
     edited = identity(common, job.replace("return 1", "return 2"))
-    assert compare(before, edited, automatic=True).differing == ("train",)
+    assert "train" in compare(before, edited).differing
+    assert compare(before, edited, automatic=True).same
 
 
 def test_modules_by_value_that_refer_to_each_other_count(written: Callable[..., list[Any]]) -> None:

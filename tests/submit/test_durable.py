@@ -117,7 +117,7 @@ def test_a_deployment_between_two_tries_ends_no_training(
     with durable.durable(str(script), (end,), {}, Try("cleared"), LOG) as opened:
         assert not opened.attached
         assert opened.handle.result(60) == 2
-    assert f"begins from scratch: other than before: module {helper.stem}" in caplog.text
+    assert f"from scratch: other than before: module {helper.stem}" in caplog.text
 
 
 def test_a_run_to_which_no_try_can_come_back_is_not_left_to_its_lease(
@@ -186,17 +186,36 @@ def test_a_run_with_an_unreadable_job_is_not_replaced(launcher: Launcher, conten
     assert RunHandle.attach(handle.directory).status().state == "succeeded"
 
 
-def test_arguments_count_for_every_try(
+def test_arguments_count_for_every_try_of_a_training_that_has_ended(
     durable: Launcher, script: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     run = leave(durable, script, (str(tmp_path / "end"), "0.1"), "scheduled")
-    (tmp_path / "end").touch()
+    run.cancel()
     run.wait(60)
+    (tmp_path / "end").touch()
     with durable.durable(str(script), (str(tmp_path / "end"), "0.2"), {}, Try("scheduled"), LOG) as opened:
         assert not opened.attached
         assert opened.handle.result(60) == 1
-    assert "begins from scratch: other than before: argument #2" in caplog.text
+    assert "from scratch: other than before: argument #2" in caplog.text
+
+
+def test_an_automatic_try_attaches_to_a_living_training_and_takes_its_result_whatever_differs(
+    durable: Launcher, script: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    end = tmp_path / "end"
+    run = leave(durable, script, (str(end), "0.1"), "scheduled")
+    leave(durable, script, (str(end), "0.2"), "scheduled")
+    assert f"attached to the run in {run.directory}" in caplog.text
+    assert "changed since: argument #2" in caplog.text
+    end.touch()
+    assert run.wait(60)
+    caplog.clear()
+    with durable.durable(str(script), (str(end), "0.3"), {}, Try("scheduled"), LOG) as opened:
+        assert opened.attached
+        assert opened.handle.result(60) == 1
+    assert f"delivered: the run in {run.directory}" in caplog.text
 
 
 def test_a_living_run_of_another_training_ends_with_that_reason(
@@ -204,7 +223,7 @@ def test_a_living_run_of_another_training_ends_with_that_reason(
 ) -> None:
     end = str(tmp_path / "end")
     run = leave(durable, script, (end, "0.1"), "scheduled")
-    with durable.durable(str(script), (end, "0.2"), {}, Try("scheduled"), LOG) as opened:
+    with durable.durable(str(script), (end, "0.2"), {}, Try("cleared"), LOG) as opened:
         assert not opened.attached
         (tmp_path / "end").touch()
         assert opened.handle.result(60) == 1
@@ -266,7 +285,7 @@ def counting(durable: Launcher, tmp_path: Path) -> tuple[Launcher, Path, Path]:
     path.write_text(
         "import sys, time\nfrom pathlib import Path\nimport rankzero.train as rt\n"
         "first = rt.get_checkpoint() is None\n"
-        "rt.report({}, checkpoint={'step': 1})\nrt.await_checkpoint()\nPath(sys.argv[1] + '-awaited').touch()\n"
+        "rt.report({}, checkpoint={'step': 1})\nrt.context.await_checkpoint()\nPath(sys.argv[1] + '-awaited').touch()\n"
         "while not Path(sys.argv[1]).exists():\n    time.sleep(0.02)\n"
         "if first and Path(sys.argv[1]).read_text():\n    sys.exit(3)\n"
         "rt.set_result([rt.get_dataset_shard().num_rows, first])\n"
@@ -357,8 +376,9 @@ def test_environment_variables_that_differ_are_named_and_count_for_nothing(
     first = with_variables(LR="0.1", API_TOKEN="one")
     assert first.result(60) == 2
     assert with_variables(LR="0.1", API_TOKEN="two").submission == first.submission
-    assert "although this differs" not in caplog.text
+    assert "changed since" not in caplog.text
     again = with_variables(LR="0.5", API_TOKEN="two")
     assert again.submission == first.submission
-    assert "counts as the same training, although this differs: env LR" in caplog.text
+    assert "delivered: the run in" in caplog.text
+    assert "changed since: env LR" in caplog.text
     assert "0.5" not in caplog.text

@@ -116,7 +116,7 @@ def test_another_training_that_came_while_a_try_computed_a_checksum_is_ended(
     single: Launcher, run: RunDirectory, driver: subprocess.Popen[bytes]
 ) -> None:
     meanwhile = Meanwhile(run, Identity.of(train="other"), of_driver("running", driver.pid))
-    with single.durable(len, (Slow(meanwhile),), {}, Try("scheduled"), LOG) as opened:
+    with single.durable(len, (Slow(meanwhile),), {}, Try("cleared"), LOG) as opened:
         assert not opened.attached
         assert opened.handle.result(60) == 4
     request = run.cancel_request(1)

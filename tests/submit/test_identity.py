@@ -237,7 +237,7 @@ def test_what_differs_has_a_name(helper: Path) -> None:
     assert compare(before, by_version[0]).differing == ("code_version",)
 
 
-def test_modules_do_not_count_for_a_try_that_nobody_asked_for(helper: Path, tmp_path: Path) -> None:
+def test_code_does_not_count_for_an_automatic_try(helper: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(helper=helper.stem))
     function = load_module(helper.stem).scale
@@ -250,10 +250,11 @@ def test_modules_do_not_count_for_a_try_that_nobody_asked_for(helper: Path, tmp_
         assert not compare(before, after).same
     before = identity_of(str(script), (), {}, 2)
     edited(script, "train(0.1)", "train(0.2)")
-    assert compare(before, identity_of(str(script), (), {}, 2), automatic=True).differing == ("train",)
-    assert not compare(before, identity_of(nested(0.1), (), {}, 2), automatic=True).same
+    assert compare(before, identity_of(str(script), (), {}, 2), automatic=True).ignored == ("train",)
+    assert not compare(before, identity_of(str(script), ("0.1",), {}, 2), automatic=True).same
+    assert not compare(before, identity_of(str(script), (), {}, 4), automatic=True).same
     functions = [identity_of(train, (), {}, 2) for train in (nested(0.1), nested_otherwise(0.1))]
-    assert compare(*functions, automatic=True).differing == ("train",)
+    assert compare(*functions).differing == compare(*functions, automatic=True).ignored == ("train",)
 
 
 # -- trainings ---------------------------------------------------------------------------------

@@ -118,12 +118,8 @@ def compare(before: Identity | None, now: Identity, *, automatic: bool = False, 
         names = [name for name in names if name not in (TRAIN, SENT_CODE) and not name.startswith(MODULE)]
     known = [name for name in names if same_python or not (name == TRAIN or name.startswith(MODULE))]
     unknown, names = len(known) < len(names), known
-    ignored = [
-        name
-        for name in names
-        if name.startswith(VARIABLE)
-        or (automatic and name != NUM_PROCESSES and not name.startswith((ARGUMENT, DATASET)))
-    ]
+    counts = (ARGUMENT, DATASET, NUM_PROCESSES)
+    ignored = [name for name in names if name.startswith(VARIABLE) or (automatic and not name.startswith(counts))]
     return Comparison(tuple(name for name in names if name not in ignored), tuple(ignored), unknown)
 
 

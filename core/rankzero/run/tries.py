@@ -98,6 +98,7 @@ def _detach_or_end(
         log.warning("%s; the run in %s continues for the next try", type(error).__name__, handle.directory)
     else:
         end(handle, stop_grace, None, f"its pipeline step was ended by {type(error).__name__}")
+        log.warning("ended the run in %s, whose step was ended by %s", handle.directory, type(error).__name__)
 
 
 def end(handle: RunHandle[Any], stop_grace: float, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from rankzero import bounds
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Asked, Decision
+from rankzero.run.identity import Asked, Decision, describe
 from rankzero.run.tries import PipelineTry, attempt, detaching
 from rankzero.submit import datasets, drivers, existing
 from rankzero.submit.drivers import open_owned
@@ -71,7 +71,7 @@ def open_durable(
         found = None
         if before:
             asked = repeated.asked(train, repeated.identity_of(train, args, kwargs))
-            found = _reconcile(run, asked, caller)
+            found = _reconcile(run, asked, caller, log)
         if found and found.decision in (Decision.ATTACH, Decision.DELIVER):
             # Spark may have computed checksums of datasets for minutes, and another try submitted the run meanwhile.
             handle = RunHandle(run.directory, job=found.job)
@@ -113,11 +113,12 @@ def _await_trackers(handle: RunHandle[Any]) -> None:
         handle.await_driver(bounds.TRACKERS_TIMEOUT)
 
 
-def _reconcile(run: RunDirectory, asked: Asked, caller: PipelineTry) -> existing.Existing | None:
+def _reconcile(run: RunDirectory, asked: Asked, caller: PipelineTry, log: Any) -> existing.Existing | None:
     """Decides what the run is to this try, as `submission.submit` does. A living run of another training is ended."""
     if (found := existing.assess(run, asked, caller)) is None:
         return None
     if found.decision is Decision.FRESH and not found.status.final:
         RunHandle[Any](run.directory, job=found.job).cancel(reason="another training was submitted in its place")
         existing.await_end(run, found.job)
+        log.warning("ended the run in %s: changed since: %s", run.directory, describe(found.comparison.differing))
     return found
