@@ -103,33 +103,31 @@ class Calls:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._claimed: set[int] = set()
-        self._continued: int | None = None
+        self._claimed: dict[int, str | None] = {}
 
     def claim(self, relation_of: Callable[[int], str | None]) -> int | None:
-        """Returns a number for a training: that of an earlier try's run which it takes over, else a free one.
+        """Returns a number for a training: the number of an earlier try's run, else a free one.
 
-        Returns None if the run of the same training was taken over by an earlier call, with another training.
+        Returns None if an earlier call of this try, with another training, continues the run of this training.
 
         Args:
             relation_of: Returns what the run with a number is to the training: one of `RELATIONS`; None if there is no
-                such run. Of several runs of other trainings each may belong to a later call, so none is taken over.
+                such run. Each of several may belong to a later call, so only a single one is replaced or continued.
         """
         with self._lock:
             others = []
             for number in itertools.count():
+                if self._claimed.get(number) == CONTINUED and relation_of(number) == SAME:
+                    return None
                 if number in self._claimed:
-                    if number == self._continued and relation_of(number) == SAME:
-                        return None
                     continue
                 found = relation_of(number)
                 if found in (None, SAME):
                     break
                 others.append(found)
             if found is None and number == 1 and others in ([REPLACED], [CONTINUED]):
-                number = 0
-                self._continued = 0 if others == [CONTINUED] else None
-            self._claimed.add(number)
+                number, found = 0, others[0]
+            self._claimed[number] = found
             return number
 
 
