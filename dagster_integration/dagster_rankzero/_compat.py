@@ -94,33 +94,40 @@ def _step_of(context: Any) -> Any:
     return getattr(op_context, "_step_execution_context", None)
 
 
+SAME, REPLACED, CONTINUED, OTHER = RELATIONS = "same", "replaced", "continued", "other"
+"""An earlier try's run is of the same training, or of another, which the training replaces, continues, or leaves."""
+
+
 class Calls:
     """Numbers the trainings of a step in this try; parallel calls find their runs by what they train."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._claimed: set[int] = set()
+        self._claimed: dict[int, str | None] = {}
 
-    def claim(self, is_same: Callable[[int], bool | None], is_replaced: Callable[[int], bool]) -> int:
-        """Returns a number for a training: the number of an earlier try's run of the same training, else a free one.
+    def claim(self, relation_of: Callable[[int], str | None]) -> int | None:
+        """Returns a number for a training: the number of an earlier try's run, else a free one.
+
+        Returns None if an earlier call of this try, with another training, continues the run of this training.
 
         Args:
-            is_same: Returns whether an earlier try's run with a number is of the same training; None if there is none.
-            is_replaced: Returns whether the training replaces the run with a number, which is of another training. It
-                is called only if the step has a single run, since each of several runs may belong to a later call.
+            relation_of: Returns what the run with a number is to the training: one of `RELATIONS`; None if there is no
+                such run. Each of several may belong to a later call, so only a single one is replaced or continued.
         """
         with self._lock:
-            others = 0
+            others = []
             for number in itertools.count():
+                if self._claimed.get(number) == CONTINUED and relation_of(number) == SAME:
+                    return None
                 if number in self._claimed:
                     continue
-                same = is_same(number)
-                if same is None or same:
+                found = relation_of(number)
+                if found in (None, SAME):
                     break
-                others += 1
-            if same is None and number == others == 1 and is_replaced(0):
-                number = 0
-            self._claimed.add(number)
+                others.append(found)
+            if found is None and number == 1 and others in ([REPLACED], [CONTINUED]):
+                number, found = 0, others[0]
+            self._claimed[number] = found
             return number
 
 
@@ -199,9 +206,7 @@ class OutputFacts:
 
 def outputs_of(context: Any) -> list[OutputFacts]:
     """Returns the selected outputs of a context's step, without checks; empty outside of a step."""
-    op_context = getattr(context, "op_execution_context", context)
-    step = getattr(op_context, "_step_execution_context", None)
-    if step is None:
+    if (step := _step_of(context)) is None:
         return []
     return [
         OutputFacts(
@@ -223,7 +228,7 @@ def partitions_of(context: dg.AssetCheckExecutionContext, key: dg.AssetKey) -> d
 
 def io_manager_of(context: Any, output: str) -> object:
     """Returns the IO manager of an output of a context's step."""
-    step = getattr(context, "op_execution_context", context)._step_execution_context
+    step = _step_of(context)
     return step.get_io_manager(StepOutputHandle(step.step.key, output))
 
 
@@ -232,8 +237,7 @@ def expect_single_result(context: dg.AssetExecutionContext) -> None:
 
     Dagster would otherwise treat the result, a named tuple, as a tuple of all outputs.
     """
-    step = getattr(context.op_execution_context, "_step_execution_context", None)
-    if step is None:
+    if (step := _step_of(context)) is None:
         return
     assets = [output for output in step.step.step_outputs if output.properties.asset_check_key is None]
     function = getattr(step.op_def.compute_fn, "decorated_fn", None)

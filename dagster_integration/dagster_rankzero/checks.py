@@ -6,6 +6,7 @@ model in a separate asset after the check.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import dagster as dg
@@ -42,17 +43,18 @@ def build_metric_bounds_checks(
         The checks, named ``<metric>_within_bounds``.
 
     Raises:
-        dagster.DagsterInvalidDefinitionError: bounds are empty, or the wrong way round.
+        dagster.DagsterInvalidDefinitionError: bounds are no pair of numbers, empty, or the wrong way round.
 
     Example:
         >>> checks = build_metric_bounds_checks("model", {"accuracy": (0.9, None), "loss": (None, 0.5)})
         >>> [key.name for check in checks for key in check.check_keys]
         ['accuracy_within_bounds', 'loss_within_bounds']
     """
-    for metric, (low, high) in bounds.items():
-        if (low is None and high is None) or (low is not None and high is not None and low > high):
+    for metric, pair in bounds.items():
+        ends = [end for end in pair if end is not None] if isinstance(pair, (tuple, list)) and len(pair) == 2 else []
+        if not ends or not all(isinstance(end, Real) and not math.isnan(end) for end in ends) or ends != sorted(ends):
             raise dg.DagsterInvalidDefinitionError(
-                f"the bounds of {metric} are ({low}, {high}); give (smallest, largest), with None for an open side"
+                f"the bounds of {metric} are {pair!r}; give (smallest, largest), with None for an open side"
             )
     names = [_name_of(metric, "within_bounds") for metric in bounds]
     if twins := sorted(metric for metric, name in zip(bounds, names, strict=True) if names.count(name) > 1):

@@ -5,16 +5,20 @@ from typing import Any
 
 import dagster as dg
 
+from dagster_rankzero.step import Step
 from rankzero import HangError, InsufficientSlotsError, RankZeroError, RunHandle, StartTimeoutError, WorkerFailedError
 from rankzero.pipeline import may_retry
 
 
-def as_failure(error: RankZeroError, handle: RunHandle[Any] | None, *, retry_user_errors: bool) -> dg.Failure:
+def as_failure(
+    error: RankZeroError, handle: RunHandle[Any] | None, step: Step | None = None, *, retry_user_errors: bool
+) -> dg.Failure:
     """Returns the `dagster.Failure` for an error of a run, with its cause, the run directory, and the retry decision.
 
     Args:
         error: The error of the run.
         handle: The run, if it was started.
+        step: The try of the step, if any. After the last one "Exceeded max_retries" would hide the error.
         retry_user_errors: Whether a `dagster.RetryPolicy` applies to exceptions of the training function.
 
     Returns:
@@ -24,10 +28,11 @@ def as_failure(error: RankZeroError, handle: RunHandle[Any] | None, *, retry_use
     entries = _describe(error)
     if handle is not None:
         entries["run_directory"] = dg.MetadataValue.path(handle.directory)
+    can_help = may_retry(error, has_checkpoint=has_checkpoint, retry_user_errors=retry_user_errors)
     return dg.Failure(
         description=str(error) if isinstance(error, WorkerFailedError) else f"{type(error).__name__}: {error}",
         metadata=entries,
-        allow_retries=may_retry(error, has_checkpoint=has_checkpoint, retry_user_errors=retry_user_errors),
+        allow_retries=can_help and (step is None or step.is_retried),
     )
 
 

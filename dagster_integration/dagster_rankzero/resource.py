@@ -247,5 +247,5 @@ class TorchDistributorResource(LauncherFields):
                 step_run.offer(handle, step, context.log)
                 self._offered.append((handle, step))
         except RankZeroError as error:
-            raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
+            raise as_failure(error, handle, step, retry_user_errors=self.retry_user_errors) from error
         yield build_result(context, handle, value, output)

@@ -86,22 +86,25 @@ def _named(
     def of_call(call: int) -> Launcher:
         return launcher.options(run_id=step.run_id(_root_of(launcher, step, call), call))
 
-    def is_same(call: int) -> bool | None:
+    def relation_of(call: int) -> str | None:
         if (before := of_call(call).find()) is None:
             return None
         identity = launcher.identity(train, args, kwargs, before, step.generation)
         comparison = before.compare(identity, step.generation)
-        if not comparison.same:
-            differing[before.id] = ", ".join(comparison.differing)
-        return comparison.same
+        if comparison.same:
+            return _compat.SAME
+        differing[before.id] = ", ".join(comparison.differing)
+        if before.labels.get("train") != program:
+            return _compat.OTHER
+        if before.labels.get("generation", step.generation) != step.generation:
+            # A user who runs the step again has changed the arguments or the code.
+            return _compat.REPLACED
+        # A retry repeats the same calls, perhaps with random arguments. A run that has ended may be a later call's.
+        return _compat.OTHER if before.status().final else _compat.CONTINUED
 
-    def is_replaced(call: int) -> bool:
-        # A retry repeats the same calls, perhaps in another order, so the run may belong to a later call. A user who
-        # runs the step again has changed the arguments or the code.
-        labels = before.labels if (before := of_call(call).find()) else {}
-        return labels.get("generation", step.generation) != step.generation and labels.get("train") == program
-
-    named = of_call(_compat.calls_of(context).claim(is_same, is_replaced))
+    if (claimed := _compat.calls_of(context).claim(relation_of)) is None:
+        raise RankZeroError("another call of this try has attached to this training: the next try finds each one's own")
+    named = of_call(claimed)
     if differing and named.find() is None:
         others = "; ".join(f"{run_id} ({what})" for run_id, what in differing.items())
         context.log.info("the training begins from scratch: the step's earlier runs are of other trainings: %s", others)

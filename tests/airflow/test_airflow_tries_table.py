@@ -167,7 +167,7 @@ class Airflow:
             return found and dict(deserialize(found))
 
 
-def killed(airflow: Airflow, meanwhile: Callable[[], None] = lambda: None) -> None:
+def killed(airflow: Airflow, meanwhile: Callable[[], None] = lambda: None, **changed: Any) -> None:
     with airflow.apart() as process:
         process.kill()
         process.wait()
@@ -175,7 +175,7 @@ def killed(airflow: Airflow, meanwhile: Callable[[], None] = lambda: None) -> No
     ranks = airflow.place.ranks()
     airflow.notice_death()
     with airflow.beside(lambda: until(airflow.follows, WAIT, "the next try")):
-        assert airflow.try_again(retries=1)
+        assert airflow.try_again(retries=1, **changed)
     assert airflow.xcom()["pid"] in ranks
 
 
@@ -278,6 +278,7 @@ def ended_then(**operator: Any) -> Callable[[Airflow], None]:
 
 SCENARIOS: dict[str, Callable[[Airflow], None]] = {
     "killed": killed,
+    "killed-other-arguments": lambda airflow: killed(airflow, lr=0.01),
     "ended-meanwhile": ended_meanwhile,
     "deployed": deployed,
     "failed-deployed": deployed_then_cleared,

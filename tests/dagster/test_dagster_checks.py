@@ -1,6 +1,7 @@
 """Ready checks: bounds of metrics, and the comparison with the champion."""
 
 import math
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -351,7 +352,10 @@ def test_the_checked_asset_s_own_partition_counts(
     assert len(evaluations) == 2
 
 
-@pytest.mark.parametrize("pair", [(None, None), (2.0, 1.0)])
-def test_bounds_that_bound_nothing_are_refused(pair: tuple[float | None, float | None]) -> None:
-    with pytest.raises(dg.DagsterInvalidDefinitionError, match="accuracy"):
+@pytest.mark.parametrize(
+    "pair", [(None, None), (2.0, 1.0), 0.5, "01", (0.5,), (0.0, 0.5, 1.0), ("0", "1"), (math.nan, None), {0.1, 0.5}]
+)
+def test_bounds_that_bound_nothing_are_refused(pair: Any) -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="accuracy") as caught:
         build_metric_bounds_checks("model", {"accuracy": pair})
+    assert repr(pair) in str(caught.value)

@@ -5,9 +5,9 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from tests.dagster.dagster_events import failure_of
+from tests.dagster.dagster_events import failure_of, retries_of
 
-from dagster_rankzero import TorchDistributorResource, as_failure
+from dagster_rankzero import TorchDistributorResource, as_failure, torch_asset
 from rankzero import (
     EngineError,
     HangError,
@@ -55,3 +55,19 @@ def test_a_hang_shows_where_every_rank_stood(torch_distributor: TorchDistributor
         assert f"**rank {rank}**" in str(facts["stacks"])
     assert str(facts["stacks"]).count("threading.Event().wait()") >= 1 or "wait_for_ever" in str(facts["stacks"])
     assert Path(str(facts["run_directory"])).is_dir()
+
+
+def test_the_last_try_shows_the_error_of_the_training(torch_distributor: TorchDistributorResource) -> None:
+    @torch_asset(retry_policy=dg.RetryPolicy(max_retries=1))
+    def broken() -> int:
+        raise ValueError("a wrong label")
+
+    resources = {"torch_distributor": torch_distributor.options(num_processes=1)}
+    result = dg.materialize([broken], resources=resources, raise_on_error=False)
+    assert retries_of(result, "broken") == 1
+    (event,) = result.get_step_failure_events()
+    error = event.step_failure_data.error
+    assert error is not None
+    assert "a wrong label" in error.message
+    assert "max_retries" not in error.to_string()
+    assert failure_of(result, "broken")[1]["exception_type"] == "ValueError"

@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 from dagster._utils.interrupts import raise_interrupts_as
 
-from dagster_rankzero import DELEGATED, IN_PROCESS, MULTIPROCESS, Calls, Step, lease, run_id_of, signal_of
+from dagster_rankzero import DELEGATED, IN_PROCESS, MULTIPROCESS, Calls, Step, _compat, lease, run_id_of, signal_of
 
 POLICY = dg.RetryPolicy
 
@@ -102,9 +102,9 @@ def test_what_else_interrupts(error: BaseException, detaches: bool) -> None:
 
 
 def test_calls_in_parallel_find_theirs_by_what_they_train() -> None:
-    def claim(calls: Calls, identity: str, left: dict[int, str], replaced: bool = True) -> int:
-        same = {number: left[number] == identity for number in left}
-        return calls.claim(same.get, lambda number: replaced)
+    def claim(calls: Calls, identity: str, left: dict[int, str], other: str = _compat.REPLACED) -> int | None:
+        found = {number: _compat.SAME if left[number] == identity else other for number in left}
+        return calls.claim(found.get)
 
     left = {0: "b", 1: "a"}
     calls = Calls()
@@ -115,7 +115,10 @@ def test_calls_in_parallel_find_theirs_by_what_they_train() -> None:
     # The only one does, if it is sure that no call comes for it.
     assert claim(Calls(), "changed", {0: "a"}) == 0
     calls = Calls()
-    assert [claim(calls, identity, {0: "a"}, replaced=False) for identity in ("b", "a", "c")] == [1, 0, 2]
+    assert [claim(calls, identity, {0: "a"}, _compat.OTHER) for identity in ("b", "a", "c")] == [1, 0, 2]
+    # So does the only one that lives, and the call that it was started for gets no number.
+    calls = Calls()
+    assert [claim(calls, identity, {0: "a"}, _compat.CONTINUED) for identity in ("b", "c", "a")] == [0, 1, None]
 
 
 def test_names_are_stable_distinct_and_can_name_directories() -> None:

@@ -173,19 +173,33 @@ def test_a_user_who_corrects_the_arguments_ends_the_training_that_lives(step: St
         assert second.handle.submission == 1
 
 
-def test_a_retry_that_calls_its_trainings_in_another_order_ends_none(
+def test_a_retry_attaches_to_the_training_that_lives_though_an_argument_is_random(
+    step: Step, open_step: Open, unfinished: set[str]
+) -> None:
+    unfinished.add("one")
+    with open_step(step, "3f2a") as first, open_step(replace(step, number=1), "9c41") as again:
+        assert again.attached
+        assert again.handle.directory == first.handle.directory
+        assert again.handle.submission == 0
+        assert not first.handle.status().final
+
+
+def test_a_retry_in_another_order_gives_no_training_the_result_of_another(
     step: Step, open_step: Open, unfinished: set[str]
 ) -> None:
     unfinished.add("one")
     retry = SimpleNamespace(log=LOG, _step_execution_context=Try())
-    with (
-        open_step(step, "a") as first,
-        open_step(replace(step, number=1), "b", context=retry),
-        open_step(replace(step, number=1), "a", context=retry) as attached,
-    ):
-        assert attached.attached
-        assert attached.handle.directory == first.handle.directory
-        assert not first.handle.status().final
+    again = replace(step, number=1)
+    with open_step(step, "a") as first:
+        with open_step(again, "b", context=retry):
+            with pytest.raises(RankZeroError, match="another call"), open_step(again, "a", context=retry):
+                pass
+            assert not first.handle.status().final
+        first.handle.cancel()
+        assert first.handle.wait(60)
+    # Nothing lives any more, so each call of the next try finds its own.
+    with open_step(replace(step, number=2, is_retried=False), "b") as other:
+        assert other.handle.directory != first.handle.directory
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ def body(context: dg.AssetExecutionContext, config: Asked, torch_distributor: To
         until(lambda: not Path(folder, "hold").exists(), WAIT, "the end of the first training")
     launched = torch_distributor.options(num_processes=config.num_processes)
     given = data_in(folder, config.data)
-    return launched.run(context, getattr(tries_table, config.train), folder, lr=config.lr, given=given)
+    lr = config.lr + context.retry_number if Path(folder, "unsteady").exists() else config.lr
+    return launched.run(context, getattr(tries_table, config.train), folder, lr=lr, given=given)
 
 
 once = dg.asset(body, name="once")
@@ -172,6 +173,11 @@ def killed(dagster: Dagster, meanwhile: Callable[[], None] = lambda: None) -> No
         assert dagster.execute(apart_job)
 
 
+def killed_with_other_arguments(dagster: Dagster) -> None:
+    dagster.place.let("unsteady")
+    killed(dagster)
+
+
 def deployed(dagster: Dagster) -> None:
     dagster.place.deploy(1)
     killed(dagster, lambda: dagster.place.deploy(2))
@@ -261,6 +267,7 @@ def ended_then(**asked: Any) -> Callable[[Dagster], None]:
 
 SCENARIOS: dict[str, Callable[[Dagster], None]] = {
     "killed": killed,
+    "killed-other-arguments": killed_with_other_arguments,
     "ended-meanwhile": ended_meanwhile,
     "deployed": deployed,
     "failed-deployed": deployed_then_executed,
