@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankzero import bounds
+from rankzero.advice import known
 from rankzero.channel.messages import Failed
 from rankzero.driver import policy
 from rankzero.driver.policy import name_ranks
@@ -30,14 +31,6 @@ from rankzero.errors import (
     WorkerFailedError,
 )
 from rankzero.values.ref import ResultRef
-
-SIGNAL_HINTS = {
-    "SIGKILL": "often the kernel's out-of-memory killer",
-    "SIGABRT": "often a NCCL timeout or a failed assertion in native code",
-    "SIGSEGV": "a crash in native code; the log shows the Python stack",
-    "SIGBUS": "often a full /dev/shm, or a file of a dataset or result that was overwritten in place",
-    "SIGTERM": "something outside of the run asked it to end",
-}
 
 Success = tuple[ResultRef, list[Any]]
 """Rank 0's handle, and the value itself in a list if it is small JSON; else an empty list."""
@@ -80,8 +73,8 @@ class Failure:
         if report.exception_type:
             return f"{report.exception_type}: {report.message}".rstrip(": ")
         if report.signal:
-            hint = SIGNAL_HINTS.get(report.signal)
-            return (report.message or f"killed by {report.signal}") + (f" ({hint})" if hint else "")
+            found = known(f"killed by {report.signal}")
+            return (report.message or f"killed by {report.signal}") + (f" ({found.advice})" if found else "")
         return report.message or f"exited with code {report.exit_code} before it returned"
 
     @property

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
+from rankzero.advice import require
 from rankzero.errors import InvalidJobError
 from rankzero.run.directory import RunDirectory
-from rankzero.tracking.tracker import Tracker, require
+from rankzero.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
@@ -109,14 +110,8 @@ class OpenTelemetry(Tracker):
                 f"trackers has OpenTelemetry with the endpoint {self.endpoint!r}; give a URL, such as "
                 "http://collector:4318"
             )
-        require("opentelemetry", "opentelemetry", self)
-        try:
-            require("opentelemetry.exporter.otlp.proto.http", "opentelemetry", self)
-        except ModuleNotFoundError:
-            raise InvalidJobError(
-                "trackers has OpenTelemetry, which needs opentelemetry-exporter-otlp-proto-http: "
-                "pip install 'rankzero[opentelemetry]'"
-            ) from None
+        exporter = "opentelemetry-exporter-otlp-proto-http"
+        require("trackers has OpenTelemetry, which needs", exporter, "opentelemetry.exporter.otlp.proto.http")
 
     def begin(self, run: RunHandle[Any]) -> None:
         """Creates providers for this run. The providers that the process has set up stay unchanged."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import store
-from rankzero.tracking.tracker import Folder, Row, Rows, Tracker, require
+from rankzero.advice import require
+from rankzero.tracking.tracker import Folder, Row, Rows, Tracker
 
 if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
@@ -39,7 +40,7 @@ class TensorBoard(Tracker):
 
     def check(self) -> None:
         """Raises InvalidJobError if tensorboard is not installed."""
-        require("tensorboard", "tensorboard", self)
+        require("trackers has TensorBoard, which needs", "tensorboard", "tensorboard")
 
     def begin(self, run: RunHandle[Any]) -> None:
         """Opens an empty folder of event files."""

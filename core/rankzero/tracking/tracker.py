@@ -7,7 +7,6 @@ files that a library writes.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import tempfile
 import time
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds, store
-from rankzero.errors import InvalidJobError
 from rankzero.run.directory import RunDirectory
 from rankzero.run.reports import STEP_NAMES, is_number
 
@@ -85,19 +83,6 @@ class Tracker:
             run: The run.
             status: Last state of the run. It is not ``final`` if another process drives the run from now on.
         """
-
-
-def require(module: str, extra: str, whose: Tracker) -> None:
-    """Raises InvalidJobError unless a module is installed; it is not imported.
-
-    Args:
-        module: Name of the module; no submodule.
-        extra: Extra of rankzero that installs the module.
-        whose: Tracker that needs the module.
-    """
-    if importlib.util.find_spec(module) is None:
-        name = type(whose).__name__
-        raise InvalidJobError(f"trackers has {name}, which needs {module}: pip install 'rankzero[{extra}]'")
 
 
 def training_of(directory: str, fresh_since: int) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
-from rankzero.tracking.tracker import Folder, Rows, Tracker, require, training_of
+from rankzero.advice import require
+from rankzero.tracking.tracker import Folder, Rows, Tracker, training_of
 
 if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
@@ -44,7 +45,7 @@ class WandB(Tracker):
 
     def check(self) -> None:
         """Raises InvalidJobError if wandb is not installed."""
-        require("wandb", "wandb", self)
+        require("trackers has WandB, which needs", "wandb", "wandb")
 
     def begin(self, run: RunHandle[Any]) -> None:
         """Starts an offline run of W&B in an empty folder."""

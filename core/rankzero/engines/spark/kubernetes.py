@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rankzero import bounds
+from rankzero.advice import require
 from rankzero.errors import EngineError, InvalidJobError
 
 logger = logging.getLogger(__name__)
@@ -24,11 +25,7 @@ _LONGEST_STEM = 40
 
 def require_client() -> None:
     """Raises InvalidJobError if the package ``kubernetes`` is not installed."""
-    if importlib.util.find_spec("kubernetes") is None:
-        raise InvalidJobError(
-            "a driver on Kubernetes gets its secrets in a Secret, and creating one needs the package kubernetes here: "
-            "pip install 'rankzero[kubernetes]'"
-        )
+    require("a driver on Kubernetes gets its secrets in a Secret, and creating one needs", "kubernetes", "kubernetes")
 
 
 def name_of(run_id: str) -> str:
