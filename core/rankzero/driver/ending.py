@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -269,7 +270,7 @@ def failure_message(
         parts.append(f"The same failure: {name_ranks(same)}")
     if others:
         parts += ["Then failed:", *(f"  {line}" for line in others)]
-    parts.append(f"Logs of all ranks: {directory}/logs")
+    parts.append(f"Logs of all ranks: rankzero logs {shlex.quote(directory)}")
     return "\n".join(parts)
 
 
@@ -351,7 +352,8 @@ def start_timeout(
         # Every rank has imported torch, but rank 0 has not opened the rendezvous yet.
         missing = [f"rank {rank}" for rank in missing_ranks] or ["rank 0"]
         text = f"every task was started, but {', '.join(missing)} not (is torch slow to import there?)"
-    what = f"the ranks did not start within start_timeout={bound} s: {text}; raise start_timeout if they are only slow"
+    to_do = "raise start_timeout of the Launcher if they are only slow"
+    what = f"the ranks did not start within start_timeout={bound} s: {text}; {to_do}"
     return StartTimeoutError(what, missing=missing)
 
 

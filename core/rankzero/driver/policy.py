@@ -5,6 +5,7 @@ The time limits that the driver applies are defined here, too.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -183,7 +184,7 @@ def hang_message(why: str, stacks: Mapping[int, str], missing: Sequence[int], di
     for stack, ranks in groups.items():
         parts += [f"{name_ranks(ranks)} stood at:", *(f"  {line}" for line in stack.splitlines())]
     parts.append("Progress is a call of rankzero.train.report or a step of a torch optimizer.")
-    parts.append(f"Logs of all ranks: {directory}/logs")
+    parts.append(f"Logs of all ranks: rankzero logs {shlex.quote(directory)}")
     return "\n".join(parts)
 
 
