@@ -362,3 +362,64 @@ def train():
     train: Any = importlib.import_module("train_here")
     assert launcher.options(num_processes=1).run(train.train) == ["compiled", "source", "source", "source", "source"]
     assert (project / "edited_here.py").read_text() == "VALUE = 'edited'\n"
+
+
+REACHING = """
+import acme_here
+
+def by_attribute(package):
+    return acme_here.sub.VALUE
+
+def by_text(package):
+    return getattr(acme_here, "sub").VALUE
+
+def by_computed_name(package):
+    return getattr(acme_here, "bus"[::-1]).VALUE
+
+def by_an_import(package):
+    import acme_here as here
+    return here.sub.VALUE
+
+def by_an_import_of_another(package):
+    import acme_here.other
+    return acme_here.sub.VALUE
+
+def by_an_argument(package):
+    return package.sub.VALUE
+"""
+
+
+@pytest.mark.parametrize("travels", ["by name", "by value"])
+def test_ranks_import_what_the_caller_has_loaded_below_a_package(
+    launcher: Launcher, project: Path, travels: str
+) -> None:
+    for name in ("__init__", "other"):
+        write(project / "acme_here" / f"{name}.py")
+    write(project / "acme_here" / "sub.py", "VALUE = 7\n")
+    # Loaded here, and of no use to the function; importing it fails in ranks.
+    write(project / "acme_here" / "of_the_caller.py", f"import os\nassert os.getpid() == {os.getpid()}\n")
+    write(project / "reaching_here.py", REACHING)
+    for name in ("sub", "other", "of_the_caller"):
+        importlib.import_module(f"acme_here.{name}")
+    package: Any = importlib.import_module("acme_here")
+    if travels == "by name":
+        found = vars(importlib.import_module("reaching_here"))
+    else:
+        found = {"__name__": "__main__"}
+        exec(REACHING, found)
+    functions = [found[name] for name in found if name.startswith("by_")]
+    assert len(functions) == 6
+    for function in functions:
+        assert function(package) == 7
+        assert launcher.options(num_processes=1).run(function, package) == 7
+
+
+def test_a_submodule_that_is_named_by_a_text_counts(project: Path) -> None:
+    write(project / "acme_here" / "__init__.py")
+    sub = write(project / "acme_here" / "sub.py", "VALUE = 7\n")
+    write(project / "reaching_here.py", REACHING)
+    importlib.import_module("acme_here.sub")
+    train = importlib.import_module("reaching_here").by_text
+    before = identity_of(train, (None,), {}, 1)
+    sub.write_text("VALUE = 8\n")
+    assert identity_of(train, (None,), {}, 1) != before

@@ -153,6 +153,12 @@ def _call_function(payload: dict[str, Any], args: Any, kwargs: Any, own: int) ->
         own: The number of places at the beginning of the search path with code that was sent.
     """
     function = payload["function"]
+    for name in payload["loaded"]:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            # The function may not need this module.
+            print(f"rankzero: {name}, which the caller has loaded, cannot be imported here: {error}")
     sys.argv = [payload["name"]]
     if getattr(function, "__module__", None) == "__main__":
         names = dict(getattr(function, "__globals__", {}))
