@@ -140,7 +140,11 @@ def test_a_terminal_sees_progress_and_ctrl_c_cancels(script: Path, store: Path) 
     ours, theirs = pty.openpty()
     line = ["--store", str(store), "-n", "1", "--run-id", "keyed", "--env", "STEPS=6000", "--env", "PAUSE=0.05"]
     process = subprocess.Popen(
-        [*COMMAND, "run", *line, str(script)], stdout=subprocess.PIPE, stderr=theirs, start_new_session=True
+        [*COMMAND, "run", *line, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm"},
+        start_new_session=True,
     )
     os.close(theirs)
     seen = b""

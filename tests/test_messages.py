@@ -148,7 +148,7 @@ except InvalidJobError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout == "Spark needs pyspark here: pip install 'rankzero[spark]'\n"
+    assert done.stdout == "Spark needs pyspark here: pip install pyspark\n"
 
 
 def test_the_reason_of_a_jvm_that_does_not_start_is_in_the_error(tmp_path: Path) -> None:

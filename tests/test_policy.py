@@ -81,7 +81,7 @@ def test_the_message_leads_with_rank_host_and_cause() -> None:
     assert "  last lines" in text
     assert "The same failure: ranks 5, 6" in text
     assert "rank 1: ValueError: bad" in text
-    assert text.endswith("/store/run/logs")
+    assert text.endswith("\nLogs of all ranks: rankzero logs /store/run")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("airflow", "airflow.sdk"):
             raise
-        raise ImportError(f"{name} needs Airflow 3.1 or newer: pip install 'rankzero[airflow]'") from error
+        raise ImportError(f"{name} needs Airflow 3.1 or newer: pip install 'apache-airflow>=3.1'") from error
 
 
 def __dir__() -> list[str]:

@@ -247,6 +247,6 @@ def test_without_mlflow_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "mlflow")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(
-        InvalidJobError, match="trackers has MLflow, which needs mlflow: pip install 'rankzero.mlflow.'"
+        InvalidJobError, match="trackers has MLflow, which needs mlflow here: pip install mlflow-skinny"
     ):
         MLflow().check()

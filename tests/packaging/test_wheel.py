@@ -35,6 +35,19 @@ value = Launcher(2, store={store!r}{use}).run(train, lr=1e-3)
 print(value["of"], tuple(value["weight"].shape))
 """
 
+FRAME = """
+from pyspark.sql import SparkSession
+from rankzero import Launcher, SparkEngine
+import rankzero.train as rt
+
+def train():
+    return int(sum(batch["id"].sum() for batch in rt.get_dataset_shard().iter_batches(4)))
+
+session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+launcher = Launcher(1, engine=SparkEngine(session=session), store={store!r}, dataset=session.range(4))
+print(launcher.run(train))
+"""
+
 NO_TORCH = """
 from rankzero import Launcher, RankZeroError
 
@@ -177,6 +190,7 @@ def test_the_quick_start_of_a_bare_environment(built: Built, tmp_path: Path) -> 
         pytest.param("", NO_TORCH, "InvalidJobError True", id="no extra"),
         pytest.param("[torch]", QUICK_START, "2 (1, 8)", id="torch"),
         pytest.param("[spark,torch]", QUICK_START, "2 (1, 8)", id="spark"),
+        pytest.param("[data,spark,torch]", FRAME, "6", id="data"),
         pytest.param("[airflow]", DAG, "True", id="airflow"),
         pytest.param("[dagster]", DEFINITIONS, "['model']", id="dagster"),
     ],

@@ -374,3 +374,41 @@ def test_scripts_of_one_process_ship_the_modules_beside_them(tmp_path: Path) -> 
             }
         assert sources == {f"OWNER = {number % len(folders)}\n".encode()}
     assert len({identity for _, identity in made}) == len(folders)
+
+
+NEVER_CALLED = """
+def train():
+    import rankzero.train as rt
+    rt.report({"loss": 1.0})
+
+if __name__ == "main":
+    train()
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", "module"])
+@pytest.mark.parametrize(
+    ("last", "is_said"),
+    [
+        ("", True),
+        ("import sys; sys.exit(0)", True),
+        ("train()", False),
+        ("import rankzero.train as rt; rt.set_result(0)", False),
+        ("import rankzero.train as rt; rt.barrier()", False),
+        (
+            "import torch.distributed as dist; dist.init_process_group('gloo', init_method='env://'); "
+            "dist.destroy_process_group()",
+            False,
+        ),
+    ],
+)
+def test_a_program_in_which_nothing_happened_says_so_once(
+    launcher: Launcher, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, last: str, is_said: bool
+) -> None:
+    (folder / "nothing_here.py").write_text(NEVER_CALLED + last)
+    monkeypatch.syspath_prepend(str(folder))
+    handle = launcher.submit("-m nothing_here" if kind == "module" else folder / "nothing_here.py")
+    handle.wait(60)
+    lines = [line for rank in (0, 1) for line in handle.logs(rank) if "rankzero: " in line and "waiting" not in line]
+    said = f"rankzero: the {kind} made no process group, reported nothing and set no result: is its training function "
+    assert [line.partition("rankzero: ")[1] for line in lines if said in line] == ["rankzero: "] * is_said

@@ -40,12 +40,14 @@ def test_an_unknown_length_and_other_ranks(capsys: pytest.CaptureFixture[str], m
     assert capsys.readouterr().out == ""
 
 
-def test_a_terminal_gets_one_line_that_changes() -> None:
+@pytest.mark.parametrize(("term", "begin"), [("xterm", "\x1b[2K"), ("dumb", "")])
+def test_a_terminal_gets_one_line_that_changes(term: str, begin: str) -> None:
     here, there = pty.openpty()
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "core")}
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "core"), "TERM": term}
     subprocess.run([sys.executable, "-c", LOOP], stdout=there, env=env, check=True, timeout=60)
     os.close(there)
     shown = os.read(here, 10_000).decode()
     os.close(here)
-    assert "\x1b[2Kepoch 1: 50/50 (100%)" in shown
+    assert shown.startswith(f"{begin}epoch 1: ")
+    assert f"{begin}epoch 1: 50/50 (100%)" in shown
     assert shown.count("\n") == 1

@@ -72,7 +72,7 @@ def _connection(conn_id: str, conf: dict[str, str]) -> dict[str, Any]:
     for entry in importlib.metadata.entry_points(group=CONNECTIONS):
         found: dict[str, Any] = entry.load()(conn_id, conf)
         return found
-    raise InvalidJobError(f"--conn-id {conn_id} is a connection of Airflow: install rankzero[airflow] here")
+    raise InvalidJobError(f"--conn-id {conn_id} is a connection of Airflow: pip install 'apache-airflow>=3.1' here")
 
 
 def _show(found: Examination) -> None:

@@ -6,11 +6,13 @@ Everything is pure: no clock, no socket, no process.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rankzero import bounds
+from rankzero.advice import known
 from rankzero.channel.messages import Failed
 from rankzero.driver import policy
 from rankzero.driver.policy import name_ranks
@@ -30,14 +32,6 @@ from rankzero.errors import (
     error_from_json,
 )
 from rankzero.values.ref import ResultRef
-
-SIGNAL_HINTS = {
-    "SIGKILL": "often the kernel's out-of-memory killer",
-    "SIGABRT": "often a NCCL timeout or a failed assertion in native code",
-    "SIGSEGV": "a crash in native code; the log shows the Python stack",
-    "SIGBUS": "often a full /dev/shm, or a file of a dataset or result that was overwritten in place",
-    "SIGTERM": "something outside of the run asked it to end",
-}
 
 Success = tuple[ResultRef, list[Any]]
 """Rank 0's handle, and the value itself in a list if it is small JSON; else an empty list."""
@@ -81,8 +75,8 @@ class Failure:
         if report.exception_type:
             return f"{report.exception_type}: {report.message}".rstrip(": ")
         if report.signal:
-            hint = SIGNAL_HINTS.get(report.signal)
-            return (report.message or f"killed by {report.signal}") + (f" ({hint})" if hint else "")
+            found = known(f"killed by {report.signal}")
+            return (report.message or f"killed by {report.signal}") + (f" ({found.advice})" if found else "")
         return report.message or f"exited with code {report.exit_code} before it returned"
 
     @property
@@ -279,7 +273,7 @@ def _failed(cause: Failure, facts: Facts, tail: Callable[[int], list[str]], stac
         text.append("Only consequences are known: no rank reported a failure of its own.")
     if stacks:
         text += [f"{name_ranks(list(stacks))} had not failed.", *policy.stack_lines(stacks)]
-    text.append(f"Logs of all ranks: {facts.directory}/logs")
+    text.append(f"Logs of all ranks: rankzero logs {shlex.quote(facts.directory)}")
     return WorkerFailedError(
         "\n".join(text),
         rank=cause.rank,
@@ -381,7 +375,8 @@ def start_timeout(
         # Every rank has imported torch, but rank 0 has not opened the rendezvous yet.
         missing = [f"rank {rank}" for rank in missing_ranks] or ["rank 0"]
         text = f"every task was started, but {', '.join(missing)} not (is torch slow to import there?)"
-    what = f"the ranks did not start within start_timeout={bound} s: {text}; raise start_timeout if they are only slow"
+    to_do = "raise start_timeout of the Launcher if they are only slow"
+    what = f"the ranks did not start within start_timeout={bound} s: {text}; {to_do}"
     return StartTimeoutError(what, missing=missing)
 
 

@@ -5,6 +5,7 @@ The time limits that the driver applies are defined here, too.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,7 +134,7 @@ def hang_message(why: str, stacks: Mapping[int, str], missing: Sequence[int], di
         parts.append(f"{name_ranks(missing)} had not joined the collective in which {name_ranks(waiting)} waited")
     parts += stack_lines(dict(sorted(stacks.items(), key=lambda item: (item[0] not in missing, item[0]))))
     parts.append("Progress is a call of rankzero.train.report or a step of a torch optimizer.")
-    parts.append(f"Logs of all ranks: {directory}/logs")
+    parts.append(f"Logs of all ranks: rankzero logs {shlex.quote(directory)}")
     return "\n".join(parts)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import importlib.util
 import logging
 import queue
 import threading
@@ -12,8 +11,9 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankzero import bounds
+from rankzero.advice import require
 from rankzero.data.manifest import Manifest
-from rankzero.errors import EngineError, InvalidJobError, RankZeroError
+from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ OnEnd = Callable[[BaseException | None], None]
 
 def require_torch() -> None:
     """Raises InvalidJobError unless torch is installed for this Python, which the ranks on this machine have, too."""
-    if importlib.util.find_spec("torch") is None:
-        raise InvalidJobError("the ranks need torch here: pip install 'rankzero[torch]'")
+    require("the ranks need", "torch", "torch")
 
 
 class Engine(abc.ABC):

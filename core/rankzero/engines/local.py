@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import rankzero
+from rankzero.advice import advised
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd, require_torch
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.errors import LOST, EngineError, RankZeroError
@@ -151,4 +152,4 @@ class LocalGroup(AgentGroup):
         """Returns the agent's error; its cause is a loss if the agent was killed or lost its driver."""
         text = str(error)
         is_lost = "ended by signal" in text or any(words in text for words in CUT_OFF)
-        return EngineError(text, cause=LOST if is_lost else None, code="RZ-2003")
+        return EngineError(advised(text), cause=LOST if is_lost else None, code="RZ-2003")

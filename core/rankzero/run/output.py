@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 _OF_RANK = re.compile(r"\[(\d+)\] ")
 
+_OWN = re.compile(r"(?:\[\d+\] )?rankzero: ")
+
 _LEVEL = re.compile(r"\[\d+\] (?:[\d:.,TZ/+-]+\s+){0,2}\W?(WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b")
 """A level at the beginning of a rank's line, also after a date and a time."""
 
@@ -39,6 +41,11 @@ def level_of(line: str) -> int:
     """Returns the logging level that a line with its ``[rank]`` prefix begins with; INFO for none and for DEBUG."""
     found = _LEVEL.match(line)
     return logging.getLevelNamesMapping()[found[1]] if found else logging.INFO
+
+
+def is_own(line: str) -> bool:
+    """Returns True for a line of rankzero itself, with or without a ``[rank]`` prefix; no verbosity hides it."""
+    return _OWN.match(line) is not None
 
 
 class Line(NamedTuple):

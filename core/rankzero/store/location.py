@@ -41,8 +41,6 @@ DRIVERS = {
 For ``memory``, this holds within one process.
 """
 
-_EXTRAS = {"s3fs": "s3", "gcsfs": "gcs", "adlfs": "azure"}
-
 _REFUSED = {
     "hdfs": "Arrow's driver deletes a file before it renames another onto it, and creates none exclusively",
     "viewfs": "Arrow's driver deletes a file before it renames another onto it, and creates none exclusively",
@@ -114,13 +112,6 @@ def _check_scheme(url: str) -> None:
         )
 
 
-def driver_of(url: str) -> tuple[str, str]:
-    """Returns the driver for the scheme of a URL, and what installs it."""
-    driver = DRIVERS.get(scheme_of(url), "fsspec")
-    extra = _EXTRAS.get(driver.partition(">")[0])
-    return driver, f"rankzero[{extra}]" if extra else driver
-
-
 def filesystem_of(location: str) -> tuple[Any, str]:
     """Returns the file system of a URL and the path in it. Raises InvalidJobError if its driver is not installed."""
     import fsspec
@@ -128,8 +119,8 @@ def filesystem_of(location: str) -> tuple[Any, str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(location)
     except ImportError as error:
-        driver, package = driver_of(location)
-        raise InvalidJobError(f"{location} needs {driver} here: pip install '{package}'") from error
+        driver = DRIVERS.get(scheme_of(location), "fsspec")
+        raise InvalidJobError(f"{location} needs {driver} here: pip install '{driver}'") from error
     return Watched(filesystem, "/".join(location.split("/", 3)[:3])), path
 
 

@@ -276,7 +276,8 @@ class _ContentPickler(TrainingPickler):
         used = [(name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__]
         reached = [value for _, value in used] + [value for content in cells for value in content]
         # Installed packages, which do not count, would cost a walk over all loaded modules each.
-        reached = [value for value in reached if isinstance(value, types.ModuleType) and _may_be_user_s(value)]
+        modules = [value for value in reached if isinstance(value, types.ModuleType)]
+        reached = [module.__name__ for module in modules if _may_be_user_s(module)]
         self.needed |= submodules_of_code(code, reached)
         name, module = function.__qualname__, function.__globals__.get("__name__")
         body: Any = (facts_of_code(code), used)

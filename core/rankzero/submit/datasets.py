@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankzero import store
+from rankzero.advice import require
 from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
 from rankzero.data.table import Table
 from rankzero.engines.base import Engine
@@ -88,6 +89,8 @@ def check(given: object) -> dict[str, Any]:
                 f"dataset {name!r} is of type {qualified_name(type(source))}; give a Spark DataFrame, the path of a "
                 "table, or with a Spark engine the name of a table or a query; write other frames as Parquet"
             )
+        if _is_frame(source):
+            _require_arrow(name)
     return named
 
 
@@ -282,13 +285,18 @@ def _check_query(name: str, query: str, engine: Engine) -> None:
         )
     if not (_TABLE.fullmatch(query) or any(character.isspace() for character in query)):
         raise InvalidJobError(f"dataset {name!r} is {query!r}, which is no path, no name of a table and no query")
+    if not engine.drives_elsewhere:
+        _require_arrow(name)
+
+
+def _require_arrow(name: str) -> None:
+    from rankzero.engines.spark.materialize import require_arrow
+
+    require_arrow(f"the dataset {name!r}")
 
 
 def _of_path(source: Any, name: str) -> Manifest:
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        raise InvalidJobError("a dataset needs pyarrow: pip install 'rankzero[data]'") from None
+    require("a dataset needs", "pyarrow", "pyarrow")
     from rankzero.submit.paths import manifest_of_path
 
     return manifest_of_path(os.fspath(source), name)

@@ -55,26 +55,32 @@ def imports_of_code(code: types.CodeType, package: str | None) -> frozenset[str]
     return frozenset(found)
 
 
-def submodules_of_code(code: types.CodeType, modules: Iterable[types.ModuleType]) -> set[str]:
-    """Returns the loaded modules that code may reach by attributes of modules: ``acme.models.net.f()`` after an import.
+def submodules_of_code(code: types.CodeType, packages: Iterable[str]) -> set[str]:
+    """Returns the loaded modules that code reaches by attributes of modules, also as ``getattr(acme, "models")``.
 
     Args:
         code: The code of a function, with its nested functions.
-        modules: Modules among the globals and variables that the code refers to.
+        packages: Names of the modules that the code refers to.
     """
     names = _names_of(code)
     found = set()
-    for module in modules:
-        prefix = f"{module.__name__}."
-        below = (name for name in list(sys.modules) if name.startswith(prefix))
-        found |= {name for name in below if names.issuperset(name.removeprefix(prefix).split("."))}
+    for package in packages:
+        below = loaded_below([package])
+        found |= {name for name in below if names.issuperset(name.removeprefix(f"{package}.").split("."))}
     return found
 
 
 @functools.lru_cache(maxsize=1024)
 def _names_of(code: types.CodeType) -> frozenset[str]:
     nested = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names_of, nested))
+    texts = {part for constant in code.co_consts if isinstance(constant, str) for part in constant.split(".")}
+    return frozenset({*code.co_names, *texts}).union(*map(_names_of, nested))
+
+
+def loaded_below(packages: Iterable[str]) -> set[str]:
+    """Returns the names of the loaded modules below packages."""
+    beginnings = tuple(f"{package}." for package in packages)
+    return {name for name in list(sys.modules) if name.startswith(beginnings)}
 
 
 @functools.lru_cache(maxsize=1024)

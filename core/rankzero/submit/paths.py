@@ -133,7 +133,7 @@ def _delta(location: str, version: int | None) -> tuple[Any, str]:
         import deltalake
     except ImportError:
         raise InvalidJobError(
-            f"{location} is a Delta table: install deltalake here (rankzero[delta]), or have Spark read it: "
+            f"{location} is a Delta table: pip install deltalake here, or have Spark read it: "
             f'dataset="SELECT * FROM delta.`{location}`"'
         ) from None
     table = deltalake.DeltaTable(location, version=version)

@@ -18,7 +18,7 @@ import pickle
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,14 @@ import cloudpickle
 
 from rankzero.errors import InvalidJobError
 from rankzero.host.processes import fork_safe
-from rankzero.submit.imports import globals_of_classes, imports_of_code
-from rankzero.submit.modules import forget_places, is_made_by_hand, is_user_module, travels_as_source
+from rankzero.submit.imports import globals_of_classes, imports_of_code, loaded_below, submodules_of_code
+from rankzero.submit.modules import (
+    forget_places,
+    is_made_by_hand,
+    is_user_module,
+    is_user_module_name,
+    travels_as_source,
+)
 from rankzero.submit.params import named_arguments
 from rankzero.submit.shipping import Shipped, zip_modules
 from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
@@ -87,11 +93,13 @@ def build(
     buffers: list[memoryview] = []
     pickler = make_pickler(buffer, beside(buffers))
     try:
-        pickler.dump(parts | extra)
+        # Pickled last, when it is complete.
+        pickler.dump(parts | extra | {"loaded": pickler.loaded})
     except Exception as error:
         culprit = _find_culprit(training, args, kwargs, make_pickler)
         raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
-    return Payload(name, pack(buffer.getvalue(), buffers), zip_modules(pickler.needed | needed), refs)
+    modules = zip_modules(pickler.needed.union(needed, pickler.loaded))
+    return Payload(name, pack(buffer.getvalue(), buffers), modules, refs)
 
 
 def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], set[str]]:
@@ -156,6 +164,8 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self._is_alone = is_alone
         self.needed: set[str] = set()
+        # Ranks import them. They do not count for the identity: another process may have loaded others.
+        self.loaded: list[str] = []
         self._by_value: list[Any] = []
         self._tensors = Tensors()
         self._decided: dict[str, bool] = {}
@@ -206,6 +216,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and self.travels(obj.__name__):
             self.needed.add(obj.__name__)
+            self._note_loaded([obj.__name__])
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, types.FunctionType):
             self._note_imports(obj)
@@ -257,6 +268,18 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 "it outside of the function, from where it travels by value, or make it a file"
             )
         self.needed |= imported
+        code = function.__code__
+        # `import acme.models` makes the name acme.
+        roots = {name.partition(".")[0] for name in imported} & {*code.co_varnames}
+        used = (function.__globals__.get(name) for name in cloudpickle.cloudpickle._extract_code_globals(code))
+        modules = {value.__name__ for value in used if isinstance(value, types.ModuleType)}
+        packages = [*filter(is_user_module_name, {*imported, *roots, *modules})]
+        self.needed |= submodules_of_code(code, packages)
+        self._note_loaded(packages)
+
+    def _note_loaded(self, packages: Iterable[str]) -> None:
+        """Notes the modules below packages that this process has loaded: code reaches them by any attribute."""
+        self.loaded += sorted(filter(travels_as_source, loaded_below(packages).difference(self.loaded)))
 
 
 _Maker = Callable[..., TrainingPickler]

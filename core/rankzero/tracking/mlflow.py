@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rankzero.advice import require
 from rankzero.run.directory import RunDirectory
-from rankzero.tracking.tracker import Rows, Tracker, require
+from rankzero.tracking.tracker import Rows, Tracker
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -66,7 +67,7 @@ class MLflow(Tracker):
 
     def check(self) -> None:
         """Raises InvalidJobError if MLflow is not installed."""
-        require("mlflow", "mlflow", self)
+        require("trackers has MLflow, which needs", "mlflow-skinny", "mlflow")
 
     def begin(self, run: RunHandle[Any]) -> None:
         """Finds the run of this training in MLflow, or creates it."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds, store
-from rankzero.tracking.tracker import Row, Rows, Tracker, require
+from rankzero.advice import require
+from rankzero.tracking.tracker import Row, Rows, Tracker
 
 if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
@@ -42,7 +43,7 @@ class TensorBoard(Tracker):
 
     def check(self) -> None:
         """Raises InvalidJobError if tensorboard is not installed."""
-        require("tensorboard", "tensorboard", self)
+        require("trackers has TensorBoard, which needs", "tensorboard", "tensorboard")
 
     def begin(self, run: RunHandle[Any]) -> None:
         """Opens an empty folder of event files."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankzero.errors import InvalidJobError
 from rankzero.run.reports import STEP_NAMES, is_number
 
 if TYPE_CHECKING:
@@ -75,19 +73,6 @@ class Tracker:
             run: The run.
             status: Last state of the run. It is not ``final`` if another process drives the run from now on.
         """
-
-
-def require(module: str, extra: str, whose: Tracker) -> None:
-    """Raises InvalidJobError unless a module is installed; it is not imported.
-
-    Args:
-        module: Name of the module; no submodule.
-        extra: Extra of rankzero that installs the module.
-        whose: Tracker that needs the module.
-    """
-    if importlib.util.find_spec(module) is None:
-        name = type(whose).__name__
-        raise InvalidJobError(f"trackers has {name}, which needs {module}: pip install 'rankzero[{extra}]'")
 
 
 MAX_STEP = 2**63

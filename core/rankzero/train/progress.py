@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -50,7 +51,8 @@ class _Line:
         self._desc = f"{desc}: " if desc else ""
         self._total = total
         self._started = time.monotonic()
-        self._in_terminal = sys.stdout.isatty()
+        # A dumb terminal cannot clear a line.
+        self._in_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._interval = bounds.PROGRESS_REDRAW_INTERVAL if self._in_terminal else bounds.PROGRESS_LINE_INTERVAL
         self._count = 0
         self._shown = (0, self._started)

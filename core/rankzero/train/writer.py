@@ -155,8 +155,6 @@ class CheckpointWriter:
         if not sharded and self._world_size > 1:
             self._refuse_rows(tables.files)
         if not sharded and self._rank != 0:
-            if self._next == 0:
-                print(f"rankzero: rank 0's checkpoints are kept, not those of rank {self._rank} (see sharded=True)")
             self.follow()
             return
         index, self._next = self._next, self._next + 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import inspect
 import json
 import os
@@ -36,12 +37,14 @@ _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _NOT_STDLIB = ("site-packages", "dist-packages")
 
 
-def call(start: Start, fetch: Callable[[str], str]) -> object:
+def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], bool]) -> object:
     """Loads the payload, opens references and calls the user's code.
 
     Args:
         start: The agent's message.
         fetch: Makes the agent fetch a file from the driver; returns its local path.
+        has_worked: Returns True if this rank has made a process group, reported, set a result, or taken a step of an
+            optimizer.
 
     Returns:
         The value that a function returned; None for other kinds, and after ``sys.exit(0)``, which is a success.
@@ -89,6 +92,9 @@ def call(start: Start, fetch: Callable[[str], str]) -> object:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+    if payload["kind"] != "command" and start.context["rank"] == 0 and not has_worked():
+        what = "made no process group, reported nothing and set no result"
+        print(f"rankzero: the {payload['kind']} {what}: is its training function called?")
     return None
 
 
@@ -146,6 +152,12 @@ def _call_function(payload: dict[str, Any], args: Any, kwargs: Any, own: int) ->
         own: The number of places at the beginning of the search path with code that was sent.
     """
     function = payload["function"]
+    for name in payload["loaded"]:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            # The function may not need this module.
+            print(f"rankzero: {name}, which the caller has loaded, cannot be imported here: {error}")
     sys.argv = [payload["name"]]
     if getattr(function, "__module__", None) == "__main__":
         names = dict(getattr(function, "__globals__", {}))

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rankzero.advice import advised
 from rankzero.channel.messages import Failed
 from rankzero.errors import RetryableError
 from rankzero.job import qualified_name
@@ -63,17 +64,18 @@ def describe(error: BaseException) -> Failed:
 def _facts_of(error: BaseException) -> dict[str, Any]:
     if isinstance(error, CommandError):
         # The command's own error, and the exception of a Python program if it was recorded.
-        text = f"{error}\n{error.facts['exception_type'] or ''}: {error.facts['message']}"
-        matched = what_matches(error, text)
-        recorded = error.facts["traceback"]
-        return {**error.facts, "matched": matched, "collateral": bool(recorded and _BROKEN_LINE.search(recorded))}
+        name, text = error.facts["exception_type"] or "", error.facts["message"]
+        matched = what_matches(error, f"{error}\n{name}: {text}")
+        recorded, message = error.facts["traceback"], advised(text, f"{name}: {text}")
+        collateral = bool(recorded and _BROKEN_LINE.search(recorded))
+        return {**error.facts, "message": message, "matched": matched, "collateral": collateral}
     name, text = qualified_name(type(error)), _text_of(error)
     exit_code = _FAILED
     if isinstance(error, SystemExit):
         exit_code = error.code if isinstance(error.code, int) else _FAILED
     return {
         "exception_type": name,
-        "message": text + _advice(error),
+        "message": advised(text, f"{name}: {text}"),
         "traceback": _user_traceback(error),
         "exit_code": exit_code & 0xFF or _FAILED,
         "collateral": any(_is_broken_collective(one) for one in _chain(error)),
@@ -98,33 +100,6 @@ def _text_of(error: BaseException) -> str:
         return str(error)[:MESSAGE_LIMIT]
     except BaseException as broken:
         return f"(its text cannot be had: {type(broken).__name__})"
-
-
-_ADVICE = {
-    "Default process group has not been initialized": (
-        ". Call torch.distributed.init_process_group() first, or a function of rankzero.train that does, such as "
-        "prepare_model or barrier"
-    ),
-    "attempted relative import with no known parent package": (
-        '. A script has no package: name the module, as "-m package.module" or "package.module:function"'
-    ),
-}
-"""What to do about errors of Python and torch, by a part of their texts."""
-
-
-def _advice(error: BaseException) -> str:
-    text = _text_of(error)
-    if known := next((advice for part, advice in _ADVICE.items() if part in text), None):
-        return known
-    if not (isinstance(error, ModuleNotFoundError) and isinstance(error.name, str)):
-        return ""
-    if error.name.partition(".")[0] in ("horovod", "sparkdl"):
-        return '. With env={"RANKZERO_HOROVOD": "1"} ranks find rankzero.compat.horovod by this name'
-    return (
-        f". It is not installed for {sys.executable} on {socket.gethostname()}, and no user module that travelled: "
-        f"those do that code imports by their names. Write `import {error.name}` in the training's own module, or "
-        "install it there"
-    )
 
 
 def _user_traceback(error: BaseException) -> str:

@@ -131,7 +131,7 @@ def _work(
     os.environ.update(start.env)
     if start.context["rank"] == 0:
         control.send(messages.Rendezvous(rendezvous.bind(start)))
-    rendezvous.guard_groups()
+    has_made_group = rendezvous.guard_groups()
     rendezvous.meet(control.expect(messages.Go), start.context["rank"])
     control.listen(lambda message: _dump(start) if isinstance(message, messages.Dump) else writer.on_message(message))
     if start.context["backend"] == "nccl" and not torch.cuda.is_available():
@@ -153,7 +153,7 @@ def _work(
         importlib.import_module("rankzero.compat.horovod.install").install_in_rank(start.context)
     ending.callback(writer.finish)
     control.send(messages.Entered(phases["started"], phases["imported"], time.time(), torch.__version__))
-    value = call(start, control.fetch)
+    value = call(start, control.fetch, lambda: bool(session.has_result or session.count_progress() or has_made_group()))
     if not control.is_own:
         _leave_fork(None)
     for function in session.at_return:

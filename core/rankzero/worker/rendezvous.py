@@ -95,20 +95,22 @@ class _Groups:
     generation: int = 0
 
 
-def guard_groups() -> None:
+def guard_groups() -> Callable[[], bool]:
     """Isolates process groups that the user makes one after the other from each other.
+
+    Returns a function that returns True if a group was made, or if that is not known.
 
     torch keeps its rendezvous handlers by URL scheme; it has a function to add one, but none to replace one. Attributes
     that are missing in another torch than 2.13 are skipped, and `PATCH_TORCH` switches this off where another torch has
     them with another meaning. Groups of ``tcp://`` and ``file://`` are unchanged, since their stores are the user's.
     """
     if os.environ.get(PATCH_TORCH) == "0":
-        return
+        return lambda: True
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
     plain = handlers.get("env")
+    groups = _Groups()
     if plain is not None:
-        groups = _Groups()
         handlers["env"] = _separating(plain, groups)
         _watch_destroyed(groups)
     if hasattr(rendezvous, "_torchelastic_use_agent_store"):
@@ -116,6 +118,8 @@ def guard_groups() -> None:
         # user may choose another port, where no other process serves the store.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
         rendezvous._torchelastic_use_agent_store = lambda: False  # type: ignore[attr-defined]
+    is_initialized: Callable[[], bool] = importlib.import_module("torch.distributed").is_initialized
+    return lambda: plain is None or groups.generation > 0 or is_initialized()
 
 
 def _separating(plain: Callable[..., Any], groups: _Groups) -> Callable[..., Any]:

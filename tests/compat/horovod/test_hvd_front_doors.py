@@ -106,6 +106,26 @@ def test_the_guide_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture
     assert losses == pytest.approx(launcher.run(ddp, hvd_model), abs=1e-5)
 
 
+def test_lines_of_rankzero_are_shown_with_every_verbosity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        import time
+
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        print("a line of the user")
+        time.sleep(7 * hvd.rank())
+        hvd.allreduce(torch.ones(2), name="gradient")
+
+    launcher = Launcher(2, store=tmp_path, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"})
+    HorovodRunner(np=-2, launcher=launcher).run(train)
+    shown = capsys.readouterr().out
+    assert "[0] rankzero: rank 0 has waited" in shown
+    assert "a line of the user" not in shown
+
+
 def test_the_guide_on_spark(session: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hr = HorovodRunner(np=2, driver_log_verbosity="all")
     assert len(hr.run(train_hvd, model=MyNet(), model_file=str(tmp_path / "model.pkl"))) == 50

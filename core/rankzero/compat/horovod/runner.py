@@ -11,6 +11,7 @@ from typing import Any
 
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.launcher import Launcher
+from rankzero.run.output import is_own
 from rankzero.run.printing import print_line
 from rankzero.submit.training import check_callable
 from rankzero.worker.main import HOROVOD
@@ -26,8 +27,8 @@ class HorovodRunner:
 
     Args:
         np: Above 0: ranks of a barrier job of the active SparkSession. Below 0: ``-np`` processes on this machine.
-        driver_log_verbosity: ``"log_callback_only"`` shows the messages of `log_to_driver`, ``"all"`` all output of
-            the ranks.
+        driver_log_verbosity: ``"log_callback_only"`` shows the messages of `log_to_driver` and the lines of rankzero,
+            ``"all"`` all output of the ranks.
         launcher: All other options; its engine is used for ``np > 0``.
 
     Raises:
@@ -72,7 +73,7 @@ class HorovodRunner:
         return value
 
     def _show(self, line: str, run_id: str) -> None:
-        if self.driver_log_verbosity == "all":
+        if self.driver_log_verbosity == "all" or is_own(line):
             print_line(line, run_id)
         elif MESSAGE in line:
             print_line(line.replace(MESSAGE, "", 1), run_id)

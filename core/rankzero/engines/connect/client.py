@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import re
@@ -13,6 +12,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from rankzero import bounds
+from rankzero.advice import require
 from rankzero.engines.spark import errors as spark
 from rankzero.errors import LOST, EngineError, InvalidJobError, RankZeroError
 from rankzero.host.network import first_reachable, without_brackets
@@ -54,19 +54,8 @@ _INTERRUPTED = r"OPERATION_CANCELED|OPERATION_CANCELLED"
 
 
 def require_client() -> None:
-    """Raises EngineError if packages are missing. Imports none of them."""
-    missing = [name for name in _PACKAGES if not _is_there(name)]
-    if missing:
-        raise EngineError(
-            f"a client of Spark Connect needs {', '.join(missing)}: install rankzero[connect], or pyspark[connect]"
-        )
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError:
-        return False
+    """Raises InvalidJobError if packages are missing. Imports none of them."""
+    require("a client of Spark Connect needs", "'pyspark[connect]'", *_PACKAGES)
 
 
 def require_server(url: ServerUrl, timeout: float = 0.0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from rankzero.advice import advised, known
 from rankzero.engines.local import CUT_OFF
 from rankzero.engines.spark.conf import dynamic_allocation_error
 from rankzero.errors import LOST, PREEMPTED, EngineError, InsufficientSlotsError, RankZeroError
@@ -14,23 +15,13 @@ ERROR_LIMIT = 2000
 
 def explain(text: str) -> RankZeroError:
     """Returns the typed error for the text of an exception of Spark."""
-    if "PYTHON_VERSION_MISMATCH" in text:
-        found = re.search(r"different version:? (\S+|\(.+?\)) than that in driver:? ([\d.]+)", text)
-        # Spark 3.5 writes the version as (3, 12).
-        versions = f" (executor {'.'.join(re.findall(r'[0-9]+', found[1]))}, driver {found[2]})" if found else ""
-        return EngineError(
-            f"driver and executors run different Python minor versions{versions}: "
-            "set spark.pyspark.python to a Python of the driver's version on the executors"
-        )
     if "SPARK-24819" in text:
         return InsufficientSlotsError(f"the cluster lost slots before the barrier stage began: {first_lines(text)}")
     if "SPARK-24942" in text:
         return dynamic_allocation_error()
-    if found := re.search(r'Cannot run program "([^"]+)"', text):
-        return EngineError(f"the executors have no Python at {found[1]!r}: set spark.pyspark.python to one they have")
     if found := re.search(r"rankzero agent of task \d+ ended by (signal)?.*", text):
         is_lost = found[1] or any(words in found[0] for words in CUT_OFF)
-        return EngineError(first_lines(text[found.start() :]), cause=LOST if is_lost else None, code="RZ-2003")
+        return EngineError(advised(first_lines(text[found.start() :])), cause=LOST if is_lost else None, code="RZ-2003")
     if found := re.search(r"rankzero: .+", text):
         return EngineError(found[0].removeprefix("rankzero: "))
     if re.search(_PREEMPTED, text, re.IGNORECASE):
@@ -40,10 +31,10 @@ def explain(text: str) -> RankZeroError:
         line = text[text.rfind("\n", 0, found.start()) + 1 :]
         return EngineError(f"Spark lost an executor: {first_lines(line)}", cause=LOST)
     if re.search(_SESSION_LOST, text):
-        return EngineError(f"the SparkContext or its JVM ended: {first_lines(text)}", cause=LOST)
-    if "cancelled" in text:
+        return EngineError(f"the SparkContext or its JVM ended: {reason(text)}", cause=LOST)
+    if "cancelled" in text and not known(text):
         return EngineError(f"the Spark job was cancelled from outside of rankzero: {first_lines(text)}")
-    return EngineError(f"the Spark job failed: {first_lines(text)}")
+    return EngineError(f"the Spark job failed: {reason(text)}")
 
 
 _PREEMPTED = r"preempt|decommission"
@@ -54,6 +45,12 @@ _SESSION_LOST = (
     r"SparkContext was shut down|stopped SparkContext|Py4JNetworkError|Answer from Java side is empty|"
     r"Connection refused|Error while receiving|Connection reset by peer"
 )
+
+
+def reason(text: str) -> str:
+    """Returns the advice about an exception of Spark with the line that it is about, else the readable part."""
+    found = known(text)
+    return f"{found.advice} ({found.line})" if found else first_lines(text)
 
 
 def first_lines(text: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rankzero.advice import advised, require
 from rankzero.engines.base import words_of
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.conf import LOCAL, TASK_CPUS, THREADS, spark_defaults
@@ -72,13 +73,12 @@ def find_java() -> str | None:
 
 def require_pyspark() -> None:
     """Raises InvalidJobError unless a pyspark with its JVM part is installed here."""
+    require("Spark needs", "pyspark", "pyspark")
     spec = importlib.util.find_spec("pyspark")
-    if spec is None:
-        raise InvalidJobError("Spark needs pyspark here: pip install 'rankzero[spark]'")
-    places = spec.submodule_search_locations or []
+    places = (spec and spec.submodule_search_locations) or []
     if "SPARK_HOME" not in os.environ and not any(os.path.isdir(os.path.join(place, "jars")) for place in places):
         raise InvalidJobError(
-            "the pyspark here has no JVM part (pyspark-client?): pip install 'rankzero[spark]', or set SPARK_HOME"
+            "the pyspark here has no JVM part (pyspark-client?): pip install pyspark, or set SPARK_HOME"
         )
 
 
@@ -151,7 +151,7 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
         why = first_lines(words_of(error))
         lines = [line for line in _printed().removeprefix(before).splitlines() if not _NO_REASON.search(line)]
         why = "\n".join([*lines[:REASON_LINES], why])
-        raise EngineError(f"no SparkContext on master {master!r}: {why}") from None
+        raise EngineError(advised(f"no SparkContext on master {master!r}: {why}")) from None
 
 
 def _printed() -> str:

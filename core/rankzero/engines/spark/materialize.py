@@ -24,19 +24,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rankzero import bounds, store
+from rankzero.advice import require
 from rankzero.data import kinds
 from rankzero.data.files import filesystem_of, open_file
 from rankzero.data.kinds import VECTOR
 from rankzero.data.manifest import ARROW, File, Manifest, encode_schema
 from rankzero.engines.base import Flag
 from rankzero.engines.spark import part as part_module
-from rankzero.engines.spark.errors import first_lines
+from rankzero.engines.spark.errors import first_lines, reason
 from rankzero.engines.spark.stage import with_own_python
 from rankzero.errors import EngineError, InvalidJobError
 
 logger = logging.getLogger(__name__)
-
-_FULL = ("No space left on device", "Disk quota exceeded")
 
 _HASH = "__rankzero_hash__"
 
@@ -106,8 +105,14 @@ def _numbered(frame: Any) -> Any:
     return frame.toDF(*(f"c{number}" for number in range(len(frame.columns))))
 
 
+def require_arrow(where: str) -> None:
+    """Raises InvalidJobError unless the packages are installed here that pyspark needs to compute a dataset."""
+    require(f"{where} is computed by Spark, which needs", "pandas pyarrow", "pandas", "pyarrow")
+
+
 def check_frame(frame: Any, where: str) -> None:
-    """Raises InvalidJobError for a column of a DataFrame that has no tensor type."""
+    """Raises InvalidJobError for a column of a DataFrame that has no tensor type, and for a missing package."""
+    require_arrow(where)
     import pyarrow as pa
 
     to_arrow = _to_arrow()
@@ -332,16 +337,12 @@ def action(
 
 def _explained(error: BaseException, where: str) -> Exception:
     text = str(error)
-    if "No module named 'pyarrow'" in text or ("PyArrow" in text and "must be installed" in text):
-        return EngineError(f"Spark's executors have no pyarrow, which {where} needs: install it there")
     if f"/{part_module.TOKEN}" in text or part_module.ELSEWHERE in text:
         return EngineError(
             f"Spark's executors do not see the store for {where}, or may not write there: "
             f"choose a store that they and this process see: {first_lines(text)}"
         )
-    if full := next((line.strip() for line in text.splitlines() if any(word in line for word in _FULL)), None):
-        return EngineError(f"there is no room where Spark writes {where}, or on its local disks: {full}")
-    return EngineError(f"Spark could not compute {where}: {first_lines(text)}")
+    return EngineError(f"Spark could not compute {where}: {reason(text)}")
 
 
 @contextlib.contextmanager

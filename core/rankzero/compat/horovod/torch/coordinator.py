@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -47,8 +46,6 @@ from rankzero.compat.horovod.torch.messages import (
     failure_message,
     inline_begin,
 )
-
-logger = logging.getLogger(__name__)
 
 
 class Coordinator:
@@ -256,7 +253,7 @@ class Coordinator:
                 self._carry_out(ready, reports, received)
             self._end_waits()
             if late := self._agreement.check_stalls(reports, agreed=bool(ready)):
-                logger.warning("%s", late)
+                print(f"rankzero: {late}", flush=True)
         except Exception as error:
             self._fail(error)
             return

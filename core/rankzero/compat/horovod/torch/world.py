@@ -109,7 +109,7 @@ class Watcher:
         found, stall = group.call_roll(), group.stall()
         if stall >= self._warn_at.setdefault(group, group.warn_after):
             self._warn_at[group] = stall + group.warn_after
-            logger.warning("%s", found)
+            print(f"rankzero: {found}", flush=True)
 
 
 global_process_set = ProcessSet([])
