@@ -149,7 +149,7 @@ def test_without_the_exporter_it_is_refused(tmp_path: Path, monkeypatch: pytest.
     for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(InvalidJobError, match="pip install 'rankzero.opentelemetry.'"):
+    with pytest.raises(InvalidJobError, match="pip install opentelemetry-exporter-otlp-proto-http"):
         OpenTelemetry().check()
 
 
