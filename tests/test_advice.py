@@ -17,7 +17,7 @@ from rankzero.engines.spark.errors import explain
 TEXTS = [
     ("ModuleNotFoundError: No module named 'horovod'", "RANKZERO_HOROVOD"),
     ("ModuleNotFoundError: No module named 'sparkdl.horovod'", "RANKZERO_HOROVOD"),
-    ("ModuleNotFoundError: No module named 'acme.models'", f"not installed for {sys.executable} on "),
+    ("ModuleNotFoundError: No module named 'acme.models'", f"It is not installed for {sys.executable} on "),
     ("ModuleNotFoundError: No module named 'acme.models'", "Write `import acme.models`"),
     ("ImportError: attempted relative import with no known parent package", "-m package.module"),
     (

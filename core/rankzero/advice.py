@@ -21,7 +21,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     ),
     (
         r"^ModuleNotFoundError: No module named '([^']+)'",
-        "it is not installed for {python} on {host}, and no user module that travelled: those do that code imports by "
+        "It is not installed for {python} on {host}, and no user module that travelled: those do that code imports by "
         "their names. Write `import {0}` in the training's own module, or install it there",
     ),
     (
@@ -97,7 +97,7 @@ class Known(NamedTuple):
 
     Attributes:
         line: The line of the text that is known.
-        advice: What to do, as a sentence without its capital letter and its full stop.
+        advice: What to do, as a sentence without its full stop.
     """
 
     line: str

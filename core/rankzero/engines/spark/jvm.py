@@ -151,7 +151,7 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
         why = first_lines(words_of(error))
         lines = [line for line in _printed().removeprefix(before).splitlines() if not _NO_REASON.search(line)]
         why = "\n".join([*lines[:REASON_LINES], why])
-        raise EngineError(advised(f"no SparkContext on master {master!r}: {why}")) from None
+        raise EngineError(f"no SparkContext on master {master!r}: {advised(why)}") from None
 
 
 def _printed() -> str:
