@@ -93,7 +93,7 @@ TABLE: tuple[tuple[str, str], ...] = (
 
 
 class Known(NamedTuple):
-    """A known text.
+    """A text of the table that an error contains.
 
     Attributes:
         line: The line of the text that is known.

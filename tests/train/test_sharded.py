@@ -396,3 +396,14 @@ def test_ranks_that_report_whole_and_sharded_checkpoints_end_the_run(launcher: L
     named = rf"rank {1 - sharding_rank} has reported a whole checkpoint, and rank {sharding_rank} a sharded one"
     with pytest.raises(ResultError, match=named):
         launcher.run(_report_in_two_ways, sharding_rank)
+
+
+def test_a_whole_checkpoint_that_every_rank_reports_needs_no_word(launcher: Launcher) -> None:
+    def train() -> None:
+        import rankzero.train as rt
+
+        rt.report({"loss": 1.0}, checkpoint={"step": 1})
+
+    handle = launcher.submit(train)
+    handle.result(60)
+    assert not [line for rank in (0, 1) for line in handle.logs(rank) if "checkpoint" in line]
