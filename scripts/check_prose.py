@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 CODE = ("core", "airflow_provider", "dagster_integration", "example_dags", "example_integrations")
 """Folders whose docstrings, comments and messages are read."""
 
-LIMITS = {"anaphor": 0, "short": 0, "private word": 13}
+LIMITS = {"anaphor": 0, "short": 0, "private word": 12}
 """The most findings of each kind. A limit only ever falls."""
 
 ANAPHOR = re.compile(

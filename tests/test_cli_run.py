@@ -136,14 +136,15 @@ def test_a_detached_run_trains_again_after_its_success(script: Path, store: Path
         assert handle.submission == submission
 
 
-def test_a_terminal_sees_progress_and_ctrl_c_cancels(script: Path, store: Path) -> None:
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_terminal_sees_progress_and_ctrl_c_cancels(script: Path, store: Path, term: str) -> None:
     ours, theirs = pty.openpty()
-    line = ["--store", str(store), "-n", "1", "--run-id", "keyed", "--env", "STEPS=6000", "--env", "PAUSE=0.05"]
+    line = ["--store", str(store), "-n", "1", "--run-id", f"keyed-{term}", "--env", "STEPS=6000", "--env", "PAUSE=0.05"]
     process = subprocess.Popen(
         [*COMMAND, "run", *line, str(script)],
         stdout=subprocess.PIPE,
         stderr=theirs,
-        env={**os.environ, "TERM": "xterm"},
+        env={**os.environ, "TERM": term},
         start_new_session=True,
     )
     os.close(theirs)
@@ -160,7 +161,7 @@ def test_a_terminal_sees_progress_and_ctrl_c_cancels(script: Path, store: Path) 
         process.kill()
         process.wait()
         os.close(ours)
-    assert RunHandle.attach(store / "keyed").status().state == "cancelled"
+    assert RunHandle.attach(store / f"keyed-{term}").status().state == "cancelled"
 
 
 @pytest.mark.usefixtures("hangups")

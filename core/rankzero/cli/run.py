@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -185,7 +186,10 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
 
 @contextlib.contextmanager
 def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
-    """Shows the progress of a run on the last line of a terminal. Yields a function that prints a rank's line above."""
+    """Shows the progress of a run on the last line of a terminal. Yields a function that prints a rank's line above.
+
+    A dumb terminal, which cannot redraw a line, gets a line every few seconds.
+    """
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -196,7 +200,7 @@ def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
 
     console = Console(stderr=True, highlight=False)
     show = functools.partial(print_line, run_id=handle.id)
-    if not console.is_terminal or console.is_dumb_terminal:
+    if not console.is_terminal:
         yield show
         return
     progress, shown, next_at = Progress(handle), "pending", 0.0
@@ -219,6 +223,19 @@ def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
             next_at = time.monotonic() + max(bounds.POLL_INTERVAL_LONG, handle.pace)
         return Text(shown, style="cyan", no_wrap=True, overflow="ellipsis")
 
+    if console.is_dumb_terminal:
+        ended = threading.Event()
+
+        def tell() -> None:
+            while not ended.wait(bounds.PROGRESS_LINE_INTERVAL):
+                console.print(line())
+
+        threading.Thread(target=tell, name="rankzero-progress", daemon=True).start()
+        try:
+            yield show
+        finally:
+            ended.set()
+        return
     with Live(get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
         # Lines to a file or a pipe are printed unchanged.
         above = sys.stdout.isatty()
