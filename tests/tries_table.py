@@ -14,6 +14,7 @@ from typing import Any
 from tests.conftest import ROOT, processes_with, until, wait_until_gone
 
 from rankzero import ResultRef, RunHandle
+from rankzero.run.directory import RunDirectory
 
 PAGE = ROOT / "docs" / "tries.md"
 HEADER = ["what happens", "Airflow", "Dagster", "the training"]
@@ -135,6 +136,10 @@ class Place:
     def run(self) -> RunHandle[Any]:
         (handle,) = self.runs()
         return handle
+
+    def lease(self) -> bytes:
+        """What the last follower wrote: with no follower, it stays until a try attaches or submits the run again."""
+        return RunDirectory(self.run().directory).lease()
 
     def ranks(self) -> set[int]:
         return set(processes_with(f"OF_RANK={self.mark}"))

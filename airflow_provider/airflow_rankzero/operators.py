@@ -179,7 +179,7 @@ class TorchDistributorOperator(BaseOperator):
         group = self.get_closest_mapped_task_group()
         for name in fields:
             setattr(self, name, by_map_index(getattr(self, name), group))
-        if context["ti"].try_number == 1 and (names := templates.unsteady(self, context, jinja_env)):
+        if getattr(context.get("ti"), "try_number", 1) == 1 and (names := templates.unsteady(self, context, jinja_env)):
             self.log.warning(
                 "each rendering of %s gives another value, so a try after a failure begins from scratch: use what is "
                 "the same in each try, such as {{ run_id }} or {{ logical_date }}",

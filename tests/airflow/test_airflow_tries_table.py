@@ -172,9 +172,9 @@ def killed(airflow: Airflow, meanwhile: Callable[[], None] = lambda: None, **cha
         process.kill()
         process.wait()
     meanwhile()
-    ranks = airflow.place.ranks()
+    ranks, left = airflow.place.ranks(), airflow.place.lease()
     airflow.notice_death()
-    with airflow.beside(lambda: until(airflow.follows, WAIT, "the next try")):
+    with airflow.beside(lambda: until(lambda: airflow.place.lease() != left, WAIT, "the next try")):
         assert airflow.try_again(retries=1, **changed)
     assert airflow.xcom()["pid"] in ranks
 
@@ -278,7 +278,7 @@ def ended_then(**operator: Any) -> Callable[[Airflow], None]:
 
 SCENARIOS: dict[str, Callable[[Airflow], None]] = {
     "killed": killed,
-    "killed-other-arguments": lambda airflow: killed(airflow, lr=0.01),
+    "killed-other-arguments": lambda airflow: killed(airflow, lr=0.01, train="train_otherwise", num_processes=2),
     "ended-meanwhile": ended_meanwhile,
     "deployed": deployed,
     "failed-deployed": deployed_then_cleared,

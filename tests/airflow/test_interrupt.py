@@ -56,5 +56,5 @@ def test_ctrl_c_ends_the_process_although_the_task_has_retries(airflow_home: Pat
             process.kill()
             process.wait()
     assert log.read_text().count("] trains") == 1
-    assert "it ends with this process" in log.read_text()
+    assert "ends with this process" in log.read_text()
     assert "continues without a follower" not in log.read_text()

@@ -164,8 +164,12 @@ def killed(dagster: Dagster, meanwhile: Callable[[], None] = lambda: None) -> No
     def kill() -> None:
         ranks = place.await_training()
         meanwhile()
+        place.let("hold")
         os.kill(int((place.folder / "step-0").read_text()), signal.SIGKILL)
         until((place.folder / "step-1").exists, WAIT, "the next try")
+        left = place.lease()
+        (place.folder / "hold").unlink()
+        until(lambda: place.lease() != left, WAIT, "a follower")
         assert ranks <= place.ranks()
         place.let("end")
 

@@ -107,7 +107,8 @@ def rows() -> list[tuple[str, str, str, str]]:
     return found
 
 
-ROWS = rows()
+# A rank imports this module from where it was sent to, without the page.
+ROWS = rows() if PAGE.is_file() else []
 
 
 def test_every_end_has_a_row() -> None:

@@ -90,5 +90,5 @@ def test_tensorboards_files_lie_on_the_object_store_of_their_run(tmp_path: Path,
 def test_without_its_package_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
-    with pytest.raises(InvalidJobError, match="needs tensorboard: pip install 'rankzero.tensorboard.'"):
+    with pytest.raises(InvalidJobError, match="needs tensorboard here: pip install tensorboard"):
         TensorBoard().check()

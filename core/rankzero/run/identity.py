@@ -100,7 +100,7 @@ def compare(before: Identity | None, now: Identity, *, automatic: bool = False, 
         before: The training of a run; None if it is unknown.
         now: The requested training.
         automatic: True if an orchestrator tries again by itself. A deployment between two tries must then not end a
-            training, so only its arguments, datasets and ranks count, and not the code.
+            training, so only its arguments, datasets, ranks and ``code_version`` count, and not the code.
         same_python: False if different versions of Python computed the two identities. Each version compiles code
             differently, so the code cannot be compared.
 
@@ -118,7 +118,7 @@ def compare(before: Identity | None, now: Identity, *, automatic: bool = False, 
         names = [name for name in names if name not in (TRAIN, SENT_CODE) and not name.startswith(MODULE)]
     known = [name for name in names if same_python or not (name == TRAIN or name.startswith(MODULE))]
     unknown, names = len(known) < len(names), known
-    counts = (ARGUMENT, DATASET, NUM_PROCESSES)
+    counts = (ARGUMENT, DATASET, NUM_PROCESSES, CODE_VERSION)
     ignored = [name for name in names if name.startswith(VARIABLE) or (automatic and not name.startswith(counts))]
     return Comparison(tuple(name for name in names if name not in ignored), tuple(ignored), unknown)
 

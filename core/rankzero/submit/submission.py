@@ -249,7 +249,9 @@ def _beginning(run: RunDirectory, existing: Existing) -> str:
         return f"resumed from {place}; to start over, change code_version{changes(existing)}"
     if comparison.differing:
         return f"from scratch: other than before: {describe(comparison.differing)}"
-    return f"from scratch: {explain_unknown(existing) if comparison.unknown else 'its result was delivered'}"
+    return (
+        f"from scratch: {explain_unknown(existing)}" if comparison.unknown else "from scratch: its result was delivered"
+    )
 
 
 @contextlib.contextmanager

@@ -35,9 +35,9 @@ class Training:
         wait_until(lambda: self.run.status().checkpoint, RUN_TIMEOUT, "a checkpoint")
         return sorted(processes_with(self.marker))
 
-    def await_log(self, words: str) -> None:
+    def await_log(self, words: str, try_number: int = 1) -> None:
         def there() -> bool:
-            return words in self.airflow.log(self.dag_id, self.run_id, "train")
+            return words in self.airflow.log(self.dag_id, self.run_id, "train", try_number)
 
         wait_until(there, RUN_TIMEOUT, words)
 
@@ -82,13 +82,13 @@ def test_the_next_try_attaches_to_the_training_of_a_killed_one(durable: Training
     ranks = durable.await_ranks()
     os.kill(durable.airflow.task_process("durable", durable.run_id, "train"), signal.SIGKILL)
     durable.await_try(2)
+    durable.await_log("attached to the run", 2)
     assert set(ranks) <= set(processes_with(durable.marker))
     durable.let_go()
     made = durable.finish()
     assert made["pid"] in ranks
     assert made["epoch"] == 0
     log = durable.airflow.log("durable", durable.run_id, "train", 2)
-    assert "attached to the run" in log
     assert "[0] rank has seen it" in log
 
 
