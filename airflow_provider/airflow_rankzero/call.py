@@ -34,14 +34,18 @@ RANK_ENVIRONMENT = {
 
 def check_context(function: Any, op_args: Any, op_kwargs: Any) -> None:
     """Raises InvalidJobError for a parameter that is named like a variable of Airflow's context and is not passed."""
+    if not isinstance(op_args, (list, tuple)) or not isinstance(op_kwargs, Mapping):
+        # They come from another task.
+        return
     try:
         signature = inspect.signature(function)
         passed = signature.bind_partial(*op_args, **op_kwargs).arguments
     except (TypeError, ValueError):
-        # It is no function, or the arguments are those of another task, or do not fit, which has its own error.
+        # It is no function, or the arguments do not fit, which has its own error.
         return
     for name, parameter in signature.parameters.items():
-        is_context = name in KNOWN_CONTEXT_KEYS or (name == "context" and parameter.kind is parameter.VAR_KEYWORD)
+        many = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        is_context = str(parameter) == "**context" if many else name in KNOWN_CONTEXT_KEYS
         if is_context and name not in passed:
             raise InvalidJobError(
                 f"the parameter {str(parameter).partition(':')[0].partition('=')[0]} is named like a variable of "

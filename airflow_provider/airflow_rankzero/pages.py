@@ -1,4 +1,4 @@
-"""Addresses of the pages of runs on Airflow's web server, which loads their content from `pages_app`."""
+"""The page of a run in Airflow's web server."""
 
 from __future__ import annotations
 

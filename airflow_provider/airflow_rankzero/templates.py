@@ -71,9 +71,7 @@ def unsteady(task: Any, context: Any, jinja_env: Any) -> list[str]:
     """Returns the names of arguments whose templates render to another text each time, such as the current time."""
     positional = enumerate(task.op_args) if isinstance(task.op_args, (list, tuple)) else ()
     named = task.op_kwargs.items() if isinstance(task.op_kwargs, Mapping) else ()
-    texts = {
-        f"argument {name}": text for name, text in (*positional, *named) if isinstance(text, str) and _is_late(text)
-    }
+    texts = {f"argument {name}": value for name, value in (*positional, *named) if _is_late(value, of_xcom=False)}
     renderings = ({name: task.render_template(texts[name], context, jinja_env) for name in texts} for _ in range(2))
     first, second = renderings
     return [name for name in texts if first[name] != second[name]]
@@ -179,12 +177,10 @@ def _are_whole_numbers(value: Any) -> bool:
     return all(isinstance(each, Integral) and not isinstance(each, bool) for each in value)
 
 
-def _is_late(value: Any) -> bool:
+def _is_late(value: Any, of_xcom: bool = True) -> bool:
     """Returns True for a value that is resolved at run time: a template, an XCom, a mapped task group's argument."""
-    if isinstance(value, (list, tuple)):
-        return any(map(_is_late, value))
-    if isinstance(value, dict):
-        return any(map(_is_late, value.values()))
+    if isinstance(value, (list, tuple, dict)):
+        return any(_is_late(each, of_xcom) for each in (value.values() if isinstance(value, dict) else value))
     if isinstance(value, str):
         return any(mark in value for mark in ("{{", "{%", "{#"))
-    return hasattr(value, "resolve") and not isinstance(value, os.PathLike)
+    return of_xcom and hasattr(value, "resolve") and not isinstance(value, os.PathLike)

@@ -356,7 +356,7 @@ DATAFRAME_PROGRESS_INTERVAL = 10.0
 """Seconds between two lines about a DataFrame that Spark is computing."""
 
 HTTP_REQUEST_TIMEOUT = 30.0
-"""Seconds for one request to the API server of Kubernetes, and for a browser to send one to `rankzero serve`."""
+"""Seconds for a browser to send a request to `rankzero serve`."""
 
 SPARK_SUBMIT_TIMEOUT = 180.0
 """Seconds for ``spark-submit`` to start a JVM, upload the files and get the driver accepted."""

@@ -46,7 +46,7 @@ def explanations(run: RunDirectory) -> Iterator[tuple[Job, list[str]]]:
     last, before = run.job(), None
     for number in range(last.submission + 1):
         if job := last if number == last.submission else run.job_of(number):
-            yield job, [job.beginning, *_changes(before, job), *_shipped(run, job)]
+            yield job, [job.beginning or "where it began is not recorded", *_changes(before, job), *_shipped(run, job)]
             before = job
 
 

@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -203,11 +202,15 @@ def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield show
         return
-    progress, shown, next_at = Progress(handle), "pending", 0.0
+    progress, ended, shown = Progress(handle), threading.Event(), "pending"
+    pause = bounds.PROGRESS_LINE_INTERVAL if console.is_dumb_terminal else bounds.POLL_INTERVAL_LONG
 
     def line() -> Text:
-        nonlocal shown, next_at
-        if time.monotonic() >= next_at:
+        return Text(shown, style="cyan", no_wrap=True, overflow="ellipsis")
+
+    def poll() -> None:
+        nonlocal shown
+        while not ended.wait(max(pause, handle.pace)):
             # An error while progress is read must not stop the training.
             with contextlib.suppress(Exception):
                 status = handle.status()
@@ -220,26 +223,21 @@ def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
                 facts += [] if left is None else [f"{duration(round(left))} left"]
                 numbers = [(name, value) for name, value in progress.last.items() if type(value) in (int, float)]
                 shown = "  ".join([*facts, *(f"{name} {value:.4g}" for name, value in numbers[:5])])
-            next_at = time.monotonic() + max(bounds.POLL_INTERVAL_LONG, handle.pace)
-        return Text(shown, style="cyan", no_wrap=True, overflow="ellipsis")
+                if console.is_dumb_terminal:
+                    console.print(line())
 
-    if console.is_dumb_terminal:
-        ended = threading.Event()
-
-        def tell() -> None:
-            while not ended.wait(bounds.PROGRESS_LINE_INTERVAL):
-                console.print(line())
-
-        threading.Thread(target=tell, name="rankzero-progress", daemon=True).start()
-        try:
+    # A store that does not answer holds up neither the lines of the ranks nor the end.
+    threading.Thread(target=poll, name="rankzero-progress", daemon=True).start()
+    try:
+        if console.is_dumb_terminal:
             yield show
-        finally:
-            ended.set()
-        return
-    with Live(get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
-        # Lines to a file or a pipe are printed unchanged.
-        above = sys.stdout.isatty()
-        yield lambda text: console.print(Text.from_ansi(text), soft_wrap=True) if above else show(text)
+            return
+        with Live(get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
+            # Lines to a file or a pipe are printed unchanged.
+            above = sys.stdout.isatty()
+            yield lambda text: console.print(Text.from_ansi(text), soft_wrap=True) if above else show(text)
+    finally:
+        ended.set()
 
 
 def _train(script: str, *, module: bool, no_python: bool) -> str | list[str]:

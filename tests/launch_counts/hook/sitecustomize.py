@@ -24,7 +24,7 @@ _EVENTS = {
     "os.mkdir": "directories",
 }
 # How often they are read depends on the clock; how many scratch directories are looked at, on other runs of the host.
-_POLLED = ("/status.json", "/claim", "/cancel", "/events.jsonl", "/stat")
+_POLLED = ("/status.json", "/claim", "/cancel", "/events.jsonl", "/stat", "/status")
 _exit = os._exit
 _open = os.open
 
