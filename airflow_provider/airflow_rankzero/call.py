@@ -44,8 +44,10 @@ def check_context(function: Any, op_args: Any, op_kwargs: Any) -> None:
         # It is no function, or the arguments do not fit, which has its own error.
         return
     for name, parameter in signature.parameters.items():
-        many = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        is_context = str(parameter) == "**context" if many else name in KNOWN_CONTEXT_KEYS
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            is_context = name == "context"
+        else:
+            is_context = name in KNOWN_CONTEXT_KEYS
         if is_context and name not in passed:
             raise InvalidJobError(
                 f"the parameter {str(parameter).partition(':')[0].partition('=')[0]} is named like a variable of "
