@@ -95,11 +95,12 @@ def test_a_rank_that_needs_a_while_to_fail_is_named_and_its_exception_is_not_res
     assert handle.status().attempt == 0
 
 
+@pytest.mark.parametrize("hang_timeout", [None, 600.0])
 def test_a_rank_that_has_not_failed_is_named_with_its_stack_where_only_consequences_are_known(
-    launcher: Launcher,
+    launcher: Launcher, hang_timeout: float | None
 ) -> None:
     with pytest.raises(WorkerFailedError, match="rank 0 on ") as caught:
-        launcher.run(unwind, 600.0)
+        launcher.options(hang_timeout=hang_timeout).run(unwind, 600.0)
     text = str(caught.value)
     assert caught.value.cause == "lost"
     assert "Only consequences are known" in text

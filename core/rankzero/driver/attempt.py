@@ -206,7 +206,9 @@ class Attempt:
             raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
 
     def check_hangs(self, now: float) -> None:
-        """Raises HangError if the ranks wait for each other and always will."""
+        """Raises HangError if the ranks wait for each other and always will. After a failure `judge` has the stacks."""
+        if self.facts.failures:
+            return
         if what := self._remaining.poll(now, self.facts.returned, self._hang.progress_at):
             self._recorder.announce("waiting", what)
         if self._remaining.is_hung(now):

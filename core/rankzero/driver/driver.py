@@ -192,9 +192,9 @@ class Driver:
         if placed.session.num_agents(placed.num_tasks) > MANY_AGENTS:
             allow_open_files()
         attempt = Attempt(self._run, number, placed, self._recorder, mailbox, self._watch, self._env, self._started_at)
-        if attempt.resume:
-            recorder.update(checkpoint=attempt.resume.id)
         try:
+            if attempt.resume:
+                recorder.update(checkpoint=attempt.resume.id)
             return follow(Starting(attempt), Final, mailbox, self._recorder).verdict
         finally:
             attempt.close()

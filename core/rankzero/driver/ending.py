@@ -345,7 +345,7 @@ def repeats(error: RankZeroError) -> RankZeroError:
         "The attempt before ended by the same exception, and no checkpoint was committed since, so no other was "
         "started. If one may succeed nevertheless, name the exception in restart_on="
     )
-    return error_from_json({**error.to_json(), "message": f"{error}\n{why}"})
+    return error_from_json({**error.to_json(), "message": f"{error}\n{why}", "cause": None})
 
 
 def left_waiting(returned: Collection[int], stacks: Mapping[int, str], directory: str) -> HangError:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import queue
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -167,7 +168,7 @@ class Opening(_Asking):
 
     def _close_late(self, reply: Future[Any]) -> None:
         if not reply.exception() and (session := reply.result()[0]) is not self._plan.places.session:
-            within(bounds.SESSION_CLOSE_TIMEOUT, session.close)
+            threading.Thread(target=session.close, name="rankzero-late", daemon=True).start()
 
     def on_reply(self, reply: Any, now: float) -> State:
         """Keeps the session for this attempt and later ones."""

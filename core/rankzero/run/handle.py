@@ -59,6 +59,7 @@ class RunHandle(Generic[R]):
         self._current = self._observer.current
         if job is not None:
             self._current.bind(job.submission, job.nonce)
+        self._beginning = job.beginning if job else None
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
         self._interval = bounds.SHORTEST_PACE
@@ -145,7 +146,7 @@ class RunHandle(Generic[R]):
     @property
     def beginning(self) -> str:
         """Returns where the last submission began and why: "resumed from checkpoint ..." or "from scratch: ..."."""
-        return self._run.job().beginning
+        return self._beginning if self._beginning is not None else self._run.job().beginning
 
     def __repr__(self) -> str:
         return f"RunHandle({self.directory!r})"

@@ -335,7 +335,7 @@ def copy_within(source: str, target: str) -> bool:
         return True
     filesystem, path = filesystem_of(source)
     other, target_path = filesystem_of(target)
-    if filesystem != other:
+    if filesystem.filesystem != other.filesystem:
         return False
     try:
         filesystem.cp_file(path, target_path)

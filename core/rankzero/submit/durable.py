@@ -88,7 +88,10 @@ def open_durable(
             request = repeated
         if caller.is_followed_by_another:
             handle, is_new = drivers.start(request, train, args, kwargs)
-            log.info("started the run in %s, which outlives this process: %s", run.directory, handle.beginning)
+            if is_new:
+                log.info("started the run in %s, which outlives this process: %s", run.directory, handle.beginning)
+            else:
+                log.info("attached to the run in %s, which was submitted meanwhile", run.directory)
             yield Opened(handle, attached=not is_new)
             if request.trackers:
                 attempt(log, "the wait for its trackers", functools.partial(_await_trackers, handle), None)

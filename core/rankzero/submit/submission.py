@@ -249,9 +249,11 @@ def _beginning(run: RunDirectory, existing: Existing) -> str:
         return f"resumed from {place}; to start over, change code_version{changes(existing)}"
     if comparison.differing:
         return f"from scratch: other than before: {describe(comparison.differing)}"
-    return (
-        f"from scratch: {explain_unknown(existing)}" if comparison.unknown else "from scratch: its result was delivered"
-    )
+    if comparison.unknown:
+        return f"from scratch: {explain_unknown(existing)}"
+    if existing.status.state == "succeeded":
+        return "from scratch: its result was delivered"
+    return "from scratch: the result of the training before was delivered, and no checkpoint counts since"
 
 
 @contextlib.contextmanager

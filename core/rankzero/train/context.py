@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -146,10 +147,10 @@ class _Session:
         """Prints a line with the first report of a training that has not asked for the checkpoint to resume from."""
         offered = self.writer.last if self.writer and not self.has_reported and not self.resumed else None
         if offered and self.context.rank == 0:
-            print(
-                f"rankzero: get_checkpoint() was not called, so nothing resumes from checkpoint {offered.id}",
-                flush=True,
-            )
+            # The function may have closed its output.
+            with contextlib.suppress(OSError, ValueError):
+                what = f"get_checkpoint() was not called, so nothing resumes from checkpoint {offered.id}"
+                print(f"rankzero: {what}", flush=True)
         self.has_reported = True
 
     @property

@@ -92,9 +92,11 @@ def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], boo
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
-    if payload["kind"] != "command" and start.context["rank"] == 0 and not has_worked():
+    if payload["kind"] in ("script", "module") and start.context["rank"] == 0 and not has_worked():
         what = "made no process group, reported nothing and set no result"
-        print(f"rankzero: the {payload['kind']} {what}: is its training function called?")
+        # The program may have closed its output.
+        with contextlib.suppress(OSError, ValueError):
+            print(f"rankzero: the {payload['kind']} {what}: is its training function called?", flush=True)
     return None
 
 
@@ -155,7 +157,7 @@ def _call_function(payload: dict[str, Any], args: Any, kwargs: Any, own: int) ->
     for name in payload["loaded"]:
         try:
             importlib.import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # The function may not need this module.
             print(f"rankzero: {name}, which the caller has loaded, cannot be imported here: {error}")
     sys.argv = [payload["name"]]
