@@ -197,6 +197,10 @@ class OwnDriver(Protocol):
         """Returns the end of what the driver's process has printed; empty for a thread."""
 
 
+_CANCEL_WRITTEN_AFTER = 5.0
+"""Seconds in which a slow store has a request to cancel: a driver that is signalled before it counts as interrupted."""
+
+
 class Observer:
     """Observes one run for one process."""
 
@@ -211,17 +215,14 @@ class Observer:
         self._run = run
         self._driver = driver
         self._submission = submission
-        # A forked child of this process has no child process, and cannot query the driver as its parent can.
         self._pid = os.getpid()
         self._heartbeat = HeartbeatWatch()
         self.current = CurrentStatus(run)
-        """Reads the status of the submission that is observed."""
 
     def cancel(self, receiver: Mapping[str, Any] | None, reason: str) -> None:
         """Requests the end of the run; if the store does not answer, signals a driver that this process started."""
         request = store.in_thread(lambda: self.current.cancel(receiver, reason))
-        if not wait([request], bounds.CANCEL_REQUEST_TIMEOUT).done and self._driver and os.getpid() == self._pid:
-            # The driver queries the store for the request, for a limited time, and ends the run anyway.
+        if not wait([request], _CANCEL_WRITTEN_AFTER).done and self._driver and os.getpid() == self._pid:
             self._driver.interrupt()
         request.result()
 

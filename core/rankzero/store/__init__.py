@@ -17,6 +17,7 @@ from rankzero.store.files import (
     make_directory,
     modified,
     open_read,
+    presign,
     read_bytes,
     read_from,
     remove,
@@ -30,7 +31,6 @@ from rankzero.store.files import (
     write_parts,
 )
 from rankzero.store.leftovers import abort_uploads, is_unfinished, remove_strays, remove_unfinished
-from rankzero.store.links import presign
 from rankzero.store.location import (
     STORE_VARIABLE,
     has_scheme,
