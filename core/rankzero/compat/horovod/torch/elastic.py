@@ -30,6 +30,15 @@ __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run"
 __path__: list[str] = []
 """Makes this module a package for the import system: Horovod's submodules ``state`` and ``sampler`` are this one."""
 
+R = TypeVar("R")
+
+_committed: rt.TrainContext | None = None
+"""The attempt in which this rank made its last commit."""
+
+_numbered: tuple[Any, int] = (None, 0)
+"""The current attempt, and the number of its last state."""
+
+
 class ElasticSampler(Sampler[int]):
     """Yields this rank's share of the indices that no rank has processed in this epoch.
 
@@ -39,28 +48,19 @@ class ElasticSampler(Sampler[int]):
         seed: Seed of the order.
 
     Attributes:
-        epoch: Number of the epoch, from `set_epoch`.
-        num_replicas: Number of ranks among which the indices are shared out; `rank` is this one.
         processed_indices: Indices that this rank knows to be processed in this epoch.
-        processed_num: Number of indices that all ranks have processed, if they go at the same pace.
         remaining_indices: Remaining indices of all ranks, in the order of the epoch.
-        indices: This rank's indices, as many as every other rank's: some are taken twice.
-        num_samples: Number of this rank's indices.
-        total_size: Number of all ranks' indices.
+        indices: This rank's indices, as many as every other rank's (``num_samples``): some are taken twice.
     """
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
-        self.epoch = 0
+        self.dataset, self.shuffle, self.seed, self.epoch = dataset, shuffle, seed, 0
         self.processed_indices: set[int] = set()
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Starts a new epoch, in which no index is processed."""
-        self.epoch = epoch
-        self.processed_indices = set()
+        self.epoch, self.processed_indices = epoch, set()
         self.reset()
 
     @property
@@ -86,23 +86,14 @@ class ElasticSampler(Sampler[int]):
         self.num_replicas, self.rank = (world.size(), world.rank()) if world.is_initialized() else (1, 0)
         self.num_samples = -(-len(left) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-        share = range(self.rank, self.total_size, self.num_replicas)
-        self.indices = [left[place % len(left)] for place in share]
+        self.indices = [left[at % len(left)] for at in range(self.rank, self.total_size, self.num_replicas)]
 
     def _in_order(self, indices: list[int]) -> list[int]:
         """Returns the indices in the order of the epoch."""
         if not self.shuffle:
             return indices
         generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
-        return [indices[place] for place in torch.randperm(len(indices), generator=generator, device="cpu").tolist()]
-
-    def merge(self, states: list[dict[str, Any]]) -> None:
-        """Sets rank 0's epoch, and records the indices that all ranks have processed in it.
-
-        Args:
-            states: The states of all ranks.
-        """
-        self.load_state_dict(merged(states))
+        return [indices[at] for at in torch.randperm(len(indices), generator=generator, device="cpu").tolist()]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch and the processed indices, as a sorted tensor since there may be millions."""
@@ -116,8 +107,7 @@ class ElasticSampler(Sampler[int]):
             state: The result of `state_dict`; or Horovod's, which has ``processed_num`` in place of the indices: that
                 many of the epoch's order are processed.
         """
-        self.epoch = state["epoch"]
-        indices = state.get("processed_indices")
+        self.epoch, indices = state["epoch"], state.get("processed_indices")
         if indices is None:
             indices = self._in_order(list(range(len(self.dataset))))[: state["processed_num"]]
         self.processed_indices = set(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
@@ -130,20 +120,12 @@ class ElasticSampler(Sampler[int]):
         return self.num_samples
 
 
-def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns rank 0's epoch, and the indices that all ranks have processed in it."""
+def _of_all_ranks(state: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns a sampler's state with rank 0's epoch, and the indices that all ranks have processed in it."""
+    states = allgather_object(state, f"elastic.{name}")
     epoch = states[0]["epoch"]
-    indices = torch.cat([state["processed_indices"] for state in states if state["epoch"] == epoch])
+    indices = torch.cat([each["processed_indices"] for each in states if each["epoch"] == epoch])
     return {"epoch": epoch, "processed_indices": torch.unique(indices)}
-
-
-R = TypeVar("R")
-
-
-_committed: rt.TrainContext | None = None
-"""The attempt in which this rank made its last commit."""
-
-_NOT_STATE = frozenset({"_reset_callbacks", "_bcast_object", "_rank", "_values", "_states", "_number"})
 
 
 class State:
@@ -162,8 +144,7 @@ class State:
     def __init__(
         self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        self._bcast_object = bcast_object or broadcast_object
-        self._rank = get_rank or world.rank
+        self._bcast_object, self._rank = bcast_object or broadcast_object, get_rank or world.rank
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
@@ -187,12 +168,20 @@ class State:
         """
         global _committed
         self.save()
-        saved = self.of_all_ranks(self.saved())
-        committed = {"elastic": saved, "number": _number(self)}
+        committed = {"elastic": self.of_all_ranks(self.saved()), "number": self.number()}
         rt.report({}, checkpoint=committed if world.rank() == 0 else None)
         await_checkpoint()
         broadcast_object(None, name="elastic.committed")
         _committed = rt.get_context()
+
+    def number(self) -> int:
+        """Returns the number of this state, counted in the order of first use: the same in each attempt."""
+        global _numbered
+        if not self._number:
+            context = rt.get_context()
+            self._number = _numbered[1] + 1 if _numbered[0] == context else 1
+            _numbered = context, self._number
+        return self._number
 
     def check_host_updates(self) -> None:
         """Does nothing, since the world changes only between attempts."""
@@ -211,7 +200,8 @@ class State:
 
     def saved(self) -> dict[str, Any]:
         """Returns the values from the last `save`, for a checkpoint."""
-        found = {name: value for name, value in vars(self).items() if name not in _NOT_STATE and not _is_part(value)}
+        internal = {"_reset_callbacks", "_bcast_object", "_rank", "_values", "_states", "_number"}
+        found = {name: value for name, value in vars(self).items() if name not in internal and not _is_part(value)}
         return {"attributes": found}
 
     def of_all_ranks(self, saved: dict[str, Any]) -> dict[str, Any]:
@@ -234,10 +224,7 @@ class ObjectState(State):
     """
 
     def __init__(
-        self,
-        bcast_object: Callable[..., Any] | None = None,
-        get_rank: Callable[[], int] | None = None,
-        **kwargs: Any,
+        self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(bcast_object, get_rank)
         self._values = dict(kwargs)
@@ -319,7 +306,7 @@ class TorchState(ObjectState):
             elif isinstance(part, torch.optim.Optimizer):
                 broadcast_optimizer_state(part)
             elif isinstance(part, ElasticSampler):
-                part.merge(allgather_object(part.state_dict(), f"elastic.{name}"))
+                part.load_state_dict(_of_all_ranks(part.state_dict(), name))
             else:
                 part.load_state_dict(broadcast_object(part.state_dict(), name=f"elastic.{name}"))
         super().sync()
@@ -330,11 +317,9 @@ class TorchState(ObjectState):
 
     def of_all_ranks(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Returns the saved values, in which samplers have the processed indices of all ranks."""
-        parts = dict(saved["parts"])
-        for name, state in parts.items():
-            if isinstance(getattr(self, name), ElasticSampler):
-                parts[name] = merged(allgather_object(state, f"elastic.{name}"))
-        return {**saved, "parts": parts}
+        samplers = [name for name in saved["parts"] if isinstance(getattr(self, name), ElasticSampler)]
+        merged = {name: _of_all_ranks(saved["parts"][name], name) for name in samplers}
+        return {**saved, "parts": {**saved["parts"], **merged}}
 
     def load(self, saved: dict[str, Any]) -> None:
         """Sets the attributes and each ``state_dict`` from a checkpoint of an earlier attempt."""
@@ -347,43 +332,24 @@ def _is_part(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-_numbered: tuple[Any, int] = (None, 0)
-"""The current attempt, and the number of its last state."""
-
-
-def _number(state: State) -> int:
-    """Returns the number of a state, counted in the order of first use: the same in each attempt."""
-    global _numbered
-    if not state._number:
-        context = rt.get_context()
-        state._number = _numbered[1] + 1 if _numbered[0] == context else 1
-        _numbered = context, state._number
-    return state._number
-
-
-def _names(saved: Mapping[str, Any]) -> set[str]:
-    return {*saved.get("values", ()), *saved.get("parts", ())}
-
-
 def _saved(checkpoint: Any, state: State) -> Any:
     """Returns the values that a checkpoint has for a state. Raises ValueError if it is of another state."""
     if not isinstance(checkpoint, Mapping) or "elastic" not in checkpoint:
         raise ValueError(
             "the last checkpoint is of rt.report, not of state.commit(): report no checkpoints together with commits"
         )
-    saved = checkpoint["elastic"]
-    mine, theirs = _names(state.saved()), _names(saved)
+    mine, theirs = ({*of.get("values", ()), *of.get("parts", ())} for of in (state.saved(), checkpoint["elastic"]))
     if mine != theirs:
         raise ValueError(
             f"the last commit is of a state with {', '.join(sorted(theirs))}, not {', '.join(sorted(mine))}: commit "
             "one state in a run"
         )
-    if checkpoint["number"] != _number(state):
+    if checkpoint["number"] != state.number():
         raise ValueError(
-            f"the last commit is of state {checkpoint['number']} of the training, not of state {_number(state)}: "
-            "commit one state in a run"
+            f"the last commit is of state {checkpoint['number']} of the training, not of state {state.number()}: commit "
+            "one state in a run"
         )
-    return saved
+    return checkpoint["elastic"]
 
 
 def run(function: Callable[..., R]) -> Callable[..., R]:
@@ -398,11 +364,10 @@ def run(function: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(function)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
-        _number(state)
+        state.number()
         # The state already has the values that this attempt has committed.
         if _committed != rt.get_context() and (checkpoint := rt.get_checkpoint()):
-            saved = _saved(checkpoint.load(), state)
-            state.load(saved)
+            state.load(_saved(checkpoint.load(), state))
             state.on_reset()
         state.sync()
         return function(state, *args, **kwargs)
