@@ -6,7 +6,7 @@ Imports torch, so import it in the training function's own module, or in the fun
 import sys
 
 from rankzero.compat.horovod.torch import elastic
-from rankzero.compat.horovod.torch.allreduce import (
+from rankzero.compat.horovod.torch.reductions import (
     Adasum, Average, Compression, Max, Min, Product, Sum, allreduce, allreduce_, allreduce_async, allreduce_async_,
     grouped_allreduce, grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_, grouped_reducescatter,
     grouped_reducescatter_async, poll, reducescatter, reducescatter_async, sparse_allreduce_async, synchronize,

@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from rankzero.compat.horovod.torch.allreduce import (
+from rankzero.compat.horovod.torch.reductions import (
     WORLD,
     Tensors,
     allreduce,

@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rankzero.compat.horovod.torch.allreduce import (
+from rankzero.compat.horovod.torch.reductions import (
     AVERAGE,
     SUM,
     Compression,

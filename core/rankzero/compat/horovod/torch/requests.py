@@ -1,4 +1,4 @@
-"""`Request`: an operation that a rank has issued, and the handle by which callers wait for it; its errors."""
+"""`Request`: an operation that a rank has issued, and the handle by which callers wait for it. Its errors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rankzero.compat.horovod.torch import execute
-
-if TYPE_CHECKING:
-    from rankzero.compat.horovod.torch.coordinator import Coordinator
 
 
 class HorovodInternalError(RuntimeError):
@@ -74,6 +71,10 @@ class Request:
         tensors: This rank's tensors. The coordinator writes into them, or replaces them by the results.
         finish: Makes the caller's result of the request; called once, in the thread that waits.
         splits: Number of rows for each rank in an alltoall.
+
+    Attributes:
+        rows: Number of rows that came from each rank, for each gathered tensor.
+        waiters: One entry for each thread that waits for any operation of the coordinator.
     """
 
     def __init__(
@@ -86,23 +87,17 @@ class Request:
     ) -> None:
         self.name, self.metas, self.tensors, self.splits = name, tuple(metas), list(tensors), list(splits)
         self.finish: Callable[[Request], Any] | None = finish
-        self.since = time.monotonic()
-        self.left = len(self.tensors)
+        self.since, self.left = time.monotonic(), len(self.tensors)
         self.rows: list[list[int]] = []
-        """Number of rows from each rank, for each gathered tensor."""
+        self.waiters: list[None] = []
         self.is_number = len(self.metas) == 1 and execute.is_number(self.metas[0])
         self.payload = execute.packed(self.tensors[0]) if self.is_number else 0
         self.key, self.digest = hashes(name, self.metas)
         self.event = execute.record(self.tensors)
         self.error: Exception | None = None
-        self._coordinator: Coordinator | None = None
         self._result: Any = None
         self._running = threading.Lock()
         self._running.acquire()
-
-    def issued_to(self, coordinator: Coordinator) -> None:
-        """Records the coordinator that executes the request."""
-        self._coordinator = coordinator
 
     def end(self, error: Exception | None = None) -> None:
         """Ends the wait of callers, with a result or with an error."""
@@ -115,10 +110,12 @@ class Request:
 
     def wait(self) -> Any:
         """Waits for the end of the operation, and returns its result. Raises the error with which it failed."""
-        if self._running.locked() and self._coordinator is not None:
-            with self._coordinator.waiting():
-                self._running.acquire()
-                self._running.release()
+        self.waiters.append(None)
+        try:
+            with self._running:
+                pass
+        finally:
+            self.waiters.pop()
         if self.error is not None:
             raise type(self.error)(*self.error.args) from self.error
         execute.await_event(self.event, self.tensors)

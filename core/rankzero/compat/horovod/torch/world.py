@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch.coordinator import Coordinator
-from rankzero.compat.horovod.torch.requests import Meta, Request
+from rankzero.compat.horovod.torch.requests import Meta
 from rankzero.train.context import at_return
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"a process set of the ranks {found.ranks} is there already")
     # Ranks that create different groups would block each other; this barrier detects and names them.
     number, meta = max(_sets) + 1, Meta("barrier", shape=tuple(found.ranks))
-    global_process_set.coordinator.issue(Request(f"process_set.{number}", [meta], [torch.empty(0, device="cpu")])).wait()
+    global_process_set.coordinator.issue("process_set", str(number), [meta], [torch.empty(0, device="cpu")]).wait()
     found._open(number)
     return found
 

@@ -97,9 +97,7 @@ def issue(
         # Numbers of rows may differ between ranks.
         shape = tuple(tensor.shape)[1 if kind in ("allgather", "alltoall") else 0 :]
         metas.append(Meta(kind, tensor.dtype, shape, *options, tensor.device.type))
-    coordinator = group.coordinator
-    detached = [tensor.detach() for tensor in tensors]
-    return coordinator.issue(Request(coordinator.name(kind, name), metas, detached, finish, splits))
+    return group.coordinator.issue(kind, name, metas, [tensor.detach() for tensor in tensors], finish, splits)
 
 
 def single(request: Request) -> Request:
