@@ -30,7 +30,7 @@ _PLACES = {
     "horovod.runner": ".runner",
     "horovod.spark": ".spark",
     "horovod.torch": ".torch",
-    "horovod.torch.compression": ".torch.reductions",
+    "horovod.torch.compression": ".torch.compression",
     "horovod.torch.elastic": ".torch.elastic",
     "horovod.torch.elastic.sampler": ".torch.elastic",
     "horovod.torch.elastic.state": ".torch.elastic",

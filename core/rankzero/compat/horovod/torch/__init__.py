@@ -3,11 +3,14 @@
 Imports torch, so import it in the training function's own module, or in the function.
 """
 
+# ruff: noqa: I001 (packed imports: one name a line would be a hundred lines)
+
 import sys
 
 from rankzero.compat.horovod.torch import elastic
+from rankzero.compat.horovod.torch.compression import Compression
 from rankzero.compat.horovod.torch.reductions import (
-    Adasum, Average, Compression, Max, Min, Product, Sum, allreduce, allreduce_, allreduce_async, allreduce_async_,
+    Adasum, Average, Max, Min, Product, Sum, allreduce, allreduce_, allreduce_async, allreduce_async_,
     grouped_allreduce, grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_, grouped_reducescatter,
     grouped_reducescatter_async, poll, reducescatter, reducescatter_async, sparse_allreduce_async, synchronize,
 )  # fmt: skip
@@ -17,7 +20,7 @@ from rankzero.compat.horovod.torch.ops import (
     grouped_allgather, grouped_allgather_async, join,
 )  # fmt: skip
 from rankzero.compat.horovod.torch.optimizer import DistributedOptimizer, SyncBatchNorm
-from rankzero.compat.horovod.torch.requests import HorovodInternalError, MismatchError, StallError
+from rankzero.compat.horovod.torch.operations import HorovodInternalError, MismatchError, StallError
 from rankzero.compat.horovod.torch.world import (
     ProcessSet, add_process_set, ccl_built, cross_rank, cross_size, cuda_built, ddl_built, global_process_set,
     gloo_built, gloo_enabled, init, is_homogeneous, is_initialized, local_rank, local_size, mpi_built, mpi_enabled,

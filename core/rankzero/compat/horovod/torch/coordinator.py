@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rankzero.compat.horovod.torch import execute
-from rankzero.compat.horovod.torch.requests import (
+from rankzero.compat.horovod.torch import operations
+from rankzero.compat.horovod.torch.operations import (
     HorovodInternalError,
     Meta,
     MismatchError,
@@ -85,14 +85,14 @@ class Coordinator:
         self.accelerated: Any = dist.new_group(self.ranks, timeout=limit) if dist.get_backend() != "gloo" else None
         if self.rank < 0:
             return
-        self._store = dist.PrefixStore(f"rankzero/hvd/{number}", distributed_c10d._get_default_store())
-        options = dist.ProcessGroupGloo._Options()
+        self._store = distributed_c10d.PrefixStore(f"rankzero/hvd/{number}", distributed_c10d._get_default_store())
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads = limit, 1
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
         # Not registered with torch.distributed, whose references would keep the connections of a failed rank open.
         self.control: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, options)
         self.streams: dict[torch.device, Any] = {}
-        self.batch: list[execute.Running] = []
+        self.batch: list[operations.Running] = []
         """The collectives since the last message, with their tensors."""
         self.error: Exception | None = None
         self._queue: queue.SimpleQueue[Request | int] = queue.SimpleQueue()
@@ -312,7 +312,9 @@ class Coordinator:
             if len(issued) < self.size or len({digest for digest, _ in issued.values()}) > 1:
                 unclear[key] = issued
             elif (request := self._mine[key]).is_number:
-                execute.reduce_numbers(request.metas[0], request.tensors[0], [issued[at][1] for at in range(self.size)])
+                operations.reduce_numbers(
+                    request.metas[0], request.tensors[0], [issued[at][1] for at in range(self.size)]
+                )
                 self.complete(request)
             else:
                 requests.append(request)
@@ -326,16 +328,16 @@ class Coordinator:
                 error = MismatchError(f"{name!r} is not the same on all ranks: {'; '.join(parts)}")
             mine = self._mine.get(key)
             if error is None:
-                requests.append(mine or Request(name, metas, [execute.neutral(meta) for meta in metas]))
+                requests.append(mine or Request(name, metas, [operations.neutral(meta) for meta in metas]))
             elif mine is not None:
                 self.complete(mine, error)
         if requests:
-            execute.run(self, requests)
+            operations.run(self, requests)
 
     def _tell(self, keys: Sequence[int]) -> list[dict[int, tuple[str, tuple[Meta, ...]]]]:
         """Returns the names and properties that every rank has for these operations."""
         mine = {key: (self._mine[key].name, self._mine[key].metas) for key in keys if key in self._mine}
-        return [pickle.loads(each) for each in execute.gather_bytes(self, pickle.dumps(mine))]
+        return [pickle.loads(each) for each in operations.gather_bytes(self, pickle.dumps(mine))]
 
     def _refusal(self, name: str, metas: Sequence[Meta], missing: list[int]) -> Exception | None:
         """Returns the error of an operation that some ranks lack; None if they take part with zeros."""
@@ -343,7 +345,7 @@ class Coordinator:
         if gone := [self.ranks[at] for at in missing if self._all_flags[at] & 3 == ENDED]:
             others = [rank for rank in self.ranks if rank not in lacking]
             return StallError(f"{name!r} was issued by rank {others}, but rank {gone} has ended without it")
-        if not missing or all(execute.may_join(meta) for meta in metas):
+        if not missing or all(operations.may_join(meta) for meta in metas):
             return None
         if metas[0].kind == "allreduce":
             return MismatchError(f"{name!r}: rank {lacking} has joined, which only sums and averages allow: {metas[0]}")
@@ -351,11 +353,15 @@ class Coordinator:
 
     def _lacking(self, key: int, name: str) -> str:
         issued = self._table.get(key, {})
-        has, lacks = ([rank for at, rank in enumerate(self.ranks) if (at in issued) is is_in] for is_in in (True, False))
+        has, lacks = (
+            [rank for at, rank in enumerate(self.ranks) if (at in issued) is is_in] for is_in in (True, False)
+        )
         return f"{name!r} was issued by rank {has}, but rank {lacks} has not"
 
     def _warn(self, now: float) -> None:
-        late = [one for one in list(self._mine.values()) if now - one.since > self._warn_after and one.key in self._table]
+        late = [
+            one for one in list(self._mine.values()) if now - one.since > self._warn_after and one.key in self._table
+        ]
         if late and now - self._warned > self._warn_after:
             self._warned = now
             names = "; ".join(self._lacking(one.key, one.name) for one in late[:5])

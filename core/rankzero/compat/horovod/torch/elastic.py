@@ -346,8 +346,8 @@ def _saved(checkpoint: Any, state: State) -> Any:
         )
     if checkpoint["number"] != state.number():
         raise ValueError(
-            f"the last commit is of state {checkpoint['number']} of the training, not of state {state.number()}: commit "
-            "one state in a run"
+            f"the last commit is of state {checkpoint['number']} of the training, not of state {state.number()}: "
+            "commit one state in a run"
         )
     return checkpoint["elastic"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,19 +10,20 @@ from typing import Any
 import cloudpickle
 import torch
 
+from rankzero.compat.horovod.torch.operations import Request, to_bytes
 from rankzero.compat.horovod.torch.reductions import (
-    WORLD,
     Tensors,
     allreduce,
     copied,
     grouped_allreduce,
     issue,
+    of_one,
     single,
     synchronize,
     written_into,
 )
-from rankzero.compat.horovod.torch.requests import Request
 from rankzero.compat.horovod.torch.world import ProcessSet
+from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 
 Splits = torch.Tensor | Sequence[int] | None
 
@@ -33,9 +33,7 @@ def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_s
     return issue("allgather", list(tensors), name, process_set, lambda request: request.tensors)
 
 
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = WORLD) -> Request:
-    """Starts an `allgather`; `synchronize` returns its result."""
-    return single(grouped_allgather_async([tensor], name, process_set))
+allgather_async = of_one(grouped_allgather_async, "Starts an `allgather`; `synchronize` returns its result.")
 
 
 class _Allgather(torch.autograd.Function):
@@ -52,7 +50,7 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         averages = grouped_allreduce(gradients, name=ctx.name and f"{ctx.name}.gradient", process_set=ctx.group)
         mine = ctx.group.rank()
-        return None, None, *(whole.split(rows)[mine] for whole, rows in zip(averages, ctx.rows, strict=True))
+        return None, None, *(torch.split(whole, rows)[mine] for whole, rows in zip(averages, ctx.rows, strict=True))
 
 
 def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> list[torch.Tensor]:
@@ -60,9 +58,10 @@ def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: Pr
     return list(_Allgather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
 
-def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = WORLD) -> torch.Tensor:
-    """Returns the tensors of all ranks, concatenated in the first dimension, which may differ; differentiable."""
-    return grouped_allgather([tensor], name, process_set)[0]
+allgather = of_one(
+    grouped_allgather,
+    "Returns the tensors of all ranks, concatenated in the first dimension, which may differ; differentiable.",
+)
 
 
 def _begin_alltoall(tensor: torch.Tensor, splits: Splits, name: str | None, group: ProcessSet) -> Request:
@@ -172,9 +171,6 @@ def join(device: int = -1) -> int:
     return WORLD.coordinator.join()
 
 
-# -- objects and parameters --------------------------------------------------------------------
-
-
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Any:
@@ -189,7 +185,7 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = WORLD) -> list[Any]:
     """Returns every rank's object, in the order of ranks."""
     request = grouped_allgather_async([_packed(obj)], name or "allgather_object", process_set)
-    return [_unpacked(part) for part in request.wait()[0].split(request.rows[0])]
+    return [_unpacked(part) for part in torch.split(request.wait()[0], request.rows[0])]
 
 
 def _packed(obj: Any) -> torch.Tensor:
@@ -197,7 +193,7 @@ def _packed(obj: Any) -> torch.Tensor:
 
 
 def _unpacked(data: torch.Tensor) -> Any:
-    return pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
+    return pickle.loads(to_bytes(data))
 
 
 def broadcast_parameters(

@@ -14,16 +14,14 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rankzero.compat.horovod.torch.compression import Compression
+from rankzero.compat.horovod.torch.operations import AVERAGE, SUM, HorovodInternalError, Request
 from rankzero.compat.horovod.torch.reductions import (
-    AVERAGE,
-    SUM,
-    Compression,
     allreduce,
     allreduce_async_,
     checked_op,
     sparse_allreduce_async,
 )
-from rankzero.compat.horovod.torch.requests import HorovodInternalError, Request
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set, size
 
 _hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
@@ -223,9 +221,7 @@ class _Reducer:
     compression: Any = Compression.none
     sparse_as_dense = False
 
-    def __init__(
-        self, known: dict[torch.Tensor, str], op: str, scales: tuple[float, float], group: ProcessSet
-    ) -> None:
+    def __init__(self, known: dict[torch.Tensor, str], op: str, scales: tuple[float, float], group: ProcessSet) -> None:
         self._known, self._op, self._scales, self._group = known, op, scales, group
         self.should_synchronize, self._is_synchronized, self._is_ready = True, False, False
         # A second optimizer may have parameters with the same names, such as the second network of a GAN.

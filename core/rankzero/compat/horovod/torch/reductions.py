@@ -7,48 +7,13 @@ from typing import Any
 
 import torch
 
-from rankzero.compat.horovod.torch.execute import AVERAGE, MAX, MIN, PRODUCT, SUM
-from rankzero.compat.horovod.torch.requests import Meta, Request
+from rankzero.compat.horovod.torch.compression import Compression
+from rankzero.compat.horovod.torch.operations import AVERAGE, MAX, MIN, PRODUCT, SUM, Meta, Request
 from rankzero.compat.horovod.torch.world import ProcessSet
-from rankzero.compat.horovod.torch.world import global_process_set as WORLD  # noqa: N812
+from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 
 Average, Sum, Min, Max, Product, Adasum = AVERAGE, SUM, MIN, MAX, PRODUCT, "Adasum"
 Tensors = Sequence[torch.Tensor]
-
-
-class Compressor:
-    """The interface of a compression, and the compression that sends tensors unchanged."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns the tensor to send, and the context that `decompress` needs."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Returns the received tensor in its original type."""
-        return tensor
-
-
-class FP16Compressor(Compressor):
-    """Sends floating-point tensors as float16."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns the tensor to send, and its type."""
-        return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Returns the received tensor in its original type."""
-        return tensor.to(context)
-
-
-class Compression:
-    """The compressions that the operations accept: ``none`` and ``fp16``."""
-
-    none = Compressor
-    fp16 = FP16Compressor
 
 
 def poll(handle: Request | Sequence[Request]) -> bool:
@@ -76,6 +41,15 @@ def checked_op(op: str | None, average: bool | None = None) -> str:
     return SUM if average is False else op or AVERAGE
 
 
+def checked(tensor: Any) -> torch.Tensor:
+    """Returns a dense tensor unchanged. Raises TypeError for anything else."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a collective takes a torch.Tensor, not a {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError("a collective takes a dense tensor: to_dense() it, or use hvd.sparse_allreduce_async")
+    return tensor
+
+
 def issue(
     kind: str,
     tensors: Tensors,
@@ -87,11 +61,7 @@ def issue(
 ) -> Request:
     """Issues an operation; ranks match it by its kind and its name, or the number of the call without a name."""
     metas = []
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"a collective takes a torch.Tensor, not a {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError("a collective takes a dense tensor: to_dense() it, or use hvd.sparse_allreduce_async")
+    for tensor in map(checked, tensors):
         if kind in ("allgather", "alltoall", "reducescatter") and not tensor.dim():
             raise ValueError(f"{kind} takes tensors with a first dimension, not a scalar")
         # Numbers of rows may differ between ranks.
@@ -100,30 +70,39 @@ def issue(
     return group.coordinator.issue(kind, name, metas, [tensor.detach() for tensor in tensors], finish, splits)
 
 
+def of_one(grouped: Callable[..., Any], text: str) -> Callable[..., Any]:
+    """Returns the function of one tensor that a function of several tensors makes; its other arguments are the same."""
+
+    def function(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = grouped([tensor], *args, **kwargs)
+        return single(found) if isinstance(found, Request) else found[0]
+
+    function.__doc__ = f"{text} Arguments as for `{grouped.__name__}`."
+    return function
+
+
 def single(request: Request) -> Request:
     """Returns a handle whose result is the first tensor of the operation."""
-    whole = request.finish or (lambda request: request.tensors)
-    request.finish = lambda request: whole(request)[0]
+    whole = request.finish
+    request.finish = lambda request: whole(request)[0] if whole else request.tensors[0]
     return request
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy into which another thread may write, unlike into one that is made in inference mode."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        return tensor
     with torch.inference_mode(False), torch.no_grad():
-        return tensor.detach().resolve_conj().resolve_neg().clone()
+        return checked(tensor).detach().resolve_conj().resolve_neg().clone()
 
 
 def written_into(tensors: Tensors) -> tuple[list[torch.Tensor], Callable[[Request], list[torch.Tensor]]]:
     """Returns tensors that stand for those into which results are written, and the function that completes these."""
-    sent = []
-    for tensor in tensors:
-        is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
-        if is_dense and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
-            raise ValueError("elements of the tensor share their memory (expand): nothing can be written there; clone() it")
+    sent = list(map(checked, tensors))
+    for at, tensor in enumerate(sent):
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError("elements of the tensor share their memory (expand): clone() it, to write there")
         # The memory of a conjugated or negated tensor does not contain its values.
-        sent.append(copied(tensor) if is_dense and (tensor.is_inference() or tensor.is_conj() or tensor.is_neg()) else tensor)
+        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+            sent[at] = copied(tensor)
 
     def finish(_: Request) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -131,8 +110,6 @@ def written_into(tensors: Tensors) -> tuple[list[torch.Tensor], Callable[[Reques
 
     return sent, finish
 
-
-# -- reductions --------------------------------------------------------------------------------
 
 _REDUCIBLE = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -143,9 +120,7 @@ _REDUCIBLE = {
 def _reduce(
     kind: str, tensors: Tensors, name: str | None, op: str, before: float, after: float, group: ProcessSet
 ) -> Request:
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            continue
+    for tensor in map(checked, tensors):
         # Types that torch reduces wrongly, not at all, or only in small tensors.
         if tensor.dtype not in _REDUCIBLE:
             raise TypeError(f"torch does not reduce tensors of {tensor.dtype}: convert it before")
@@ -213,20 +188,9 @@ def grouped_allreduce_(tensors: Tensors, *args: Any, **kwargs: Any) -> list[torc
     return found
 
 
-def allreduce_async_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Request:
-    """Starts a reduction in place; `synchronize` returns the tensor."""
-    return single(grouped_allreduce_async_([tensor], *args, **kwargs))
-
-
-def allreduce_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Request:
-    """Starts a reduction; `synchronize` returns a new tensor."""
-    return allreduce_async_(copied(tensor), *args, **kwargs)
-
-
-def allreduce_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Reduces every rank's tensor in place, and returns it. Arguments as for `grouped_allreduce_async_`."""
-    found: torch.Tensor = allreduce_async_(tensor, *args, **kwargs).wait()
-    return found
+allreduce_async_ = of_one(grouped_allreduce_async_, "Starts a reduction in place; `synchronize` returns the tensor.")
+allreduce_async = of_one(grouped_allreduce_async, "Starts a reduction; `synchronize` returns a new tensor.")
+allreduce_ = of_one(grouped_allreduce_, "Reduces every rank's tensor in place, and returns it.")
 
 
 def grouped_allreduce(
@@ -260,12 +224,12 @@ def grouped_allreduce(
     return _compressed("allreduce", tensors, name, compression, *options)
 
 
-def allreduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Returns the reduction of every rank's tensor, on every rank; differentiable. As `grouped_allreduce`."""
-    return grouped_allreduce([tensor], *args, **kwargs)[0]
+allreduce = of_one(grouped_allreduce, "Returns the reduction of every rank's tensor; differentiable.")
 
 
-def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: str = AVERAGE, process_set: ProcessSet = WORLD) -> Request:
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: str = AVERAGE, process_set: ProcessSet = WORLD
+) -> Request:
     """Starts a reduction of a sparse tensor, whose rows travel; `synchronize`, or a call, returns a sparse tensor."""
     if op not in (AVERAGE, SUM):
         raise ValueError(f"a sparse gradient can be averaged or summed, not reduced by {op}")
@@ -312,11 +276,5 @@ def grouped_reducescatter(
     return _compressed("reducescatter", tensors, name, compression, *options)
 
 
-def reducescatter_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Request:
-    """Starts a `reducescatter`; arguments as for `grouped_reducescatter_async`."""
-    return single(grouped_reducescatter_async([tensor], *args, **kwargs))
-
-
-def reducescatter(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Returns this rank's rows of the reduction of every rank's tensor; differentiable."""
-    return grouped_reducescatter([tensor], *args, **kwargs)[0]
+reducescatter_async = of_one(grouped_reducescatter_async, "Starts a `reducescatter`; `synchronize` returns its result.")
+reducescatter = of_one(grouped_reducescatter, "Returns this rank's rows of the reduction; differentiable.")

@@ -6,7 +6,7 @@ import atexit
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch.coordinator import Coordinator
-from rankzero.compat.horovod.torch.requests import Meta
+from rankzero.compat.horovod.torch.operations import Meta
 from rankzero.train.context import at_return
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,8 @@ class ProcessSet:
     def coordinator(self) -> Coordinator:
         """Returns the coordinator that executes the set's operations. Raises ValueError before it is created."""
         if self._coordinator is None:
-            is_world = self is global_process_set
-            raise ValueError(
-                "Horovod has not been initialized; use hvd.init()."
-                if is_world
-                else "give it to hvd.add_process_set first"
-            )
+            is_world, text = self is global_process_set, "Horovod has not been initialized; use hvd.init()."
+            raise ValueError(text if is_world else "give it to hvd.add_process_set first")
         return self._coordinator
 
     def size(self) -> int:
@@ -91,7 +87,8 @@ global_process_set = ProcessSet([])
 _sets: dict[int, ProcessSet] = {}
 _opened = itertools.count()
 _world: Any = None
-"""torch's process group when this process became a rank."""
+_process = 0
+"""torch's process group, and the process, when this process became a rank."""
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -104,13 +101,13 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     Raises:
         ValueError: ``comm`` is an MPI communicator or a part of the ranks.
     """
-    global _world
+    global _world, _process
     if is_initialized():
         return
     # Ends the sets of an earlier training of this process that failed.
     shutdown()
     rt.ensure_process_group()
-    _world = dist.group.WORLD
+    _world, _process = dist.group.WORLD, os.getpid()
     everybody = list(range(dist.get_world_size()))
     if comm is not None and (not isinstance(comm, (list, tuple)) or sorted(comm) not in ([], everybody)):
         raise ValueError(f"comm is {comm!r}; MPI communicators are not supported: use hvd.add_process_set(ranks)")
@@ -125,7 +122,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 @atexit.register
 def shutdown() -> None:
     """Ends this rank's part once all ranks end theirs; operations that still wait for this rank fail on other ranks."""
-    found = list(_sets.values())
+    # A process that a rank has forked has none of its threads.
+    found = list(_sets.values()) if _process == os.getpid() else []
     for process_set in found:
         process_set.coordinator.end()
     for process_set in found:
@@ -181,66 +179,35 @@ def size() -> int:
     return global_process_set.coordinator.size
 
 
-def _context() -> rt.TrainContext:
-    size()
-    return rt.get_context()
+def _answer(value: Callable[[], int], text: str) -> Callable[[], int]:
+    """Returns a function that answers a question about the rank or about torch."""
+
+    def answer() -> int:
+        return value()
+
+    answer.__doc__ = f"Returns {text}."
+    return answer
 
 
-def local_rank() -> int:
-    """Returns the index of this rank in its task: ``cuda:{local_rank()}`` is its GPU, wherever ranks are placed."""
-    return _context().local_rank
+def _of_context(name: str, text: str) -> Callable[[], int]:
+    return _answer(lambda: size() and getattr(rt.get_context(), name), text)
 
 
-def local_size() -> int:
-    """Returns the number of ranks in this task."""
-    return _context().local_world_size
-
-
-def cross_rank() -> int:
-    """Returns the index of this rank's task."""
-    return _context().node_rank
-
-
-def cross_size() -> int:
-    """Returns the number of tasks."""
-    return _context().num_nodes
-
-
-def is_homogeneous() -> bool:
-    """Returns True, since every task has the same number of ranks."""
-    return size() > 0
-
-
-def gloo_built() -> bool:
-    """Returns True if torch has gloo; also as ``gloo_enabled``."""
-    return dist.is_gloo_available()
-
-
-def nccl_built() -> int:
-    """Returns the version of NCCL that torch has; 0 if it has none."""
-    if not dist.is_nccl_available():
-        return 0
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return version if isinstance(version, int) else version[0] * 10000 + version[1] * 100 + version[2]
-
-
-def cuda_built() -> bool:
-    """Returns True if torch has CUDA."""
-    return torch.version.cuda is not None
-
-
-def rocm_built() -> bool:
-    """Returns True if torch has ROCm."""
-    return torch.version.hip is not None
-
-
-def mpi_built() -> bool:
-    """Returns False: MPI, IBM's DDL and Intel's oneCCL are not supported; also by their other names."""
-    return False
-
-
-gloo_enabled = gloo_built
-mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = mpi_built
+local_rank = _of_context("local_rank", "the index of this rank in its task: ``cuda:{local_rank()}`` is always its GPU")
+local_size = _of_context("local_world_size", "the number of ranks in this task")
+cross_rank = _of_context("node_rank", "the index of this rank's task")
+cross_size = _of_context("num_nodes", "the number of tasks")
+is_homogeneous = _answer(lambda: size() > 0, "True, since every task has the same number of ranks")
+gloo_built = gloo_enabled = _answer(dist.is_gloo_available, "True if torch has gloo")
+nccl_built = _answer(
+    lambda: sum(part * 100**place for place, part in enumerate(reversed(torch.cuda.nccl.version()[:3])))  # type: ignore[no-untyped-call]
+    if dist.is_nccl_available() else 0, "the version of NCCL that torch has, such as 22703; 0 if it has none",
+)  # fmt: skip
+cuda_built = _answer(lambda: torch.version.cuda is not None, "True if torch has CUDA")
+rocm_built = _answer(lambda: torch.version.hip is not None, "True if torch has ROCm")
+mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answer(
+    lambda: False, "False: MPI, IBM's DDL and Intel's oneCCL are not supported"
+)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

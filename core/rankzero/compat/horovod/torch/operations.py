@@ -1,11 +1,15 @@
-"""Executes the operations on which all ranks have agreed, in the same order on each, with torch.distributed."""
+"""Operations: the requests of ranks, the errors, and the execution of what all ranks have agreed on."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import hashlib
 import math
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +18,6 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from rankzero.compat.horovod.torch.coordinator import Coordinator
-    from rankzero.compat.horovod.torch.requests import Meta, Request
 
 AVERAGE, SUM, MIN, MAX, PRODUCT = "Average", "Sum", "Min", "Max", "Product"
 
@@ -35,6 +38,119 @@ _OF_NUMBERS: dict[str, Callable[[list[float]], float]] = {
 
 _WIDER = {torch.int16: torch.int32}
 """Types that torch cannot reduce, each with the wider type in which it is reduced."""
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed: a rank has died, or ranks do not agree.
+
+    Its messages, their causes and what to do: docs/errors.md#horovodinternalerror
+    """
+
+
+class MismatchError(HorovodInternalError, ValueError):
+    """Ranks issued the same name for different things; names them.
+
+    Its messages, their causes and what to do: docs/errors.md#mismatcherror
+    """
+
+
+class StallError(HorovodInternalError, TimeoutError):
+    """Ranks wait for something that another one does not issue; names it, and the ranks.
+
+    Its messages, their causes and what to do: docs/errors.md#stallerror
+    """
+
+
+class Meta(NamedTuple):
+    """The properties of an operation that must be equal on all ranks."""
+
+    kind: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    op: str = ""
+    root: int = 0
+    before: float = 1.0
+    after: float = 1.0
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        scale = f"prescale {self.before:g}, postscale {self.after:g}" if (self.before, self.after) != (1, 1) else ""
+        parts = [self.kind, self.op, str(self.dtype or ""), str(list(self.shape)), scale]
+        parts += [f"of rank {self.root}" if self.kind == "broadcast" else "", self.device.replace("cpu", "")]
+        return " ".join(filter(None, parts))
+
+
+@functools.lru_cache(maxsize=65536)
+def hashes(name: str, metas: tuple[Meta, ...]) -> tuple[int, int]:
+    """Returns 64 bits for the name and 64 bits for the rest, the same in every process."""
+    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (name, repr(metas)))
+    first, second = (int.from_bytes(digest, "little", signed=True) for digest in digests)
+    return first, second
+
+
+class Request:
+    """An operation of this rank, and the caller's handle. A group is one operation with several tensors.
+
+    Args:
+        name: Name by which ranks match the operation.
+        metas: Properties of each tensor that must be equal on all ranks.
+        tensors: This rank's tensors. The coordinator writes into them, or replaces them by the results.
+        finish: Makes the caller's result of the request; called once, in the thread that waits.
+        splits: Number of rows for each rank in an alltoall.
+
+    Attributes:
+        rows: Number of rows that came from each rank, for each gathered tensor.
+        waiters: One entry for each thread that waits for any operation of the coordinator.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        metas: Sequence[Meta],
+        tensors: Sequence[torch.Tensor],
+        finish: Callable[[Request], Any] = lambda request: request.tensors,
+        splits: Sequence[int] = (),
+    ) -> None:
+        self.name, self.metas, self.splits = name, tuple(metas), list(splits)
+        self.tensors: list[torch.Tensor] = list(tensors)
+        self.finish: Callable[[Request], Any] | None = finish
+        self.since, self.left = time.monotonic(), len(self.tensors)
+        self.rows: list[list[int]] = []
+        self.waiters: list[None] = []
+        self.is_number = len(self.metas) == 1 and is_number(self.metas[0])
+        self.payload = packed(self.tensors[0]) if self.is_number else 0
+        self.key, self.digest = hashes(name, self.metas)
+        self.event = record(self.tensors)
+        self.error: Exception | None = None
+        self._result: Any = None
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Ends the wait of callers, with a result or with an error."""
+        self.error = error
+        self._running.release()
+
+    def poll(self) -> bool:
+        """Returns True if `wait` would not wait."""
+        return not self._running.locked()
+
+    def wait(self) -> Any:
+        """Waits for the end of the operation, and returns its result. Raises the error with which it failed."""
+        self.waiters.append(None)
+        try:
+            with self._running:
+                pass
+        finally:
+            self.waiters.pop()
+        if self.error is not None:
+            raise type(self.error)(*self.error.args) from self.error
+        await_event(self.event, self.tensors)
+        if self.finish is not None:
+            self._result, self.finish = self.finish(self), None
+        return self._result
+
+    __call__ = wait
 
 
 class Running(NamedTuple):
@@ -95,8 +211,9 @@ def packed(tensor: torch.Tensor) -> int:
     return int.from_bytes(struct.pack("<d", tensor.item()), "little", signed=True)
 
 
-def reduce_numbers(meta: Meta, tensor: torch.Tensor, payloads: Sequence[int]) -> None:
+def reduce_numbers(request: Request, payloads: Sequence[int]) -> None:
     """Reduces the numbers of all ranks, in the same order on each."""
+    meta, tensor = request.metas[0], request.tensors[0]
     numbers = [struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0] * meta.before for bits in payloads]
     tensor.fill_(_OF_NUMBERS[meta.op](numbers) * meta.after)
 
@@ -182,7 +299,7 @@ def _reduce(group: Coordinator, parts: list[tuple[Meta, torch.Tensor, Request]])
     if meta.before != 1.0:
         flat.copy_(_scaled(flat, meta.before))
     options, sent = dist.AllreduceOptions(), torch.view_as_real(flat) if flat.is_complex() else flat
-    options.reduceOp = _REDUCE[meta.op]
+    options.reduceOp = _REDUCE[meta.op]  # type: ignore[assignment]
     work = group.group(flat.device).allreduce([sent], options)
 
     def finish() -> None:
@@ -192,7 +309,7 @@ def _reduce(group: Coordinator, parts: list[tuple[Meta, torch.Tensor, Request]])
             total = flat.div_(group.size) if _is_real(flat) else torch.div(flat, group.size, rounding_mode="trunc")
         total = _scaled(total, meta.after) if meta.after != 1.0 else total
         if not is_one or total.data_ptr() != tensors[0].data_ptr():
-            for tensor, part in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
+            for tensor, part in zip(tensors, torch.split(total, [tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
     return Running(work, finish, [request for _, _, request in parts], [sent])
