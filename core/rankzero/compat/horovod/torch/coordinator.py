@@ -312,9 +312,7 @@ class Coordinator:
             if len(issued) < self.size or len({digest for digest, _ in issued.values()}) > 1:
                 unclear[key] = issued
             elif (request := self._mine[key]).is_number:
-                operations.reduce_numbers(
-                    request.metas[0], request.tensors[0], [issued[at][1] for at in range(self.size)]
-                )
+                operations.reduce_numbers(request, [issued[at][1] for at in range(self.size)])
                 self.complete(request)
             else:
                 requests.append(request)
