@@ -16,8 +16,7 @@ BACKWARD = f'  File "{SITE}/autograd/graph.py", line 824 in _engine_run_backward
 SAVE = f'  File "{SITE}/distributed/checkpoint/filesystem.py", line 9 in write\n{USER}'
 EVALUATE = f'  File "{SITE}/nn/modules/linear.py", line 125 in forward\n{USER}'
 HVD = f"""
-  File "/usr/lib/python3.12/threading.py", line 3 in wait
-  File "/x/rankzero/compat/horovod/torch/ops.py", line 9 in wait
+  File "/x/rankzero/compat/horovod/torch/operations.py", line 9 in wait
 {USER}"""
 NATIVE = ""
 

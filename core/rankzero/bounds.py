@@ -240,9 +240,6 @@ PROGRESS_LINE_INTERVAL = 5.0
 PROGRESS_REDRAW_INTERVAL = 0.2
 """Seconds between two progress lines in a log, and between two updates of the progress line in a terminal."""
 
-HVD_ROUND_PAUSE = 0.001
-"""Seconds before Horovod's next round after a round without a ready operation."""
-
 # Readers: reports, cards, the command line and trackers.
 
 WATCH_INTERVAL = 2.0

@@ -330,3 +330,10 @@ def test_a_killed_peer_is_named_by_its_rank() -> None:
     one.communicate(timeout=120)
     assert "rank [1] has died, while rank 0 waited for 'allreduce.gradient'" in output
     assert (zero.returncode, one.returncode) == (0, -9)
+
+
+def test_a_rank_that_waits_in_hvd_counts_as_waiting() -> None:
+    from rankzero.compat.horovod.torch import operations
+    from rankzero.driver.hangs import is_waiting
+
+    assert is_waiting(f'  File "{operations.__file__}", line 1 in wait\n')

@@ -107,6 +107,8 @@ class Coordinator:
         self._row = array.array("q", bytes(8 * (2 + 3 * CAPACITY)))
         self._rows = self._row * self.size
         self._buffers = [torch.frombuffer(each, dtype=torch.int64) for each in (self._rows, self._row)]
+        self._runs = threading.Lock()
+        self._runs.acquire()
         self._thread = threading.Thread(target=self._run, name="rankzero-horovod", daemon=True)
         self._thread.start()
 
@@ -156,7 +158,9 @@ class Coordinator:
     def close(self) -> None:
         """Waits until all ranks have ended or one has failed, and closes the connections."""
         if self.rank >= 0:
-            self._thread.join()
+            # Waits here, where a rank counts as one that waits for others.
+            with self._runs:
+                self._thread.join()
             self._disconnect()
 
     def group(self, device: torch.device) -> Any:
@@ -188,6 +192,7 @@ class Coordinator:
             self._mine.clear()
         for request in found:
             request.end(failed)
+        self._runs.release()
         if failed.__cause__ is not None:
             traceback.clear_frames(failed.__cause__.__traceback__)
             self._disconnect()

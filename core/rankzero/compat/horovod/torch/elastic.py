@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -27,8 +29,14 @@ from rankzero.train.context import await_checkpoint
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "shutdown"]
 
+_NAME = "rankzero.compat.horovod.torch.elastic"
+
 __path__: list[str] = []
 """Makes this module a package for the import system: Horovod's submodules ``state`` and ``sampler`` are this one."""
+
+if __name__ != _NAME:
+    # ``rankzero.compat.horovod.common.elastic``, which the import system finds by this file, too.
+    sys.modules[__name__] = importlib.import_module(_NAME)
 
 R = TypeVar("R")
 
