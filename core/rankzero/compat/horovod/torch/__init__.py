@@ -10,14 +10,15 @@ import sys
 from rankzero.compat.horovod.torch import elastic
 from rankzero.compat.horovod.torch.compression import Compression
 from rankzero.compat.horovod.torch.reductions import (
-    Adasum, Average, Max, Min, Product, Sum, allreduce, allreduce_, allreduce_async, allreduce_async_,
-    grouped_allreduce, grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_, grouped_reducescatter,
-    grouped_reducescatter_async, poll, reducescatter, reducescatter_async, sparse_allreduce_async, synchronize,
+    Adasum, Average, Max, Min, Product, Sum, allreduce, allreduce_, allreduce_async, allreduce_async_, allgather,
+    allgather_async, grouped_allgather, grouped_allgather_async, grouped_allreduce, grouped_allreduce_,
+    grouped_allreduce_async, grouped_allreduce_async_, grouped_reducescatter, grouped_reducescatter_async, poll,
+    reducescatter, reducescatter_async, sparse_allreduce_async, synchronize,
 )  # fmt: skip
 from rankzero.compat.horovod.torch.ops import (
-    allgather, allgather_async, allgather_object, alltoall, alltoall_async, barrier, broadcast, broadcast_,
+    allgather_object, alltoall, alltoall_async, barrier, broadcast, broadcast_,
     broadcast_async, broadcast_async_, broadcast_object, broadcast_optimizer_state, broadcast_parameters,
-    grouped_allgather, grouped_allgather_async, join,
+    join,
 )  # fmt: skip
 from rankzero.compat.horovod.torch.optimizer import DistributedOptimizer, SyncBatchNorm
 from rankzero.compat.horovod.torch.operations import HorovodInternalError, MismatchError, StallError

@@ -176,7 +176,7 @@ class State:
         """
         global _committed
         self.save()
-        committed = {"elastic": self.of_all_ranks(self.saved()), "number": self.number()}
+        committed = {"elastic": self.saved(), "number": self.number()}
         rt.report({}, checkpoint=committed if world.rank() == 0 else None)
         await_checkpoint()
         broadcast_object(None, name="elastic.committed")
@@ -207,18 +207,19 @@ class State:
         raise NotImplementedError
 
     def saved(self) -> dict[str, Any]:
-        """Returns the values from the last `save`, for a checkpoint."""
+        """Returns the values from the last `save`, for a checkpoint; samplers' with the indices of all ranks."""
         internal = {"_reset_callbacks", "_bcast_object", "_rank", "_values", "_states", "_number"}
-        found = {name: value for name, value in vars(self).items() if name not in internal and not _is_part(value)}
-        return {"attributes": found}
-
-    def of_all_ranks(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values of `saved`, completed with those that only other ranks have."""
-        return saved
+        own = {} if type(self).save.__module__ == __name__ else vars(self)
+        attributes = {name: value for name, value in own.items() if name not in internal and not _is_part(value)}
+        parts = dict(vars(self).get("_states", {}))
+        for name in parts:
+            if isinstance(getattr(self, name), ElasticSampler):
+                parts[name] = _of_all_ranks(parts[name], name)
+        return {"attributes": attributes, "values": vars(self).get("_values", {}), "parts": parts}
 
     def load(self, saved: dict[str, Any]) -> None:
         """Sets the values of `saved` in a later attempt, and restores the state from them."""
-        vars(self).update(saved.get("attributes", {}))
+        vars(self).update(saved["attributes"], _values=saved["values"], _states=saved["parts"])
         self.restore()
 
 
@@ -256,16 +257,6 @@ class ObjectState(State):
         for name, value in broadcast_object(values, name="elastic.values").items():
             setattr(self, name, value)
         self.save()
-
-    def saved(self) -> dict[str, Any]:
-        """Returns the saved attributes; for a subclass that overrides `save`, all attributes."""
-        others = {} if type(self).save.__module__ == __name__ else super().saved()
-        return {**others, "values": self._values}
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Sets the attributes from a checkpoint of an earlier attempt."""
-        self._values = saved["values"]
-        super().load(saved)
 
 
 class TorchState(ObjectState):
@@ -319,21 +310,6 @@ class TorchState(ObjectState):
                 part.load_state_dict(broadcast_object(part.state_dict(), name=f"elastic.{name}"))
         super().sync()
 
-    def saved(self) -> dict[str, Any]:
-        """Returns the saved attributes and each saved ``state_dict``."""
-        return {**super().saved(), "parts": self._states}
-
-    def of_all_ranks(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Returns the saved values, in which samplers have the processed indices of all ranks."""
-        samplers = [name for name in saved["parts"] if isinstance(getattr(self, name), ElasticSampler)]
-        merged = {name: _of_all_ranks(saved["parts"][name], name) for name in samplers}
-        return {**saved, "parts": {**saved["parts"], **merged}}
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Sets the attributes and each ``state_dict`` from a checkpoint of an earlier attempt."""
-        self._states = saved["parts"]
-        super().load(saved)
-
 
 def _is_part(value: object) -> bool:
     """Returns True if a value is saved by its own ``state_dict``."""
@@ -346,7 +322,8 @@ def _saved(checkpoint: Any, state: State) -> Any:
         raise ValueError(
             "the last checkpoint is of rt.report, not of state.commit(): report no checkpoints together with commits"
         )
-    mine, theirs = ({*of.get("values", ()), *of.get("parts", ())} for of in (state.saved(), checkpoint["elastic"]))
+    own, kept = vars(state), checkpoint["elastic"]
+    mine, theirs = {*own.get("_values", ()), *own.get("_states", ())}, {*kept["values"], *kept["parts"]}
     if mine != theirs:
         raise ValueError(
             f"the last commit is of a state with {', '.join(sorted(theirs))}, not {', '.join(sorted(mine))}: commit "
@@ -357,7 +334,7 @@ def _saved(checkpoint: Any, state: State) -> Any:
             f"the last commit is of state {checkpoint['number']} of the training, not of state {state.number()}: "
             "commit one state in a run"
         )
-    return checkpoint["elastic"]
+    return kept
 
 
 def run(function: Callable[..., R]) -> Callable[..., R]:

@@ -12,12 +12,13 @@ import torch
 
 from rankzero.compat.horovod.torch.operations import Request, to_bytes
 from rankzero.compat.horovod.torch.reductions import (
-    Tensors,
+    allgather_async,
     allreduce,
+    checked,
     copied,
-    grouped_allreduce,
+    differentiable,
+    gradient_of,
     issue,
-    of_one,
     single,
     synchronize,
     written_into,
@@ -26,42 +27,6 @@ from rankzero.compat.horovod.torch.world import ProcessSet
 from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 
 Splits = torch.Tensor | Sequence[int] | None
-
-
-def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> Request:
-    """Starts a `grouped_allgather`; `synchronize` returns its results."""
-    return issue("allgather", list(tensors), name, process_set, lambda request: request.tensors)
-
-
-allgather_async = of_one(grouped_allgather_async, "Starts an `allgather`; `synchronize` returns its result.")
-
-
-class _Allgather(torch.autograd.Function):
-    """Differentiable allgather. The gradient is this rank's rows of the average, as in Horovod."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str | None, group: ProcessSet, *tensors: torch.Tensor) -> Any:
-        request = grouped_allgather_async(tensors, name, group)
-        found = tuple(request.wait())
-        ctx.rows, ctx.name, ctx.group = request.rows, name, group
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        averages = grouped_allreduce(gradients, name=ctx.name and f"{ctx.name}.gradient", process_set=ctx.group)
-        mine = ctx.group.rank()
-        return None, None, *(torch.split(whole, rows)[mine] for whole, rows in zip(averages, ctx.rows, strict=True))
-
-
-def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> list[torch.Tensor]:
-    """Returns the `allgather` of several tensors, executed together; differentiable."""
-    return list(_Allgather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
-
-
-allgather = of_one(
-    grouped_allgather,
-    "Returns the tensors of all ranks, concatenated in the first dimension, which may differ; differentiable.",
-)
 
 
 def _begin_alltoall(tensor: torch.Tensor, splits: Splits, name: str | None, group: ProcessSet) -> Request:
@@ -87,20 +52,6 @@ def alltoall_async(
     return single(request) if splits is None else request
 
 
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, group: ProcessSet) -> Any:
-        rows, received = _begin_alltoall(tensor, splits, name, group).wait()
-        ctx.received, ctx.name, ctx.group = received.tolist(), name, group
-        ctx.mark_non_differentiable(received)
-        return rows, received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
-        back, _ = alltoall(gradient, ctx.received, ctx.name and f"{ctx.name}.gradient", ctx.group)
-        return back, None, None, None
-
-
 def alltoall(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Any:
@@ -109,19 +60,28 @@ def alltoall(
     Returns:
         The rows from every rank; with ``splits`` also how many came from each.
     """
-    found: Any = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
-    return found[0] if splits is None else found
+
+    def backward(rows: list[list[int]], gradients: list[torch.Tensor]) -> Any:
+        return [alltoall(gradients[0], rows[0], gradient_of(name), process_set)[0]]
+
+    found = differentiable(
+        lambda them: _begin_alltoall(them[0], splits, name, process_set), backward, [checked(tensor)]
+    )
+    return found[0] if splits is None else tuple(found)
+
+
+def _begin_broadcast(tensor: torch.Tensor, root: int, name: str | None, group: ProcessSet) -> Request:
+    if group.coordinator and root not in group.ranks:
+        raise ValueError(f"root_rank is {root}; the ranks are {group.ranks}")
+    sent, finish = written_into([tensor])
+    return issue("broadcast", sent, name, group, finish, ("", group.ranks.index(root), 1.0, 1.0))
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Request:
     """Starts a broadcast into the tensor; `synchronize` returns it."""
-    if process_set.coordinator and root_rank not in process_set.ranks:
-        raise ValueError(f"root_rank is {root_rank}; the ranks are {process_set.ranks}")
-    sent, finish = written_into([tensor])
-    options = "", process_set.ranks.index(root_rank), 1.0, 1.0
-    return single(issue("broadcast", sent, name, process_set, finish, options))
+    return single(_begin_broadcast(tensor, root_rank, name, process_set))
 
 
 def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Request:
@@ -135,26 +95,19 @@ def broadcast_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return found
 
 
-class _Broadcast(torch.autograd.Function):
-    """Differentiable broadcast. The gradient is the average on the root, as in Horovod, and zero on other ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root: int, name: str | None, group: ProcessSet) -> Any:
-        ctx.root, ctx.name, ctx.group = root, name, group
-        return broadcast_(copied(tensor), root, name, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        average = allreduce(gradient, name=ctx.name and f"{ctx.name}.gradient", process_set=ctx.group)
-        return (average if WORLD.rank() == ctx.root else torch.zeros_like(average)), None, None, None
-
-
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> torch.Tensor:
     """Returns the tensor of ``root_rank`` on every rank; differentiable."""
-    found: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
-    return found
+
+    def backward(_: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the average on the root, as in Horovod, and zero on other ranks."""
+        average = allreduce(gradients[0], name=gradient_of(name), process_set=process_set)
+        return [average if WORLD.rank() == root_rank else torch.zeros_like(average)]
+
+    return differentiable(
+        lambda them: _begin_broadcast(copied(*them), root_rank, name, process_set), backward, [tensor]
+    )[0]
 
 
 def barrier(process_set: ProcessSet = WORLD) -> None:
@@ -184,8 +137,8 @@ def broadcast_object(
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = WORLD) -> list[Any]:
     """Returns every rank's object, in the order of ranks."""
-    request = grouped_allgather_async([_packed(obj)], name or "allgather_object", process_set)
-    return [_unpacked(part) for part in torch.split(request.wait()[0], request.rows[0])]
+    request = allgather_async(_packed(obj), name or "allgather_object", process_set)
+    return [_unpacked(part) for part in torch.split(request.wait(), request.rows[0])]
 
 
 def _packed(obj: Any) -> torch.Tensor:

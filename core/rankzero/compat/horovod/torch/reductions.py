@@ -1,4 +1,4 @@
-"""Reductions matched by name: synchronous, asynchronous and differentiable."""
+"""Reductions and gathers matched by name: synchronous, asynchronous and differentiable."""
 
 from __future__ import annotations
 
@@ -111,6 +111,34 @@ def written_into(tensors: Tensors) -> tuple[list[torch.Tensor], Callable[[Reques
     return sent, finish
 
 
+class _Operation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begin: Callable[..., Request], backward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        request = begin(tensors)
+        found, ctx.backward_of, ctx.rows = tuple(request.wait()), backward, request.rows
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None, *ctx.backward_of(ctx.rows, list(gradients))
+
+
+def differentiable(begin: Callable[..., Request], backward: Callable[..., Any], tensors: Tensors) -> list[torch.Tensor]:
+    """Returns the results of an operation, through which gradients pass.
+
+    Args:
+        begin: Issues the operation on detached tensors.
+        backward: Makes the gradients of the tensors from the request's ``rows`` and the gradients of the results.
+        tensors: The tensors.
+    """
+    return list(_Operation.apply(begin, backward, *tensors))  # type: ignore[no-untyped-call]
+
+
+def gradient_of(name: str | None) -> str | None:
+    """Returns the name of the operation that reduces the gradients of an operation."""
+    return name and f"{name}.gradient"
+
+
 _REDUCIBLE = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
@@ -138,29 +166,19 @@ def _reduce(
     return issue(kind, sent, name, group, finish, (op, 0, float(before), float(after)))
 
 
-class _Reduction(torch.autograd.Function):
-    """Differentiable reductions, with Horovod's gradients: the same reduction; of rows the gathered gradients."""
+def _reduced(kind: str, tensors: Tensors, name: str | None, compression: Any, *options: Any) -> list[torch.Tensor]:
+    """Returns reductions. Their gradients are Horovod's: reduced likewise; of rows the gathered ones."""
+    pairs, (op, before, after, group) = [compression.compress(tensor) for tensor in tensors], options
 
-    @staticmethod
-    def forward(ctx: Any, kind: str, name: str | None, options: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
-        ctx.kind, ctx.name, ctx.options = kind, name, options
-        return tuple(_reduce(kind, [copied(tensor) for tensor in tensors], name, *options).wait())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        name, (op, before, after, group) = ctx.name and f"{ctx.name}.gradient", ctx.options
-        if ctx.kind == "allreduce":
-            return None, None, None, *_Reduction.apply("allreduce", name, ctx.options, *gradients)  # type: ignore[no-untyped-call]
+    def backward(_: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        if kind == "allreduce":
+            return _reduced(kind, gradients, gradient_of(name), Compression.none, *options)
         factor = before * after * (group.size() if op == SUM else 1)
-        from rankzero.compat.horovod.torch.ops import grouped_allgather
+        return grouped_allgather([gradient * factor for gradient in gradients], gradient_of(name), group)
 
-        return None, None, None, *grouped_allgather([gradient * factor for gradient in gradients], name, group)
-
-
-def _compressed(kind: str, tensors: Tensors, name: str | None, compression: Any, *options: Any) -> list[torch.Tensor]:
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced: Any = _Reduction.apply(kind, name, options, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
-    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
+    sent = [tensor for tensor, _ in pairs]
+    found = differentiable(lambda them: _reduce(kind, list(map(copied, them)), name, *options), backward, sent)
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(found, pairs, strict=True)]
 
 
 def grouped_allreduce_async_(
@@ -221,7 +239,7 @@ def grouped_allreduce(
         HorovodInternalError: another rank died.
     """
     options = checked_op(op, average), prescale_factor, postscale_factor, process_set
-    return _compressed("allreduce", tensors, name, compression, *options)
+    return _reduced("allreduce", tensors, name, compression, *options)
 
 
 allreduce = of_one(grouped_allreduce, "Returns the reduction of every rank's tensor; differentiable.")
@@ -273,8 +291,29 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Returns this rank's rows of the reductions of several tensors; differentiable. The first ranks get the rest."""
     options = _scattered(op), prescale_factor, postscale_factor, process_set
-    return _compressed("reducescatter", tensors, name, compression, *options)
+    return _reduced("reducescatter", tensors, name, compression, *options)
 
 
 reducescatter_async = of_one(grouped_reducescatter_async, "Starts a `reducescatter`; `synchronize` returns its result.")
 reducescatter = of_one(grouped_reducescatter, "Returns this rank's rows of the reduction; differentiable.")
+
+
+def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> Request:
+    """Starts a `grouped_allgather`; `synchronize` returns its results."""
+    return issue("allgather", list(tensors), name, process_set, lambda request: request.tensors)
+
+
+def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> list[torch.Tensor]:
+    """Returns the tensors of all ranks, concatenated in the first dimension, which may differ; differentiable."""
+
+    def backward(rows: list[list[int]], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns this rank's rows of the average, as in Horovod."""
+        averages = grouped_allreduce(gradients, name=gradient_of(name), process_set=process_set)
+        parts = (torch.split(average, counts) for average, counts in zip(averages, rows, strict=True))
+        return [part[process_set.rank()] for part in parts]
+
+    return differentiable(lambda them: grouped_allgather_async(them, name, process_set), backward, tensors)
+
+
+allgather_async = of_one(grouped_allgather_async, "Starts an `allgather`; `synchronize` returns its result.")
+allgather = of_one(grouped_allgather, "Returns the rows of all ranks, whose numbers may differ; differentiable.")
