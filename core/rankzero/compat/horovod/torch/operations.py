@@ -11,13 +11,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from rankzero.compat.horovod.torch.coordinator import Coordinator
 
 AVERAGE, SUM, MIN, MAX, PRODUCT = "Average", "Sum", "Min", "Max", "Product"
 
@@ -165,6 +162,22 @@ class Running(NamedTuple):
     tensors: list[torch.Tensor]
 
 
+class Group(Protocol):
+    """The coordinator that executes an operation, with its connections."""
+
+    rank: int
+    size: int
+    control: Any
+    streams: dict[torch.device, Any]
+    batch: list[Running]
+
+    def group(self, device: torch.device) -> Any:
+        """Returns torch's process group for tensors on a device."""
+
+    def complete(self, request: Request) -> None:
+        """Ends an operation of this rank."""
+
+
 def record(tensors: Sequence[torch.Tensor]) -> Any:
     """Returns an event on the current stream, for which another stream waits; None without a GPU."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
@@ -181,7 +194,7 @@ def await_event(event: Any, tensors: Sequence[torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _stream(group: Coordinator, device: torch.device) -> Iterator[None]:
+def _stream(group: Group, device: torch.device) -> Iterator[None]:
     """Makes the coordinator's own stream of a GPU the current one; does nothing for other devices."""
     if device.type == "cuda" and device not in group.streams:
         group.streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -218,7 +231,7 @@ def reduce_numbers(request: Request, payloads: Sequence[int]) -> None:
     tensor.fill_(_OF_NUMBERS[meta.op](numbers) * meta.after)
 
 
-def _gather(group: Coordinator, mine: torch.Tensor) -> list[torch.Tensor]:
+def _gather(group: Group, mine: torch.Tensor) -> list[torch.Tensor]:
     found = mine.new_empty(group.size * len(mine))
     work = group.control._allgather_base(found, mine)
     group.batch.append(Running(work, lambda: None, [], [found, mine]))
@@ -226,7 +239,7 @@ def _gather(group: Coordinator, mine: torch.Tensor) -> list[torch.Tensor]:
     return list(found.view(group.size, -1))
 
 
-def gather_bytes(group: Coordinator, mine: bytes) -> list[bytes]:
+def gather_bytes(group: Group, mine: bytes) -> list[bytes]:
     """Returns the bytes of all ranks."""
     sizes = [int(size) for size in _gather(group, torch.tensor([len(mine)], device="cpu"))]
     found = _gather(group, torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8))
@@ -238,7 +251,7 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def run(group: Coordinator, requests: Sequence[Request]) -> None:
+def run(group: Group, requests: Sequence[Request]) -> None:
     """Begins the collectives of all operations before it waits for the first one."""
     running: list[Running] = group.batch
     moved = [request for request in requests if request.metas[0].kind in ("allgather", "alltoall")]
@@ -291,7 +304,7 @@ def _fused(requests: Sequence[Request]) -> Iterator[list[tuple[Meta, torch.Tenso
     yield from kinds.values()
 
 
-def _reduce(group: Coordinator, parts: list[tuple[Meta, torch.Tensor, Request]]) -> Running:
+def _reduce(group: Group, parts: list[tuple[Meta, torch.Tensor, Request]]) -> Running:
     meta, tensors = parts[0][0], [tensor for _, tensor, _ in parts]
     is_one = len(tensors) == 1 and tensors[0].is_contiguous()
     flat = tensors[0].view(-1) if is_one else torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -331,7 +344,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
-def _broadcast(group: Coordinator, request: Request) -> Running:
+def _broadcast(group: Group, request: Request) -> Running:
     (tensor,), options = request.tensors, dist.BroadcastOptions()
     options.rootRank, data = request.metas[0].root, _bytes(tensor)
     work = group.group(data.device).broadcast([data], options)
@@ -343,7 +356,7 @@ def _broadcast(group: Coordinator, request: Request) -> Running:
     return Running(work, finish, [request], [data])
 
 
-def _count(group: Coordinator, requests: Sequence[Request]) -> list[list[int]]:
+def _count(group: Group, requests: Sequence[Request]) -> list[list[int]]:
     """Returns how many rows come from each rank, for each tensor of gathers and alltoalls; one message for all."""
     counts: list[int] = []
     for request in requests:
@@ -358,7 +371,7 @@ def _row_bytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
-def _allgather(group: Coordinator, request: Request, index: int, rows: list[int]) -> Running:
+def _allgather(group: Group, request: Request, index: int, rows: list[int]) -> Running:
     tensor = request.tensors[index]
     row, mine = _row_bytes(tensor), _bytes(tensor)
     if len(mine) < (longest := max(rows) * row):
@@ -373,7 +386,7 @@ def _allgather(group: Coordinator, request: Request, index: int, rows: list[int]
     return Running(work, finish, [request], [mine, *found])
 
 
-def _alltoall(group: Coordinator, request: Request, index: int, rows: list[int]) -> Running:
+def _alltoall(group: Group, request: Request, index: int, rows: list[int]) -> Running:
     tensor, splits = request.tensors[index], request.splits
     row, mine, output = _row_bytes(tensor), _bytes(tensor), tensor.new_empty((sum(rows), *tensor.shape[1:]))
     arriving, leaving, filled = [count * row for count in rows], [count * row for count in splits], _bytes(output)
