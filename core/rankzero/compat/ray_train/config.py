@@ -24,7 +24,7 @@ _NAMES = (
     "TrainingIterator TransformersTrainer UserCallback ValidationConfig ValidationFn ValidationTaskConfig "
     "WorkerGroupError accelerate air backend backward base_trainer collective data data_parallel_trainer "
     "enable_reproducibility get_all_reported_checkpoints get_devices get_metadata get_preemption_info "
-    "get_storage get_trial_dir get_trial_id get_trial_name get_trial_resources horovod init integrations jax "
+    "get_run_id get_storage get_trial_dir get_trial_id get_trial_name get_trial_resources horovod init integrations jax "
     "lightgbm prepare_optimizer runtime_env shutdown tensorflow tune v2 xgboost"
 )
 ABSENT = frozenset(_NAMES.split())

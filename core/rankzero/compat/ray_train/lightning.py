@@ -87,10 +87,9 @@ def prepare_trainer(trainer: Any) -> Any:
 
 
 class RayTrainReportCallback(_pl.Callback):  # type: ignore[misc]
-    """Reports the metrics and a checkpoint at the end of each training epoch."""
+    """Reports the metrics and a checkpoint, with a file ``CHECKPOINT_NAME``, at the end of each training epoch."""
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
-    """Name of Lightning's checkpoint in the directory of the reported one."""
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Saves a checkpoint and reports it with the metrics, the epoch and the step."""

@@ -38,6 +38,7 @@ def report(
             call. Rank 0's is kept.
         sharded: Whether the checkpoint consists of the directories of all workers. Of files with one name, the one of
             the lowest rank is kept.
+        options: Options of Ray that do not exist here.
 
     Raises:
         TypeError: ``checkpoint`` is not a `Checkpoint`.

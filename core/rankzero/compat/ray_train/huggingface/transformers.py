@@ -19,10 +19,9 @@ _transformers: Any = importlib.import_module("transformers")
 
 
 class RayTrainReportCallback(_transformers.TrainerCallback):  # type: ignore[misc]
-    """Reports each checkpoint that Hugging Face's ``Trainer`` saves, with the latest value of each metric."""
+    """Reports each checkpoint that the ``Trainer`` saves, as a folder ``CHECKPOINT_NAME``, with the latest metrics."""
 
     CHECKPOINT_NAME = "checkpoint"
-    """Name of the folder of the ``Trainer``'s checkpoint in the directory of the reported one."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reports the checkpoint that was just saved."""
