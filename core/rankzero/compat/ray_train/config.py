@@ -18,14 +18,14 @@ UNLIMITED = 1_000_000
 
 _NAMES = (
     "AcquiredResources BackendConfig BaseTrainer CheckpointConsistencyMode CheckpointUploadMode ControllerError "
-    "DataBatchType DataConfig DataParallelTrainer DatasetConfig LightningConfigBuilder LightningTrainer "
-    "LoggingConfig NCCLHangError PreemptionError PreemptionInfo ReportedCheckpoint ReportedCheckpointStatus "
-    "ResourceRequest SyncConfig TRAIN_DATASET_KEY TorchCheckpoint TorchDetectionPredictor TorchPredictor "
-    "TrainingIterator TransformersTrainer UserCallback ValidationConfig ValidationFn ValidationTaskConfig "
-    "WorkerGroupError accelerate air backend backward base_trainer collective data data_parallel_trainer "
-    "enable_reproducibility get_all_reported_checkpoints get_devices get_metadata get_preemption_info "
-    "get_run_id get_storage get_trial_dir get_trial_id get_trial_name get_trial_resources horovod init integrations jax "
-    "lightgbm prepare_optimizer runtime_env shutdown tensorflow tune v2 xgboost"
+    "DataBatchType DataConfig DataParallelTrainer DatasetConfig LightningConfigBuilder LightningTrainer LoggingConfig "
+    "NCCLHangError PreemptionError PreemptionInfo ReportedCheckpoint ReportedCheckpointStatus ResourceRequest "
+    "SyncConfig TRAIN_DATASET_KEY TorchCheckpoint TorchDetectionPredictor TorchPredictor TrainingIterator "
+    "TransformersTrainer UserCallback ValidationConfig ValidationFn ValidationTaskConfig WorkerGroupError accelerate "
+    "air backend backward base_trainer collective data data_parallel_trainer enable_reproducibility "
+    "get_all_reported_checkpoints get_devices get_metadata get_preemption_info get_run_id get_storage get_trial_dir "
+    "get_trial_id get_trial_name get_trial_resources horovod init integrations jax lightgbm prepare_optimizer "
+    "runtime_env shutdown tensorflow tune v2 xgboost"
 )
 ABSENT = frozenset(_NAMES.split())
 """Public names of Ray 2.40 and 2.60 for which docs/migrate-ray-train.md says what to use instead."""

@@ -156,10 +156,7 @@ def prepare_model(
     parallel_strategy: Literal["ddp", "fsdp"] | None = "ddp",
     parallel_strategy_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Prepares a model with `rankzero.train.prepare_model`; ``"fsdp"`` is FSDP2, and works on a CPU, too.
-
-    Raises ValueError for ``move_to_device=False`` and for an unknown strategy.
-    """
+    """Prepares a model with `rankzero.train.prepare_model`; ``"fsdp"`` is FSDP2, and works on a CPU, too."""
     if move_to_device is not True:
         raise ValueError(f"move_to_device is {move_to_device!r}; a model lives on its worker's device, so leave it out")
     return rt.prepare_model(model, parallel_strategy, **(parallel_strategy_kwargs or {}))

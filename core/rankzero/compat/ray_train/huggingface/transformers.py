@@ -7,6 +7,7 @@ import importlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import rankzero.train as rt
@@ -57,24 +58,25 @@ class _OfBatches:
 
     def get_train_dataloader(self) -> Any:
         """Returns a loader of the batches to train on."""
-        return _loader(self.train_dataset) or super().get_train_dataloader()  # type: ignore[misc]
+        return _loader(self.train_dataset, super().get_train_dataloader)  # type: ignore[misc]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Returns a loader of the batches to evaluate."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
-        return _loader(data) or super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        return _loader(data, lambda: super(_OfBatches, self).get_eval_dataloader(eval_dataset))  # type: ignore[misc]
 
 
-def _loader(data: Any) -> Any:
-    """Returns a loader of a shard's batches; None for other data."""
+def _loader(data: Any, other: Callable[[], Any]) -> Any:
+    """Returns a loader of a shard's batches; for other data the other one."""
     from torch.utils.data import DataLoader, IterableDataset
 
     class OfBatches(IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(data)
 
-    is_batches = isinstance(data, train.Batches)
-    return DataLoader(OfBatches(), batch_size=1, collate_fn=lambda batches: batches[0]) if is_batches else None
+    if not isinstance(data, train.Batches):
+        return other()
+    return DataLoader(OfBatches(), batch_size=1, collate_fn=lambda batches: batches[0])
 
 
 __getattr__ = lookup(__name__)
