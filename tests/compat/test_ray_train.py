@@ -1,4 +1,4 @@
-"""Ray Train's guides and behaviours, with only the imports changed."""
+"""Ray Train's guides and behaviours, with only the imports changed; its checkpoints, results and data."""
 
 import copy
 import logging
@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from tests.conftest import until
+import torch
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import rankzero.train as rt
 from rankzero import InvalidJobError, Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError
@@ -30,6 +34,8 @@ from rankzero.compat.ray_train import (
 )
 
 FitsLoop = Callable[..., Result]
+
+ROWS = 16
 
 
 def train_func() -> None:
@@ -63,18 +69,20 @@ def saved(default: int = 0) -> int:
         return int(Path(folder, "state").read_text())
 
 
-def test_who_a_worker_is(fit: FitsLoop) -> None:
-    def loop(config: dict[str, int]) -> Any:
+def test_who_a_worker_is(fit: FitsLoop, tmp_path: Path) -> None:
+    def loop(config: dict[str, Any]) -> Any:
         context = train.get_context()
         return rt.all_gather_object([
             context.get_world_rank(), session.get_world_rank(), session.get_local_rank(), context.get_local_rank(),
             context.get_world_size(), session.get_local_world_size(), context.get_experiment_name(),
-            str(train.torch.get_device()), os.environ["ACCELERATE_USE_CPU"], config["seven"],
+            str(train.torch.get_device()), os.environ["ACCELERATE_USE_CPU"], config,
         ])  # fmt: skip
 
-    found = fit(loop, {"seven": 7}).return_value
+    ref = ResultRef.save([1, 2], tmp_path / "values")
+    found = fit(loop, {"model": ref, "list": [ref], "lr": 0.5}).return_value
     assert [row[:4] for row in found] == [[0, 0, 0, 0], [1, 1, 1, 1]]
-    assert found[1][4:] == [2, 2, "run", "cpu", "true", 7]
+    assert found[1][4:-1] == [2, 2, "run", "cpu", "true"]
+    assert found[1][-1] == {"model": [1, 2], "list": [[1, 2]], "lr": 0.5}, "references are opened in the workers"
 
 
 def test_as_many_workers_as_there_is_room_for(fit: FitsLoop) -> None:
@@ -259,23 +267,6 @@ def test_what_does_not_exist_here_is_refused(make: Callable[[], Any], message: s
         make()
 
 
-def reporting_until(release: str) -> str:
-    train.report({"loss": 0.5})
-    until(lambda: os.path.exists(release), 60, "the end of the training")
-    return "done"
-
-
-def test_a_live_run_has_the_result_that_it_has_reported_so_far(tmp_path: Path) -> None:
-    release = tmp_path / "release"
-    handle = Launcher(1, store=tmp_path / "runs", orphan_timeout=600).submit(reporting_until, str(release))
-    until(lambda: RunHandle.attach(handle.directory, follows=False).metrics(), 60, "a report")
-    live = Result.from_path(handle.directory)
-    assert (live.metrics, live.return_value, live.error) == ({"loss": 0.5}, None, None)
-    release.touch()
-    assert handle.result(timeout=60) == "done"
-    assert Result.from_path(handle.directory).return_value == "done"
-
-
 class StepTry:
     """The only try of a pipeline step."""
 
@@ -312,11 +303,80 @@ def test_the_environment_of_workers_is_in_no_file_of_the_run(tmp_path: Path) -> 
     assert [path for path in files if secret.encode() in path.read_bytes()] == []
 
 
-def test_references_in_the_configuration_are_opened_in_the_workers(fit: FitsLoop, tmp_path: Path) -> None:
-    def loop(config: dict[str, Any]) -> Any:
-        assert config["model"] is config["list"][0], "what was given twice is one object"
-        return rt.all_gather_object(config)
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    path = str(tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"x": list(range(ROWS)), "name": [str(n) for n in range(ROWS)]}), path)
+    return path
 
-    ref = ResultRef.save([1, 2], tmp_path / "values")
-    found = fit(loop, {"model": ref, "list": [ref], "lr": 0.5})
-    assert found.return_value == [{"model": [1, 2], "list": [[1, 2]], "lr": 0.5}] * 2
+
+def in_rays_spelling() -> Any:
+    shard = train.get_dataset_shard()
+    [all_rows] = shard.iter_torch_batches(batch_size=None, dtypes=torch.float16)
+    [typed] = shard.iter_torch_batches(batch_size=ROWS, dtypes={"x": torch.int8}, device="cpu", pin_memory=True)
+    [made] = shard.iter_torch_batches(batch_size=ROWS, collate_fn=lambda arrays: (type(arrays["x"]), arrays["x"] + 1))
+    shuffled = shard.iter_torch_batches(batch_size=5, local_shuffle_buffer_size=ROWS, drop_last=True)
+    epochs = [[batch["x"].tolist() for batch in shuffled] for _ in range(2)]
+    with pytest.raises(InvalidJobError, match="no dataset 'test'.*has: train"):
+        train.get_dataset_shard("test")
+    return all_rows, typed["x"].dtype, made[0], made[1].tolist(), epochs
+
+
+def test_batches_in_rays_spelling(fit: FitsLoop, table: str) -> None:
+    all_rows, typed, kind, made, epochs = fit(in_rays_spelling, workers=1, datasets={"train": table}).return_value
+    assert (all_rows["x"].dtype, all_rows["name"][:2]) == (torch.float16, ["0", "1"]), "texts have no other type"
+    assert (typed, kind, made) == (torch.int8, numpy.ndarray, list(range(1, ROWS + 1)))
+    assert [[len(batch) for batch in epoch] for epoch in epochs] == [[5] * 3] * 2
+    assert epochs[0] != epochs[1], "each iteration is an epoch, with an order of its own"
+
+
+def test_workers_share_the_rows_of_a_table(fit: FitsLoop, table: str) -> None:
+    def loop() -> Any:
+        batches = train.get_dataset_shard("train").iter_torch_batches(batch_size=3)
+        return rt.all_gather_object([row for batch in batches for row in batch["x"].tolist()])
+
+    first, second = fit(loop, datasets={"train": table}).return_value
+    assert sorted(first + second) == list(range(ROWS))
+
+
+class Shards(IterableDataset[int]):
+    """Yields the rows of this worker's shards, as Ray's guides expect of a data set without indices."""
+
+    def __iter__(self) -> Iterator[int]:
+        context = train.get_context()
+        return iter(range(context.get_world_rank(), ROWS, context.get_world_size()))
+
+
+def test_an_iterable_data_set_that_shares_itself_out_is_left_alone(fit: FitsLoop) -> None:
+    def loop() -> list[list[int]]:
+        loader = train.torch.prepare_data_loader(DataLoader(Shards(), batch_size=3))
+        return rt.all_gather_object([int(row) for batch in loader for row in batch])
+
+    assert fit(loop).return_value == [list(range(0, ROWS, 2)), list(range(1, ROWS, 2))]
+
+
+def test_without_a_distributed_sampler_each_worker_draws_by_itself(fit: FitsLoop) -> None:
+    def loop() -> list[Any]:
+        found = []
+        for options in ({"sampler": WeightedRandomSampler(torch.ones(1000), 8)}, {"shuffle": True}):
+            plain: Any = DataLoader(range(1000), 8, **options)  # type: ignore[arg-type]
+            prepared = train.torch.prepare_data_loader(plain, add_dist_sampler=False)
+            drawn = []
+            for loader in (plain, prepared):
+                torch.manual_seed(train.get_context().get_world_rank())
+                drawn.append([batch.tolist() for _ in range(2) for batch in loader])
+            found.append(drawn)
+        return rt.all_gather_object(found)
+
+    for first, second in zip(*fit(loop).return_value, strict=True):
+        assert [plain == prepared for plain, prepared in (first, second)] == [True, True]
+        assert first != second
+
+
+def test_drop_last_drops_only_a_batch_that_is_not_full(fit: FitsLoop) -> None:
+    def loop() -> list[list[int]]:
+        loader: Any = DataLoader(range(19), 10, drop_last=True)  # type: ignore[arg-type]
+        return rt.all_gather_object([int(row) for batch in train.torch.prepare_data_loader(loader) for row in batch])
+
+    # As torch's DistributedSampler pads 19 rows to 20.
+    assert fit(loop).return_value == [list(range(0, 19, 2)), [*range(1, 19, 2), 0]]

@@ -60,8 +60,7 @@ def loop(config: dict[str, Any]) -> list[list[str]]:
 def test_a_checkpoint_has_the_parts_of_all_hosts(tmp_path: Path, request: pytest.FixtureRequest, hosts: str) -> None:
     if hosts == "two hosts" and subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
         pytest.skip("needs the right to mount")
-    root = tmp_path / "local"
-    root.mkdir()
+    (root := tmp_path / "local").mkdir()
     if hosts != "one task":
         request.getfixturevalue("session")
     trainer = TorchTrainer(
