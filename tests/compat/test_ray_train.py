@@ -8,6 +8,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -36,10 +37,6 @@ from rankzero.compat.ray_train import (
 FitsLoop = Callable[..., Result]
 
 ROWS = 16
-
-
-def train_func() -> None:
-    """Trains nothing."""
 
 
 @pytest.fixture
@@ -83,10 +80,6 @@ def test_who_a_worker_is(fit: FitsLoop, tmp_path: Path) -> None:
     assert [row[:4] for row in found] == [[0, 0, 0, 0], [1, 1, 1, 1]]
     assert found[1][4:-1] == [2, 2, "run", "cpu", "true"]
     assert found[1][-1] == {"model": [1, 2], "list": [[1, 2]], "lr": 0.5}, "references are opened in the workers"
-
-
-def test_as_many_workers_as_there_is_room_for(fit: FitsLoop) -> None:
-    assert fit(lambda: train.get_context().get_world_size(), workers=(1, 2)).return_value == 2
 
 
 def scored(config: dict[str, Any]) -> Any:
@@ -154,7 +147,7 @@ def test_a_name_again_resumes_from_its_last_checkpoint_whatever_has_changed(fit:
     with pytest.raises(TrainingFailedError):
         fit(counting, {"ends": True, "lr": 0.1}, workers=1)
     # After a success, with nothing changed; then with another number of workers.
-    firsts = [fit(counting, {"lr": 0.2}, workers=workers).return_value for workers in (1, 1, 2)]
+    firsts = [fit(counting, {"lr": 0.2}, workers=workers).return_value for workers in (1, 1, (1, 2))]
     assert firsts[0] in (1, 2)
     assert firsts[1:] == [firsts[0] + 2, firsts[0] + 4]
     assert len(os.listdir(tmp_path / "runs" / "run" / "checkpoints")) == firsts[2] + 2, "what was reported stays"
@@ -223,9 +216,7 @@ def test_a_checkpoint_is_rank_0s_or_has_the_files_of_all_workers(fit: FitsLoop, 
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_checkpoint_that_lacks_a_workers_part_is_refused(fit: FitsLoop, sharded: bool) -> None:
-    with pytest.raises(
-        TrainingFailedError, match=r"rank 1 reported a checkpoint, and rank 0 none: report one on rank 0"
-    ):
+    with pytest.raises(TrainingFailedError, match="rank 1 reported a checkpoint, and rank 0 none: report one"):
         fit(of_each_worker, {"ranks": [1], "sharded": sharded})
 
 
@@ -247,19 +238,18 @@ def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: TorchTrainer("train.py"), "must be a function"),  # type: ignore[arg-type]
-        (lambda: TorchTrainer(train_func, metadata={}), r"no TorchTrainer\(metadata\): see docs/migrate-ray-train.md"),
-        (lambda: TorchTrainer(train_func, scaling_config={"num_workers": 2}), "scaling_config is a dict"),  # type: ignore[arg-type]
+        (lambda: TorchTrainer(print, metadata={}), r"no TorchTrainer\(metadata\): see docs/migrate-ray-train.md"),
+        (lambda: TorchTrainer(print, scaling_config={"num_workers": 2}), "scaling_config is a dict"),  # type: ignore[arg-type]
         (lambda: ScalingConfig(num_workers=0), "num_workers is 0; it must be a positive integer"),
         (lambda: ScalingConfig(num_workers=(3, 1)), "num_workers is \\(3, 1\\)"),
         (lambda: ScalingConfig(use_gpu=True, resources_per_worker={"GPU": 0}), "use_gpu is True, but .* has GPU=0"),
         (lambda: ScalingConfig(resources_per_worker={"GPU": 1}), "use_gpu is False, but .* has GPU=1"),
         (lambda: ScalingConfig(resources_per_worker={"TPU": 1}), r"no resources_per_worker\(TPU\)"),
-        (lambda: ScalingConfig(topology="4x4"), r"no ScalingConfig\(topology\)"),
         (lambda: RunConfig(failure_config={"max_failures": 3}), "failure_config is a dict; give .*FailureConfig"),
         (lambda: RunConfig(worker_runtime_env={"pip": []}), r"no worker_runtime_env\(pip\)"),
         (lambda: Checkpoint("s3://bucket/state"), "a URL: see docs/migrate-ray-train.md"),
         (lambda: train.report({}, validation=True), r"no report\(validation\)"),
-        (lambda: TorchTrainer(train_func, torch_config=TorchConfig("nccl")).fit(), 'backend="nccl" needs use_gpu=True'),
+        (lambda: TorchTrainer(print, torch_config=TorchConfig("nccl")).fit(), 'backend="nccl" needs use_gpu=True'),
     ],
 )
 def test_what_does_not_exist_here_is_refused(make: Callable[[], Any], message: str) -> None:
@@ -267,26 +257,15 @@ def test_what_does_not_exist_here_is_refused(make: Callable[[], Any], message: s
         make()
 
 
-class StepTry:
-    """The only try of a pipeline step."""
-
-    is_followed_by_another = False
-    lease_when_attached = None
-    retrier = None
-    generation = "monday"
-
-    def has_accepted(self, receiver: Any) -> bool:
-        return False
-
-    repeats = detaches = has_accepted
-
-
 def test_the_run_of_a_pipeline_step_is_the_steps_whatever_name_its_trainer_has(tmp_path: Path) -> None:
     named = RunConfig(name="daily", storage_path=str(tmp_path / "of-the-trainer"))
     trainer = TorchTrainer(counting, run_config=named)
+    facts = {"is_followed_by_another": False, "lease_when_attached": None, "retrier": None, "generation": "monday"}
+    answers = dict.fromkeys(("has_accepted", "repeats", "detaches"), lambda asked: False)
+    only_try: Any = SimpleNamespace(**facts, **answers)
     for step in ("monday", "tuesday"):
         launcher = Launcher(1, store=tmp_path / "of-the-step", run_id=step)
-        with launcher.durable(trainer, (), {}, StepTry(), logging.getLogger(__name__)) as opened:
+        with launcher.durable(trainer, (), {}, only_try, logging.getLogger(__name__)) as opened:
             opened.handle.wait()
         assert opened.handle.directory == str(tmp_path / "of-the-step" / step)
         assert opened.handle.status().state == "succeeded"

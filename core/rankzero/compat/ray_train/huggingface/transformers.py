@@ -67,7 +67,7 @@ class _OfBatches:
 
 
 def _loader(data: Any, other: Callable[[], Any]) -> Any:
-    """Returns a loader of a shard's batches; for other data the other one."""
+    """Returns a loader of a shard's batches; for other data what ``other`` returns."""
     from torch.utils.data import DataLoader, IterableDataset
 
     class OfBatches(IterableDataset[Any]):
