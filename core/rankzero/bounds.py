@@ -163,10 +163,8 @@ GROWTH_TIMEOUT = 30.0
 WAITING_INTERVAL = 30.0
 """Seconds between two messages about what an attempt waits for."""
 
-REPORT_INTERVAL = 30.0
 REPORT_TIMEOUT = 10.0
-"""Least seconds between two reports of a running run, and seconds for the last report or card. A run that has ended
-then removes the old report, rather than show an outdated one."""
+"""Seconds for the report or the last card of a run that has ended."""
 
 HEARTBEAT_DELAY = 1.0
 """Seconds by which a heartbeat to an object store is delayed, so that the write of lines usually carries it."""
