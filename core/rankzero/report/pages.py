@@ -108,7 +108,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
     """Serves `answer` at an address of this machine, until it is closed.
 
     Other users of this machine, and pages of other sites, can reach the address, too. So it answers only below a path
-    that begins with a token, which its URL has and nobody can guess.
+    that begins with a token, which cannot be guessed and stands in its URL.
 
     Args:
         location: Root of the run directories, a path or an fsspec URL.
