@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero import Launcher, ResultError
+from rankzero import Launcher, ResultError, store
 from rankzero.store import remote
 
 WAIT = 90.0
@@ -175,7 +175,7 @@ def test_a_part_that_a_removed_directory_refuses_does_not_appear(bucket: str, si
     with pytest.raises(ResultError, match="removed"):
         upload()
     gc.collect()
-    assert client.names_below(bucket) == []
+    assert store.list_files(bucket) == []
 
 
 def write_without_token(directory: str) -> list[str]:

@@ -23,7 +23,6 @@ from rankzero.driver.places import Placed
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
 from rankzero.driver.storage import Scratch, Storage, files_of, remove_leftovers
-from rankzero.driver.tables import carry_rows
 from rankzero.driver.watch import Mailbox, Received, Watch
 from rankzero.engines.base import EngineSession, within
 from rankzero.errors import EngineError, RunTimeoutError, StartTimeoutError
@@ -153,7 +152,6 @@ class Attempt:
     def _read_store(self) -> tuple[Manifest | None, str]:
         """Returns the checkpoint to start from and the token; removes what earlier attempts left. May be repeated."""
         resume = self.committer.newest()
-        carry_rows(self._run, self._number, self.committer.tables)
         remove_leftovers(self._run, range(self.job.first_attempt, self._number), self.job.fresh_since)
         return resume, self._run.token()
 

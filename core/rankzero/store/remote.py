@@ -44,9 +44,6 @@ class Client(Protocol):
     def remove(self, url: str) -> None:
         """Deletes a file. Raises FileNotFoundError, or the client's own errors."""
 
-    def names_below(self, url: str) -> list[str]:
-        """Returns the base names of all files in a directory and below it. Raises the client's own errors."""
-
 
 @dataclass(frozen=True)
 class ArrowClient:
@@ -106,13 +103,6 @@ class ArrowClient:
         """Deletes the file at a URL."""
         self.filesystem.delete_file(self._path(url))
 
-    def names_below(self, url: str) -> list[str]:
-        """Returns the base names of all files in a directory and below it; empty if there is none."""
-        from pyarrow import fs
-
-        selector = fs.FileSelector(self._path(url), allow_not_found=True, recursive=True)
-        return [found.base_name for found in self.filesystem.get_file_info(selector)]
-
 
 @dataclass(frozen=True)
 class FsspecClient:
@@ -139,11 +129,6 @@ class FsspecClient:
     def remove(self, url: str) -> None:
         """Deletes the file at a URL."""
         self.filesystem.rm_file(url)
-
-    def names_below(self, url: str) -> list[str]:
-        """Returns the base names of all files in a directory and below it; empty if there is none."""
-        self.filesystem.invalidate_cache()
-        return [path.rsplit("/", 1)[-1] for path in self.filesystem.find(url)]
 
 
 @contextlib.contextmanager

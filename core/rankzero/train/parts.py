@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import IO, Any
 
 from rankzero import bounds, store
@@ -268,23 +268,6 @@ class Parts:
             return parts
 
         return ListedParts(known, formats, read)
-
-    def ranks_with_rows(self, attempt: int) -> set[int]:
-        """Returns the ranks that have begun to write rows in an attempt; none if this rank cannot list the store.
-
-        A rank publishes a schema before its first row, so its rows are found as soon as its call has taken one.
-        """
-        from rankzero.data import schemas, table
-
-        folder = store.join(self.run_directory, table.FOLDER, table.folder_of(attempt))
-        names: Iterable[str] = ()
-        if self.shared:
-            names = (name for _, _, files in os.walk(folder) for name in files)
-        elif client := self.client():
-            # Clients raise their own exceptions, and a store that fails must not end the training.
-            with contextlib.suppress(Exception):
-                names = client.names_below(folder)
-        return {rank for name in names if (rank := schemas.rank_of(name, attempt)) is not None}
 
     def indexes(self, checkpoint: str, ranks: Collection[str]) -> dict[str, bytes]:
         """Returns the indexes of a sharded checkpoint's parts by rank, as text; empty if their file is out of reach."""
