@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.faults.kit import SlotsEngine
 
 import rankzero.train as rt
-from rankzero import InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, bounds, store
+from rankzero import InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, store
 from rankzero.data.columns import Ragged
 from rankzero.data.table import file_of
 from rankzero.driver.storage import remove_leftovers, remove_values
@@ -117,8 +117,7 @@ def _scored_by_changing_worlds(slots: str) -> tuple[Table, Table]:
 def test_every_row_is_scored_once_however_often_ranks_die_and_worlds_change(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "GROWTH_TIMEOUT", 0.2)
-    monkeypatch.setattr(bounds, "RESTART_PAUSE_MAX", 0.1)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     pq.write_table(pa.table({"id": list(range(ROWS))}), tmp_path / "ids.parquet")
     slots = tmp_path / "slots"
     slots.write_text(str(DEATHS[0][0]))

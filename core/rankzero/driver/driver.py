@@ -44,7 +44,6 @@ from rankzero.run.status import RunStatus
 
 logger = logging.getLogger(__name__)
 
-
 MANY_AGENTS = 256
 """Number of agents above which the driver raises the limit of open files of its process, which may be the caller's."""
 
@@ -287,8 +286,8 @@ class DriverThread(threading.Thread):
         return b""
 
 
-COST_SHARE = 500
-"""Least interval between two reports as a multiple of the time that one took: 0.2 % of a core."""
+REPORT_INTERVAL = bounds.scaled(30.0)  # Least seconds between two reports of a running run
+COST_SHARE = 500  # Least interval between two reports as a multiple of the time that one took: 0.2 % of a core
 
 
 class Reporter:
@@ -308,10 +307,10 @@ class Reporter:
     def close(self) -> None:
         """Writes the report of the whole run, which has ended."""
         self._ended.set()
-        self._thread.join(bounds.REPORT_TIMEOUT)
+        self._thread.join(bounds.REPORT_TIMEOUT())
         if self._thread.is_alive():
             logger.warning(
-                "the report of the run takes more than %g s; `rankzero report` makes it", bounds.REPORT_TIMEOUT
+                "the report of the run takes more than %g s; `rankzero report` makes it", bounds.REPORT_TIMEOUT()
             )
             # In an object store there is no earlier report, and a removal could block as long as the write does.
             with contextlib.suppress(OSError):
@@ -319,9 +318,9 @@ class Reporter:
                     store.remove(self._run.path(REPORT_FILE))
 
     def _refresh(self) -> None:
-        interval = bounds.REPORT_INTERVAL
+        interval = REPORT_INTERVAL()
         while not self._ended.wait(None if self._run.is_remote else interval):
-            interval = max(bounds.REPORT_INTERVAL, COST_SHARE * self._write())
+            interval = max(REPORT_INTERVAL(), COST_SHARE * self._write())
         self._write()
 
     def _write(self) -> float:

@@ -82,7 +82,7 @@ class _Live:
 
     def end(self) -> None:
         self._ended.set()
-        self._thread.join(bounds.REPORT_TIMEOUT)
+        self._thread.join(bounds.REPORT_TIMEOUT())
 
     def _refresh(self) -> None:
         has_ended = False
