@@ -65,7 +65,7 @@ OWNER_LEASE = stretched(20.0)  # For which a driver on the cluster outlives its 
 CANCEL_REQUEST_TIMEOUT = stretched(0.9)  # For a read of the store that says whether a user wants the end
 SESSION_CLOSE_TIMEOUT = stretched(10.0)  # For an engine session to close (a SparkContext to stop)
 STOP_MARGIN = stretched(2.0)  # Beyond the grace, until agents are cancelled at the engine, which has as long
-REPORT_TIMEOUT = stretched(10.0)  # For the last report or card; then the old one is removed, since it is outdated
+REPORT_TIMEOUT = stretched(10.0)  # For the report, or the last card, of a run that has ended
 TRACKERS_TIMEOUT = scaled(10.0)  # For all trackers after a run's end
 
 # The channel: its two ends, in agents and the driver.

@@ -87,16 +87,14 @@ def report(run: tuple[str, ...], output: str | None, link: float | None, as_json
 @click.option(
     "--host", default=pages.HOST, show_default=True, help="Address to listen on, such as 0.0.0.0 in a container."
 )
-@click.option("--allow-host", multiple=True, metavar="NAME", help="A name by which a proxy asks; several times.")
-@click.option("--root-path", default="", metavar="PATH", help="Path below which a proxy shows the pages: /reports.")
-@click.option("--no-token", is_flag=True, help="Serve every process of this machine, such as a proxy with a login.")
-def serve(store: str | None, port: int, host: str, allow_host: tuple[str, ...], root_path: str, no_token: bool) -> None:
+@click.option("--token", envvar="RANKZERO_SERVE_TOKEN", help="First part of every path, for a proxy with a login.")
+def serve(store: str | None, port: int, host: str, token: str | None) -> None:
     """Show the runs of a STORE in a browser of this machine, until interrupted. Read only.
 
     The printed address contains a token, which keeps out other users of this machine.
     """
     root = words.existing_store(store)
-    with pages.ReportServer(root, port, "" if no_token else None, host, allow_host, root_path) as server:
+    with pages.ReportServer(root, port, token, host) as server:
         click.echo(f"the runs of {root}, until Ctrl-C, at\n{server.url}")
         try:
             server.serve_forever()

@@ -155,7 +155,7 @@ class RunHandle(Generic[R]):
 
     def _repr_html_(self) -> str | None:
         """The run in a notebook: its state, progress and curves."""
-        from rankzero.report.notebook import Card
+        from rankzero.report.card import Card
 
         with contextlib.suppress(RankZeroError, OSError):
             return Card(self).html()
