@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import CheckpointConfig, bounds, store
+from rankzero import CheckpointConfig, store
 from rankzero.driver.commits import Committer
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.directory import RunDirectory
@@ -37,7 +37,7 @@ class Commits:
             return sizes(folder)
 
         monkeypatch.setattr(store, "sizes", fail_once)
-        monkeypatch.setattr(bounds, "WRITE_RETRY_INTERVAL", 0.01)
+        monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
 
         self._gate = threading.Event()
         self.committer = Committer(self._run, 0, world_size, config or CheckpointConfig(), 0)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job, world_bounds
 from rankzero.kinds import COUNT_FROM_ONE
@@ -359,7 +359,7 @@ class Launcher(Options):
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
         env = dict(self.env or {})
-        env |= log_level.environment(env)
+        env |= log_level.environment(env) | bounds.environment(env)
         decided = {
             "run_id": self.run_id or "",
             "num_processes": most,

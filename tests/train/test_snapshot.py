@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from rankzero import ResultError, bounds
+from rankzero import ResultError
 from rankzero.channel.messages import Start, decode, encode
 from rankzero.train import snapshot
 from rankzero.train.parts import Parts
@@ -138,7 +138,7 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
         {"type": "checkpoint-failed", "index": 0},
     ]
     # The driver alone knows whether the checkpoint before this one is committed.
-    monkeypatch.setattr(bounds, "CHECKPOINT_COMMIT_TIMEOUT", 0.01)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.0001")
     writer.await_settled()
     assert "checkpoint 0001-000000 is not complete" in capsys.readouterr().out
     writer.on_message(decode({"type": "checkpoint-lost", "index": 0}))
@@ -149,7 +149,7 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
 def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bounds, "CHECKPOINT_COMMIT_TIMEOUT", 0.05)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.0001")
     sent: list[Any] = []
     parts = Parts(Start(str(tmp_path / "run"), run_token="", shared=False, scratch=str(tmp_path)), str)
     writer = CheckpointWriter(parts, 0, 0, 2, sent.append)
@@ -157,7 +157,7 @@ def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
         writer.write({"step": step}, {}, 0.0, sharded=True)
         writer.finish()
     assert [message.index for message in sent if message.kind == "checkpoint-failed"] == [2]
-    assert "0000-000002 of rank 0 is left out: after 0.05 s 0000-000000, 0000-000001 is" in capsys.readouterr().out
+    assert "0000-000002 of rank 0 is left out: after 0.06 s 0000-000000, 0000-000001 is" in capsys.readouterr().out
     # The peers have reported at last.
     writer.on_message(decode({"type": "checkpoint-lost", "index": 1}))
     writer.write({"step": 3}, {}, 0.0, sharded=True)

@@ -203,7 +203,7 @@ def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
         yield show
         return
     ended, shown = threading.Event(), "pending"
-    pause = bounds.PROGRESS_LINE_INTERVAL if console.is_dumb_terminal else bounds.POLL_INTERVAL_LONG
+    pause = bounds.PROGRESS_LINE_INTERVAL() if console.is_dumb_terminal else bounds.POLL_INTERVAL_LONG
 
     def line() -> Text:
         return Text(shown, style="cyan", no_wrap=True, overflow="ellipsis")

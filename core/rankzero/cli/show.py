@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rankzero import bounds, store
+from rankzero import store
 from rankzero.cli import words
 from rankzero.report import cost, pages
 from rankzero.report.card import duration
@@ -28,6 +28,7 @@ from rankzero.run.status import STATES
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+WATCH_INTERVAL = 2.0  # Seconds between two listings of a store with --watch
 
 COLORS = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "blue", "starting": "cyan"}
 
@@ -273,7 +274,7 @@ def runs(
         return sorted(chosen, key=lambda one: one.job.created)
 
     if sys.stdout.isatty() and not as_json:
-        _show_table(found, bounds.WATCH_INTERVAL if watch else None)
+        _show_table(found, WATCH_INTERVAL if watch else None)
         return
     while True:
         if as_json:
@@ -283,7 +284,7 @@ def runs(
             click.echo("\n".join(_plain(found())))
         if not watch:
             break
-        time.sleep(bounds.WATCH_INTERVAL)
+        time.sleep(WATCH_INTERVAL)
 
 
 def _as_json(one: Listed) -> dict[str, Any]:

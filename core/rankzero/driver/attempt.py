@@ -102,7 +102,7 @@ class Attempt:
         try:
             began = time.monotonic()
             self.resume, self._token = store.patiently(
-                self._read_store, STORE_OUTAGE, bounds.STORE_RETRY_INTERVAL, self._gives_up
+                self._read_store, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), self._gives_up
             )
             # An outage of the store takes no time from the ranks' start.
             self.start_deadline += time.monotonic() - began
@@ -253,9 +253,9 @@ class Attempt:
     def cancel(self) -> None:
         """Ends the agents without their cooperation."""
         logger.warning("agents did not end in time; cancelling them at the engine")
-        within(bounds.STOP_MARGIN, self._group.cancel)
+        within(bounds.STOP_MARGIN(), self._group.cancel)
         self._server.close()
-        self._group.wait(bounds.STOP_MARGIN)
+        self._group.wait(bounds.STOP_MARGIN())
 
     # -- messages ------------------------------------------------------------------------------
 

@@ -34,8 +34,7 @@ from rankzero.run.observer import owns
 
 logger = logging.getLogger(__name__)
 
-MAX_AHEAD = 3
-"""Sharded checkpoints of one rank that may wait for their first part of another rank."""
+MAX_AHEAD = 3  # Sharded checkpoints of one rank that may wait for their first part of another rank
 
 T = TypeVar("T")
 
@@ -297,8 +296,8 @@ class Committer:
         try:
             manifest = store.patiently(
                 lambda: self._commit(parts),
-                bounds.CHECKPOINT_RETRY_TIMEOUT,
-                bounds.WRITE_RETRY_INTERVAL,
+                bounds.CHECKPOINT_RETRY_TIMEOUT(),
+                bounds.WRITE_RETRY_INTERVAL(),
                 is_outdated,
             )
         except Exception as error:

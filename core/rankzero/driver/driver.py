@@ -42,7 +42,6 @@ from rankzero.run.status import RunStatus
 
 logger = logging.getLogger(__name__)
 
-
 MANY_AGENTS = 256
 """Number of agents above which the driver raises the limit of open files of its process, which may be the caller's."""
 
@@ -299,6 +298,8 @@ def write_report(run: RunDirectory) -> None:
 
     thread = threading.Thread(target=write, name="rankzero-report", daemon=True)
     thread.start()
-    thread.join(bounds.REPORT_TIMEOUT)
+    thread.join(bounds.REPORT_TIMEOUT())
     if thread.is_alive():
-        logger.warning("the report of the run takes more than %g s; `rankzero report` makes it", bounds.REPORT_TIMEOUT)
+        logger.warning(
+            "the report of the run takes more than %g s; `rankzero report` makes it", bounds.REPORT_TIMEOUT()
+        )

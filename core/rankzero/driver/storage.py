@@ -162,7 +162,7 @@ class Storage:
             return isinstance(error, NotOwnerError) or not store.is_url(uri)
 
         try:
-            store.patiently(place, STORE_OUTAGE, bounds.WRITE_RETRY_INTERVAL, gives_up)
+            store.patiently(place, STORE_OUTAGE(), bounds.WRITE_RETRY_INTERVAL(), gives_up)
         except Exception as error:
             raise not_stored(f"{type(error).__name__}: {error}") from error
         fingerprint = fingerprint_of(uri, result["format"])

@@ -71,7 +71,7 @@ def showing() -> Iterator[Callable[[RunHandle[Any]], None]]:
     finally:
         ended.set()
         for thread in threads:
-            thread.join(bounds.REPORT_TIMEOUT)
+            thread.join(bounds.REPORT_TIMEOUT())
 
 
 def _refresh(place: Any, handle: RunHandle[Any], ended: threading.Event) -> None:

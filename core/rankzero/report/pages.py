@@ -15,7 +15,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rankzero import bounds, store
+from rankzero import store
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.job import Job
 from rankzero.report import page
@@ -140,7 +140,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: ReportServer
-    timeout = bounds.HTTP_REQUEST_TIMEOUT
+    timeout = 30.0  # Seconds for a browser to send a request
 
     def do_GET(self) -> None:
         parsed = urllib.parse.urlsplit(self.path)

@@ -18,6 +18,9 @@ from rankzero.errors import ResultError
 from rankzero.host import forks
 from rankzero.store.location import join
 
+S3_REQUEST_TIMEOUT = bounds.stretched(60.0)  # Without a byte of a request, as for boto3; pyarrow's 3 are too few
+S3_CONNECT_TIMEOUT = bounds.stretched(5.0)  # To connect
+
 _COPY_CHUNK = 8 << 20
 
 _FLUSH_EVERY = 128 << 20
@@ -75,8 +78,8 @@ class ArrowClient:
             # Azure's URLs may name the account first, and its paths begin with the container.
             return ArrowClient(filesystem, url, place.lstrip("/") if filesystem.type_name == "abfs" else place)
         options: dict[str, Any] = {
-            "request_timeout": bounds.S3_REQUEST_TIMEOUT,
-            "connect_timeout": bounds.S3_CONNECT_TIMEOUT,
+            "request_timeout": S3_REQUEST_TIMEOUT(),
+            "connect_timeout": S3_CONNECT_TIMEOUT(),
         }
         if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
             # Some versions do not read the variables.

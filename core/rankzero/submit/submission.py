@@ -39,6 +39,8 @@ from rankzero.submit.existing import (
 )
 from rankzero.values.pickled import Part
 
+CLAIM_TIMEOUT = bounds.scaled(20.0)  # Least seconds until a submitter that has claimed a run without job.json is dead
+
 logger = logging.getLogger(__name__)
 
 Files = dict[str, list[Part]]
@@ -146,7 +148,7 @@ def submit(
         InvalidJobError: the store cannot be written, or another training is live under this run id.
         EngineError: the run was cancelled and does not end.
     """
-    claim, number, patience, job = Claim.NONE, 0, bounds.CLAIM_TIMEOUT, None
+    claim, number, patience, job = Claim.NONE, 0, CLAIM_TIMEOUT(), None
     with _storing(run):
         while True:
             existing = assess(run, asked, caller) if claim is Claim.NONE else None

@@ -200,9 +200,9 @@ class CheckpointWriter:
         try:
             with self._changed:
                 if not self._changed.wait_for(
-                    lambda: self._settled >= self._next - 1, bounds.CHECKPOINT_COMMIT_TIMEOUT
+                    lambda: self._settled >= self._next - 1, bounds.CHECKPOINT_COMMIT_TIMEOUT()
                 ):
-                    name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT
+                    name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT()
                     print(f"rankzero: checkpoint {name} is not complete after {bound:.0f} s, no longer awaited")
         finally:
             self._busy = False
@@ -305,7 +305,7 @@ class CheckpointWriter:
         self._await_written()
         if self._parts.shared:
             return
-        bound = bounds.CHECKPOINT_COMMIT_TIMEOUT
+        bound = bounds.CHECKPOINT_COMMIT_TIMEOUT()
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._staged) < MAX_STAGED, bound):
                 waiting = ", ".join(map(self._name, sorted(self._staged)))
