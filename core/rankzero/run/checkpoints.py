@@ -143,7 +143,8 @@ def read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
     for name in names:
         # These errors mean that the checkpoint is not committed. Any other error comes from the store.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
-            manifest = Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST))))
+            facts = json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST)))
+            manifest = Manifest(**{key: facts[key] for key in facts.keys() & Manifest.__dataclass_fields__.keys()})
             if manifest.id == name:
                 found.append(manifest)
     return found
