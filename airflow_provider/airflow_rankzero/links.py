@@ -14,8 +14,9 @@ from urllib.parse import quote
 
 from airflow.sdk import BaseOperatorLink
 
-from airflow_rankzero import config, pages
-from rankzero.pipeline import REPORT_FILE
+from airflow_rankzero import provider_info
+from airflow_rankzero._compat import conf
+from rankzero.pipeline import REPORT_FILE, store
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
@@ -30,12 +31,19 @@ DIRECTORY_KEY = "run_directory"
 _OTHER_S3 = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL")
 
 
+PAGES = "/rankzero"
+"""Path of the plugin's pages below the address of Airflow."""
+
+# Attribute of the task with the addresses that are known, by the key of the link.
+_ADDRESSES = "_rankzero_addresses"
+
+
 class _XComLink(BaseOperatorLink):
     """A link whose address the task pushes while it runs."""
 
     def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
-        """Returns ``""``. Airflow calls this at the end of a task that did not get as far as `push_links`."""
-        return ""
+        """Returns the address, which Airflow pushes once more at the end of the task; ``""`` shows no button."""
+        return str(vars(operator).get(_ADDRESSES, {}).get(self.xcom_key, ""))
 
 
 class SparkUILink(_XComLink):
@@ -61,8 +69,6 @@ class ReportLink(_XComLink):
 
 def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = None) -> None:
     """Pushes the addresses of the buttons that are known, and the run directory as the XCom ``run_directory``."""
-    # Airflow would push every link of the task again when it ends, one without an address as an empty text.
-    ti.task.operator_extra_links = [link for link in ti.task.operator_extra_links if not isinstance(link, _XComLink)]
     addresses: dict[str, Callable[[], str | None]] = {
         DIRECTORY_KEY: lambda: directory,
         SparkUILink.xcom_key: lambda: spark_ui,
@@ -72,6 +78,7 @@ def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = 
     for key, address_of in addresses.items():
         try:
             if address := address_of():
+                vars(ti.task).setdefault(_ADDRESSES, {})[key] = address
                 ti.xcom_push(key=key, value=address)
         except Exception:
             # A button is not worth a training.
@@ -89,7 +96,10 @@ def web_address(directory: str) -> str | None:
     """
     gcs = "https://console.cloud.google.com/storage/browser/{bucket}/{key}"
     return _address(
-        directory, config.directory_url(), gcs, "https://s3.console.aws.amazon.com/s3/buckets/{bucket}?prefix={key}/"
+        directory,
+        provider_info.template("directory_url"),
+        gcs,
+        "https://s3.console.aws.amazon.com/s3/buckets/{bucket}?prefix={key}/",
     )
 
 
@@ -104,7 +114,7 @@ def report_address(directory: str) -> str | None:
     """
     gcs = f"https://console.cloud.google.com/storage/browser/_details/{{bucket}}/{{key}}/{REPORT_FILE}"
     s3 = f"https://s3.console.aws.amazon.com/s3/object/{{bucket}}?prefix={{key}}/{REPORT_FILE}"
-    return _address(directory, config.report_url(), gcs, s3) or pages.address_of(directory)
+    return _address(directory, provider_info.template("report_url"), gcs, s3) or page_address(directory)
 
 
 def _address(directory: str, template: str | None, gcs: str, s3: str) -> str | None:
@@ -118,3 +128,19 @@ def _address(directory: str, template: str | None, gcs: str, s3: str) -> str | N
     if scheme in ("s3", "s3a") and not any(map(os.environ.get, _OTHER_S3)):
         return s3.format(bucket=bucket, key=key)
     return None
+
+
+def page_address(directory: str) -> str | None:
+    """Returns the address of a run's report among the plugin's pages.
+
+    Args:
+        directory: Path or URL of the run directory.
+
+    Returns:
+        The address; None for a run of another store, or if ``[api] base_url`` is not set.
+    """
+    root, _, name = store.normalize(directory).rpartition("/")
+    base = str(conf.get("api", "base_url", fallback="") or "").rstrip("/")
+    if not base or root != store.normalize(provider_info.store_or_default()):
+        return None
+    return f"{base}{PAGES}/runs/{quote(name)}"

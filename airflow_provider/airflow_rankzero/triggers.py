@@ -14,9 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from airflow_rankzero import log_groups, tries
-from airflow_rankzero.connection.target import Target
-from airflow_rankzero.marks import has_set
+from airflow_rankzero import tries
+from airflow_rankzero.hooks.rankzero import Target
 from rankzero import RunHandle
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.pipeline import Follower, LineWritten
@@ -162,7 +161,7 @@ class RunTrigger(BaseTrigger):
                 # and ends the run.
                 self.log.info("the run in %s is left to the task's next process", self.directory)
                 return
-            handle.cancel(receiver, has_set(state))
+            handle.cancel(receiver, tries.has_set(state))
 
     async def _in_thread(self, action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls ``action`` in a thread of the run's store with the task's context, like `asyncio.to_thread`."""
@@ -174,7 +173,7 @@ class RunTrigger(BaseTrigger):
         """Logs the lines since the last call, and returns True if the run has ended."""
         for event in follower.poll():
             if isinstance(event, LineWritten):
-                log_groups.show_line(self.log, event.text)
+                tries.show_line(self.log, event.text)
         return follower.ended
 
 

@@ -160,7 +160,7 @@ def test_a_user_s_mark_notifies_of_a_failure_only_if_it_is_one(
     from airflow.sdk import BaseOperator
 
     from airflow_rankzero import TaskTry
-    from airflow_rankzero.task_run import TaskLog
+    from airflow_rankzero.tries import TaskLog
 
     task = BaseOperator(task_id="train", email="me", on_retry_callback=print, on_failure_callback=print)
     ti = SimpleNamespace(
