@@ -65,7 +65,7 @@ def on_task_instance_success(previous_state: Any, task_instance: Any) -> None:
 
 # -- trainings whose task has ended ------------------------------------------------------------
 
-POLL_INTERVAL = 10.0
+POLL_INTERVAL = 5.0
 """Seconds between two queries for the tasks that have not ended."""
 
 FOLLOWER_GRACE = 10.0
@@ -96,7 +96,7 @@ def _watch(job: Any) -> None:
         try:
             before = poll(before)
         except Exception:
-            logger.warning("the tasks with trainings cannot be queried; the next query is in 10 s", exc_info=True)
+            logger.warning("the tasks with trainings cannot be queried; the next query is in 5 s", exc_info=True)
 
 
 def poll(before: dict[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
@@ -111,6 +111,8 @@ def poll(before: dict[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
     same = [getattr(task, name) == getattr(xcom, name) for name in _KEY]
     rows = _rows(columns, task.state.in_(_WAITING), xcom.key == DIRECTORY_KEY, *same)
     waiting = {tuple(row[: len(_KEY)]): row for row in rows}
+    for key in waiting.keys() - before.keys():
+        logger.info("the training of %s ends with the task", key)
     for key in before.keys() - waiting.keys():
         # A store that does not respond delays no other training.
         threading.Thread(target=_end, args=(before[key],), name="rankzero-watch", daemon=True).start()
