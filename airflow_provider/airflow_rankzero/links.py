@@ -89,56 +89,34 @@ def web_address(directory: str) -> str | None:
     """Returns the address of a directory by ``[rankzero] directory_url``, else in the console of GCS or S3, or None.
 
     Raises InvalidJobError if the option has unknown placeholders.
-
-    Example:
-        >>> web_address("gs://bucket/runs/a")
-        'https://console.cloud.google.com/storage/browser/bucket/runs/a'
     """
-    gcs = "https://console.cloud.google.com/storage/browser/{bucket}/{key}"
-    return _address(
-        directory,
-        provider_info.template("directory_url"),
-        gcs,
-        "https://s3.console.aws.amazon.com/s3/buckets/{bucket}?prefix={key}/",
-    )
+    return _address(directory, "directory_url", "{bucket}/{key}", "buckets/{bucket}?prefix={key}/")
 
 
 def report_address(directory: str) -> str | None:
     """Returns the address of a report by ``[rankzero] report_url``, else in the console of GCS or S3, or None.
 
     A run of the configured store has a page of Airflow. Raises InvalidJobError if the option has unknown placeholders.
-
-    Example:
-        >>> report_address("gs://bucket/runs/a")
-        'https://console.cloud.google.com/storage/browser/_details/bucket/runs/a/report.html'
     """
-    gcs = f"https://console.cloud.google.com/storage/browser/_details/{{bucket}}/{{key}}/{REPORT_FILE}"
-    s3 = f"https://s3.console.aws.amazon.com/s3/object/{{bucket}}?prefix={{key}}/{REPORT_FILE}"
-    return _address(directory, provider_info.template("report_url"), gcs, s3) or page_address(directory)
+    gcs, s3 = f"_details/{{bucket}}/{{key}}/{REPORT_FILE}", f"object/{{bucket}}?prefix={{key}}/{REPORT_FILE}"
+    return _address(directory, "report_url", gcs, s3) or _page_address(directory)
 
 
-def _address(directory: str, template: str | None, gcs: str, s3: str) -> str | None:
+def _address(directory: str, option: str, gcs: str, s3: str) -> str | None:
     scheme, _, path = directory.rstrip("/").rpartition("://")
     path = quote(path)
-    if template:
+    if template := provider_info.template(option):
         return template.format(path=path, name=path.rpartition("/")[2])
     bucket, _, key = path.partition("/")
     if scheme in ("gs", "gcs"):
-        return gcs.format(bucket=bucket, key=key)
+        return "https://console.cloud.google.com/storage/browser/" + gcs.format(bucket=bucket, key=key)
     if scheme in ("s3", "s3a") and not any(map(os.environ.get, _OTHER_S3)):
-        return s3.format(bucket=bucket, key=key)
+        return "https://s3.console.aws.amazon.com/s3/" + s3.format(bucket=bucket, key=key)
     return None
 
 
-def page_address(directory: str) -> str | None:
-    """Returns the address of a run's report among the plugin's pages.
-
-    Args:
-        directory: Path or URL of the run directory.
-
-    Returns:
-        The address; None for a run of another store, or if ``[api] base_url`` is not set.
-    """
+def _page_address(directory: str) -> str | None:
+    """Returns the address among the plugin's pages; None for another store, or if ``[api] base_url`` is not set."""
     root, _, name = store.normalize(directory).rpartition("/")
     base = str(conf.get("api", "base_url", fallback="") or "").rstrip("/")
     if not base or root != store.normalize(provider_info.store_or_default()):

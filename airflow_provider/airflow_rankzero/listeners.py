@@ -78,6 +78,9 @@ _ENDED = ("failed", "success", "skipped", "upstream_failed", "removed")
 
 _KEY = ("dag_id", "run_id", "task_id", "map_index")
 
+Tasks = dict[tuple[Any, ...], Any]
+"""Rows of tasks by their keys."""
+
 
 @hookimpl
 def on_starting(component: Any) -> None:
@@ -87,7 +90,7 @@ def on_starting(component: Any) -> None:
 
 
 def _watch(job: Any) -> None:
-    before: dict[tuple[Any, ...], Any] = {}
+    before: Tasks = {}
     while True:
         time.sleep(POLL_INTERVAL)
         # Airflow sets the type after it has called the listener.
@@ -99,12 +102,8 @@ def _watch(job: Any) -> None:
             logger.warning("the tasks with trainings cannot be queried; the next query is in 5 s", exc_info=True)
 
 
-def poll(before: dict[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
-    """Returns the tasks that have not ended and have had a training, by their keys, and ends those of earlier ones.
-
-    Args:
-        before: What the previous call has returned.
-    """
+def poll(before: Tasks) -> Tasks:
+    """Returns the tasks that have not ended and have had a training, and ends the trainings of others in ``before``."""
     # From the tasks to their XComs, each by an index: few tasks are waiting, and many XComs are kept.
     xcom, task = _table("xcom.XComModel"), _table("taskinstance.TaskInstance")
     columns = [*(getattr(task, name) for name in (*_KEY, "id", "try_number")), xcom.value]

@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
@@ -110,7 +109,6 @@ class TorchDistributorOperator(BaseOperator):
     }
     shallow_copy_attrs: Sequence[str] = ("train",)
     operator_extra_links = (SparkUILink(), RunDirectoryLink(), ReportLink())
-    ui_color = "#f4e3d7"
 
     num_processes: Any
     env: Mapping[str, Any] | None
@@ -155,7 +153,8 @@ class TorchDistributorOperator(BaseOperator):
         self.log_ranks: Any = log_ranks
         self.deferrable = deferrable is not None and deferrable
         self.is_killed = False
-        self._facts = openlineage.RunFacts()
+        # Arguments of `openlineage.facets`, as far as they are known.
+        self._lineage: dict[str, Any] = {}
         try:
             templates.check_early(self)
             templates.check_context(self.train, self.op_args, self.op_kwargs)
@@ -204,12 +203,11 @@ class TorchDistributorOperator(BaseOperator):
                 setattr(self, name, templates.convert(name, getattr(self, name)))
         except InvalidJobError as error:
             raise _failure(error) from error
-        inputs = openlineage.inputs_of((self.op_args, self.op_kwargs), self.dataset)
-        self._facts = replace(self._facts, inputs=inputs)
+        self._lineage["inputs"] = openlineage.inputs_of((self.op_args, self.op_kwargs), self.dataset)
 
     def execute(self, context: Context) -> Any:
         """Starts the training, or attaches to what an earlier try started; returns rank 0's value or its handle."""
-        with tries.interrupts_end(TaskTry(context["ti"])):
+        with tries.interrupts_end():
             return self._execute(context)
 
     def _execute(self, context: Context) -> Any:
@@ -304,7 +302,7 @@ class TorchDistributorOperator(BaseOperator):
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """Resumes like every operator; a final failure of the deferral ends the run, like a failure in `execute`."""
         try:
-            with tries.interrupts_end(TaskTry(context["ti"])):
+            with tries.interrupts_end():
                 return super().resume_execution(next_method, next_kwargs, context)
         except (TaskDeferralError, TaskDeferralTimeout) as error:
             ti = context["ti"]
@@ -325,15 +323,11 @@ class TorchDistributorOperator(BaseOperator):
         """
         self.is_killed = True
 
-    def get_openlineage_facets_on_start(self) -> Any:
-        """Returns the inputs for the OpenLineage provider; None without that provider."""
-        return openlineage.facets(self._facts)
+    def get_openlineage_facets_on_start(self, task_instance: Any = None) -> Any:
+        """Returns what is known of inputs, run directory and result for the OpenLineage provider; None without it."""
+        return openlineage.facets(**self._lineage)
 
-    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
-        """Returns inputs, run directory and result for the OpenLineage provider; None without that provider."""
-        return openlineage.facets(self._facts)
-
-    get_openlineage_facets_on_failure = get_openlineage_facets_on_complete
+    get_openlineage_facets_on_complete = get_openlineage_facets_on_failure = get_openlineage_facets_on_start
 
     def _final(self, error: RankZeroError, *, has_checkpoint: bool) -> Exception:
         """Returns the error for Airflow: one that no retry can help costs none."""
@@ -343,8 +337,7 @@ class TorchDistributorOperator(BaseOperator):
 
     def _deliver(self, context: Context, handle: RunHandle[Any]) -> Any:
         arguments = templates.positional(self.op_args), templates.keyword(self.op_kwargs)
-        inputs = openlineage.inputs_of(arguments, self.dataset)
-        self._facts = replace(self._facts, directory=handle.directory, inputs=inputs)
+        self._lineage |= {"directory": handle.directory, "inputs": openlineage.inputs_of(arguments, self.dataset)}
         try:
             value = xcom.value_of(handle, self, context["ti"])
         except RankZeroError as error:
@@ -355,7 +348,7 @@ class TorchDistributorOperator(BaseOperator):
                 raise AirflowSkipException(f"rank {error.rank} exited with code {error.exit_code}") from error
             final = self._final(error, has_checkpoint=handle.status().checkpoint is not None)
             raise final from (error.__cause__ if final is error else error)
-        self._facts = replace(self._facts, result=xcom.record(self, context, handle))
+        self._lineage["result"] = xcom.record(self, context, handle)
         return value
 
     def _launcher(self, context: Context) -> Launcher:

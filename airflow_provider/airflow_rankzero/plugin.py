@@ -31,7 +31,7 @@ class RunPages:
         self._app: Callable[..., Awaitable[None]] | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serves one request."""
+        """Serves one request of a web browser by the application."""
         if self._app is None:
             self._app = _create_app()
         await self._app(scope, receive, send)

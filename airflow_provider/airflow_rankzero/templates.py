@@ -74,8 +74,16 @@ def takes_options(init: F) -> F:
 
 
 def fields_to_render(task: Any, names: Iterable[str]) -> list[str]:
-    """The template fields that may be templates: ``train`` and ``restart_on`` may be functions, and others paths."""
-    return [name for name in names if _may_be_template(name, getattr(task, name))]
+    """Returns the template fields that may be templates: some may be functions, others paths."""
+
+    def may_be_template(name: str) -> bool:
+        value = getattr(task, name)
+        if isinstance(value, PurePath) and not isinstance(value, ObjectStoragePath):
+            # Airflow 3.1 takes a path's `resolve` for its own.
+            return False
+        return name not in ("train", "restart_on") or not callable(value)
+
+    return list(filter(may_be_template, names))
 
 
 def unsteady(task: Any, context: Any, jinja_env: Any) -> list[str]:
@@ -88,29 +96,14 @@ def unsteady(task: Any, context: Any, jinja_env: Any) -> list[str]:
     return [name for name in texts if first[name] != second[name]]
 
 
-def _may_be_template(name: str, value: Any) -> bool:
-    if isinstance(value, PurePath) and not isinstance(value, ObjectStoragePath):
-        # Airflow 3.1 takes a path's `resolve` for its own.
-        return False
-    return name not in ("train", "restart_on") or not callable(value)
-
-
 def convert(name: str, value: Any) -> Any:
-    """A rendered text as the number that it stands for; everything else as it is.
+    """Returns a rendered text as the number that it stands for, and everything else unchanged.
 
-    Args:
-        name: Of the argument.
-        value: What was rendered. ``""`` and ``"None"`` are None where the argument may be None; ``"2:8"`` is the
-            smallest and the largest number of processes, ``"auto"`` is what there is.
-
-    Raises:
-        InvalidJobError: the text is no number.
+    ``""`` and ``"None"`` are None where the argument may be None. Raises InvalidJobError if the text is no number.
 
     Example:
-        >>> convert("num_processes", "4"), convert("timeout", "None"), convert("store", "4")
-        (4, None, '4')
-        >>> convert("num_processes", "2:8")
-        (2, 8)
+        >>> convert("num_processes", "2:8"), convert("timeout", "None"), convert("store", "4")
+        ((2, 8), None, '4')
     """
     option = OPTIONS.get(name)
     if not isinstance(value, str) or option is None or not option.is_number:
@@ -124,14 +117,7 @@ def convert(name: str, value: Any) -> Any:
 
 
 def check_early(task: Any) -> None:
-    """Refuses obvious mistakes when a DAG file is parsed; what is not known yet (templates, XComs) is let through.
-
-    Args:
-        task: The operator, with its arguments as attributes.
-
-    Raises:
-        InvalidJobError: says which value, and what to do.
-    """
+    """Raises InvalidJobError for obvious mistakes in a DAG file; templates and XComs are not known yet, and pass."""
     given = {name: getattr(task, name) for name in OPTIONS}
     late = {name for name, value in given.items() if _is_late(value)}
     own = {name: getattr(task, name) for name in (*_FLAGS, *_NUMBERS)}
@@ -225,12 +211,7 @@ def check_context(function: Any, op_args: Any, op_kwargs: Any) -> None:
 
 
 def beside(dag_file: str, train: Any) -> Any:
-    """Returns ``train`` with the relative path of a script, also in a command, as the path beside the DAG file.
-
-    Example:
-        >>> beside("/bundles/v2/dags/daily.py", "../train.py"), beside("/dags/daily.py", "package.module:function")
-        ('/bundles/v2/train.py', 'package.module:function')
-    """
+    """Returns ``train`` with the relative path of a script, also in a command, as the path beside the DAG file."""
     if isinstance(train, (list, tuple)):
         folder = _folder(dag_file)
         return [_word_beside(folder, word, is_program=number == 0) for number, word in enumerate(train)]
@@ -245,12 +226,7 @@ def beside(dag_file: str, train: Any) -> Any:
 
 
 def path_beside(dag_file: str, path: Any) -> Any:
-    """Returns a path of this machine, or a list of paths, as absolute ones; None and other objects unchanged.
-
-    Example:
-        >>> path_beside("/dags/daily.py", "lib"), path_beside("/dags/daily.py", "/data/lib")
-        ('/dags/lib', '/data/lib')
-    """
+    """Returns a path of this machine, or a list of paths, as absolute ones; None and other objects unchanged."""
     if isinstance(path, (list, tuple)):
         return [path_beside(dag_file, each) for each in path]
     if not isinstance(path, (str, os.PathLike)):
@@ -263,10 +239,6 @@ def dataset_beside(dag_file: str, dataset: Any) -> Any:
 
     Spaces around a text are removed. Names of tables, queries, URLs (also ``file:/x``) and results of other tasks are
     unchanged.
-
-    Example:
-        >>> dataset_beside("/dags/daily.py", {"train": "data/", "test": "catalog.rows", "more": "s3://bucket/rows"})
-        {'train': '/dags/data', 'test': 'catalog.rows', 'more': 's3://bucket/rows'}
     """
     if isinstance(dataset, Mapping):
         return {name: dataset_beside(dag_file, source) for name, source in dataset.items()}
@@ -339,14 +311,14 @@ def by_map_index(value: Any, group: Any) -> Any:
 
 
 def positional(op_args: Any) -> tuple[Any, ...]:
-    """``op_args`` for the ranks. Raises InvalidJobError if it is no list, or as `plain`."""
+    """Returns ``op_args`` for the ranks. Raises InvalidJobError if it is no list, or as `plain`."""
     if isinstance(op_args, (str, bytes, Mapping)) or not isinstance(op_args, Iterable):
         raise InvalidJobError(f"op_args is {op_args!r}; it must be a list of arguments")
     return tuple(plain(list(op_args), "op_args"))
 
 
 def keyword(op_kwargs: Any) -> dict[str, Any]:
-    """``op_kwargs`` for the ranks. Raises InvalidJobError if it is no mapping, or as `plain`."""
+    """Returns ``op_kwargs`` for the ranks. Raises InvalidJobError if it is no mapping, or as `plain`."""
     if not isinstance(op_kwargs, Mapping):
         raise InvalidJobError(f"op_kwargs is {op_kwargs!r}; it must map names to arguments")
     return dict(plain(dict(op_kwargs), "op_kwargs"))

@@ -45,8 +45,6 @@ MAX_RETRY_DELAY = timedelta(hours=24)
 STEM_LIMIT = 180
 """Characters before the checksum; core allows 200 in all."""
 
-_HEARTBEAT_TIMEOUT = 300
-
 STATES_OF_USERS = ("failed", "success", "skipped", "upstream_failed", "removed", "restarting", None)
 """States of a task instance that a user has marked or cleared while its process was running."""
 
@@ -92,16 +90,8 @@ class TaskTry:
 
     @property
     def is_followed_by_another(self) -> bool:
-        """Returns True where a worker runs the task: a drained one costs no try, so even the last try may come back.
-
-        In ``airflow tasks test`` and the like the run ends with the process, unless it is deferred.
-        """
-        return not self.is_in_process or bool(getattr(self.ti.task, "deferrable", False))
-
-    @property
-    def is_in_process(self) -> bool:
-        """Returns True if this process was started by a user or a script, and not by a worker."""
-        return _compat.is_in_process()
+        """Returns True where a worker runs the task (a drained one costs no try), or if the task is deferred."""
+        return not _compat.is_in_process() or bool(getattr(self.ti.task, "deferrable", False))
 
     @property
     def lease_when_attached(self) -> float | None:
@@ -126,7 +116,7 @@ class TaskTry:
         return f"{self.ti.run_id}#{max(0, before)}"
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
-        """Returns False: Airflow's listener (`airflow_rankzero.delivery`) has already acknowledged a stored result."""
+        """Returns False: Airflow's listener (`airflow_rankzero.listeners`) has already acknowledged a stored result."""
         return False
 
     def repeats(self, receiver: Mapping[str, Any]) -> bool:
@@ -161,14 +151,11 @@ class TaskTry:
 
 
 def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
-    """Returns the seconds that a run may continue without a follower.
-
-    The lease is long enough for Airflow to notice that a try and its supervisor were killed, and to start the next one.
-    """
+    """Returns the seconds without a follower in which Airflow notices that a try was killed, and starts the next one."""
     least = leases.DETACHED_LEASE if deferred else leases.SCHEDULING_SLACK
     if not TaskTry(ti).is_retried:
         return least
-    unnoticed = conf.getint("scheduler", "task_instance_heartbeat_timeout", fallback=_HEARTBEAT_TIMEOUT)
+    unnoticed = conf.getint("scheduler", "task_instance_heartbeat_timeout", fallback=300)
     return leases.lease(_longest_delay(task, ti.max_tries), unnoticed=unnoticed, least=least)
 
 
@@ -195,12 +182,7 @@ def _own_delay(task: BaseOperator, tries: int) -> float:
 def state_of(ti: Any, ask: Callable[..., dict[str, Any]]) -> str | None:
     """Queries the current state of a task instance; None after a clear, or if its DAG run was deleted.
 
-    Args:
-        ti: The task instance.
-        ask: ``get_task_states`` of the process's own task instances.
-
-    Raises:
-        Exception: the request to Airflow failed.
+    ``ask`` is ``get_task_states`` of the process's own task instances. Raises its exceptions.
     """
     mapped = {"map_index": ti.map_index} if ti.map_index is not None and ti.map_index >= 0 else {}
     states = ask(dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], **mapped)
@@ -209,17 +191,10 @@ def state_of(ti: Any, ask: Callable[..., dict[str, Any]]) -> str | None:
 
 
 def run_id_of(dag_id: str, dag_run_id: str, task_id: str, map_index: int) -> str:
-    """A name for the run of one task instance, the same in all its tries.
+    """Returns a name for the run of one task instance, the same in all its tries; -1 is the index of an unmapped task.
 
-    Args:
-        dag_id: Id of the DAG.
-        dag_run_id: Id of the DAG run.
-        task_id: Id of the task.
-        map_index: Index of a mapped task, -1 for any other.
-
-    Returns:
-        ``dag__run__task[__map]-`` and a checksum of the four, since what cannot stand in the name of a directory is
-        replaced there, and long names are cut.
+    It is ``dag__run__task[__map]-`` and a checksum of the four, since what cannot stand in the name of a directory is
+    replaced there, and long names are cut.
 
     Example:
         >>> run_id_of("digits", "manual__2026-01-01T00:00:00+00:00", "train", -1)
@@ -240,7 +215,7 @@ def has_set(state: str | None) -> str:
 
 
 @contextlib.contextmanager
-def interrupts_end(task_try: TaskTry) -> Iterator[None]:
+def interrupts_end() -> Iterator[None]:
     """Context manager in which Ctrl-C ends the process where no worker runs the task.
 
     Airflow takes an interrupt for a failure there: its loop would start the next try or task in this process.
@@ -248,7 +223,7 @@ def interrupts_end(task_try: TaskTry) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if task_try.is_in_process:
+        if _compat.is_in_process():
             _exit_by(signal.SIGINT)
         raise
 
@@ -259,13 +234,9 @@ def _exit_by(signum: int) -> None:
 
 
 class TaskLog:
-    """Shows a run in the log of its task, to its end or until the task's operator is killed: Airflow ends the process.
+    """Shows a run in the log of its task, to its end or until ``operator.is_killed``: Airflow ends the process.
 
-    Args:
-        handle: The run.
-        task_try: The try that follows it.
-        operator: The operator of the task, a `TorchDistributorOperator`.
-        attached: True if an earlier try has shown lines of the run.
+    An earlier try has shown lines of a run that is ``attached``.
     """
 
     def __init__(self, handle: RunHandle[Any], task_try: TaskTry, operator: Any, *, attached: bool) -> None:
@@ -303,20 +274,17 @@ class TaskLog:
                 return
             self.detach_if_killed()
             self._pause()
-            if time.monotonic() - shown > PROGRESS_INTERVAL:
+            if time.monotonic() - shown > PROGRESS_INTERVAL and (status := self._follower.status):
                 shown = time.monotonic()
-                self._report_progress()
+                self._log.info(
+                    "%s for %.0f s %s", status.state, time.time() - self._handle.created, status.metrics or ""
+                )
 
     def _pause(self) -> None:
         until = time.monotonic() + max(FOLLOW_INTERVAL, self._handle.pace)
         while not self._operator.is_killed and (left := until - time.monotonic()) > 0:
             # An Event, not a sleep: exceptions of signal handlers are raised immediately.
             self._tick.wait(min(left, LONGEST_WAIT))
-
-    def _report_progress(self) -> None:
-        if status := self._follower.status:
-            age = time.time() - self._handle.created
-            self._log.info("%s for %.0f s %s", status.state, age, status.metrics or "")
 
     def detach_if_killed(self) -> None:
         """Detaches from the run or ends it if this process was asked to exit; else a no-op. Raises like `follow`."""
@@ -334,7 +302,7 @@ class TaskLog:
             task.on_retry_callback = task.on_failure_callback = ()
             task.email = None
             raise RunCancelledError(why, requested=True)
-        if self._try.is_in_process:
+        if _compat.is_in_process():
             self._log.warning("this process was asked to exit, and the run in %s ends with it", self._handle.directory)
             end(self._handle, self._operator.stop_grace, None, "the process of the Airflow task was asked to exit")
             # Airflow's loop would start the next try or task in this process.
@@ -360,12 +328,9 @@ def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
     log.info("::endgroup::")
 
 
-_GROUP = re.compile(r"::(?=(?:end)?group::)")
-
-
 def show_line(log: Any, text: str) -> None:
     """Writes a line of a rank, with the level at its beginning; a group that it would open or end is only a text."""
     from rankzero.pipeline import level_of
 
     # An invisible character within, since Airflow's page searches whole lines.
-    log.log(level_of(text), "%s", _GROUP.sub(":\u200b:", text))
+    log.log(level_of(text), "%s", re.sub(r"::(?=(?:end)?group::)", ":\u200b:", text))

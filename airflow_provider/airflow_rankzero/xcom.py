@@ -29,13 +29,7 @@ logger = logging.getLogger(__name__)
 REPORT_LINES = 20
 """Reports in the log's table, evenly chosen."""
 
-_MAX_MAP_LENGTH = 1024
-# Airflow's own default.
-
 _OWN_KEYS = {DIRECTORY_KEY: "run directory", "return_value": "whole value"}
-
-_MAX_KEY_LENGTH = 512
-# The column of XCom keys in Airflow's database.
 
 # Airflow's client writes a key into the path of a URL without quoting it; its server has two routes below a key.
 _CHANGED_KEY = re.compile(r"[#?\x00-\x1f\x7f]|%[0-9a-fA-F]{2}|(^|/)\.\.?(/|$)|/slice$|/item/[^/]+$")
@@ -77,7 +71,7 @@ def _taken_apart(ref: ResultRef, inline: list[Any], uses: list[str]) -> Any:
         pushed = inline[0] if inline else _loaded(ref)
     except ValueError as error:
         raise _refusal(ref, uses, str(error)) from error
-    most = conf.getint("core", "max_map_length", fallback=_MAX_MAP_LENGTH)
+    most = conf.getint("core", "max_map_length", fallback=1024)
     why = find_unstorable(pushed)
     if _BY_KEYS in uses:
         why = (find_lost_key(pushed) or why) if isinstance(pushed, dict) else "it is no dict"
@@ -91,16 +85,12 @@ def _taken_apart(ref: ResultRef, inline: list[Any], uses: list[str]) -> Any:
 
 
 def find_lost_key(keys: Iterable[str]) -> str | None:
-    """Returns a description of the first key whose value Airflow would not store as an XCom of that key, or None.
-
-    Example:
-        >>> find_lost_key(["loss", "val/loss", "100%"]), find_lost_key(["loss#1"])
-        (None, "its key 'loss#1' cannot be the key of an XCom: Airflow would change or reject it")
-    """
+    """Returns a description of the first key whose value Airflow would not store as an XCom of that key, or None."""
     for key in keys:
         if key in _OWN_KEYS:
             return f"its key {key!r} is the XCom of the {_OWN_KEYS[key]}"
-        if not 0 < len(key) <= _MAX_KEY_LENGTH or _CHANGED_KEY.search(key):
+        # The column of keys in Airflow's database has 512 characters.
+        if not 0 < len(key) <= 512 or _CHANGED_KEY.search(key):
             return f"its key {key!r:.80} cannot be the key of an XCom: Airflow would change or reject it"
     return None
 

@@ -28,13 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STANDALONE_PORT = 7077
-"""Where a Spark standalone master listens unless told otherwise."""
-
 CONNECT_SCHEME = "sc://"
 _SCHEMES = ("spark://", "k8s://", CONNECT_SCHEME, "local", "yarn")
 _CONF_OF_EXTRA = {"queue": "spark.yarn.queue", "namespace": "spark.kubernetes.namespace"}
-_DEPLOY_MODE = "deploy-mode"
 # A web form stores every field of a connection, also those without meaning here.
 _WITHOUT_EFFECT = frozenset({"spark-binary", "rest-scheme", "rest-port", "yarn_resourcemanager_webapp_address"})
 
@@ -164,21 +160,18 @@ class RankZeroHook(BaseHook):
         return Target.from_conn_id(self.rankzero_conn_id)
 
     def test_connection(self) -> tuple[bool, str]:
-        """Searches for problems that would stop a training, from this machine. Starts no JVM.
+        """Returns True if no problem would stop a training, and a message with the problems or the checks.
 
-        Airflow calls it on the API server or on a worker; results about Java, GPUs and local paths
-        hold for that machine. On Spark Connect, which needs no JVM here, two ranks (or those of one
-        task, if these are more) examine the cluster.
-
-        Returns:
-            True if no problem was found, and a message with the problems or the checks.
+        Airflow calls it on the API server or on a worker; results about Java, GPUs and local paths hold for that
+        machine. It starts no JVM. On Spark Connect, which needs none here, two ranks (or those of one task, if these
+        are more) examine the cluster.
         """
         from rankzero.pipeline import examine, find_problems
 
         here = socket.gethostname()
         try:
             target = self.get_conn()
-            given = _examined(target, {})
+            given = examined(self.rankzero_conn_id, {})
             if target.is_connect:
                 return _say(examine(**given, start_timeout=TEST_START_TIMEOUT), here)
             root = store.root_of(given.pop("store"))
@@ -209,10 +202,7 @@ def examined(conn_id: str, conf: Mapping[str, str]) -> dict[str, Any]:
 
     ``rankzero doctor --conn-id`` finds it by the entry point ``rankzero.connections``. Raises InvalidJobError.
     """
-    return _examined(Target.from_conn_id(conn_id), conf)
-
-
-def _examined(target: Target, conf: Mapping[str, str]) -> dict[str, Any]:
+    target = Target.from_conn_id(conn_id)
     return {
         "engine": target.engine(conf),
         "store": target.store or provider_info.store(),
@@ -250,7 +240,7 @@ def _of_rankzero(connection: Connection, where: str) -> Target:
 
 def _of_spark(connection: Connection, where: str) -> Target:
     extra = {name: "" if value is None else str(value) for name, value in _read_extra(connection, where).items()}
-    deploy_mode = extra.pop(_DEPLOY_MODE, None)
+    deploy_mode = extra.pop("deploy-mode", None)
     conf = {key: extra.pop(name) for name, key in _CONF_OF_EXTRA.items() if extra.get(name)}
     unused = sorted(name for name, value in extra.items() if value and name not in _WITHOUT_EFFECT)
     if unused:
@@ -307,7 +297,8 @@ def _master(connection: Connection, where: str) -> str:
     address = host.partition("://")[2].rpartition("://")[2]
     if ":" in address:
         return host
-    port = connection.port or (STANDALONE_PORT if host.startswith("spark://") else None)
+    # Where a Spark standalone master listens unless told otherwise.
+    port = connection.port or (7077 if host.startswith("spark://") else None)
     return f"{host}:{port}" if port else host
 
 
@@ -320,10 +311,6 @@ def as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, str]:
     """Returns numbers and flags as Spark spells them; None is empty. Raises InvalidJobError with the pairs' ``name``.
 
     JSON has numbers and flags, and a DAG with ``render_template_as_native_obj`` turns every ``"2"`` into a number.
-
-    Example:
-        >>> as_text("conf", {"spark.executor.cores": 2, "spark.ui.enabled": False})
-        {'spark.executor.cores': '2', 'spark.ui.enabled': 'false'}
     """
     if pairs is None:
         return {}
@@ -345,7 +332,7 @@ def mask_secrets(pairs: Mapping[str, Any]) -> None:
 
 
 def _flag(where: str, name: str, value: object) -> bool:
-    """A flag of the form, or of a URI, where it is a word. Raises InvalidJobError."""
+    # In a URI it is a word.
     word = str(value).lower()
     if word not in ("true", "false"):
         raise InvalidJobError(f"{where} has {name} {value!r}; write true or false")
@@ -353,14 +340,13 @@ def _flag(where: str, name: str, value: object) -> bool:
 
 
 def _count(where: str, name: str, value: object) -> int:
-    """A whole number from 1 on. Raises InvalidJobError."""
     if isinstance(value, bool) or not str(value).isdecimal() or int(str(value)) < 1:
         raise InvalidJobError(f"{where} has {name} {value!r}; it must be a whole number from 1 on")
     return int(str(value))
 
 
 def _object(where: str, name: str, value: object) -> Mapping[str, Any]:
-    """A JSON object, or its text. Raises InvalidJobError, without the value: it may hold credentials."""
+    """Returns a JSON object, also from its text. The InvalidJobError has no value: it may hold credentials."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
