@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from rankzero.bounds import stretched
 from rankzero.compat.horovod.torch import operations
 from rankzero.compat.horovod.torch.operations import (
     HorovodInternalError,
@@ -50,10 +51,10 @@ TICK = 1.0
 PAUSE = 0.005
 """Longest pause in seconds between cycles in which nothing was issued; it grows by a thousandth of the time waited."""
 
-DEADLOCK_AFTER = 5.0
+DEADLOCK_AFTER = stretched(5.0)
 """Seconds without a new operation after which ranks that all wait in `Request.wait` fail."""
 
-ROLL_CALL = 5.0
+ROLL_CALL = stretched(5.0)
 """Seconds that a rank waits for the others' accounts of a lost connection; longer than `TICK`."""
 
 
@@ -219,7 +220,7 @@ class Coordinator:
         others, accounts = {rank for rank in range(self.size) if rank != self.rank}, [mine]
         try:
             self._store.set(f"account/{self.rank}", mine)
-            deadline = time.monotonic() + ROLL_CALL
+            deadline = time.monotonic() + ROLL_CALL()
             while is_lost and others and time.monotonic() < deadline:
                 found = {rank for rank in others if self._store.check([f"account/{rank}"])}
                 accounts += [self._store.get(f"account/{rank}").decode() for rank in sorted(found)]
@@ -271,7 +272,7 @@ class Coordinator:
     def _exchange(self, now: float) -> tuple[list[int], dict[int, None]]:
         """Returns the flags of all ranks, and the operations that their messages announce, in one order."""
         flags = self._flags | (WAITING if self._waiters else 0)
-        if self._quiet_since and now - self._quiet_since > DEADLOCK_AFTER:
+        if self._quiet_since and now - self._quiet_since > DEADLOCK_AFTER():
             flags |= DEADLOCK if all(each & WAITING for each in self._all_flags) else 0
         oldest = min((one.since for one in list(self._mine.values()) if one.metas), default=now)
         flags |= EXPIRED if now - oldest > self._timeout else 0
