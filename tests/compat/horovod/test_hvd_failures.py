@@ -11,6 +11,8 @@ from tests.conftest import free_port
 
 import rankzero.compat.horovod.torch as hvd
 from rankzero import HangError, Launcher, WorkerFailedError
+from rankzero.compat.horovod.torch import operations, world
+from rankzero.driver.hangs import is_waiting
 
 LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
 """A wait that no test means fails, and does not last half an hour."""
@@ -116,7 +118,7 @@ def test_wrong_calls_are_refused(launcher: Launcher) -> None:
 def test_seconds_that_are_none_are_refused_by_name(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", seconds)
     with pytest.raises(ValueError, match=f"HOROVOD_STALL_CHECK_TIME_SECONDS is '{seconds}'; give seconds"):
-        hvd.init()
+        world._seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", 60)
 
 
 def ends(how: str) -> None:
@@ -198,8 +200,6 @@ def again_and_again() -> Any:
     import threading
 
     import torch
-
-    from rankzero.compat.horovod.torch import operations
 
     def reduce(name: str, **options: Any) -> Any:
         return hvd.allreduce(torch.ones(300), name=name, **options)
@@ -333,7 +333,4 @@ def test_a_killed_peer_is_named_by_its_rank() -> None:
 
 
 def test_a_rank_that_waits_in_hvd_counts_as_waiting() -> None:
-    from rankzero.compat.horovod.torch import operations
-    from rankzero.driver.hangs import is_waiting
-
     assert is_waiting(f'  File "{operations.__file__}", line 1 in wait\n')

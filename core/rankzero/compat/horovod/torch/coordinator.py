@@ -116,12 +116,7 @@ class Coordinator:
     # -- what callers do -----------------------------------------------------------------------
 
     def issue(self, kind: str, name: str | None, *args: Any) -> Request:
-        """Gives an operation to the thread.
-
-        Args:
-            kind: Kind of the operation.
-            name: The user's name; None: the number of the call without a name.
-            args: Further arguments of `Request`.
+        """Gives a `Request` to the thread; its name is the user's, or the number of the call without a name.
 
         Raises:
             ValueError: this rank is not a member, or an operation of this name has not ended.
@@ -238,7 +233,7 @@ class Coordinator:
     def _receive(self) -> None:
         """Takes what callers have issued; waits for it as long as this rank's state allows."""
         quiet = time.monotonic() - self._quiet_since if self._quiet_since else 0.0
-        timeout = min(quiet / 10, PAUSE + quiet / 1000) if self._mine or self._flags else TICK
+        timeout = min(quiet / 10, PAUSE + quiet / 1000, TICK) if self._mine or self._flags else TICK
         timeout = 0.0 if self._unsent else timeout
         with contextlib.suppress(queue.Empty):
             while True:

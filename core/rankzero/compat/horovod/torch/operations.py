@@ -77,7 +77,7 @@ class Meta(NamedTuple):
         return " ".join(filter(None, parts))
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=8192)
 def hashes(name: str, metas: tuple[Meta, ...]) -> tuple[int, int]:
     """Returns 64 bits for the name and 64 bits for the rest, the same in every process."""
     digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (name, repr(metas)))
@@ -86,18 +86,11 @@ def hashes(name: str, metas: tuple[Meta, ...]) -> tuple[int, int]:
 
 
 class Request:
-    """An operation of this rank, and the caller's handle. A group is one operation with several tensors.
+    """An operation of this rank, and the caller's handle. A group is one operation with several ``tensors``.
 
-    Args:
-        name: Name by which ranks match the operation.
-        metas: Properties of each tensor that must be equal on all ranks.
-        tensors: This rank's tensors. The coordinator writes into them, or replaces them by the results.
-        finish: Makes the caller's result of the request; called once, in the thread that waits.
-        splits: Number of rows for each rank in an alltoall.
-
-    Attributes:
-        rows: Number of rows that came from each rank, for each gathered tensor.
-        waiters: One entry for each thread that waits for any operation of the coordinator.
+    The coordinator writes into the tensors, or replaces them by the results, and sets ``rows``, the number of rows that
+    came from each rank for each gathered tensor. ``finish`` makes the caller's result, once, in the thread that waits.
+    ``splits`` are the rows for each rank in an alltoall; ``waiters`` has an entry for each thread that waits.
     """
 
     def __init__(

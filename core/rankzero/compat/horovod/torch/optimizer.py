@@ -168,7 +168,9 @@ class _Distributed(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # torch's GradScaler reads this property in its step, before it checks for overflows, which must include those
         # of all ranks.
-        self._rz.before_unscaling()
+        if self._rz.should_synchronize and not self._rz.is_synchronized:
+            self._rz.synchronize()
+            self._rz.is_ready = True
         own = vars(self).get("_step_supports_amp_scaling")
         return bool(getattr(super(), "_step_supports_amp_scaling", False) if own is None else own)
 
@@ -209,21 +211,14 @@ class _Sent(NamedTuple):
 
 
 class _Reducer:
-    """Starts the reduction of gradients during the backward pass, and waits for the results.
-
-    Args:
-        known: Names of parameters, which may be more than the optimizer's.
-        op: ``Average`` or ``Sum``.
-        scales: Factors before and after the reduction.
-        group: The ranks that take part.
-    """
+    """Starts the reduction of gradients during the backward pass, and waits for the results."""
 
     compression: Any = Compression.none
     sparse_as_dense = False
 
     def __init__(self, known: dict[torch.Tensor, str], op: str, scales: tuple[float, float], group: ProcessSet) -> None:
         self._known, self._op, self._scales, self._group = known, op, scales, group
-        self.should_synchronize, self._is_synchronized, self._is_ready = True, False, False
+        self.should_synchronize, self.is_synchronized, self.is_ready = True, False, False
         # A second optimizer may have parameters with the same names, such as the second network of a GAN.
         number = next(group.coordinator.optimizers)
         self._suffix = f"#{number}" if number > 1 else ""
@@ -268,16 +263,10 @@ class _Reducer:
             )
 
     def before_step(self) -> None:
-        """Calls `synchronize`, unless the user has switched it off or `before_unscaling` has called it."""
-        if self.should_synchronize and not self._is_ready:
+        """Calls `synchronize`, unless the user has switched it off or a gradient scaler has called it."""
+        if self.should_synchronize and not self.is_ready:
             self.synchronize()
-        self._is_synchronized = self._is_ready = False
-
-    def before_unscaling(self) -> None:
-        """Calls `synchronize` for the next step, which a gradient scaler skips if gradients have overflowed."""
-        if self.should_synchronize and not self._is_synchronized:
-            self.synchronize()
-            self._is_ready = True
+        self.is_synchronized = self.is_ready = False
 
     # A compiled step must not trace waits for other ranks.
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -290,7 +279,7 @@ class _Reducer:
         """
         if not self._has_peers:
             return
-        if self._is_synchronized:
+        if self.is_synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(), "
                 "or synchronize() called twice: gradients are reduced a second time",
@@ -317,7 +306,7 @@ class _Reducer:
         self.set_passes(self._passes)
         if errors:
             raise errors[0]
-        self._is_synchronized = True
+        self.is_synchronized = True
 
     def forget(self) -> None:
         """Waits for running reductions, and resets the state as after a step."""
@@ -327,7 +316,7 @@ class _Reducer:
                 sent.request.wait()
         self._sent.clear()
         self.set_passes(self._passes)
-        self._is_synchronized = self._is_ready = False
+        self.is_synchronized = self.is_ready = False
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter in self._sent:
@@ -335,7 +324,7 @@ class _Reducer:
                 f"gradients of {self._names[parameter]!r} were computed more than backward_passes_per_step="
                 f"{self._passes} times before step(): increase it to accumulate gradients locally"
             )
-        self._is_synchronized = self._is_ready = False
+        self.is_synchronized = self.is_ready = False
         self._left[parameter] -= 1
         if self._left[parameter] == 0:
             self._begin(parameter)

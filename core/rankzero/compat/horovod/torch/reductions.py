@@ -124,12 +124,9 @@ class _Operation(torch.autograd.Function):
 
 
 def differentiable(begin: Callable[..., Request], backward: Callable[..., Any], tensors: Tensors) -> list[torch.Tensor]:
-    """Returns the results of an operation, through which gradients pass.
+    """Returns the results of the operation that ``begin`` issues on detached tensors, through which gradients pass.
 
-    Args:
-        begin: Issues the operation on detached tensors.
-        backward: Makes the gradients of the tensors from the request's ``rows`` and the gradients of the results.
-        tensors: The tensors.
+    ``backward`` makes the gradients of the tensors from the request's ``rows`` and the gradients of the results.
     """
     return list(_Operation.apply(begin, backward, *tensors))  # type: ignore[no-untyped-call]
 
