@@ -113,17 +113,17 @@ class Request:
         self.event = record(self.tensors)
         self.error: Exception | None = None
         self._result: Any = None
-        self._running = threading.Lock()
+        self._is_done, self._running = False, threading.Lock()
         self._running.acquire()
 
     def end(self, error: Exception | None = None) -> None:
         """Ends the wait of callers, with a result or with an error."""
-        self.error = error
+        self.error, self._is_done = error, True
         self._running.release()
 
     def poll(self) -> bool:
         """Returns True if `wait` would not wait."""
-        return not self._running.locked()
+        return self._is_done
 
     def wait(self) -> Any:
         """Waits for the end of the operation, and returns its result. Raises the error with which it failed."""

@@ -16,12 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rankzero.compat.horovod.torch.compression import Compression
 from rankzero.compat.horovod.torch.operations import AVERAGE, SUM, HorovodInternalError, Request
-from rankzero.compat.horovod.torch.reductions import (
-    allreduce,
-    allreduce_async_,
-    checked_op,
-    sparse_allreduce_async,
-)
+from rankzero.compat.horovod.torch.reductions import allreduce, allreduce_async_, checked_op, sparse_allreduce_async
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set, size
 
 _hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
