@@ -15,6 +15,7 @@ from __future__ import annotations
 import array
 import contextlib
 import itertools
+import os
 import pickle
 import queue
 import threading
@@ -87,11 +88,13 @@ class Coordinator:
         if self.rank < 0:
             return
         self._store = distributed_c10d.PrefixStore(f"rankzero/hvd/{number}", distributed_c10d._get_default_store())
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo: Any = dist.ProcessGroupGloo
+        names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        options = gloo._Options()
         options._timeout, options._threads = limit, 1
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
         # Not registered with torch.distributed, whose references would keep the connections of a failed rank open.
-        self.control: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, options)
+        self.control: Any = gloo(self._store, self.rank, self.size, options)
         self.streams: dict[torch.device, Any] = {}
         self.batch: list[operations.Running] = []
         """The collectives since the last message, with their tensors."""
