@@ -88,5 +88,5 @@ def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_t
 
 
 def test_a_lease_outlasts_the_renewals_that_its_follower_may_miss() -> None:
-    assert lease.RENEWAL_INTERVAL() < lease.RENEWAL_INTERVAL_REMOTE()
-    assert watch.MISSED_RENEWALS * lease.RENEWAL_INTERVAL_REMOTE() < lease.SCHEDULING_SLACK <= lease.DETACHED_LEASE
+    assert lease.RENEWAL_INTERVAL < lease.RENEWAL_INTERVAL_REMOTE
+    assert watch.MISSED_RENEWALS * lease.RENEWAL_INTERVAL_REMOTE < lease.SCHEDULING_SLACK <= lease.DETACHED_LEASE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -96,6 +97,10 @@ class Driver:
             ResultError: the store does not take the outcome.
         """
         self._recorder.note_thread()
+        if self._job.submission:
+            with contextlib.suppress(Exception):
+                # The page of the submission before.
+                store.remove(self._run.path(REPORT_FILE))
         self._trackers.start()
         try:
             self._run_to_its_end(refused)
@@ -189,8 +194,7 @@ class Driver:
             allow_open_files()
         attempt = Attempt(self._run, number, placed, self._recorder, mailbox, self._watch, self._env, self._started_at)
         try:
-            if attempt.resume:
-                recorder.update(checkpoint=attempt.resume.id)
+            recorder.update(checkpoint=attempt.resume and attempt.resume.id)
             return follow(Starting(attempt), Final, mailbox, self._recorder).verdict
         finally:
             attempt.close()
@@ -200,9 +204,7 @@ class Driver:
     def _prepare_restart(self, error: BaseException, pause: float) -> None:
         """Records the restart, waits for the pause between two attempts, and closes the session if it is broken."""
         cause, what = _restart_cause(error), str(error).splitlines()[0]
-        checkpoint = self._recorder.status.checkpoint
-        begin = f"checkpoint {checkpoint}" if checkpoint else "the beginning"
-        logger.warning("attempt %s follows in %s s from %s, because %s", self._number, pause, begin, what)
+        logger.warning("attempt %s follows in %s s, because %s", self._number, pause, what)
         event = {"type": "restart", "attempt": self._number, "cause": cause, "what": what, "pause": pause}
         self._recorder.event(event)
         end = time.monotonic() + pause
@@ -287,10 +289,10 @@ def write_report(run: RunDirectory) -> None:
     """Writes the page of a run that has ended. An error is only logged, and a silent store is not waited for."""
 
     def write() -> None:
-        # Imported here, since no launch waits for it.
-        from rankzero.report import page
-
         try:
+            # Imported here, since no launch waits for it.
+            from rankzero.report import page
+
             text = page.render([page.collect(RunHandle(run.directory, follows=False))])
             store.write_bytes(run.path(REPORT_FILE), text.encode("utf-8", "replace"))
         except Exception as error:

@@ -19,7 +19,7 @@ from rankzero.run.lease import interval_of
 
 logger = logging.getLogger(__name__)
 
-LEASE_POLL_INTERVAL_MAX = bounds.scaled(30.0)  # Most seconds between two reads of a lease on an object store
+LEASE_POLL_INTERVAL_MAX = 30.0  # Most seconds between two reads of a lease on an object store
 LEASE_SHARE = 0.1  # Share of the lease's time between two of them, where each is a request
 MISSED_RENEWALS = 3  # Renewals that the last follower may miss: half a minute, three minutes on an object store
 BACKLOG = 256  # Most messages that wait for the driver before agents have to hold back their log lines
@@ -214,7 +214,7 @@ class Watch:
             if self._orphan_timeout and time.monotonic() >= self._next_lease:
                 if self._run.is_remote:
                     self._next_lease = time.monotonic() + min(
-                        self._orphan_timeout * LEASE_SHARE, LEASE_POLL_INTERVAL_MAX()
+                        self._orphan_timeout * LEASE_SHARE, LEASE_POLL_INTERVAL_MAX
                     )
                 self._check_lease(time.monotonic(), self._orphan_timeout)
             self._is_unreadable = False

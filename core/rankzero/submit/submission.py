@@ -247,7 +247,9 @@ def _beginning(run: RunDirectory, existing: Existing) -> str:
     comparison = existing.comparison
     if existing.decision is Decision.RESUME:
         found = without_rows(run, list_committed(run, existing.job.fresh_since))
-        place = f"checkpoint {found[-1].id}" if found else "its beginning, since it has no checkpoint"
+        place = (
+            f"checkpoint {found[-1].id}" if found else "its beginning, since it has no checkpoint from before its rows"
+        )
         return f"resumed from {place}; to start over, change code_version{changes(existing)}"
     if comparison.differing:
         return f"from scratch: other than before: {describe(comparison.differing)}"
