@@ -274,9 +274,9 @@ class DriverThread(threading.Thread):
         """Returns None while the driver runs, then 0, like `subprocess.Popen.poll`."""
         return 0 if self._ended.is_set() else None
 
-    def interrupt(self) -> None:
-        """Makes the driver end the run, without the store."""
-        self.driver.inbox.interrupt("the run was cancelled, and the store does not answer")
+    def cancel(self) -> None:
+        """Makes the driver end the run on request, without the store."""
+        self.driver.inbox.cancel()
 
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has finished, for at most ``timeout`` seconds."""

@@ -277,7 +277,12 @@ class ActionThread:
         future: Future[T] = Future()
         self._actions.put((future, action))
         if not self._thread.ident:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:
+                # At the limit of threads, or at the end of the process: the caller waits without a limit.
+                self._actions.put(None)
+                self._work()
         return future
 
     def end(self, timeout: float = 0.0) -> None:
@@ -297,20 +302,26 @@ class ActionThread:
             del item, future, action
 
 
+def in_thread(action: Callable[[], T]) -> Future[T]:
+    """Calls a function in a daemon thread, so that its caller can wait with a limit.
+
+    A call into a JVM that was stopped, and a request to a store that hangs, never return.
+    """
+    own = ActionThread()
+    future = own.submit(action)
+    own.end()
+    return future
+
+
 def within(seconds: float, action: Callable[[], object], thread: ActionThread | None = None) -> bool:
     """Runs an engine's action in a thread for limited time; returns False if it took longer.
-
-    A call into a JVM that was stopped never returns.
 
     Args:
         seconds: The limit.
         action: The function that the thread calls.
         thread: The thread; None for a new one.
     """
-    own = thread or ActionThread()
-    future = own.submit(action)
-    if thread is None:
-        own.end()
+    future = thread.submit(action) if thread else in_thread(action)
     if not wait([future], seconds).done:
         logger.warning("the engine did not answer within %s s", seconds)
         return False

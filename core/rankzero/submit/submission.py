@@ -20,6 +20,7 @@ from typing import Any
 
 from rankzero import bounds, store
 from rankzero.data.table import FOLDER as TABLES
+from rankzero.engines.base import in_thread
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
@@ -348,7 +349,7 @@ def recording_end() -> Iterator[Written]:
             with contextlib.suppress(Exception):
                 # A store that does not answer must not keep a caller that was interrupted.
                 recording = functools.partial(_record_end, written.run, written.nonce, error)
-                store.in_thread(recording).result(_RECORD_TIMEOUT)
+                in_thread(recording).result(_RECORD_TIMEOUT)
         raise
 
 
