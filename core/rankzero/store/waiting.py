@@ -21,43 +21,40 @@ T = TypeVar("T")
 SILENCE = 10.0
 """Seconds without an answer after which a process logs that a store does not answer."""
 
-_requests: dict[int, tuple[float, str]] = {}
-"""The brief request that each thread waits for: since when, and its location."""
-
 _silent: set[str] = set()
 """Stores of which this process has logged that they do not answer, until they do."""
 
-_watchers: set[threading.Thread] = set()
+_requests: dict[int, tuple[float, str]] = {}
+"""The brief request that each thread waits for: since when, and its location."""
 
-
-def _forget() -> None:
-    _requests.clear()
-    _watchers.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_requests.clear)
+_watcher = threading.Thread()
 
 
 def brief(request: Callable[P, T]) -> Callable[P, T]:
     """Marks a function as a request that a store answers quickly; one line is logged if it does not.
 
-    A thread per request would take longer than most files of a disk, so one thread watches them while there are any.
+    Most files of a disk are read faster than a thread starts, so one thread watches the requests while there are any.
     """
 
     @functools.wraps(request)
     def watched(*args: P.args, **options: P.kwargs) -> T:
+        global _watcher
         thread, location = threading.get_ident(), str(args[0])
-        outer = _requests.get(thread)
-        _requests[thread] = outer or (time.monotonic(), location)
-        if not _watchers:
-            _start_watcher()
+        if thread in _requests:
+            return request(*args, **options)
+        _requests[thread] = (time.monotonic(), location)
         try:
+            if not _watcher.is_alive():
+                _watcher = threading.Thread(target=_watch, name="rankzero-store", daemon=True)
+                # At the end of the process no thread can be started.
+                with contextlib.suppress(RuntimeError):
+                    _watcher.start()
             answer = request(*args, **options)
             _silent.discard(_store_of(location))
             return answer
         finally:
-            if not outer:
-                _requests.pop(thread, None)
+            _requests.pop(thread, None)
 
     return watched
 
@@ -66,27 +63,14 @@ def _store_of(location: str) -> str:
     return "/".join(location.split("/", 3)[:3]) if "://" in location else location
 
 
-def _start_watcher() -> None:
-    watcher = threading.Thread(target=_watch, name="rankzero-store", daemon=True)
-    # At the end of the process no thread can be started.
-    with contextlib.suppress(RuntimeError):
-        watcher.start()
-        _watchers.add(watcher)
-
-
 def _watch() -> None:
-    while True:
+    while _requests:
         time.sleep(SILENCE / 4)
-        if not _requests:
-            # A request that begins from here on starts another thread.
-            _watchers.clear()
-            if not _requests:
-                return
         for began, location in [*_requests.values()]:
             if time.monotonic() - began >= SILENCE and (store := _store_of(location)) not in _silent:
                 _silent.add(store)
-                what = "does not answer: a request has waited for %g s, and waits on; check the path or address, and"
-                logger.warning(f"the store %s {what} the network", store, SILENCE)
+                what = "does not answer: a request has waited for %g s, and waits on; check it and the network"
+                logger.warning(f"the store %s {what}", store, SILENCE)
 
 
 def is_missing(error: Exception) -> bool:
