@@ -109,8 +109,8 @@ def test_a_try_follows_the_submission_that_came_while_it_computed_a_checksum(
 @pytest.fixture
 def driver() -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends when its run is cancelled."""
-    ends = f"import os, signal, time; signal.signal({int(CANCEL)}, lambda *_: os._exit(0)); print(flush=True); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", ends], stdout=subprocess.PIPE) as driver:
+    ends = f"signal.signal({int(CANCEL)}, lambda *_: os._exit(0)); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", f"import os, signal, time; {ends}"], stdout=subprocess.PIPE) as driver:
         assert driver.stdout
         driver.stdout.read(1)
         yield driver
