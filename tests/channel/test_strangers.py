@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import until
 
 from rankzero import bounds
-from rankzero.channel import auth, frames, limits
+from rankzero.channel import auth, frames
 from rankzero.channel.auth import Handshake, Hello
 
 
@@ -117,7 +117,7 @@ def test_200_idle_strangers_do_not_stop_an_agent(serving: Any) -> None:
 
 
 def test_more_strangers_than_places_go_oldest_first(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_UNPROVED", 20)
+    monkeypatch.setattr(frames, "MAX_UNPROVED", 20)
     monkeypatch.setattr(bounds, "UNPROVED_GRACE", 0.2)
     with strangers(serving, 60) as peers:
         assert serving.hears()
@@ -126,7 +126,7 @@ def test_more_strangers_than_places_go_oldest_first(serving: Any, monkeypatch: p
 
 
 def test_agents_that_come_all_at_once_are_all_taken(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_UNPROVED", 8)
+    monkeypatch.setattr(frames, "MAX_UNPROVED", 8)
     for task in range(40):
         serving.client(task).queue({"type": "join"})
     assert sorted(serving.next()[0] for _ in range(40)) == list(range(40))

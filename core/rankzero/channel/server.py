@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from rankzero import bounds
-from rankzero.channel import limits
+from rankzero.channel import frames
 from rankzero.channel.auth import Hello
 from rankzero.channel.frames import FrameError, Message
 from rankzero.channel.peer import Connection, OnMessage, Peer
@@ -57,7 +57,7 @@ class ChannelServer:
             on_message: Called in the server's thread for every message of an agent, in order.
             served: Locations of the files that agents may fetch, by name.
             upload_directory: Local directory that receives uploads.
-            can_take: While it returns False, agents may send no more bulk (logs, uploads) than `limits.BULK_WINDOW`;
+            can_take: While it returns False, agents may send no more bulk (logs, uploads) than `frames.BULK_WINDOW`;
                 other messages are not delayed.
             identity: Certificate and key for encrypted connections; None for plain ones.
         """
@@ -144,7 +144,7 @@ class ChannelServer:
     def _run_loop(self) -> None:
         loop = self._loop
         asyncio.set_event_loop(loop)
-        executor = ThreadPoolExecutor(limits.FILE_THREADS, "rankzero-channel-files")
+        executor = ThreadPoolExecutor(frames.FILE_THREADS, "rankzero-channel-files")
         loop.set_default_executor(executor)
         self._swept = time.monotonic()
         try:
@@ -190,11 +190,11 @@ class ChannelServer:
     async def _accept(self) -> NoReturn:
         with self._listener:
             while True:
-                while len(self._unproved) >= limits.MAX_UNPROVED:
+                while len(self._unproved) >= frames.MAX_UNPROVED:
                     await self._make_room()
                 await self._await_caller()
                 # Many agents connect in the same moment: accept all that are waiting.
-                while len(self._unproved) < limits.MAX_UNPROVED and await self._accept_one():
+                while len(self._unproved) < frames.MAX_UNPROVED and await self._accept_one():
                     pass
 
     async def _accept_one(self) -> bool:
