@@ -159,13 +159,13 @@ def drive(
                 refused = error
         if not is_delegated:
             driver.run(refused)
-        code = int(driver.superseded)
+        code = int(driver.recorder.superseded)
     except BaseException:
         logger.exception("the outcome of the run could not be written")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        if not driver.left_nothing:
+        if not driver.places.left_nothing:
             processes.kill_descendants()
         # A driver whose run has ended must exit even if a JVM or a thread hangs.
         os._exit(code)

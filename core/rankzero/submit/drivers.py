@@ -308,7 +308,7 @@ def _thread_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
         )
         raise
     else:
-        if not (driver.status.final or driver.status.certain):
+        if not (driver.recorder.status.final or driver.recorder.status.certain):
             # The caller saw a final status that the driver did not write: no training may continue without an owner.
             driver.inbox.interrupt("the process that called run() no longer follows it")
     finally:
