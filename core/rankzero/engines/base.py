@@ -302,12 +302,12 @@ class ActionThread:
             del item, future, action
 
 
-def in_thread(action: Callable[[], T]) -> Future[T]:
+def in_thread(action: Callable[[], T], name: str = "rankzero-engine") -> Future[T]:
     """Calls a function in a daemon thread, so that its caller can wait with a limit.
 
     A call into a JVM that was stopped, and a request to a store that hangs, never return.
     """
-    own = ActionThread()
+    own = ActionThread(name)
     future = own.submit(action)
     own.end()
     return future
