@@ -209,6 +209,24 @@ class AgentGroup(abc.ABC):
     def __init__(self) -> None:
         self._ended = threading.Event()
 
+    def _hold(
+        self, work: Callable[[], object], on_end: OnEnd, kind: Callable[..., threading.Thread] = threading.Thread
+    ) -> None:
+        """Calls the function that holds the agents in a daemon thread of this kind, and reports its end."""
+
+        def hold() -> None:
+            error: BaseException | None = None
+            try:
+                work()
+            except BaseException as caught:
+                error = caught
+            self._ended.set()
+            on_end(error)
+
+        thread = kind(target=hold)
+        thread.daemon = True
+        thread.start()
+
     def wait(self, timeout: float) -> bool:
         """Waits for the agents; returns True if all have ended within ``timeout`` seconds."""
         return self._ended.wait(timeout)
