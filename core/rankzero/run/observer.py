@@ -355,7 +355,9 @@ class HeartbeatWatch:
             self._last, self._last_seen = status.heartbeat, time.monotonic()
         unchanged = time.monotonic() - max(self._last_seen, self._blind_until)
         age = time.time() - status.heartbeat if is_first and not _process_state(status) else 0.0
-        return driver_is_dead(age, unchanged, dead_after(status))
+        bound = dead_after(status)
+        # The clocks of the two hosts may differ.
+        return unchanged > bound or age > bound + CLOCK_SKEW
 
 
 def process_lives(status: RunStatus) -> bool | None:
@@ -394,11 +396,3 @@ def dead_after(status: RunStatus) -> float:
     A driver that a cluster has not started yet has `RunStatus.patience` seconds until its first heartbeat.
     """
     return max(DRIVER_DEAD_AFTER, _MISSED * status.interval, status.patience)
-
-
-def driver_is_dead(age: float, unchanged: float, bound: float) -> bool:
-    """Returns True if a driver on another host counts as dead: its heartbeat is older than ``bound`` seconds.
-
-    The clocks of the two hosts may differ by `CLOCK_SKEW`; the reader has read the same heartbeat for ``unchanged``.
-    """
-    return unchanged > bound or age > bound + CLOCK_SKEW

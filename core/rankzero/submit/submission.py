@@ -248,10 +248,9 @@ def _job_of(run: RunDirectory, number: int, existing: Existing | None, make_job:
 
 def _why_fresh(existing: Existing) -> str:
     """Returns why a submission behind an existing one begins from scratch, for `Job.beginning`."""
-    comparison = existing.comparison
-    if comparison.differing:
-        return f"other than before: {describe(comparison.differing)}"
-    if comparison.unknown:
+    if existing.comparison.differing:
+        return f"other than before: {describe(existing.comparison.differing)}"
+    if existing.comparison.unknown:
         return explain_unknown(existing)
     if existing.status.state == "succeeded":
         return "its result was delivered"
