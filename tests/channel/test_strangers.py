@@ -184,10 +184,3 @@ def test_a_shower_of_garbage_has_no_effect_and_the_agent_is_served(serving: Any)
     shower(serving, 1000, seed=1)
     assert serving.inbox.empty()
     assert serving.hears(1)
-
-
-@pytest.mark.soak
-def test_a_long_shower(serving: Any) -> None:
-    assert serving.hears()
-    shower(serving, 100_000, seed=2)
-    assert serving.inbox.empty()
