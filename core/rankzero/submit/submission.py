@@ -24,7 +24,7 @@ from rankzero.engines.base import in_thread
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
-from rankzero.run.checkpoints import Manifest, list_folders, read_manifests
+from rankzero.run.checkpoints import Manifest, list_folders, read_manifests, without_rows
 from rankzero.run.directory import RunDirectory, new_claim
 from rankzero.run.identity import Asked, Decision, describe
 from rankzero.run.tries import PipelineTry
@@ -39,6 +39,8 @@ from rankzero.submit.existing import (
     following,
 )
 from rankzero.values.pickled import Part
+
+CLAIM_TIMEOUT = bounds.scaled(20.0)  # Least seconds until a submitter that has claimed a run without job.json is dead
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +149,7 @@ def submit(
         InvalidJobError: the store cannot be written, or another training is live under this run id.
         EngineError: the run was cancelled and does not end.
     """
-    claim, number, patience, job = Claim.NONE, 0, bounds.CLAIM_TIMEOUT, None
+    claim, number, patience, job = Claim.NONE, 0, CLAIM_TIMEOUT(), None
     with _storing(run):
         while True:
             existing = assess(run, asked, caller) if claim is Claim.NONE else None
@@ -241,7 +243,8 @@ def _job_of(run: RunDirectory, number: int, existing: Existing | None, make_job:
     if existing.decision is not Decision.RESUME:
         return replace(job, beginning=f"from scratch: {_why_fresh(existing)}")
     found = [manifest for manifest in read_manifests(run, folders) if manifest.attempt >= fresh_since]
-    place = f"checkpoint {found[-1].id}" if found else "its beginning, since it has no checkpoint"
+    usable = without_rows(run, found)
+    place = f"checkpoint {usable[-1].id}" if usable else "its beginning, since it has no checkpoint"
     beginning = f"resumed from {place}; to start over, change code_version{changes(existing)}"
     return replace(job, beginning=beginning, metrics=_last_metrics(existing, found))
 
