@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.conftest import until, wait_until_gone
 from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, LOOK, STEPS, expected, note, train
 
-from rankzero import Launcher, RetryableError, RunCancelledError, RunHandle, WorkerFailedError, bounds
+from rankzero import Launcher, RetryableError, RunCancelledError, RunHandle, WorkerFailedError
 from rankzero.run import observer
 from rankzero.store import files
 
@@ -187,6 +187,24 @@ def test_a_store_that_is_slow_does_not_hold_the_driver(
             value.result(WAIT)
 
 
+@contextmanager
+def hung(path: Path) -> Iterator[None]:
+    """A file whose reader gets no answer, as on a mount whose server has gone; begins when there is a reader."""
+
+    def opened() -> int | None:
+        try:
+            return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return None
+
+    os.mkfifo(path)
+    writer = until(opened, WAIT, "a reader")
+    try:
+        yield
+    finally:
+        os.close(writer)
+
+
 def wait_without_end(folder: str) -> None:
     Path(folder, "trains").touch()
     threading.Event().wait()
@@ -208,9 +226,7 @@ def test_a_cancel_reaches_the_driver_that_this_process_started_although_the_stor
             handle = launcher.submit(wait_without_end, str(tmp_path))
         until(lambda: (tmp_path / "trains").exists(), WAIT, "a rank")
         if silent == "path":
-            # The driver waits for a process that writes into the pipe.
-            os.mkfifo(tmp_path / "store/run/submissions/0/cancel")
-            time.sleep(2 * bounds.TICK_OF_TRAINING)
+            stack.enter_context(hung(tmp_path / "store/run/submissions/0/cancel"))
         else:
             stall.begin()
         try:
@@ -229,10 +245,10 @@ def test_a_rank_fails_while_a_path_of_the_store_hangs(launcher: Launcher, tmp_pa
     handle = launcher.options(store=str(tmp_path / "store"), run_id="run").submit(fail_when_told, str(tmp_path))
     for rank in range(2):
         until(lambda rank=rank: (tmp_path / f"rank-{rank}").exists(), WAIT, "two ranks")
-    os.mkfifo(tmp_path / "store/run/submissions/0/cancel")
-    (tmp_path / "go").touch()
-    with pytest.raises(WorkerFailedError, match="ValueError: as told"):
-        handle.result(WAIT)
+    with hung(tmp_path / "store/run/submissions/0/cancel"):
+        (tmp_path / "go").touch()
+        with pytest.raises(WorkerFailedError, match="ValueError: as told"):
+            handle.result(WAIT)
 
 
 COMMAND = """

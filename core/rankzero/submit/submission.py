@@ -315,8 +315,7 @@ def _last_metrics(existing: Existing, committed: list[Manifest]) -> dict[str, An
     status. Such a checkpoint has the metrics of its report.
     """
     status, metrics, names = existing.status, dict(existing.status.metrics), [manifest.id for manifest in committed]
-    newer = committed[names.index(status.checkpoint) + 1 :] if status.checkpoint in names else committed
-    for manifest in newer:
+    for manifest in committed[names.index(status.checkpoint) + 1 if status.checkpoint in names else 0 :]:
         # Older ones come before what the status has: the last submission began with their metrics.
         if manifest.attempt >= existing.job.first_attempt:
             metrics |= manifest.metrics
