@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import wait
 from typing import Any
 
 from rankzero import bounds, store
@@ -22,7 +23,7 @@ from rankzero.driver.states import follow
 from rankzero.driver.tables import remove_computed
 from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import Inbox, Watch
-from rankzero.engines.base import Engine, Flag
+from rankzero.engines.base import Engine, Flag, in_thread
 from rankzero.errors import (
     HANG,
     EngineError,
@@ -281,10 +282,6 @@ def write_report(run: RunDirectory) -> None:
         except Exception as error:
             logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
 
-    thread = threading.Thread(target=write, name="rankzero-report", daemon=True)
-    thread.start()
-    thread.join(bounds.REPORT_TIMEOUT())
-    if thread.is_alive():
-        logger.warning(
-            "the report of the run takes more than %g s; `rankzero report` makes it", bounds.REPORT_TIMEOUT()
-        )
+    timeout = bounds.REPORT_TIMEOUT()
+    if not wait([in_thread(write, "rankzero-report")], timeout).done:
+        logger.warning("the report of the run takes more than %g s; `rankzero report` makes it", timeout)
