@@ -20,9 +20,6 @@ MAX_FRAME = 64 << 20  # Largest frame in bytes that is accepted after the handsh
 MAX_HANDSHAKE_FRAME = 4096  # Largest frame in bytes that is accepted before the peer has proved the secret
 CHUNK = 1 << 20  # Bytes of file content per frame
 
-MAX_UNPROVED = 256
-"""Most connections that have not proved the secret; the oldest is closed for a new one."""
-
 BULK_WINDOW = 8 << 20
 """Log and file bytes of one agent that may be sent before the driver has accepted them."""
 
