@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.mark.parametrize("cause", ["lease", "signal", "request", "silent"])
-def test_only_an_end_without_a_request_is_noted_by_the_driver(run: RunDirectory, cause: str) -> None:
+def test_an_end_without_a_stored_request_is_noted_by_the_driver(run: RunDirectory, cause: str) -> None:
     """The file of a request shows other tries that the run ends."""
     inbox, noted = Inbox(), []
     recorder = Recorder(run, JOB, Mask())
@@ -41,11 +42,10 @@ def test_only_an_end_without_a_request_is_noted_by_the_driver(run: RunDirectory,
         # The store does not answer the process that cancels the run.
         inbox.cancel()
     until(watch.is_called_off, 10, "the end")
-    is_requested = cause in ("request", "silent")
-    assert bool(noted) != is_requested
+    assert bool(noted) == (cause != "request")
     with pytest.raises(RunCancelledError) as raised:
         watch.check()
-    assert raised.value.requested == is_requested
+    assert raised.value.requested == (cause in ("request", "silent"))
 
 
 class SlowStore(RunDirectory):
@@ -74,12 +74,22 @@ def test_a_request_counts_that_is_stored_while_an_earlier_poll_is_under_way(
     assert slow.has_read.wait(60)
     run.request_cancel(0, reason="a user ended it")
     inbox.cancel()
-    join = threading.Thread.join
 
-    def join_after_reply(thread: threading.Thread, timeout: float | None = None) -> None:
+    def wait_for_reply(futures: list[Future[None]], timeout: float) -> None:
         slow.may_reply.set()
-        join(thread, 60)
+        wait(futures, 60)
 
-    monkeypatch.setattr(threading.Thread, "join", join_after_reply)
+    monkeypatch.setattr("rankzero.driver.watch.wait", wait_for_reply)
     with pytest.raises(RunCancelledError, match="cancelled on request: a user ended it"):
         watch.check()
+
+
+def test_a_driver_at_the_limit_of_threads_still_polls(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watch = Watch(run, JOB, Recorder(run, JOB, Mask()), Inbox(), leased=False)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    watch.check()
+    run.request_cancel(0)
+    until(watch.is_called_off, 10, "the end")

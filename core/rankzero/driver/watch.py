@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 from rankzero import bounds
 from rankzero.channel.messages import Message, decode
 from rankzero.driver.recorder import Recorder
+from rankzero.engines.base import in_thread
 from rankzero.errors import RunCancelledError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory, bound_of
@@ -133,7 +134,7 @@ class Watch:
             recorder: Reports whether another submission has the run.
             inbox: Receives the interrupt.
             leased: False if the driver watches its owner by other means.
-            note_cancelling: Called before `check` ends the run without a request.
+            note_cancelling: Called before `check` ends the run without a request in the store.
         """
         self._run = run
         self._submission = job.submission
@@ -145,7 +146,8 @@ class Watch:
         self._lease_seen = time.monotonic()
         self._is_unreadable = False
         self._next_poll = self._next_lease = 0.0
-        self._poller: threading.Thread | None = None
+        self._poll_result: Future[None] = Future()
+        self._poll_result.set_result(None)
         self._is_removed = False
         self._request: dict[str, Any] | None = None
         # On a disk each check reads it, which is cheap: a removed directory may soon belong to another run.
@@ -179,8 +181,9 @@ class Watch:
         while self._inbox.is_cancelled and self._request is None and time.monotonic() < deadline:
             time.sleep(bounds.POLL_INTERVAL_SHORT)
             self._poll(bounds.POLL_INTERVAL_SHORT)
-        if self._inbox.is_cancelled:
-            self._request = self._request or {"reason": ""}
+        if self._inbox.is_cancelled and self._request is None:
+            self._request = {"reason": ""}
+            self._note_cancelling()
         return self._requested_end() or self._own_end(self._inbox.interrupted or "")
 
     def _requested_end(self) -> RunCancelledError | None:
@@ -203,12 +206,11 @@ class Watch:
 
     def _poll(self, timeout: float = 0.0) -> None:
         """Polls the run directory in a thread, which hangs if the store does; waits ``timeout`` seconds at most."""
-        if self._poller is None or not self._poller.is_alive():
-            self._poller = threading.Thread(target=self._read, name="rankzero-watch", daemon=True)
-            self._poller.start()
+        if self._poll_result.done():
+            self._poll_result = in_thread(self._read, "rankzero-watch")
             # A disk replies immediately.
             timeout = timeout if self._run.is_remote else bounds.CANCEL_REQUEST_TIMEOUT()
-        self._poller.join(timeout)
+        wait([self._poll_result], timeout)
 
     def _read(self) -> None:
         try:
