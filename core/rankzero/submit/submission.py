@@ -241,7 +241,7 @@ def _job_of(run: RunDirectory, number: int, existing: Existing | None, make_job:
     run.keep_outcome(existing.status)
     job = make_job(number, first_attempt, fresh_since)
     if existing.decision is not Decision.RESUME:
-        return replace(job, beginning=f"from scratch: {_why_fresh(existing)}")
+        return replace(job, beginning=_from_scratch(existing))
     found = [manifest for manifest in read_manifests(run, folders) if manifest.attempt >= fresh_since]
     usable = without_rows(run, found)
     place = f"checkpoint {usable[-1].id}" if usable else "its beginning, since it has no checkpoint"
@@ -249,15 +249,15 @@ def _job_of(run: RunDirectory, number: int, existing: Existing | None, make_job:
     return replace(job, beginning=beginning, metrics=_last_metrics(existing, found))
 
 
-def _why_fresh(existing: Existing) -> str:
-    """Returns why a submission behind an existing one begins from scratch, for `Job.beginning`."""
+def _from_scratch(existing: Existing) -> str:
+    """Returns `Job.beginning` of a submission behind an existing one that begins from scratch."""
     if existing.comparison.differing:
-        return f"other than before: {describe(existing.comparison.differing)}"
+        return f"from scratch: other than before: {describe(existing.comparison.differing)}"
     if existing.comparison.unknown:
-        return explain_unknown(existing)
+        return f"from scratch: {explain_unknown(existing)}"
     if existing.status.state == "succeeded":
-        return "its result was delivered"
-    return "the result of the training before was delivered, and no checkpoint counts since"
+        return "from scratch: its result was delivered"
+    return "from scratch: the result of the training before was delivered, and no checkpoint counts since"
 
 
 @contextlib.contextmanager
