@@ -1,9 +1,7 @@
 """All uses of Dagster's private interfaces. Only this module must change when they change."""
 
 import inspect
-import itertools
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,18 +14,6 @@ from dagster._core.execution.stats import StepEventStatus
 from dagster._core.storage.tags import MAX_RETRIES_TAG, RETRY_NUMBER_TAG, WILL_RETRY_TAG
 from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster.components.core.context import ComponentDeclLoadContext
-
-
-def partition_paths(manager: dg.UPathIOManager, context: dg.OutputContext) -> dict[str, Any]:
-    """Returns the path of each partition of an output, by partition key."""
-    return manager._get_paths_for_partitions(context)
-
-
-def dimensions_of(partition_key: str) -> list[str]:
-    """Returns the key of each dimension of a partition, sorted by the dimensions' names; most have only one."""
-    if isinstance(partition_key, dg.MultiPartitionKey):
-        return [key for _, key in sorted(partition_key.keys_by_dimension.items())]
-    return [partition_key]
 
 
 def set_data_version(context: dg.OutputContext, version: str) -> None:
@@ -94,49 +80,14 @@ def _step_of(context: Any) -> Any:
     return getattr(op_context, "_step_execution_context", None)
 
 
-SAME, REPLACED, CONTINUED, OTHER = RELATIONS = "same", "replaced", "continued", "other"
-"""An earlier try's run is of the same training, or of another, which the training replaces, continues, or leaves."""
+_names: WeakKeyDictionary[Any, dict[str, object]] = WeakKeyDictionary()
+# The names of the trainings of each try of a step.
 
 
-class Calls:
-    """Numbers the trainings of a step in this try; parallel calls find their runs by what they train."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._claimed: dict[int, str | None] = {}
-
-    def claim(self, relation_of: Callable[[int], str | None]) -> int | None:
-        """Returns a number for a training: the number of an earlier try's run, else a free one.
-
-        Returns None if an earlier call of this try, with another training, continues the run of this training.
-
-        Args:
-            relation_of: Returns what the run with a number is to the training: one of `RELATIONS`; None if there is no
-                such run. Each of several may belong to a later call, so only a single one is replaced or continued.
-        """
-        with self._lock:
-            others = []
-            for number in itertools.count():
-                if self._claimed.get(number) == CONTINUED and relation_of(number) == SAME:
-                    return None
-                if number in self._claimed:
-                    continue
-                found = relation_of(number)
-                if found in (None, SAME):
-                    break
-                others.append(found)
-            if found is None and number == 1 and others in ([REPLACED], [CONTINUED]):
-                number, found = 0, others[0]
-            self._claimed[number] = found
-            return number
-
-
-_calls: WeakKeyDictionary[Any, Calls] = WeakKeyDictionary()
-
-
-def calls_of(context: Any) -> Calls:
-    """Returns the numbers of the trainings of the try that a context belongs to."""
-    return _calls.setdefault(_step_of(context), Calls())
+def claim_name(context: Any, name: str) -> bool:
+    """Returns True for the first training with a name in the try of the step that a context belongs to."""
+    training = object()
+    return _names.setdefault(_step_of(context), {}).setdefault(name, training) is training
 
 
 def step_succeeded(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
@@ -248,16 +199,6 @@ def expect_single_result(context: dg.AssetExecutionContext) -> None:
 def is_automatic_retry(run: dg.DagsterRun) -> bool:
     """Returns True for a run that Dagster has started automatically after the failure of its parent."""
     return RETRY_NUMBER_TAG in run.tags and run.parent_run_id is not None
-
-
-def is_alone(run_id: str, instance: dg.DagsterInstance) -> bool:
-    """Returns True if no other run of the same group of re-executions is running."""
-    try:
-        group = instance.get_run_group(run_id)
-    except DagsterRunNotFoundError:
-        # The first run of the group was deleted.
-        return True
-    return group is None or all(run.is_finished or run.run_id == run_id for run in group[1])
 
 
 def may_be_retried(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:

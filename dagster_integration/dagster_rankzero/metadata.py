@@ -1,17 +1,19 @@
-"""Builds the metadata that Dagster's UI shows of a run and of a stored result."""
+"""The output of a step: the event with which it delivers the result of a training, and the metadata for the UI."""
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dagster_rankzero._compat import assets_of
+from dagster_rankzero._compat import OutputFacts, assets_of, expect_single_result, io_manager_of, outputs_of
+from dagster_rankzero.inputs import keys_of, wants_reference
 from rankzero.pipeline import BLOCKS, PLAIN, REPORT_FILE, attempt, curves, is_number, reports, split
 
 if TYPE_CHECKING:
-    from rankzero import ResultRef, RunHandle
+    from rankzero import RankZeroError, ResultRef, RunHandle
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +113,36 @@ def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
     }
 
 
+def describe_error(error: "RankZeroError") -> dict[str, Any]:
+    """Returns the facts of an error by name; Dagster shows plain values as they are."""
+    from rankzero import HangError, InsufficientSlotsError, StartTimeoutError, WorkerFailedError
+
+    facts: dict[str, Any] = {}
+    if isinstance(error, WorkerFailedError):
+        facts = {name: getattr(error, name) for name in ("rank", "host", "exception_type", "signal", "exit_code")}
+        texts = {"traceback": error.traceback, "log_tail": error.log_tail, "other_ranks": error.others}
+        for name, text in texts.items():
+            if text:
+                facts[name] = dg.MetadataValue.md(_fence(text if isinstance(text, str) else "\n".join(text)))
+    elif isinstance(error, HangError):
+        facts["missing_ranks"] = ", ".join(map(str, error.missing or ()))
+        if error.stacks:
+            blocks = [f"**rank {rank}**\n\n{_fence(stack)}" for rank, stack in error.stacks.items()]
+            facts["stacks"] = dg.MetadataValue.md("\n\n".join(blocks))
+    elif isinstance(error, InsufficientSlotsError):
+        facts = {"slots_needed": error.needed, "slots_available": error.available}
+    elif isinstance(error, StartTimeoutError):
+        facts["missing"] = ", ".join(error.missing or ())
+    return {name: fact for name, fact in facts.items() if fact not in (None, "")}
+
+
+def _fence(text: str) -> str:
+    # The fence must be longer than any in the text.
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(4, longest + 1)
+    return f"{fence}text\n{text.rstrip()}\n{fence}"
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:
     """Returns a table for the UI with all columns of the rows, in the order of their first use."""
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -189,3 +221,110 @@ def next_interval(interval: float, elapsed: float) -> float:
         (5.0, 36.0)
     """
     return max(interval, THINNING * elapsed)
+
+
+def check_single(context: Any) -> None:
+    """Checks before a training that its step makes at most one asset.
+
+    Raises:
+        dagster.Failure: the step makes several assets, or the context is that of a hook. Not retried.
+    """
+    if isinstance(context, dg.HookContext):
+        raise dg.Failure(
+            "a hook cannot train: its context has neither partitions nor outputs, and no retry of its own. Train in an "
+            "op or asset that comes after the step",
+            allow_retries=False,
+        )
+    if not isinstance(context, dg.AssetExecutionContext):
+        return
+    keys = [output.asset_key.to_user_string() for output in outputs_of(context) if output.asset_key]
+    if len(keys) > 1:
+        raise dg.Failure(
+            f"the step makes the assets {', '.join(keys)}, and a training has one result: use torch_multi_asset, "
+            "which gives each asset its part of what rank 0 returns; or run(context.op_execution_context, ...), which "
+            "returns an Output, and make the results of its value",
+            allow_retries=False,
+        )
+    expect_single_result(context)
+
+
+def single_output(context: Any) -> OutputFacts | None:
+    """Returns the only output of a context's step; None if it has several, and outside of a step."""
+    outputs = outputs_of(context)
+    return outputs[0] if len(outputs) == 1 else None
+
+
+def value_of(context: Any, handle: "RunHandle[Any]", output: OutputFacts | None, by_reference: bool | None) -> Any:
+    """Returns rank 0's value, or its `ResultRef` without loading the value.
+
+    Args:
+        context: Context of the step.
+        handle: A run that has succeeded.
+        output: Output of the step, if it has a single one.
+        by_reference: Whether to return the `ResultRef`; None: if the output is stored by reference.
+    """
+    is_reference = takes_reference(context, output) if by_reference is None else by_reference
+    return handle.result_ref() if is_reference else handle.result()
+
+
+def takes_reference(context: Any, output: OutputFacts | None) -> bool:
+    """Returns True if an output is stored by reference: `RankZeroIOManager` stores the file without loading the value.
+
+    An output needs the value if Dagster checks its type, if it has several partitions, or if it is dynamic.
+    """
+    if output is None or output.is_dynamic:
+        return False
+    dagster_type = output.dagster_type
+    if dagster_type.is_nothing:
+        # An output of type Nothing passes no value on.
+        return True
+    if not (dagster_type.is_any or wants_reference(dagster_type)) or len(keys_of(context)) > 1:
+        return False
+    return getattr(io_manager_of(context, output.name), "takes_references", False)
+
+
+def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: OutputFacts | None) -> Any:
+    """Returns the event for a training that has succeeded.
+
+    Args:
+        context: Context of the step.
+        handle: The run.
+        value: Rank 0's value, or its handle.
+        output: Output of the step, if it has a single one. An output of type Nothing gets only the metadata.
+
+    Returns:
+        A `dagster.MaterializeResult` for the context of an asset, else a `dagster.Output`.
+    """
+    metadata = describe_run(handle, context.log)
+    takes_nothing = output is not None and output.dagster_type.is_nothing
+    if not isinstance(context, dg.AssetExecutionContext):
+        return dg.Output(None if takes_nothing else value, metadata=metadata)
+    key = output.asset_key if output else None
+    if takes_nothing:
+        return dg.MaterializeResult(asset_key=key, metadata=metadata)
+    version = dg.DataVersion(split(handle.result_ref().digest)[1])
+    return dg.MaterializeResult(asset_key=key, value=value, metadata=metadata, data_version=version)
+
+
+def by_output(function: str, value: Any, names: list[str], required: set[str]) -> dict[str, Any]:
+    """Returns rank 0's value by output name.
+
+    Raises:
+        dagster.Failure: an output is missing or unknown. Not retried.
+    """
+    if isinstance(value, tuple) and set(getattr(value, "_fields", ())) == set(names):
+        return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
+    if isinstance(value, tuple) and len(value) == len(names):
+        return dict(zip(names, value, strict=True))
+    if isinstance(value, dict) and required <= set(value) <= set(names):
+        return value
+    got = f"a {type(value).__name__}"
+    if isinstance(value, dict):
+        got = f"a dict with the keys {', '.join(sorted(map(str, value)))}"
+    elif isinstance(value, tuple):
+        got = f"a tuple of {len(value)}"
+    raise dg.Failure(
+        f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order, and "
+        "re-execute the whole step: from the failure it would get the same value again",
+        allow_retries=False,
+    )

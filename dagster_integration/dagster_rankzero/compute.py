@@ -9,9 +9,8 @@ from typing import Any, get_origin
 import dagster as dg
 from pydantic import ValidationError
 
-from dagster_rankzero.arguments.inputs import type_of_input
-from dagster_rankzero.arguments.partitions import PARTITION_KEYS, PartitionArguments, take_single
 from dagster_rankzero.fields import ADDED, added_to, check_fields
+from dagster_rankzero.inputs import PARTITION_KEYS, PartitionArguments, take_single, type_of_input
 from dagster_rankzero.resource import TorchDistributorResource
 from rankzero.pipeline import reports
 
