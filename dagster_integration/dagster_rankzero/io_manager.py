@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 import dagster as dg
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, field_validator
 
 from dagster_rankzero._compat import set_data_version
 from dagster_rankzero.fields import KnownFields
@@ -77,6 +77,11 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
 
     takes_references: ClassVar[bool] = True
     _root: str = PrivateAttr()
+
+    @field_validator("base_path", mode="before")
+    @classmethod
+    def _as_text(cls, given: Any) -> Any:
+        return str(given) if hasattr(given, "joinpath") else given
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Determines the root directory or URL of the stored values."""

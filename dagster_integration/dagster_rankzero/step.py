@@ -96,11 +96,6 @@ class Step:
         )
 
     @property
-    def is_automatic(self) -> bool:
-        """Returns True if Dagster, and not a user, has started this try after an earlier one."""
-        return self.number > 0 or self.generation != self.dagster_run
-
-    @property
     def receiver(self) -> dict[str, str]:
         """Returns the identity of this step, by which a later try finds out whether Dagster has its result."""
         return {"dagster_run": self.dagster_run, "generation": self.generation, "step": self.key}
@@ -192,7 +187,7 @@ def run_id_of(root: str, key: str, name: str | None = None) -> str:
 
     Example:
         >>> run_id_of("8f14e45f-ceea-467f-a2d0-1f3c5a7b9d0e", "train[3]")
-        '8f14e45f-train-3-71b02c8d86f0e6e2'
+        '8f14e45f-train-3-ac25d78be7ed5362'
     """
     digest = hashlib.sha256("\0".join([root, key, name or ""]).encode()).hexdigest()[:16]
     return f"{_stem_of(root, key, name)}-{digest}"
@@ -247,8 +242,8 @@ def open_run(
     orphan_timeout = step.lease if launcher.orphan_timeout is None else launcher.orphan_timeout
     run_id = run_id_of(step.root, step.key, name)
     launcher = launcher.options(run_id=run_id, labels=labels, orphan_timeout=orphan_timeout)
-    if step.is_automatic and (before := launcher.find()) and not before.status().final:
-        _check_chain(before, step)
+    if before := launcher.find():
+        _check_owner(before, step)
     try:
         with launcher.durable(train, args, kwargs, step, context.log) as opened:
             if opened.attached and not opened.handle.status().final:
@@ -264,18 +259,19 @@ def open_run(
         raise
 
 
-def _check_chain(before: RunHandle[Any], step: Step) -> None:
-    """Raises dagster.Failure if a training is followed by a Dagster run that a user has started since.
+def _check_owner(before: RunHandle[Any], step: Step) -> None:
+    """Raises dagster.Failure if a living training belongs to a Dagster run of another chain of tries that is running.
 
-    Dagster's own retry of an earlier run must not end what a user's re-execution trains, perhaps with other arguments.
+    Two re-executions at the same time, or one and a retry of the first run, must not end each other's training.
     """
     owner = {**before.labels, **before.delivery().receiver}
-    if owner.get("generation") != step.generation and not step.is_terminating(owner["dagster_run"]):
-        raise dg.Failure(
-            f"the training of this step belongs to the Dagster run {owner['dagster_run']}, a re-execution that is "
-            "running, so this retry of an earlier run leaves it alone",
-            allow_retries=False,
-        )
+    if owner["generation"] == step.generation or before.status().final or step.is_terminating(owner["dagster_run"]):
+        return
+    raise dg.Failure(
+        f"the training of this step belongs to the Dagster run {owner['dagster_run']}, which is running: terminate "
+        "that one first, or wait for its end",
+        allow_retries=False,
+    )
 
 
 def _hold_inputs(run_directory: str, args: tuple[Any, ...], kwargs: dict[str, Any], log: Any) -> None:

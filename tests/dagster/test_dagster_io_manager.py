@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests.conftest import until
 from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
+from upath import UPath
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
 from rankzero import ResultRef
@@ -614,6 +615,35 @@ def test_dimensions_of_a_partition_are_kept_apart(manager: RankZeroIOManager, in
         dg.materialize([stored], resources={"io_manager": manager}, partition_key=key, instance=instance)
     defs = dg.Definitions([stored], resources={"io_manager": manager})
     assert [defs.load_asset_value("stored", partition_key=key, instance=instance) for key in keys] == keys
+
+
+def test_dimensions_of_a_partition_are_found_by_a_plain_text(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance
+) -> None:
+    days = dg.MultiPartitionsDefinition(
+        {"day": dg.StaticPartitionsDefinition(["2024-01-01"]), "ab": dg.StaticPartitionsDefinition(["x", "y"])}
+    )
+    chosen = dg.SpecificPartitionsPartitionMapping(["x|2024-01-01"])
+
+    @dg.asset(partitions_def=days)
+    def stored() -> str:
+        return "the partition"
+
+    @dg.asset(ins={"stored": dg.AssetIn(partition_mapping=chosen)})
+    def reader(stored: object) -> object:
+        return stored
+
+    key = dg.MultiPartitionKey({"day": "2024-01-01", "ab": "x"})
+    resources = {"io_manager": manager}
+    dg.materialize([stored], resources=resources, partition_key=key, instance=instance)
+    result = dg.materialize([stored, reader], selection=[reader], resources=resources, instance=instance)
+    assert result.output_for_node("reader") == "the partition"
+
+
+@pytest.mark.parametrize("make", [UPath, Path])
+def test_the_root_may_be_a_path(make: type, instance: dg.DagsterInstance, assets_path: Path) -> None:
+    store({"a": 1}, RankZeroIOManager(base_path=make(assets_path)), instance)
+    assert (assets_path / "stored" / "manifest.json").exists()
 
 
 def test_assets_whose_keys_hold_slashes_are_stored_apart(

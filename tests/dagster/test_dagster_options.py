@@ -24,6 +24,7 @@ OF_DAGSTER_ALONE = {
     "connect": "the engine",
     "deploy_mode": "the engine",
     "spark_conf": "the engine",
+    "name": "of a pipeline's step, whose run is found by it",
     "observation_interval": "Dagster's own",
     "by_reference": "Dagster's own",
     "retry_user_errors": "of a pipeline, as Airflow's operator has it",
