@@ -28,7 +28,7 @@ from dagster_rankzero.fields import KnownFields
 from dagster_rankzero.inputs import by_partition, dimensions_of, segment, wants_reference
 from dagster_rankzero.metadata import describe_partitions, describe_result
 from rankzero import ResultError, ResultRef, RunHandle, RunNotFoundError
-from rankzero.pipeline import attempt, fingerprint_of, formats, split, store, verify
+from rankzero.pipeline import attempt, fingerprint_of, formats, map_refs, split, store, verify
 
 MANIFEST = "manifest.json"
 
@@ -100,30 +100,23 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
             dagster.Failure: the value, or the file of a `ResultRef`, cannot be stored. Not retried.
         """
         places = self._places_of(context)
-        is_single = len(places) == 1
-        values = (
-            dict.fromkeys(places, obj)
-            if is_single
-            else by_partition(obj, list(places), context.asset_key.to_user_string())
-        )
+        if not (is_single := len(places) == 1):
+            obj = by_partition(obj, list(places), context.asset_key.to_user_string())
         try:
             stored = {
-                key: commit(values[key], place, owner, allow_pickle=self.allow_pickle)
+                key: commit(obj if is_single else obj[key], place, owner, allow_pickle=self.allow_pickle)
                 for key, (place, owner) in places.items()
             }
         except ResultError as error:
             raise dg.Failure(str(error), allow_retries=False) from error
-        ref, (place, _) = next(iter(stored.values())), next(iter(places.values()))
-        versions = "\n".join(f"{key}\t{ref.digest}" for key, ref in sorted(stored.items()))
-        version = split(ref.digest)[1] if is_single else hashlib.sha256(versions.encode()).hexdigest()
-        set_data_version(context, version)
+        (place, _), ref = next(iter(places.values())), next(iter(stored.values()))
+        versions = "\n".join(f"{key}\t{each.digest}" for key, each in sorted(stored.items()))
+        set_data_version(context, split(ref.digest)[1] if is_single else hashlib.sha256(versions.encode()).hexdigest())
 
         def describe() -> dict[str, Any]:
-            return (
-                {"path": dg.MetadataValue.path(place), **describe_result(ref)}
-                if is_single
-                else describe_partitions(stored)
-            )
+            if is_single:
+                return {"path": dg.MetadataValue.path(place), **describe_result(ref)}
+            return describe_partitions(stored)
 
         context.add_output_metadata(attempt(context.log, "its description", describe, {}))
 
@@ -325,17 +318,16 @@ def _take(ref: ResultRef, path: str, target: str) -> bool:
     return True
 
 
-def hold(uri: str, run_directory: str) -> None:
-    """Keeps the data file of a version until a run has ended. Other files are not affected. Raises OSError.
+def hold(arguments: Any, run_directory: str, log: Any) -> None:
+    """Keeps the versions among the arguments of a run until that has ended, since its next attempt opens them again."""
 
-    Args:
-        uri: The file that a `ResultRef` names.
-        run_directory: Directory of a run that has the handle among its arguments.
-    """
-    directory, _, name = uri.rpartition("/")
-    if _DATA.fullmatch(name):
-        mark = f"held-{hashlib.sha256(run_directory.encode()).hexdigest()[:8]}-{name}"
-        store.write_bytes(store.join(directory, mark), run_directory.encode())
+    def mark(uri: str) -> None:
+        directory, _, name = uri.rpartition("/")
+        if _DATA.fullmatch(name):
+            digest = hashlib.sha256(run_directory.encode()).hexdigest()[:8]
+            store.write_bytes(store.join(directory, f"held-{digest}-{name}"), run_directory.encode())
+
+    map_refs(arguments, lambda ref: attempt(log, f"the mark that {ref.uri} is read", lambda: mark(ref.uri), None))
 
 
 def _held(directory: str) -> set[str]:

@@ -5,7 +5,6 @@ another try will follow, whether a user has terminated the run, and whether Dags
 """
 
 import contextlib
-import functools
 import hashlib
 import logging
 import os
@@ -22,7 +21,7 @@ import dagster as dg
 from dagster_rankzero import _compat
 from dagster_rankzero.io_manager import hold
 from dagster_rankzero.metadata import describe_error, next_interval
-from rankzero import InvalidJobError, Launcher, RankZeroError, ResultRef, RunHandle, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle, WorkerFailedError
 from rankzero.pipeline import (
     EngineOpened,
     Follower,
@@ -31,7 +30,6 @@ from rankzero.pipeline import (
     Opened,
     attempt,
     describe_process,
-    map_refs,
     may_retry,
 )
 from rankzero.pipeline import lease as leases
@@ -41,7 +39,6 @@ logger = logging.getLogger(__name__)
 QUERY_INTERVAL = 60.0
 """Seconds between two queries of the state of the Dagster run."""
 
-_STEM_LIMIT = 100
 _RETRY = "its retry"
 
 # Dagster runs that were interrupted in this process, in which Dagster continues with their other steps.
@@ -175,28 +172,15 @@ class Step:
 
 
 def run_id_of(root: str, key: str, name: str | None = None) -> str:
-    """Returns the name of the run of a step's training, the same in all tries and re-executions of the step.
-
-    Args:
-        root: Id of the first Dagster run of the group of re-executions.
-        key: The step's key.
-        name: Name of the training, if the step trains more than once.
-
-    Returns:
-        ``run-step[-name]-`` and a checksum of the three.
+    """Returns the id of the run of a step's training, from the first Dagster run of the group of re-executions.
 
     Example:
         >>> run_id_of("8f14e45f-ceea-467f-a2d0-1f3c5a7b9d0e", "train[3]")
         '8f14e45f-train-3-ac25d78be7ed5362'
     """
     digest = hashlib.sha256("\0".join([root, key, name or ""]).encode()).hexdigest()[:16]
-    return f"{_stem_of(root, key, name)}-{digest}"
-
-
-def _stem_of(run: str, *names: str | None) -> str:
-    """Returns the readable part of a run's name."""
-    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(filter(None, names))).strip("-")[:_STEM_LIMIT]
-    return f"{run[:8]}-{readable}"
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(filter(None, [key, name]))).strip("-")[:100]
+    return f"{root[:8]}-{readable}-{digest}"
 
 
 @contextlib.contextmanager
@@ -209,16 +193,9 @@ def open_run(
     kwargs: dict[str, Any],
     name: str | None = None,
 ) -> Iterator[Opened]:
-    """Opens the run of a step's training, which the block follows; see `rankzero.submit.durable.open_durable`.
+    """Opens the run of a step's training, which the block follows; see `rankzero.Launcher.durable`.
 
-    Args:
-        launcher: Options of the run, without a ``run_id``.
-        step: The try of the step; None outside of a step.
-        context: Context of the asset or op.
-        train: The function or script.
-        args: Positional arguments of the training.
-        kwargs: Keyword arguments of the training.
-        name: Name of the training, if the step trains more than once.
+    Outside of a step (None) the run ends with the block. A step that trains more than once names its trainings.
 
     Raises:
         dagster.Failure: the Dagster run is being terminated, or another Dagster run has the training.
@@ -226,7 +203,7 @@ def open_run(
             earlier run does not end.
     """
     if step is None:
-        run_id = f"{_stem_of('test', _compat.name_of(context), name)}-{secrets.token_hex(4)}"
+        run_id = run_id_of(f"test-{secrets.token_hex(8)}", _compat.name_of(context), name)
         with launcher.options(run_id=run_id).owned(train, args, kwargs) as handle:
             yield Opened(handle)
         return
@@ -249,7 +226,7 @@ def open_run(
             if opened.attached and not opened.handle.status().final:
                 # From here on the training belongs to this Dagster run: see `_leave_or_end`.
                 offer(opened.handle, step, context.log)
-            _hold_inputs(opened.handle.directory, args, kwargs, context.log)
+            hold([args, kwargs], opened.handle.directory, context.log)
             yield opened
     except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as interrupt:
         if step.executor == _compat.IN_PROCESS and step.is_retried and not step.detaches(interrupt):
@@ -274,14 +251,6 @@ def _check_owner(before: RunHandle[Any], step: Step) -> None:
     )
 
 
-def _hold_inputs(run_directory: str, args: tuple[Any, ...], kwargs: dict[str, Any], log: Any) -> None:
-    """Keeps the stored versions that a training reads, since a restarted attempt opens them again."""
-    refs: list[ResultRef] = []
-    map_refs([args, kwargs], refs.append)
-    for ref in refs:
-        attempt(log, f"the mark that {ref.uri} is read", functools.partial(hold, ref.uri, run_directory), None)
-
-
 def follow(
     opened: Opened,
     step: Step | None,
@@ -298,7 +267,7 @@ def follow(
         log: The logger of the step, which gets the address of the Spark UI.
         on_line: Receives every line, with its ``[rank]`` prefix.
         interval: Least seconds between two yields of metrics, which grow with the run's age. None yields no metrics.
-        log_ranks: Ranks whose lines are shown; None for all. A rank whose failure ends the run is shown as well.
+        log_ranks: Ranks whose lines are shown; None for all.
 
     Yields:
         The last value of each of rank 0's metrics, whenever they have changed.
@@ -386,14 +355,8 @@ def as_failure(
 ) -> dg.Failure:
     """Returns the `dagster.Failure` for an error of a run, with its cause, the run directory, and the retry decision.
 
-    Args:
-        error: The error of the run.
-        handle: The run, if it was started.
-        step: The try of the step, if any. After the last one "Exceeded max_retries" would hide the error.
-        retry_user_errors: Whether a `dagster.RetryPolicy` applies to exceptions of the training function.
-
-    Returns:
-        A failure; with ``allow_retries`` the op's or asset's `dagster.RetryPolicy` decides.
+    A `dagster.RetryPolicy` applies to it, unless another try cannot help, or an exception of the function should not be
+    retried. After the last try "Exceeded max_retries" would hide the error.
     """
     has_checkpoint = handle is not None and handle.status().checkpoint is not None
     entries = describe_error(error)
