@@ -1,9 +1,9 @@
 """All uses of Dagster's private interfaces. Only this module must change when they change."""
 
 import inspect
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import dagster as dg
@@ -23,11 +23,6 @@ def set_data_version(context: dg.OutputContext, version: str) -> None:
         step.set_data_version(context.asset_key, dg.DataVersion(version))
 
 
-def set_step_data_version(context: dg.AssetExecutionContext, key: dg.AssetKey, version: dg.DataVersion) -> None:
-    """Sets the data version of an asset of a step, which its IO manager may replace."""
-    context.set_data_version(key, version)
-
-
 def component_folder(context: dg.ResolutionContext) -> str:
     """Returns the Python package of the folder whose component is being loaded."""
     load_context = ComponentDeclLoadContext.from_resolution_context(context)
@@ -35,9 +30,8 @@ def component_folder(context: dg.ResolutionContext) -> str:
     return load_context.defs_relative_module_name(path.parent if path.is_file() else path)
 
 
-def dagster_type_of(annotation: Any) -> dg.DagsterType:
-    """Returns the Dagster type for the annotation of an input."""
-    return resolve_dagster_type(annotation)
+dagster_type_of = resolve_dagster_type
+"""Returns the Dagster type for the annotation of an input."""
 
 
 IN_PROCESS, MULTIPROCESS, DELEGATED = EXECUTORS = "in process", "multiprocess", "delegated"
@@ -52,15 +46,10 @@ def variable_of(value: Any) -> str | None:
 def facts_of(context: Any) -> tuple[dg.DagsterRun, dg.DagsterInstance, str, int, dg.RetryPolicy | None, str] | None:
     """Returns Dagster's facts about the try of a step that a context belongs to; None outside of a step, as in a test.
 
-    Args:
-        context: Context of an asset or op.
-
-    Returns:
-        The Dagster run; its instance; the step's key, with the index of a mapped step; the number of earlier tries in
-        this run; the step's retry policy, None also if the executor does not retry; and one of `EXECUTORS`.
+    They are the Dagster run; its instance; the step's key, with the index of a mapped step; the number of earlier tries
+    in this run; the step's retry policy, None also if the executor does not retry; and one of `EXECUTORS`.
     """
-    step = _step_of(context)
-    if step is None:
+    if (step := _step_of(context)) is None:
         return None
     policy = None if step.retry_mode.disabled else step.op_retry_policy
     number = step.previous_attempt_count
@@ -110,13 +99,8 @@ def step_was_rejected(instance: dg.DagsterInstance, run_id: str, key: str) -> bo
 
 def signal_of(interrupt: BaseException) -> int | None:
     """Returns the signal that has interrupted a step, from the frame of the handler that raised; None if unknown."""
-    traceback = interrupt.__traceback__
-    while traceback is not None:
-        number = traceback.tb_frame.f_locals.get("_signo")
-        if isinstance(number, int):
-            return number
-        traceback = traceback.tb_next
-    return None
+    numbers = (frame.f_locals.get("_signo") for frame, _ in traceback.walk_tb(interrupt.__traceback__))
+    return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def name_of(context: Any) -> str:
@@ -138,16 +122,8 @@ def assets_of(context: Any) -> Sequence[dg.AssetKey]:
         return ()
 
 
-@dataclass(frozen=True)
-class OutputFacts:
-    """Dagster's facts about an output of a step.
-
-    Attributes:
-        name: Name of the output.
-        asset_key: Key of the output's asset; None for the output of an op.
-        dagster_type: Type of the output's value.
-        is_dynamic: True for a dynamic output, of which there are several with mapping keys.
-    """
+class OutputFacts(NamedTuple):
+    """Dagster's facts about an output of a step; the output of an op has no asset key."""
 
     name: str
     asset_key: dg.AssetKey | None
@@ -161,10 +137,10 @@ def outputs_of(context: Any) -> list[OutputFacts]:
         return []
     return [
         OutputFacts(
-            name=output.name,
-            asset_key=output.properties.asset_key,
-            dagster_type=step.op_def.output_def_named(output.name).dagster_type,
-            is_dynamic=output.properties.is_dynamic,
+            output.name,
+            output.properties.asset_key,
+            step.op_def.output_def_named(output.name).dagster_type,
+            output.properties.is_dynamic,
         )
         for output in step.step.step_outputs
         if output.properties.asset_check_key is None and output.name in step.selected_output_names

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import dagster as dg
 
-from dagster_rankzero._compat import outputs_of, set_step_data_version
+from dagster_rankzero._compat import outputs_of
 from dagster_rankzero.compute import (
     build_compute,
     build_script_compute,
@@ -160,8 +160,9 @@ def torch_multi_asset(
 
         context = dg.AssetExecutionContext
         compute = build_compute("torch_multi_asset", function, resource_key, changes, context, asset_arguments, finish)
-        may_miss = asset_arguments.get("can_subset")
-        made = {name: _optional(out) if may_miss else out for name, out in outs.items()}
+        made = {name: copy.copy(out) for name, out in outs.items()}
+        for out in made.values() if asset_arguments.get("can_subset") else ():
+            out.is_required = False
         return dg.multi_asset(**with_resource(asset_arguments, resource_key), outs=made)(compute)
 
     return decorate
@@ -173,7 +174,7 @@ def _result_of(
     key = context.asset_key_for_output(name)
     if whole.data_version is not None:
         # For IO managers without checksums; RankZeroIOManager replaces it by the value's checksum.
-        set_step_data_version(context, key, whole.data_version)
+        context.set_data_version(key, whole.data_version)
     metadata = whole.metadata or {}
     return dg.MaterializeResult(
         asset_key=key,
@@ -185,12 +186,6 @@ def _result_of(
             if check.asset_key == key
         ],
     )
-
-
-def _optional(out: dg.AssetOut) -> dg.AssetOut:
-    changed = copy.copy(out)
-    changed.is_required = False
-    return changed
 
 
 @overload

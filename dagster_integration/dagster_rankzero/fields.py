@@ -68,9 +68,6 @@ class KnownFields(dg.Config):
     def configure_at_launch(cls, **fields: Any) -> Any:
         """Returns a resource or an IO manager whose other fields are set in the launchpad.
 
-        Args:
-            fields: The fields with known values.
-
         Raises:
             dagster.DagsterInvalidDefinitionError: a field does not exist.
         """
@@ -79,29 +76,12 @@ class KnownFields(dg.Config):
 
 
 def check_fields(owner: type[BaseModel], given: Iterable[str]) -> None:
-    """Raises DagsterInvalidDefinitionError if one of the names is not a field of the class."""
-    if reason := why_unknown(owner, given):
-        raise dg.DagsterInvalidDefinitionError(reason)
-
-
-def why_unknown(owner: type[BaseModel], given: Iterable[str]) -> str | None:
-    """Returns a message about names that are not fields of a class, with suggestions; None if all are fields.
-
-    Args:
-        owner: A class with fields.
-        given: Names of supposed fields.
-
-    Example:
-        >>> class Cluster(dg.Config):
-        ...     master: str
-        >>> why_unknown(Cluster, ["mastr"])
-        "Cluster has no field 'mastr' (did you mean 'master'?); its fields are master"
-    """
+    """Raises DagsterInvalidDefinitionError if one of the names is not a field of the class, with suggestions."""
     known = [field.alias or name for name, field in owner.model_fields.items()]
-    unknown = [with_matches(str(name), known) for name in given if name not in known]
-    if not unknown:
-        return None
-    return f"{owner.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(known)}"
+    if unknown := ", ".join(with_matches(str(name), known) for name in given if name not in known):
+        raise dg.DagsterInvalidDefinitionError(
+            f"{owner.__name__} has no field {unknown}; its fields are {', '.join(known)}"
+        )
 
 
 def resolve_variables(value: Any) -> Any:

@@ -129,13 +129,7 @@ def without_annotations(train: Any) -> Any:
 
 @dataclass(frozen=True)
 class PartitionArguments:
-    """The parameters ``partition_key`` and ``partition_keys`` of a training function.
-
-    Attributes:
-        name: Name of the function, for messages.
-        taken: Those of the two parameters that the function has and that are not inputs.
-        needed: Those of ``taken`` without a default.
-    """
+    """The parameters ``partition_key`` and ``partition_keys`` of a function: those it takes, those without default."""
 
     name: str
     taken: frozenset[str]
@@ -173,31 +167,21 @@ class PartitionArguments:
             dagster.Failure: the run has no partition, or several although the function takes one. Not retried.
         """
         keys = keys_of(context)
-        if PARTITION_KEY in self.needed and len(keys) != 1:
+        found: dict[str, Any] = {PARTITION_KEYS: keys} if keys else {}
+        if len(keys) == 1:
+            found[PARTITION_KEY] = keys[0]
+        if missing := self.needed - found.keys():
             has = f"the partitions {', '.join(keys)}: launch them one by one" if keys else "no partition: launch one"
             raise dg.Failure(
-                f"{self.name} has a parameter {PARTITION_KEY!r}, but this run has {has}", allow_retries=False
+                f"{self.name} has a parameter {min(missing)!r}, but this run has {has}", allow_retries=False
             )
-        if PARTITION_KEYS in self.needed and not keys:
-            raise dg.Failure(
-                f"{self.name} has a parameter {PARTITION_KEYS!r}, but this run has no partition: launch one",
-                allow_retries=False,
-            )
-        arguments: dict[str, Any] = {}
-        if PARTITION_KEY in self.taken and len(keys) == 1:
-            arguments[PARTITION_KEY] = keys[0]
-        if PARTITION_KEYS in self.taken and keys:
-            arguments[PARTITION_KEYS] = keys
-        return arguments
+        return {name: value for name, value in found.items() if name in self.taken}
 
 
 def take_single(context: Any, result: Any, keys: list[str]) -> Any:
     """Returns the result of a step for its IO manager: a single partition's value is taken out of the dict by key.
 
-    Args:
-        context: Context of the step.
-        result: Result of the run.
-        keys: The ``partition_keys`` that the function got; empty if it does not take them.
+    The keys are the ``partition_keys`` that the function got; empty if it does not take them.
 
     Raises:
         dagster.Failure: the value is a dict with other keys than the only partition's. Not retried.
@@ -223,12 +207,7 @@ def of_single(value: Any, keys: list[str], name: str) -> Any:
 
 
 def by_partition(value: Any, keys: list[str], name: str) -> dict[str, Any]:
-    """Returns the value of every partition from the output of a run.
-
-    Args:
-        value: The output.
-        keys: The run's partition keys.
-        name: Name of the asset or output, for the message.
+    """Returns the value of every partition from the output, with that name, of a run with those keys.
 
     Raises:
         dagster.Failure: the output is not a dict with the run's partition keys. Not retried.

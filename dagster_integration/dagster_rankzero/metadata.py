@@ -38,11 +38,7 @@ TABLE_DIGITS = 9
 def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
     """Returns the entries of a run that has succeeded: location, duration, throughput, reports, and result.
 
-    An entry that cannot be made is left out with a warning.
-
-    Args:
-        handle: The run.
-        log: The logger of the step.
+    An entry that cannot be made is left out with a warning to the logger of the step.
     """
 
     def part(what: str, make: Callable[[], _Entries]) -> _Entries:
@@ -52,7 +48,7 @@ def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
     # The table is long, so it comes last.
     return {
         **part("the description of the run", lambda: _describe_end(handle)),
-        **part("the throughput", lambda: _describe_speed(rows)),
+        **part("the throughput", lambda: {k: dg.MetadataValue.float(v) for k, v in reports.throughput(rows).items()}),
         **part("the loss curve", lambda: _draw_losses(rows)),
         **part("the description of the result", lambda: describe_result(handle.result_ref())),
         **part("the table of reports", lambda: _list_reports(rows)),
@@ -76,10 +72,6 @@ def _describe_end(handle: "RunHandle[Any]") -> _Entries:
     return entries
 
 
-def _describe_speed(rows: Sequence[dict[str, Any]]) -> _Entries:
-    return {name: dg.MetadataValue.float(value) for name, value in reports.throughput(rows).items()}
-
-
 def describe_result(ref: "ResultRef") -> _Entries:
     """Returns the entries of a stored value, the same for a run's result and for an IO manager's file."""
     algorithm, digits = split(ref.digest)
@@ -98,10 +90,7 @@ def describe_result(ref: "ResultRef") -> _Entries:
 
 
 def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
-    """Returns the entries of an output of several partitions, the same for each of them.
-
-    Dagster stores them with the event of each partition, so the table has at most `TABLE_ROWS` partitions.
-    """
+    """Returns the entries of an output of several partitions, which Dagster stores with the event of each."""
     rows = [
         {"partition": key, "format": ref.format, "size": ref.size, "digest": ref.digest}
         for key, ref in sorted(stored.items())[:TABLE_ROWS]
@@ -196,10 +185,7 @@ def _plain(value: Any) -> str | int | float | bool | None:
 def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:
     """Yields an observation of every asset that a context's step materializes; none for an op.
 
-    Args:
-        context: Context of the asset.
-        metrics: Last values by name. Finite numbers are shown, under the same names as in the materialization, so that
-            Dagster plots both as one line.
+    Finite numbers are shown, under the same names as in the materialization, so that Dagster plots both as one line.
     """
     numbers = {METRIC_PREFIX + name: value for name, value in metrics.items() if is_number(value)}
     if not numbers:
@@ -210,11 +196,7 @@ def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObserv
 
 
 def next_interval(interval: float, elapsed: float) -> float:
-    """Returns the seconds until the next observation.
-
-    Args:
-        interval: Least seconds between two observations.
-        elapsed: Seconds since the first observation.
+    """Returns the seconds until the next observation, from the least seconds between two and those since the first.
 
     Example:
         >>> next_interval(5.0, 60.0), next_interval(5.0, 3600.0)
@@ -254,19 +236,6 @@ def single_output(context: Any) -> OutputFacts | None:
     return outputs[0] if len(outputs) == 1 else None
 
 
-def value_of(context: Any, handle: "RunHandle[Any]", output: OutputFacts | None, by_reference: bool | None) -> Any:
-    """Returns rank 0's value, or its `ResultRef` without loading the value.
-
-    Args:
-        context: Context of the step.
-        handle: A run that has succeeded.
-        output: Output of the step, if it has a single one.
-        by_reference: Whether to return the `ResultRef`; None: if the output is stored by reference.
-    """
-    is_reference = takes_reference(context, output) if by_reference is None else by_reference
-    return handle.result_ref() if is_reference else handle.result()
-
-
 def takes_reference(context: Any, output: OutputFacts | None) -> bool:
     """Returns True if an output is stored by reference: `RankZeroIOManager` stores the file without loading the value.
 
@@ -284,16 +253,9 @@ def takes_reference(context: Any, output: OutputFacts | None) -> bool:
 
 
 def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: OutputFacts | None) -> Any:
-    """Returns the event for a training that has succeeded.
+    """Returns a `dagster.MaterializeResult` for the context of an asset, else a `dagster.Output`.
 
-    Args:
-        context: Context of the step.
-        handle: The run.
-        value: Rank 0's value, or its handle.
-        output: Output of the step, if it has a single one. An output of type Nothing gets only the metadata.
-
-    Returns:
-        A `dagster.MaterializeResult` for the context of an asset, else a `dagster.Output`.
+    An output of type Nothing gets only the metadata.
     """
     metadata = describe_run(handle, context.log)
     takes_nothing = output is not None and output.dagster_type.is_nothing

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 
 from dagster_rankzero.fields import ADDED, LauncherFields, added_to, check_fields, resolve_variables
 from dagster_rankzero.inputs import without_annotations, without_dagster
-from dagster_rankzero.metadata import build_result, check_single, observe, single_output, value_of
+from dagster_rankzero.metadata import build_result, check_single, observe, single_output, takes_reference
 
 if TYPE_CHECKING:
     from dagster_rankzero.step import Step
@@ -86,9 +86,6 @@ class TorchDistributorResource(LauncherFields):
         Args:
             changes: Field names of this class and their new values; a `dagster.EnvVar` is resolved immediately. The
                 entries of ``env`` and ``spark_conf`` are added to those of this resource; None as a value removes one.
-
-        Returns:
-            The copy; this resource does not change.
 
         Raises:
             dagster.Failure: a field does not exist or has a value of the wrong type. Not retried.
@@ -244,7 +241,8 @@ class TorchDistributorResource(LauncherFields):
                 interval = self.observation_interval
                 for metrics in follow(opened, step, context.log, show, interval, self.log_ranks):
                     yield from observe(context, metrics)
-            value = value_of(context, handle, output, self.by_reference)
+            is_reference = takes_reference(context, output) if self.by_reference is None else self.by_reference
+            value = handle.result_ref() if is_reference else handle.result()
             if step is not None:
                 offer(handle, step, context.log)
                 self._offered.append((handle, step))
