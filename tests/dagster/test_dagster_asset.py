@@ -11,7 +11,6 @@ from tests.dagster.dagster_events import failure_of, metadata_of, retries_of, va
 
 import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource, torch_asset
-from rankzero import ResultRef
 
 if TYPE_CHECKING:
     from collections import OrderedDict
@@ -124,30 +123,6 @@ def test_configuration_reaches_the_ranks_without_dagster(resources: dict[str, ob
     assert value_of(dg.materialize([model], resources=resources, run_config=run_config), "model") == [7, 0.1, []]
     with pytest.raises(dg.DagsterInvalidConfigError, match="epochs"):
         dg.materialize([model], resources=resources)
-
-
-def test_partitions_train_apart_and_know_their_key(resources: dict[str, object], instance: dg.DagsterInstance) -> None:
-    days = dg.StaticPartitionsDefinition(["mon", "tue", "wed"])
-
-    @torch_asset(partitions_def=days)
-    def model(partition_key: str) -> dict[str, str]:
-        return {"day": partition_key}
-
-    @dg.asset(ins={"model": dg.AssetIn(metadata={"allow_missing_partitions": True})})
-    def week(model: dict[str, object]) -> dict[str, object]:
-        return model
-
-    @torch_asset
-    def ensemble(model: dict[str, ResultRef]) -> list[str]:
-        return sorted(f"{key}={value['day']}" for key, value in model.items())
-
-    for day in ("mon", "wed"):
-        dg.materialize([model], resources=resources, partition_key=day, instance=instance)
-    result = dg.materialize([week, model], selection=[week], resources=resources, instance=instance)
-    assert value_of(result, "week") == {"mon": {"day": "mon"}, "wed": {"day": "wed"}}
-    dg.materialize([model], resources=resources, partition_key="tue", instance=instance)
-    result = dg.materialize([ensemble, model], selection=[ensemble], resources=resources, instance=instance)
-    assert value_of(result, "ensemble") == ["mon=mon", "tue=tue", "wed=wed"]
 
 
 def test_a_key_of_two_dimensions_is_a_plain_string(resources: dict[str, object]) -> None:
@@ -281,11 +256,6 @@ def test_functions_that_cannot_run_on_ranks_are_refused_when_defined(train: obje
         torch_asset()(train)
 
 
-def test_an_unknown_option_is_refused_when_defined() -> None:
-    with pytest.raises(dg.DagsterInvalidDefinitionError, match="num_procs"):
-        torch_asset(options={"num_procs": 2})
-
-
 def test_checks_are_what_rank_zero_reported(resources: dict[str, object]) -> None:
     @torch_asset(
         check_specs=[dg.AssetCheckSpec(name, asset="model") for name in ("finite", "better", "forgotten")],
@@ -304,34 +274,3 @@ def test_checks_are_what_rank_zero_reported(resources: dict[str, object]) -> Non
         "forgotten": False,
     }
     assert "check/forgotten" in evaluations["forgotten"].description
-
-
-def test_what_hangs_on_an_asset_is_asked_for_when_its_content_changed_not_when_only_its_code_did(
-    resources: dict[str, object], instance: dg.DagsterInstance
-) -> None:
-    def pipeline(returned: int, code_version: str) -> dg.Definitions:
-        @torch_asset(code_version=code_version)
-        def model() -> dict[str, int]:
-            return {"w": returned}
-
-        @dg.asset(
-            automation_condition=dg.AutomationCondition.any_deps_match(dg.AutomationCondition.data_version_changed())
-        )
-        def report(model: dict[str, int]) -> int:
-            return model["w"]
-
-        return dg.Definitions([model, report], resources=resources)
-
-    first = pipeline(1, "1")
-    dg.materialize(first.assets, resources=resources, instance=instance)
-    cursor = dg.evaluate_automation_conditions(first, instance=instance).cursor
-    requested = []
-    for returned, code_version in ((1, "2"), (2, "2")):
-        defs = pipeline(returned, code_version)
-        dg.materialize(defs.assets, selection=["model"], resources=resources, instance=instance)
-        found = dg.evaluate_automation_conditions(defs, instance=instance, cursor=cursor)
-        cursor = found.cursor
-        requested.append(found.get_num_requested(dg.AssetKey("report")))
-    assert requested == [0, 1]
-    event = instance.get_latest_materialization_event(dg.AssetKey("model"))
-    assert event.asset_materialization.tags["dagster/code_version"] == "2"

@@ -11,7 +11,6 @@ import pytest
 from tests.conftest import until
 from tests.dagster import durable_training
 from tests.dagster.dagster_events import value_of
-from tests.dagster.test_dagster_durable import Place, beside, execute, home_instance, place, take_up  # noqa: F401 - fixtures
 from tests.engines.connect_server import ConnectServer
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset, torch_distributor_op
@@ -70,22 +69,6 @@ def test_an_asset_that_calls_the_resource_one_of_ranks_and_an_op(
     run_config = {"ops": {"train": {"inputs": {"scale": 1.0}}}}
     trained = value_of(pipeline.execute_in_process(run_config=run_config), "train")
     assert trained["weight"].sum().item() == 2 * 3 * (1.0 + 2.0)
-
-
-@pytest.fixture
-def on_server(server: ConnectServer, place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:  # noqa: F811
-    """For a job whose steps are processes."""
-    monkeypatch.setenv("TEST_CONNECT", server.url)
-    return place
-
-
-# By default, without Connect: `test_a_step_that_was_killed_is_retried_and_takes_its_training_up`.
-@pytest.mark.soak
-def test_the_next_try_takes_up_the_training_of_a_step_that_was_killed(
-    on_server: Place,
-    home_instance: dg.DagsterInstance,  # noqa: F811
-) -> None:
-    take_up(on_server, durable_training.durable_on_connect, home_instance, signal.SIGKILL)
 
 
 @pytest.mark.soak

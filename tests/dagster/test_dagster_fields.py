@@ -59,11 +59,6 @@ def test_a_subclass_may_have_fields_of_its_own() -> None:
         Ours(tean="audio")
 
 
-def test_options_of_a_wrong_type_are_refused_when_defined() -> None:
-    with pytest.raises(dg.DagsterInvalidDefinitionError, match="num_processes"):
-        torch_asset(options={"num_processes": "two"})(train)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -94,14 +94,6 @@ def test_the_signal_is_read_off_the_handler_of_this_dagster() -> None:
     assert signal_of(caught.value) == signal.SIGTERM
 
 
-@pytest.mark.parametrize(
-    ("error", "detaches"), [(OSError("the store is away"), True), (GeneratorExit(), False), (SystemExit(), False)]
-)
-def test_what_else_interrupts(error: BaseException, detaches: bool) -> None:
-    assert STEP.detaches(error) is detaches
-    assert not replace(STEP, is_retried=False).detaches(error)
-
-
 def test_names_are_stable_distinct_and_can_name_directories() -> None:
     names = [
         run_id_of(root, key, name)

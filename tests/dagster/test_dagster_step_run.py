@@ -10,9 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 from tests.conftest import until
 
 from dagster_rankzero import step as steps
@@ -144,46 +142,11 @@ def test_the_last_try_is_not_survived_for_long_by_what_it_attached_to(
     assert handle.handle.status().state == "cancelled"
 
 
-def test_a_retry_attaches_though_rows_were_appended_to_its_dataset(
-    step: Step, tmp_path: Path, marker: str, unfinished: set[str]
-) -> None:
-    unfinished.add("one")
-    data = tmp_path / "data"
-    data.mkdir()
-    parquet.write_table(pa.table({"id": [1, 2]}), data / "a.parquet")
-    launcher = Launcher(1, store=tmp_path / "runs", env={"MARK": marker}, start_timeout=240, dataset=str(data))
-
-    def opened(step: Step) -> AbstractContextManager[Any]:
-        context: Any = SimpleNamespace(log=LOG, _step_execution_context=Try())
-        return open_run(launcher, step, context, endless, (), {})
-
-    with opened(step) as first:
-        until(lambda: first.handle.status().state == "running", 240, "the training")
-    parquet.write_table(pa.table({"id": [3]}), data / "b.parquet")
-    with opened(replace(step, number=1)) as again:
-        assert again.attached
-        assert again.handle.directory == first.handle.directory
-    assert len(list((tmp_path / "runs").glob("*/job.json"))) == 1
-    first.handle.cancel()
-    assert first.handle.wait(60)
-
-
 def test_a_user_who_corrects_the_arguments_ends_the_training_that_lives(step: Step, open_step: Open) -> None:
     again = replace(step, dagster_run="two", generation="two")
     with open_step(step, "same") as first, open_step(again, "other") as second:
         assert second.handle.directory == first.handle.directory
         assert second.handle.submission == 1
-
-
-def test_a_retry_attaches_to_the_training_that_lives_though_an_argument_is_random(
-    step: Step, open_step: Open, unfinished: set[str]
-) -> None:
-    unfinished.add("one")
-    with open_step(step, "3f2a") as first, open_step(replace(step, number=1), "9c41") as again:
-        assert again.attached
-        assert again.handle.directory == first.handle.directory
-        assert again.handle.submission == 0
-        assert not first.handle.status().final
 
 
 def test_a_retry_of_a_step_of_several_trainings_finds_each_by_its_name(

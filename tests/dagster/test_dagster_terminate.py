@@ -16,10 +16,9 @@ import dagster as dg
 import pytest
 from tests.conftest import processes_with, wait_until_gone
 from tests.dagster.deployment import FINAL, RUN_TIMEOUT, Deployment, wait_until
-from tests.dagster.durable_training import FOLDER_TAG, lettered
+from tests.dagster.durable_training import FOLDER_TAG
 from tests.dagster.terminal import CTRL_C, Terminal
 
-from dagster_rankzero import RankZeroIOManager
 from rankzero import RunHandle
 
 DEFINITIONS = Path(__file__).parent / "durable_training.py"
@@ -91,8 +90,6 @@ def dagster(root: Path, terminals: list[Terminal]) -> Iterator[Deployment]:
     variables = {
         "TEST_STORE": str(root / "runs"),
         "TEST_ASSETS": str(root / "assets"),
-        # For the runs of the backfill: a process for each step would import Dagster once more.
-        "TEST_EXECUTOR": "in process",
         # Only ranks get the resource's `env`; everything that is started here carries another mark.
         "TEST_RANK_MARK": mark_of(root),
     }
@@ -155,28 +152,6 @@ def test_terminating_a_run_ends_its_ranks_and_stores_nothing(
     assert instance.get_latest_materialization_event(dg.AssetKey(asset)) is None
     assert launched.training().status().state == "cancelled"
     assert launched.training().submission == 0
-
-
-# By default: `test_an_asset_is_observed_while_its_ranks_train`.
-@pytest.mark.soak
-def test_metrics_are_observed_while_the_ranks_train(
-    launch: Any, dagster: Deployment, instance: dg.DagsterInstance
-) -> None:
-    launched = launch("streamed_job")
-    launched.await_ranks()
-    key = dg.AssetKey("streamed")
-
-    def observed() -> Any:
-        return instance.fetch_observations(key, limit=1).records
-
-    (record,) = wait_until(observed, RUN_TIMEOUT, "an observation")
-    assert record.run_id == launched.run_id
-    assert dagster.status(launched.run_id) == "STARTED"
-    assert record.asset_observation.metadata["metric/loss"].value == 1.0
-    launched.let_go()
-    assert dagster.finish(launched.run_id) == "SUCCESS"
-    event = instance.get_latest_materialization_event(key)
-    assert event.asset_materialization.metadata["metric/loss"].value == 1.0
 
 
 def test_a_step_that_was_killed_is_retried_and_takes_its_training_up(
@@ -245,24 +220,6 @@ def test_a_run_that_takes_too_long_is_ended_with_its_ranks(
     launched.await_end()
     assert wait_until_gone(launched.rank_mark) == []
     assert launched.training().status().state == "cancelled"
-
-
-# By default: `test_dagster_partitions.py`.
-@pytest.mark.soak
-def test_a_backfill_trains_each_partition(dagster: Deployment, root: Path) -> None:
-    assert dagster.finish_backfill(dagster.start_backfill("lettered", ["a", "c"])) == "COMPLETED_SUCCESS"
-    stored = RankZeroIOManager(base_path=str(root / "assets"))
-    loaded = dg.Definitions(assets=[lettered], resources={"io_manager": stored, "torch_distributor": object()})
-    for key in ("a", "c"):
-        assert loaded.load_asset_value("lettered", partition_key=key) == key.upper()
-
-
-# By default: the same job without a daemon, in many of `test_dagster_asset.py`.
-@pytest.mark.soak
-def test_a_schedule_trains(dagster: Deployment) -> None:
-    dagster.start_schedule("often")
-    wait_until(lambda: dagster.runs_of("quick_job"), RUN_TIMEOUT, "a tick")
-    assert dagster.finish(dagster.runs_of("quick_job")[-1]) == "SUCCESS"
 
 
 def test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs(
