@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import dagster as dg
 import pytest
 import torch
-from tests.dagster.dagster_events import failure_of, metadata_of, retries_of, value_of
+from tests.dagster.dagster_events import metadata_of, value_of
 
 import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource, torch_asset
@@ -107,43 +107,6 @@ def test_an_input_of_the_wrong_type_is_refused(resources: dict[str, object]) -> 
     assert "DagsterTypeCheckDidNotPass" in event.step_failure_data.error.to_string()
 
 
-class TrainConfig(dg.Config):
-    epochs: int
-    lr: float = 0.1
-
-
-def test_configuration_reaches_the_ranks_without_dagster(resources: dict[str, object]) -> None:
-    @torch_asset
-    def model(config: TrainConfig) -> list[object]:
-        import sys
-
-        return [config.epochs, config.lr, [name for name in sys.modules if name.startswith("dagster")]]
-
-    run_config = dg.RunConfig(ops={"model": TrainConfig(epochs=7)})
-    assert value_of(dg.materialize([model], resources=resources, run_config=run_config), "model") == [7, 0.1, []]
-    with pytest.raises(dg.DagsterInvalidConfigError, match="epochs"):
-        dg.materialize([model], resources=resources)
-
-
-def test_a_key_of_two_dimensions_is_a_plain_string(resources: dict[str, object]) -> None:
-    grid = dg.MultiPartitionsDefinition(
-        {"day": dg.StaticPartitionsDefinition(["mon"]), "size": dg.StaticPartitionsDefinition(["s"])}
-    )
-
-    @torch_asset(partitions_def=grid)
-    def model(partition_key: str) -> list[object]:
-        import sys
-
-        return [partition_key, type(partition_key) is str, "dagster" in sys.modules]
-
-    key = dg.MultiPartitionKey({"day": "mon", "size": "s"})
-    assert value_of(dg.materialize([model], resources=resources, partition_key=key), "model") == [
-        "mon|s",
-        True,
-        False,
-    ]
-
-
 def test_arguments_of_an_asset_pass_through(resources: dict[str, object]) -> None:
     @torch_asset(
         num_processes=2,
@@ -176,34 +139,6 @@ def test_arguments_of_an_asset_pass_through(resources: dict[str, object]) -> Non
     assert model.op.tags["dagster/priority"] == "3"
     result = dg.materialize([features, model], resources={**resources, "other": 1})
     assert value_of(result, "models__digits") == 2
-
-
-def test_a_rank_that_fails_is_retried_only_by_the_rules(resources: dict[str, object]) -> None:
-    @torch_asset(retry_policy=dg.RetryPolicy(max_retries=1))
-    def model() -> None:
-        raise KeyError("lr")
-
-    @torch_asset(retry_policy=dg.RetryPolicy(max_retries=1), options={"retry_user_errors": False})
-    def once() -> None:
-        raise KeyError("lr")
-
-    result = dg.materialize([model, once], resources=resources, raise_on_error=False)
-    assert failure_of(result, "model")[1]["exception_type"] == "KeyError"
-    assert retries_of(result, "model") == 1
-    assert retries_of(result, "once") == 0
-
-
-def test_options_and_resource_key_choose_the_resource(
-    torch_distributor: TorchDistributorResource, resources: dict[str, object]
-) -> None:
-    @torch_asset(resource_key="cluster", options={"num_processes": 1, "env": {"SHADE": "blue"}})
-    def model() -> list[object]:
-        import os
-
-        return [rt.get_context().world_size, os.environ["SHADE"]]
-
-    result = dg.materialize([model], resources={"cluster": torch_distributor, "io_manager": resources["io_manager"]})
-    assert value_of(result, "model") == [1, "blue"]
 
 
 def test_a_function_annotated_to_return_nothing_stores_nothing(resources: dict[str, object], assets_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_a_metric_beyond_those_that_a_run_keeps_is_explained(
 
 DAYS = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
 REGIONS = dg.StaticPartitionsDefinition(["eu", "us"])
+SITES = dg.DynamicPartitionsDefinition(name="sites")
 BOTH = dg.MultiPartitionsDefinition({"day": DAYS, "region": REGIONS})
 WIDER = dg.StaticPartitionsDefinition(["apac", "eu", "us"])
 TIERS = dg.MultiPartitionsDefinition({"region": REGIONS, "tier": dg.StaticPartitionsDefinition(["high", "low"])})
@@ -116,69 +117,41 @@ NUMBERS = dg.StaticPartitionsDefinition(["1", "2"])
 FOLDS = dg.MultiPartitionsDefinition({"fold": NUMBERS, "seed": dg.StaticPartitionsDefinition(["1", "2", "3"])})
 
 
-@pytest.mark.parametrize(
-    ("partitions", "champions", "partition", "passed"),
-    [
-        (REGIONS, {"eu": 0.9, "us": 0.5}, "eu", False),
-        (REGIONS, {"us": 0.9, "eu": 0.5}, "eu", True),
-        (REGIONS, {"us": 0.9}, "eu", True),
-        (DAYS, {"2026-01-01": 0.9, "2026-01-02": 0.5}, "2026-01-03", True),
-        (DAYS, {"2026-01-01": 0.5, "2026-01-02": 0.9}, "2026-01-03", False),
-        (BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, "2026-01-03|eu", False),
-        (BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, "2026-01-03|eu", True),
-        (BOTH, {"2026-01-02|us": 0.9}, "2026-01-03|eu", True),
-        (dg.DynamicPartitionsDefinition(name="sites"), {"a": 0.9, "b": 0.5}, "a", False),
-        (None, {None: 0.9}, "2026-01-03", False),
-    ],
-    ids=range(10),
-)
+# The challenger's partitions and the run's, the champion's and its models, and whether an accuracy of 0.7 passes.
+COMPARED = [
+    pytest.param(REGIONS, "eu", REGIONS, {"eu": 0.9, "us": 0.5}, False, id="worse than its region's"),
+    pytest.param(REGIONS, "eu", REGIONS, {"us": 0.9, "eu": 0.5}, True, id="better than its region's"),
+    pytest.param(REGIONS, "eu", REGIONS, {"us": 0.9}, True, id="its region's first"),
+    pytest.param(DAYS, "2026-01-03", DAYS, {"2026-01-01": 0.9, "2026-01-02": 0.5}, True, id="better than the newest"),
+    pytest.param(DAYS, "2026-01-03", DAYS, {"2026-01-01": 0.5, "2026-01-02": 0.9}, False, id="worse than the newest"),
+    pytest.param(BOTH, "2026-01-03|eu", BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, False, id="any day's"),
+    pytest.param(BOTH, "2026-01-03|eu", BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, True, id="better, any day"),
+    pytest.param(BOTH, "2026-01-03|eu", BOTH, {"2026-01-02|us": 0.9}, True, id="its region's first on any day"),
+    pytest.param(SITES, "a", SITES, {"a": 0.9, "b": 0.5}, False, id="dynamic"),
+    pytest.param(DAYS, "2026-01-03", None, {None: 0.9}, False, id="one champion"),
+    pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.9, "us": 0.5}, False, id="worse than the region's"),
+    pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.5, "us": 0.9}, True, id="better than the region's"),
+    pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"us": 0.9}, True, id="the region's first"),
+    pytest.param(BOTH, "2026-01-02|eu", WIDER, {"eu": 0.9, "us": 0.5}, False, id="unequal regions"),
+    pytest.param(BOTH, "2026-01-02|eu", DAYS, {"2026-01-02": 0.9, "2026-01-01": 0.5}, True, id="the newest"),
+    pytest.param(BOTH, "2026-01-02|eu", TIERS, {"eu|high": 0.9, "us|low": 0.5}, False, id="a dimension in common"),
+    pytest.param(BOTH, "2026-01-02|eu", AREAS, {"eu|2026-01-01": 0.9, "us|2026-01-02": 0.5}, False, id="renamed"),
+    pytest.param(FOLDS, "1|2", NUMBERS, {"1": 0.9, "2": 0.5}, False, id="equal partitions, not equal keys"),
+    pytest.param(REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, False, id="of any day"),
+    pytest.param(REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, True, id="better than any day's"),
+]
+
+
+@pytest.mark.parametrize(("challengers", "partition", "partitions", "champions", "passed"), COMPARED)
 def test_a_model_is_compared_with_the_champion_of_its_region_and_of_any_day(
+    challengers: dg.PartitionsDefinition[str],
+    partition: str,
     partitions: dg.PartitionsDefinition[str] | None,
     champions: dict[str | None, float],
-    partition: str,
     passed: bool,
     instance: dg.DagsterInstance,
 ) -> None:
     instance.add_dynamic_partitions("sites", ["a", "b"])
-    challenger = dg.AssetSpec("challenger", partitions_def=partitions or DAYS)
-    check = build_champion_check(challenger, dg.AssetSpec("champion", partitions_def=partitions), "accuracy")
-    for champion, accuracy in champions.items():
-        shown = dg.AssetMaterialization("champion", partition=champion, metadata={"accuracy": accuracy})
-        instance.report_runless_asset_event(shown)
-
-    @dg.asset(key="challenger", partitions_def=partitions or DAYS)
-    def train() -> dg.MaterializeResult[None]:
-        return dg.MaterializeResult(metadata={"accuracy": 0.7})
-
-    result = dg.materialize([train, check], instance=instance, partition_key=partition, raise_on_error=False)
-    assert verdicts(result) == {"accuracy_beats_champion": passed}
-
-
-@pytest.mark.parametrize(
-    ("challengers", "partition", "partitions", "champions", "passed"),
-    [
-        pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.9, "us": 0.5}, False, id="worse than the region's"),
-        pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.5, "us": 0.9}, True, id="better than the region's"),
-        pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"us": 0.9}, True, id="the region's first"),
-        pytest.param(BOTH, "2026-01-02|eu", WIDER, {"eu": 0.9, "us": 0.5}, False, id="unequal regions"),
-        pytest.param(BOTH, "2026-01-02|eu", DAYS, {"2026-01-02": 0.9, "2026-01-01": 0.5}, True, id="the newest"),
-        pytest.param(BOTH, "2026-01-02|eu", TIERS, {"eu|high": 0.9, "us|low": 0.5}, False, id="a dimension in common"),
-        pytest.param(BOTH, "2026-01-02|eu", AREAS, {"eu|2026-01-01": 0.9, "us|2026-01-02": 0.5}, False, id="renamed"),
-        pytest.param(FOLDS, "1|2", NUMBERS, {"1": 0.9, "2": 0.5}, False, id="equal partitions, not equal keys"),
-        pytest.param(REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, False, id="of any day"),
-        pytest.param(
-            REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, True, id="better than any day's"
-        ),
-    ],
-)
-def test_assets_that_share_only_the_region_are_compared_by_it(
-    challengers: dg.PartitionsDefinition[str],
-    partition: str,
-    partitions: dg.PartitionsDefinition[str],
-    champions: dict[str, float],
-    passed: bool,
-    instance: dg.DagsterInstance,
-) -> None:
     check = build_champion_check("challenger", dg.AssetSpec("champion", partitions_def=partitions), "accuracy")
     for champion, accuracy in champions.items():
         shown = dg.AssetMaterialization("champion", partition=champion, metadata={"accuracy": accuracy})
@@ -300,7 +273,6 @@ def test_a_partition_is_judged_by_its_own_metric(resources: dict[str, object], i
 
 
 SUNDAYS = dg.WeeklyPartitionsDefinition("2026-01-04")
-SITES = dg.DynamicPartitionsDefinition(name="sites")
 
 
 @pytest.mark.parametrize(

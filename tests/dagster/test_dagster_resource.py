@@ -87,24 +87,6 @@ def test_an_asset_shows_the_run_and_its_result(
     assert "[1] rank 1 says hello" in lines
 
 
-def test_an_op_gets_an_output_with_the_same_value_and_metadata(torch_distributor: TorchDistributorResource) -> None:
-    seen = {}
-
-    @dg.op
-    def train_op(context: dg.OpExecutionContext, torch_distributor: TorchDistributorResource):
-        seen["output"] = torch_distributor.run(context, train)
-        return seen["output"]
-
-    @dg.job(resource_defs={"torch_distributor": torch_distributor})
-    def pipeline() -> None:
-        train_op()
-
-    result = pipeline.execute_in_process()
-    assert isinstance(seen["output"], dg.Output)
-    assert seen["output"].metadata["world_size"].value == 2
-    assert torch.equal(result.output_for_node("train_op")["weight"], torch.full((2, 3), 3.0))
-
-
 def test_options_change_one_run_only(
     torch_distributor: TorchDistributorResource, asset_context: dg.AssetExecutionContext
 ) -> None:

@@ -128,25 +128,12 @@ def observed(result: dg.ExecuteInProcessResult) -> list[dict[str, Any]]:
     return [{"partition": o.partition, **{name: entry.value for name, entry in o.metadata.items()}} for o in seen]
 
 
-@pytest.mark.parametrize("form", [pytest.param("run", marks=pytest.mark.soak), "stream"])
-def test_an_asset_is_observed_while_its_ranks_train(
-    one_rank: TorchDistributorResource, form: str, monkeypatch: pytest.MonkeyPatch, seen: Path
-) -> None:
-    daily = dg.StaticPartitionsDefinition(["a", "b"])
-    if form == "run":
-
-        @dg.asset(partitions_def=daily)
-        def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-            note_events(context, seen, monkeypatch)
-            return torch_distributor.run(context, train, str(seen), 0.0)
-
-    else:
-
-        @dg.asset(partitions_def=daily)
-        def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-            for event in torch_distributor.stream(context, train, str(seen), 0.0):
-                yield event
-                seen.touch()
+def test_an_asset_is_observed_while_its_ranks_train(one_rank: TorchDistributorResource, seen: Path) -> None:
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["a", "b"]))
+    def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        for event in torch_distributor.stream(context, train, str(seen), 0.0):
+            yield event
+            seen.touch()
 
     result = dg.materialize([model], resources={"torch_distributor": one_rank}, partition_key="b")
     shown = observed(result)

@@ -190,38 +190,6 @@ def test_a_run_that_dagster_starts_again_takes_its_training_up(launch: Any, dags
     check_that_it_is_taken_up(launched, dagster, again, ranks)
 
 
-# By default: `test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows`.
-@pytest.mark.soak
-def test_a_step_that_outlives_its_run_leaves_its_training_to_the_next_run(launch: Any, dagster: Deployment) -> None:
-    launched = launch("durable_job", max_retries="1")
-    ranks = launched.await_ranks()
-    before = set(dagster.runs_of("durable_job"))
-    note = launched.folder / "step-0"
-    orphan = Path("/proc", note.read_text())
-    note.unlink()
-    # The process of the run, whose child is the step's.
-    os.kill(int(orphan.joinpath("stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
-    (again,) = wait_until(lambda: set(dagster.runs_of("durable_job")) - before, RUN_TIMEOUT, "the next run")
-    wait_until(note.exists, RUN_TIMEOUT, "its step")
-    wait_until(lambda: not orphan.exists(), RUN_TIMEOUT, "the end of the step that was left")
-    check_that_it_is_taken_up(launched, dagster, again, ranks)
-
-
-# By default: the termination of a run, which the daemon asks for here.
-@pytest.mark.soak
-def test_a_run_that_takes_too_long_is_ended_with_its_ranks(
-    launch: Any, dagster: Deployment, instance: dg.DagsterInstance
-) -> None:
-    launched = launch("durable_job")
-    assert launched.await_ranks()
-    # Now, so that it is the training that takes too long.
-    instance.add_run_tags(launched.run_id, {MAX_RUNTIME_TAG: "1"})
-    assert dagster.finish(launched.run_id) == "FAILURE"
-    launched.await_end()
-    assert wait_until_gone(launched.rank_mark) == []
-    assert launched.training().status().state == "cancelled"
-
-
 def test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs(
     launch: Any, dagster: Deployment, terminals: list[Terminal]
 ) -> None:
