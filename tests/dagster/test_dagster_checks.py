@@ -43,6 +43,15 @@ def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, bool]:
     return {evaluation.check_name: evaluation.passed for evaluation in result.get_asset_check_evaluations()}
 
 
+def checked(
+    check: dg.AssetChecksDefinition, asset: dg.AssetSpec, instance: dg.DagsterInstance, **more: Any
+) -> dg.ExecuteInProcessResult:
+    """Runs a job of a check alone."""
+    job = dg.define_asset_job("check", dg.AssetSelection.checks(check))
+    defs = dg.Definitions([asset], asset_checks=[check], jobs=[job])
+    return defs.resolve_job_def("check").execute_in_process(instance=instance, raise_on_error=False, **more)
+
+
 def stored(instance: dg.DagsterInstance, resources: dict[str, object]) -> object:
     return dg.Definitions([model, champion], resources=resources).load_asset_value(
         "champion", python_type=object, instance=instance
@@ -80,12 +89,7 @@ def test_what_counts_as_better(
     for key, value in (("champion", 0.5), ("challenger", challenger)):
         shown = {"loss": value} if math.isfinite(value) else {"loss": str(value)}
         instance.report_runless_asset_event(dg.AssetMaterialization(key, metadata=shown))
-    job = dg.Definitions(
-        assets=[dg.AssetSpec("challenger")],
-        asset_checks=[check],
-        jobs=[dg.define_asset_job("check", dg.AssetSelection.checks(check))],
-    ).resolve_job_def("check")
-    assert verdicts(job.execute_in_process(instance=instance, raise_on_error=False)) == {"loss_beats_champion": passed}
+    assert verdicts(checked(check, dg.AssetSpec("challenger"), instance)) == {"loss_beats_champion": passed}
 
 
 @pytest.mark.parametrize(("names", "is_full"), [(999, False), (1000, True)])
@@ -95,13 +99,7 @@ def test_a_metric_beyond_those_that_a_run_keeps_is_explained(
     (check,) = build_metric_bounds_checks("model", {"accuracy": (0.9, None)})
     shown = {f"metric/norm/{number}": 0.5 for number in range(names)}
     instance.report_runless_asset_event(dg.AssetMaterialization("model", metadata=shown))
-    job = dg.Definitions(
-        assets=[dg.AssetSpec("model")],
-        asset_checks=[check],
-        jobs=[dg.define_asset_job("check", dg.AssetSelection.checks(check))],
-    ).resolve_job_def("check")
-    result = job.execute_in_process(instance=instance, raise_on_error=False)
-    (evaluation,) = result.get_asset_check_evaluations()
+    (evaluation,) = checked(check, dg.AssetSpec("model"), instance).get_asset_check_evaluations()
     assert not evaluation.passed
     assert ("keeps the first 1000 names of metrics: report fewer" in str(evaluation.description)) == is_full
 
@@ -230,10 +228,8 @@ def test_in_a_run_of_a_range_each_partition_must_be_within_the_bounds(instance: 
     tags = over("2026-01-01", "2026-01-03")
     trained = dg.materialize([model, *checks], instance=instance, tags=tags)
     # A job of checks alone, of an asset that another program materializes.
-    spec = dg.AssetSpec("model", partitions_def=DAYS)
-    job = dg.define_asset_job("check", dg.AssetSelection.checks(*checks))
-    checked = dg.Definitions(assets=[spec], asset_checks=checks, jobs=[job]).resolve_job_def("check")
-    for result in (trained, checked.execute_in_process(instance=instance, tags=tags)):
+    alone = checked(checks[0], dg.AssetSpec("model", partitions_def=DAYS), instance, tags=tags)
+    for result in (trained, alone):
         (evaluation,) = result.get_asset_check_evaluations()
         assert not evaluation.passed
         assert evaluation.description == "1 of 3 partitions fail: 2026-01-02"

@@ -18,8 +18,6 @@ from rankzero.compat.ray_train import TorchTrainer
 
 pytest_plugins = ["rankzero.testing.fixtures"]
 
-WAIT = 120.0
-
 
 class TrainConfig(dg.Config):
     """Of the reader's."""

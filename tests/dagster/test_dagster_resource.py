@@ -32,19 +32,6 @@ def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributor
     return torch_distributor.run(context, train, scale=2.0)
 
 
-@dg.asset
-def total(model: dict[str, torch.Tensor]) -> float:
-    return model["weight"].sum().item()
-
-
-def test_rank_zeros_value_reaches_the_next_asset_through_dagsters_own_io_manager(
-    torch_distributor: TorchDistributorResource, tmp_path: Path
-) -> None:
-    manager = dg.FilesystemIOManager(base_dir=str(tmp_path))
-    result = dg.materialize([model, total], resources={"torch_distributor": torch_distributor, "io_manager": manager})
-    assert result.output_for_node("total") == 2 * 3 * (2.0 + 4.0)
-
-
 def test_a_stored_state_dict_takes_its_own_size_and_not_a_multiple(
     torch_distributor: TorchDistributorResource, tmp_path: Path
 ) -> None:

@@ -66,39 +66,22 @@ def test_a_point_of_the_curve_that_cannot_be_stored_does_not_end_the_training(
     assert not [event for event in done.all_events if event.is_step_restarted]
 
 
-def test_an_interrupt_while_a_point_is_stored_ends_the_training_and_the_retries_of_its_process(
+def test_an_interrupt_while_a_point_is_stored_ends_the_training_and_what_its_run_would_train(
     one_rank: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lives: list[bool] = []
 
-    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
-    def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        def log_event(event: Any) -> None:
-            raise dg.DagsterExecutionInterruptedError
+    def interrupt(*_: Any) -> Any:
+        raise dg.DagsterExecutionInterruptedError
 
-        monkeypatch.setattr(context, "log_event", log_event)
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
+    def first(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        monkeypatch.setattr(context, "log_event", interrupt)
         try:
             return torch_distributor.run(context, endless)
         finally:
             (directory,) = Path(str(one_rank.store)).iterdir()
             lives.append(not RunHandle.attach(directory).status().final)
-
-    done = dg.materialize([model], resources={"torch_distributor": one_rank}, raise_on_error=False)
-    assert not done.success
-    # The process that was interrupted would come back at once: whoever sits there would have to interrupt each try.
-    assert lives == [False]
-
-
-def test_a_run_that_was_interrupted_trains_nothing_more(
-    one_rank: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: Any) -> Any:
-        raise dg.DagsterExecutionInterruptedError
-
-    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=2))
-    def first(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        monkeypatch.setattr(context, "log_event", interrupt)
-        return torch_distributor.run(context, endless)
 
     @dg.asset
     def second(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
@@ -106,6 +89,8 @@ def test_a_run_that_was_interrupted_trains_nothing_more(
 
     done = dg.materialize([first, second], resources={"torch_distributor": one_rank}, raise_on_error=False)
     assert not done.success
+    # The process that was interrupted would come back at once: whoever sits there would have to interrupt each try.
+    assert lives == [False]
     # Dagster goes on with the other step, whose training does not begin.
     assert len(list(Path(str(one_rank.store)).iterdir())) == 1
 

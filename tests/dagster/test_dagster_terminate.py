@@ -154,40 +154,32 @@ def test_terminating_a_run_ends_its_ranks_and_stores_nothing(
     assert launched.training().submission == 0
 
 
+@pytest.mark.parametrize(
+    ("job", "tags"),
+    [
+        pytest.param("durable_job", {}, id="the step"),
+        # Whose step has no retry policy.
+        pytest.param("fragile_job", {"max_retries": "1"}, id="the run", marks=pytest.mark.soak),
+    ],
+)
 def test_a_step_that_was_killed_is_retried_and_takes_its_training_up(
-    launch: Any, dagster: Deployment, root: Path
+    launch: Any, dagster: Deployment, job: str, tags: dict[str, str]
 ) -> None:
-    launched = launch("durable_job")
+    launched = launch(job, **tags)
     ranks = launched.await_ranks()
+    before, again = set(dagster.runs_of(job)), launched.run_id
     os.kill(int((launched.folder / "step-0").read_text()), signal.SIGKILL)
-    wait_until((launched.folder / "step-1").exists, RUN_TIMEOUT, "the next try")
-    assert ranks <= set(processes_with(launched.rank_mark))
-    launched.let_go()
-    assert dagster.finish(launched.run_id) == "SUCCESS"
-    assert launched.training().submission == 0
-    assert launched.training().result()["pid"] in ranks
-
-
-def check_that_it_is_taken_up(launched: Any, dagster: Deployment, again: str, ranks: set[int]) -> None:
-    """Checks that a run has the value of the ranks that another run, which has failed, had started."""
+    if tags:
+        (again,) = wait_until(lambda: set(dagster.runs_of(job)) - before, RUN_TIMEOUT, "the next run")
+        wait_until(lambda: dagster.status(again) == "STARTED", RUN_TIMEOUT, "its start")
+    else:
+        wait_until((launched.folder / "step-1").exists, RUN_TIMEOUT, "the next try")
     assert ranks <= set(processes_with(launched.rank_mark))
     launched.let_go()
     assert dagster.finish(again) == "SUCCESS"
-    assert dagster.status(launched.run_id) == "FAILURE"
+    assert dagster.status(launched.run_id) == ("FAILURE" if tags else "SUCCESS")
     assert launched.training().submission == 0
     assert launched.training().result()["pid"] in ranks
-
-
-@pytest.mark.soak
-def test_a_run_that_dagster_starts_again_takes_its_training_up(launch: Any, dagster: Deployment) -> None:
-    # The step itself has no retry policy.
-    launched = launch("fragile_job", max_retries="1")
-    ranks = launched.await_ranks()
-    before = set(dagster.runs_of("fragile_job"))
-    os.kill(int((launched.folder / "step-0").read_text()), signal.SIGKILL)
-    (again,) = wait_until(lambda: set(dagster.runs_of("fragile_job")) - before, RUN_TIMEOUT, "the next run")
-    wait_until(lambda: dagster.status(again) == "STARTED", RUN_TIMEOUT, "its start")
-    check_that_it_is_taken_up(launched, dagster, again, ranks)
 
 
 def test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs(
