@@ -35,15 +35,8 @@ def build_compute(
 ) -> Callable[..., Any]:
     """Builds the step's function: its signature, which ``@dg.asset`` and ``@dg.op`` read, has the training's inputs.
 
-    Args:
-        decorator: Name of the decorator, for errors.
-        train: The training function.
-        resource_key: Key of the `TorchDistributorResource`.
-        options: Changes to the resource for this step.
-        context_type: `dagster.AssetExecutionContext` or `dagster.OpExecutionContext`.
-        arguments: Arguments of Dagster's decorator. A parameter that ``ins`` describes is an input, whatever its name.
-        finish: Makes the step's return value from its context, the result of the run, and the keys of its
-            partitions if ``train`` takes ``partition_keys``.
+    A parameter that ``ins`` describes among the arguments of Dagster's decorator is an input, whatever its name.
+    ``finish`` makes the step's return value from its context, the result of the run, and its ``partition_keys``.
 
     Raises:
         dagster.DagsterInvalidDefinitionError: a parameter cannot reach the ranks.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_origin
 import dagster as dg
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
+import rankzero
 from dagster_rankzero._compat import variable_of
 from rankzero.errors import InvalidJobError
 from rankzero.pipeline import (
@@ -25,7 +26,6 @@ from rankzero.pipeline import (
 )
 
 if TYPE_CHECKING:
-    from rankzero import Launcher
     from rankzero.pipeline import Engine
 
 OPTIONS = step_options(
@@ -219,9 +219,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             if info.field_name == "master" and value is not None:
                 if value.startswith("sc://"):
                     raise ValueError("master is the address of a Spark Connect server; give it as connect")
-                from rankzero import SparkEngine
-
-                SparkEngine(master=value)
+                rankzero.SparkEngine(master=value)
         except InvalidJobError as error:
             raise ValueError(str(error)) from None
         return value
@@ -257,7 +255,12 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
 
         YAML has them, and Dagster renders a template whose text is a number as that number.
         """
-        return {name: _text_of(value) for name, value in given.items()} if isinstance(given, Mapping) else given
+        if not isinstance(given, Mapping):
+            return given
+        # A whole number of the environment is its variable.
+        return {
+            name: dg.EnvVar(found) if (found := variable_of(value)) else spelt(value) for name, value in given.items()
+        }
 
     @field_validator("restart_on", mode="before")
     @classmethod
@@ -271,9 +274,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         is_config = dataclasses.is_dataclass(given) and not isinstance(given, type)
         return dataclasses.asdict(given) if is_config else given
 
-    def _launcher(self) -> "Launcher":
-        from rankzero import CheckpointConfig, InvalidJobError, Launcher
-
+    def _launcher(self) -> "rankzero.Launcher":
         if self.store is not None and not store.is_absolute(self.store):
             raise InvalidJobError(
                 f"store is {self.store!r}, a relative path, which would begin in the directory of the step's process; "
@@ -283,35 +284,23 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         options |= {
             "num_processes": self._world,
             "env": dict(self.env),
-            "checkpoints": CheckpointConfig(**dict(self.checkpoints)),
+            "checkpoints": rankzero.CheckpointConfig(**dict(self.checkpoints)),
         }
         if self._dataset is not None:
             options["dataset"] = self._dataset
-        return Launcher(engine=self._engine(), **options)
+        return rankzero.Launcher(engine=self._engine(), **options)
 
     def _engine(self) -> "Engine":
         if self.engine == "local":
-            from rankzero import LocalEngine
-
-            return LocalEngine()
+            return rankzero.LocalEngine()
         if self.connect is not None:
-            from rankzero import InvalidJobError, SparkConnectEngine
-
             if self.master is not None or self.spark_conf:
                 raise InvalidJobError("connect names a Spark Connect server: give it without master and spark_conf")
-            return SparkConnectEngine(self.connect)
-        from rankzero import SparkEngine, SparkSubmitEngine
-        from rankzero.pipeline import embedded_engine
+            return rankzero.SparkConnectEngine(self.connect)
+        if self.deploy_mode != "client":
+            return rankzero.SparkSubmitEngine(master=self.master, conf=self.spark_conf)
+        if self.master is None:
+            from rankzero.pipeline import embedded_engine
 
-        if self.master is None and self.deploy_mode == "client":
             return embedded_engine(self.spark_conf)
-        if self.deploy_mode == "client":
-            return SparkEngine(master=self.master, conf=self.spark_conf)
-        return SparkSubmitEngine(master=self.master, conf=self.spark_conf)
-
-
-def _text_of(value: Any) -> Any:
-    """Returns a number or flag as text, a whole number of the environment as its variable, other values unchanged."""
-    if variable := variable_of(value):
-        return dg.EnvVar(variable)
-    return spelt(value)
+        return rankzero.SparkEngine(master=self.master, conf=self.spark_conf)

@@ -72,12 +72,8 @@ def wants_reference(dagster_type: dg.DagsterType) -> bool:
 def without_dagster(value: Any) -> Any:
     """Returns a value with Dagster's objects in it replaced, also inside lists, tuples and dicts.
 
-    Args:
-        value: An argument of a training function.
-
-    Returns:
-        The value; a `dagster.Config` becomes a `types.SimpleNamespace` with the same fields and properties,
-        without its methods, and a `dagster.MultiPartitionKey` the string ``"a|b"``.
+    A `dagster.Config` becomes a `types.SimpleNamespace` with the same fields and properties, without its methods, and a
+    `dagster.MultiPartitionKey` the string ``"a|b"``.
 
     Example:
         >>> class Optimizer(dg.Config):
@@ -243,11 +239,8 @@ def dimensions_of(key: str, partitions: dg.PartitionsDefinition[Any]) -> list[st
     return [key]
 
 
-LIMIT = 255
-"""Most bytes of the name of a directory in common file systems."""
-
-_KEPT = 180
-# Bytes of a longer name that are kept before its checksum.
+LIMIT, _KEPT = 255, 180
+# Most bytes of the name of a directory in common file systems, and of a longer name that are kept before its checksum.
 
 
 def segment(text: str) -> str:

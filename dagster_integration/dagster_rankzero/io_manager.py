@@ -34,10 +34,9 @@ MANIFEST = "manifest.json"
 
 logger = logging.getLogger(__name__)
 
+# Names of the data files that `commit` makes, and of the marks of `hold`. A user's files may begin alike.
 _DATA = re.compile(r"data-[0-9a-f]{16}-[0-9a-f]{8}\.[a-z.]+")
-# Names of the data files that `commit` makes. A folder of the user's may have other files that begin alike.
 _HELD = re.compile(rf"held-[0-9a-f]{{8}}-({_DATA.pattern})")
-# Names of the files that `hold` makes.
 _CHUNK = 8 << 20
 
 
@@ -164,13 +163,9 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of ``manifest.json``: the `ResultRef` of its data file, and the facts of the version.
+    """The content of ``manifest.json``: the `ResultRef` of the data file beside it, and the previous version's file.
 
-    Attributes:
-        data: Name of the data file in the same directory.
-        superseded: Data file of the previous version, or None.
-        owner: The parts of the asset's key, and the partition's path below it; None for the output of an op, and in
-            versions that were stored before this was recorded.
+    The owner is the parts of the asset's key, and the partition's path below it; None for the output of an op.
     """
 
     data: str
@@ -247,12 +242,6 @@ def check_format(file_format: str, allow_pickle: bool) -> None:
 
 def commit(value: object, directory: str, owner: list[str] | None, *, allow_pickle: bool) -> ResultRef:
     """Stores a value, or the file of a `ResultRef`, as the new version, and returns the handle of the stored file.
-
-    Args:
-        value: A value that rankzero's formats can hold, or a handle.
-        directory: Directory of the asset or partition.
-        owner: The parts of the asset's key, and the partition's path; None for the output of an op.
-        allow_pickle: False refuses values that need cloudpickle.
 
     Raises:
         ResultError: the value cannot be stored, the handle's file does not exist or is damaged, or the directory has

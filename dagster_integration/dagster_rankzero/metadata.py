@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 
 _Entries = dict[str, dg.MetadataValue[Any]]
 
-THINNING = 0.01
-"""Least time to the next observation as a fraction of the time since the first, which limits the number of rows."""
-
 METRIC_PREFIX = "metric/"
 """Prefix of metrics' names, so that a metric cannot replace another entry."""
 
@@ -195,16 +192,6 @@ def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObserv
         yield dg.AssetObservation(asset_key=key, partition=partition, metadata=numbers)
 
 
-def next_interval(interval: float, elapsed: float) -> float:
-    """Returns the seconds until the next observation, from the least seconds between two and those since the first.
-
-    Example:
-        >>> next_interval(5.0, 60.0), next_interval(5.0, 3600.0)
-        (5.0, 36.0)
-    """
-    return max(interval, THINNING * elapsed)
-
-
 def check_single(context: Any) -> None:
     """Checks before a training that its step makes at most one asset.
 
@@ -243,11 +230,10 @@ def takes_reference(context: Any, output: OutputFacts | None) -> bool:
     """
     if output is None or output.is_dynamic:
         return False
-    dagster_type = output.dagster_type
-    if dagster_type.is_nothing:
+    if output.dagster_type.is_nothing:
         # An output of type Nothing passes no value on.
         return True
-    if not (dagster_type.is_any or wants_reference(dagster_type)) or len(keys_of(context)) > 1:
+    if not (output.dagster_type.is_any or wants_reference(output.dagster_type)) or len(keys_of(context)) > 1:
         return False
     return getattr(io_manager_of(context, output.name), "takes_references", False)
 

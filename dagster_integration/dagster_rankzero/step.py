@@ -20,7 +20,7 @@ import dagster as dg
 
 from dagster_rankzero import _compat
 from dagster_rankzero.io_manager import hold
-from dagster_rankzero.metadata import describe_error, next_interval
+from dagster_rankzero.metadata import describe_error
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle, WorkerFailedError
 from rankzero.pipeline import (
     EngineOpened,
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 QUERY_INTERVAL = 60.0
 """Seconds between two queries of the state of the Dagster run."""
+
+THINNING = 0.01
+"""Least time to the next observation as a fraction of the time since the first, which limits their number."""
 
 _RETRY = "its retry"
 
@@ -151,11 +154,7 @@ class Step:
         return self.is_retried and alone
 
     def is_terminating(self, dagster_run: str = "") -> bool:
-        """Returns True if a Dagster run is being terminated or has ended: by a user, or by Dagster's limit of its time.
-
-        Args:
-            dagster_run: Id of the Dagster run; left out, the step's own.
-        """
+        """Returns True if a Dagster run is being terminated or has ended: the step's own, if none is given."""
         try:
             run = self.instance.get_run_by_id(dagster_run or self.dagster_run)
         except Exception:
@@ -261,16 +260,9 @@ def follow(
 ) -> Iterator[dict[str, Any]]:
     """Shows the output of the ranks until the run has ended; leaves or ends it once the Dagster run has ended.
 
-    Args:
-        opened: The run.
-        step: The try of the step; None outside of a step.
-        log: The logger of the step, which gets the address of the Spark UI.
-        on_line: Receives every line, with its ``[rank]`` prefix.
-        interval: Least seconds between two yields of metrics, which grow with the run's age. None yields no metrics.
-        log_ranks: Ranks whose lines are shown; None for all.
-
     Yields:
-        The last value of each of rank 0's metrics, whenever they have changed.
+        The last value of each of rank 0's metrics, whenever they have changed, at least ``interval`` seconds apart, and
+        more as the run grows old. None yields no metrics.
 
     Raises:
         rankzero.RankZeroError: the Dagster run has ended, and the training continues for another one.
@@ -296,7 +288,7 @@ def follow(
             if step.is_terminating():
                 _leave_or_end(opened, step, log)
         if interval is not None and latest != shown and now >= next_at:
-            shown, next_at = latest, now + next_interval(interval, now - started)
+            shown, next_at = latest, now + max(interval, THINNING * (now - started))
             yield latest
         opened.handle.pause()
 
