@@ -179,7 +179,7 @@ def test_what_killed_writers_left_goes_after_an_hour(shelf: Shelf) -> None:
         folder.mkdir(parents=True)
     for name in ("killed", "slow"):
         (folders[name] / "data").write_text("half of it")
-    long_ago = time.time() - 2 * UNFINISHED_AFTER
+    long_ago = time.time() - 2 * UNFINISHED_AFTER()
     for path in (folders["killed"] / "data", folders["killed"], folders["slow"]):
         os.utime(path, (long_ago, long_ago))
     shelf.store({"a": 1})
@@ -374,7 +374,7 @@ def test_files_that_no_version_names_go_after_an_hour(shelf: Shelf, monkeypatch:
     shelf.store({"version": 2})
     assert len(shelf.names("data-")) == 5
     now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 2 * UNFINISHED_AFTER)
+    monkeypatch.setattr(time, "time", lambda: now() + 2 * UNFINISHED_AFTER())
     shelf.store({"version": 3})
     assert shelf.load() == {"version": 3}
     assert len(shelf.names("data-")) == 4
