@@ -6,13 +6,10 @@ import contextlib
 import functools
 import math
 import os
-import queue
 import re
 import secrets
 import socket
 import tempfile
-import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +17,7 @@ from rankzero import bounds
 from rankzero import store as stores
 from rankzero.doctor.findings import OK, PROBLEM, Finding, judge
 from rankzero.doctor.probe import collect_facts
-from rankzero.engines.base import Engine
+from rankzero.engines.base import Engine, in_thread
 from rankzero.errors import RankZeroError
 from rankzero.job import Job, new_run_id
 from rankzero.launcher import Launcher
@@ -180,7 +177,7 @@ def _check_master(master: str) -> str | None:
     reasons = []
     for host, port in addresses:
         try:
-            _within(DOCTOR_CONNECT_TIMEOUT(), functools.partial(_connect, host, port))
+            in_thread(functools.partial(_connect, host, port)).result(DOCTOR_CONNECT_TIMEOUT())
             # A cluster with several masters needs only one of them.
             return None
         except TimeoutError:
@@ -221,7 +218,7 @@ def _check_store(root: str) -> str | None:
     try:
         location = stores.normalize(root)
         if stores.is_url(location):
-            _within(DOCTOR_STORE_TIMEOUT(), functools.partial(stores.prove, location))
+            in_thread(functools.partial(stores.prove, location)).result(DOCTOR_STORE_TIMEOUT())
         else:
             _check_directory(location)
     except TimeoutError:
@@ -240,25 +237,3 @@ def _check_directory(path: str) -> None:
         raise NotADirectoryError(f"{path} is not a directory")
     with tempfile.TemporaryFile(dir=path):
         pass
-
-
-def _within(seconds: float, action: Callable[[], None]) -> None:
-    """Runs an action that may hang in the system's resolver or a store's client. Raises TimeoutError after a time."""
-    answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-
-    def act() -> None:
-        try:
-            action()
-        except Exception as error:
-            answer.put(error)
-        else:
-            answer.put(None)
-
-    # A daemon thread, since a resolver that hangs must not keep this process from exiting.
-    threading.Thread(target=act, name="rankzero-test", daemon=True).start()
-    try:
-        error = answer.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
-    if error:
-        raise error
