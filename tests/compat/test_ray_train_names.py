@@ -1,4 +1,4 @@
-"""Every public name of Ray Train 2.40 and 2.60, by their ``__all__`` and pages, works or raises the error of the page."""
+"""Every public name of Ray Train 2.40 and 2.60, by their ``__all__`` and pages, works or raises the page's error."""
 
 from pathlib import Path
 
