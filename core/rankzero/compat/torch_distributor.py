@@ -149,7 +149,7 @@ class TorchDistributor:
         return self._placed().run(train_object, *args, **kwargs)
 
     def _train_on_dataframe(self, train_function: Any, spark_dataframe: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs a function as `run` does; the ranks read shares of a DataFrame, `get_dataset_shard` or the loader below."""
+        """Runs a function as `run` does; its ranks read shares of a DataFrame: `rankzero.train.get_dataset_shard`."""
         if self.local_mode:
             raise InvalidJobError(
                 "TorchDistributor.train_on_dataframe requires setting TorchDistributor.local_mode to False; or use "
