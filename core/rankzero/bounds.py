@@ -371,6 +371,3 @@ DOCTOR_STORE_TIMEOUT = 15.0
 
 DOCTOR_HANG_TIMEOUT = 60.0
 """Seconds without progress after which the examination's ranks count as hung; short, since a user waits for them."""
-
-SKEW_WARNING = 5.0
-"""Seconds between two clocks above which logs and metrics of several hosts are hard to compare."""

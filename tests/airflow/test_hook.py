@@ -87,7 +87,7 @@ def test_master_that_is_silent_is_not_waited_for(tell: Any, monkeypatch: pytest.
             for each in waiting:
                 each.close()
     assert not ok
-    assert "did not answer within 0.2 s" in words
+    assert "does not answer within 0.2 s" in words
 
 
 def test_missing_java_is_told(tell: Any, listener: int, monkeypatch: pytest.MonkeyPatch) -> None:
