@@ -45,10 +45,10 @@ def test_a_sweep_names_its_trials_and_its_best_and_a_failure_ends_nothing_else(
     assert f"trial 2 ({{'lr': 0.3}}) succeeded: loss {1 / 3}" in printed
     assert any(line.startswith("trial 1 ({'lr': 0.9, 'fails': True}) failed: ") for line in printed)
     # The call has returned: the next one delivers nothing, also if a trial fails each night.
+    began = [RunHandle.attach(trial.directory).created for trial in sweep]
     again = launcher.map(train, params)
     assert [trial.state for trial in again] == [trial.state for trial in sweep]
-    began = [[RunHandle.attach(trial.directory).created for trial in each] for each in (sweep, again)]
-    assert all(first < second for first, second in zip(*began, strict=True))
+    assert all(RunHandle.attach(trial.directory).created > when for trial, when in zip(again, began, strict=True))
     with pytest.raises(InvalidJobError, match='give map\\(..., metric="loss"\\)'):
         _ = again.best
 
