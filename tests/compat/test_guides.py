@@ -3,6 +3,8 @@
 What the guides leave out is filled in: the model, the data, a loop.
 """
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rankzero import Launcher
 from rankzero.compat.ray_train import RunConfig, ScalingConfig, TorchConfig, TorchTrainer, session, train
+
+
+@pytest.fixture(params=[True, False], ids=["here", "spark"])
+def local_mode(request: pytest.FixtureRequest) -> bool:
+    if not request.param:
+        request.getfixturevalue("session")
+    return bool(request.param)
 
 
 class NeuralNetwork(nn.Module):
@@ -42,10 +51,9 @@ def train_func() -> Any:
     return model.module.state_dict()
 
 
-@pytest.mark.parametrize("local_mode", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_a_converted_loop_of_ray_train(local_mode: bool, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    if not local_mode:
-        request.getfixturevalue("session")
+# On Spark by default: the other guide of this file.
+@pytest.mark.parametrize("local_mode", [True, pytest.param(False, marks=pytest.mark.soak)], indirect=True)
+def test_a_converted_loop_of_ray_train(local_mode: bool, tmp_path: Path) -> None:
     # Without a launcher it is the active SparkSession.
     launcher = Launcher() if local_mode else None
     # Ray writes into the home directory, and so would this.
@@ -59,12 +67,49 @@ def test_a_converted_loop_of_ray_train(local_mode: bool, request: pytest.Fixture
     assert result.metrics_dataframe["loss"].tolist() == [result.metrics["loss"]]
     assert (result.error, result.checkpoint) == (None, None)
 
-    with pytest.warns(DeprecationWarning, match="torch_backend is called torch_config"):
-        trainer = TorchTrainer(
-            train_func,
-            torch_backend=TorchConfig(),
-            scaling_config=ScalingConfig(num_workers=2),
-            run_config=place,
-            launcher=launcher,
-        )
+    trainer = TorchTrainer(
+        train_func,
+        torch_backend=TorchConfig(),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=place,
+        launcher=launcher,
+    )
     assert trainer.fit().metrics is not None
+
+
+def get_started() -> None:
+    import rankzero.compat.ray_train as ray
+
+    model = ray.train.torch.prepare_model(NeuralNetwork())
+    criterion = nn.MSELoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    train_loader: Any = DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 1)), batch_size=4, shuffle=True)
+    train_loader = ray.train.torch.prepare_data_loader(train_loader)
+    for epoch in range(2):
+        if ray.train.get_context().get_world_size() > 1:
+            train_loader.sampler.set_epoch(epoch)
+        for images, labels in train_loader:
+            loss = criterion(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        metrics = {"loss": loss.item(), "epoch": epoch}
+        with tempfile.TemporaryDirectory() as temp_checkpoint_dir:
+            torch.save(model.module.state_dict(), os.path.join(temp_checkpoint_dir, "model.pt"))
+            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(temp_checkpoint_dir))
+        if ray.train.get_context().get_world_rank() == 0:
+            print(metrics)
+
+
+def test_rays_page_for_pytorch(local_mode: bool, tmp_path: Path) -> None:
+    import rankzero.compat.ray_train as ray
+
+    trainer = ray.train.torch.TorchTrainer(
+        get_started,
+        scaling_config=ray.train.ScalingConfig(num_workers=2, use_gpu=False),
+        run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
+    )
+    result = trainer.fit()
+    assert (result.metrics["epoch"], result.error, len(result.best_checkpoints)) == (1, None, 2)
+    with result.checkpoint.as_directory() as checkpoint_dir:
+        NeuralNetwork().load_state_dict(torch.load(os.path.join(checkpoint_dir, "model.pt")))

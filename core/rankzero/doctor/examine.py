@@ -21,6 +21,10 @@ from rankzero.job import Job, new_run_id
 from rankzero.launcher import Launcher
 from rankzero.run.handle import RunHandle
 
+DOCTOR_CONNECT_TIMEOUT = bounds.scaled(3.0)  # For one address of a Spark master to resolve and to accept a connection
+DOCTOR_STORE_TIMEOUT = bounds.stretched(15.0)  # For a store, whose client may retry for minutes, to take an object
+DOCTOR_HANG_TIMEOUT = bounds.scaled(60.0)  # Without progress after which the ranks hang; short, since a user waits
+
 
 @dataclass(frozen=True)
 class Examination:
@@ -72,7 +76,7 @@ def examine(
     findings = [Finding(OK, "from here", "no problem found")]
     num_processes += -num_processes % processes_per_task
     launcher = Launcher(num_processes, engine=engine, use_gpu=use_gpu, store=root, labels={"doctor": "1"})
-    launcher = launcher.options(start_timeout=start_timeout, hang_timeout=bounds.DOCTOR_HANG_TIMEOUT)
+    launcher = launcher.options(start_timeout=start_timeout, hang_timeout=DOCTOR_HANG_TIMEOUT())
     launcher = launcher.options(processes_per_task=processes_per_task, run_id=f"doctor-{secrets.token_hex(4)}")
     nonce = secrets.token_hex(8)
     root = stores.normalize(root)
@@ -91,7 +95,7 @@ def examine(
             with contextlib.suppress(Exception):
                 stores.remove(f"{url}/.doctor-{nonce}-{rank}")
     # An examination removes its run. The driver must have written the report before, or would write it again.
-    handle.await_driver(bounds.DOCTOR_STORE_TIMEOUT)
+    handle.await_driver(DOCTOR_STORE_TIMEOUT())
     with contextlib.suppress(Exception):
         stores.remove(handle.directory)
     return Examination(findings, ranks)
@@ -123,7 +127,7 @@ def _check_job(engine: Engine, use_gpu: bool, processes_per_task: int) -> str | 
                 use_gpu=use_gpu,
                 backend=None,
                 timeout=None,
-                start_timeout=bounds.DOCTOR_CONNECT_TIMEOUT,
+                start_timeout=DOCTOR_CONNECT_TIMEOUT(),
                 engine=engine.to_spec()[0],
             )
         )
@@ -137,12 +141,12 @@ def _check_master(master: str) -> str | None:
     reasons = []
     for host, port in re.findall(r"[/,]([^/,]+):(\d+)", master) if master.startswith("spark://") else ():
         try:
-            socket.create_connection((host.strip("[]"), int(port)), bounds.DOCTOR_CONNECT_TIMEOUT).close()
+            socket.create_connection((host.strip("[]"), int(port)), DOCTOR_CONNECT_TIMEOUT()).close()
             # A cluster with several masters needs only one of them.
             return None
         except OSError as error:
-            within = f" within {bounds.DOCTOR_CONNECT_TIMEOUT:g} s" if isinstance(error, TimeoutError) else ""
-            reasons.append(f"{host}:{port} does not answer{within} ({error})")
+            late = f"did not answer within {DOCTOR_CONNECT_TIMEOUT():g} s" if isinstance(error, TimeoutError) else ""
+            reasons.append(f"{host}:{port} {late or f'does not answer ({error})'}")
     what = f"master {master!r} cannot be reached: {', '.join(reasons)}; check host, port and firewall"
     return what if reasons else None
 
@@ -152,7 +156,7 @@ def _check_store(root: str) -> str | None:
         location = stores.normalize(root)
         if stores.is_url(location):
             # The client may retry for minutes.
-            stores.in_thread(functools.partial(stores.prove, location)).result(bounds.DOCTOR_STORE_TIMEOUT)
+            stores.in_thread(functools.partial(stores.prove, location)).result(DOCTOR_STORE_TIMEOUT())
         else:
             # A run creates the missing directories of its path.
             while not os.path.lexists(location):
@@ -160,7 +164,7 @@ def _check_store(root: str) -> str | None:
             with tempfile.TemporaryFile(dir=location):
                 pass
     except TimeoutError:
-        seconds = bounds.DOCTOR_STORE_TIMEOUT
+        seconds = DOCTOR_STORE_TIMEOUT()
         return f"store {root!r} did not accept a file within {seconds:g} s; check its address and credentials"
     except Exception as error:
         return f"store {root!r} cannot be written ({type(error).__name__}: {error}); check path and rights"
