@@ -16,6 +16,8 @@ from rankzero.launcher import Launcher
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from rankzero.engines.base import Engine
+
 R = TypeVar("R")
 
 TASK_GPUS = "spark.task.resource.gpu.amount"
@@ -161,8 +163,6 @@ class TorchDistributor:
         """Returns the launcher for this machine or the session. Raises EngineError for a cluster with encryption."""
         if self.local_mode:
             return self._launcher
-        from rankzero.engines.specs import engine_of_session
-
         self._check_encryption()
         per_task = self.num_processes // self.num_tasks
         return self._launcher.options(engine=engine_of_session(self.spark), processes_per_task=per_task)
@@ -213,3 +213,14 @@ def active_session() -> Any:
         return SparkSession.active()
     except PySparkException:
         return None
+
+
+def engine_of_session(session: Any) -> Engine:
+    """Returns the engine that uses a SparkSession of this process, classic or of Spark Connect."""
+    from rankzero.engines.connect.engine import SparkConnectEngine, is_connect_session
+
+    if is_connect_session(session):
+        return SparkConnectEngine(session=session)
+    from rankzero.engines.spark.engine import SparkEngine
+
+    return SparkEngine(session=session)

@@ -21,7 +21,7 @@ from rankzero.job import Job, new_run_id
 from rankzero.launcher import Launcher
 from rankzero.run.handle import RunHandle
 
-DOCTOR_CONNECT_TIMEOUT = bounds.scaled(3.0)  # For one address of a Spark master to resolve and to accept a connection
+DOCTOR_CONNECT_TIMEOUT = bounds.scaled(3.0)  # For one address of a Spark master to accept a connection
 DOCTOR_STORE_TIMEOUT = bounds.stretched(15.0)  # For a store, whose client may retry for minutes, to take an object
 DOCTOR_HANG_TIMEOUT = bounds.scaled(60.0)  # Without progress after which the ranks hang; short, since a user waits
 

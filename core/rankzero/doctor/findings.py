@@ -59,11 +59,7 @@ def collect_facts(store_url: str | None, nonce: str) -> list[dict[str, Any]]:
 
 
 def _use_store(directory: str | None, url: str | None, name: str) -> tuple[str, str]:
-    """Tests whether this rank can write the store: in the mounted directory, or with a client of the object store.
-
-    Returns:
-        The level of the finding, and the reason.
-    """
+    """Returns the level of a finding, and its reason: can this rank write into the directory, or the object store?"""
     why = "" if url is None else "neither pyarrow nor fsspec with a client of this store is installed"
     try:
         if directory is not None:

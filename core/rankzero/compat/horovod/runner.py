@@ -165,8 +165,7 @@ def on_spark(caller: str, num_proc: int | None, otherwise: str = "give launcher=
         EngineError: there is no session; names the ``caller`` and what to do ``otherwise``.
         InvalidJobError: ``num_proc`` is None, and the session is one of Spark Connect.
     """
-    from rankzero.compat.torch_distributor import active_session
-    from rankzero.engines.specs import engine_of_session
+    from rankzero.compat.torch_distributor import active_session, engine_of_session
 
     session = active_session()
     if session is None:
