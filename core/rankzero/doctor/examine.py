@@ -15,7 +15,7 @@ from typing import Any
 from rankzero import bounds
 from rankzero import store as stores
 from rankzero.doctor.findings import OK, PROBLEM, Finding, collect_facts, judge
-from rankzero.engines.base import Engine
+from rankzero.engines.base import Engine, in_thread
 from rankzero.errors import RankZeroError
 from rankzero.job import Job, new_run_id
 from rankzero.launcher import Launcher
@@ -141,7 +141,8 @@ def _check_master(master: str) -> str | None:
     reasons = []
     for host, port in re.findall(r"[/,]([^/,]+):(\d+)", master) if master.startswith("spark://") else ():
         try:
-            socket.create_connection((host.strip("[]"), int(port)), DOCTOR_CONNECT_TIMEOUT()).close()
+            connect = functools.partial(socket.create_connection, (host.strip("[]"), int(port)))
+            in_thread(connect).result(DOCTOR_CONNECT_TIMEOUT()).close()
             # A cluster with several masters needs only one of them.
             return None
         except OSError as error:
@@ -156,7 +157,7 @@ def _check_store(root: str) -> str | None:
         location = stores.normalize(root)
         if stores.is_url(location):
             # The client may retry for minutes.
-            stores.in_thread(functools.partial(stores.prove, location)).result(DOCTOR_STORE_TIMEOUT())
+            in_thread(functools.partial(stores.prove, location)).result(DOCTOR_STORE_TIMEOUT())
         else:
             # A run creates the missing directories of its path.
             while not os.path.lexists(location):

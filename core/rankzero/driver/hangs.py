@@ -101,7 +101,7 @@ class HangWatch:
             self._stacks_deadline = now + bounds.STACKS_WINDOW()
             self._broadcast(Dump())
         elif now > self._stacks_deadline or len(self._stacks) == len(self._ranks):
-            return {rank: self._stacks.get(rank, "no answer: its agent or the network hangs") for rank in self._ranks}
+            return {rank: self._stacks.get(rank, policy.NO_REPLY) for rank in self._ranks}
         return None
 
 

@@ -43,6 +43,7 @@ from rankzero.host.processes import (
 )
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
+from rankzero.run.observer import CANCEL
 from rankzero.task.stage import OVER
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def drive(
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
+    signal.signal(CANCEL, lambda *_: driver.inbox.cancel())
     if owner is not None:
         exited = "the process that called run() has exited"
         when_gone(job.owner, functools.partial(driver.inbox.interrupt, exited), owner)
@@ -157,13 +159,13 @@ def drive(
                 refused = error
         if not is_delegated:
             driver.run(refused)
-        code = int(driver.superseded)
+        code = int(driver.recorder.superseded)
     except BaseException:
         logger.exception("the outcome of the run could not be written")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        if not driver.left_nothing:
+        if not driver.places.left_nothing:
             processes.kill_descendants()
         # A driver whose run has ended must exit even if a JVM or a thread hangs.
         os._exit(code)

@@ -106,8 +106,8 @@ class CheckpointWriter:
 
     @property
     def count(self) -> int:
-        """Returns how many checkpoints this rank has reported."""
-        return self._next
+        """Returns how many checkpoints this rank has reported, or has been told of if only others report any."""
+        return self._next or self._settled + 1
 
     @property
     def is_sharded(self) -> bool | None:
