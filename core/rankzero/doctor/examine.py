@@ -156,7 +156,6 @@ def _check_store(root: str) -> str | None:
     try:
         location = stores.normalize(root)
         if stores.is_url(location):
-            # The client may retry for minutes.
             in_thread(functools.partial(stores.prove, location)).result(DOCTOR_STORE_TIMEOUT())
         else:
             # A run creates the missing directories of its path.
