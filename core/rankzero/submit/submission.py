@@ -244,13 +244,7 @@ def _job_of(run: RunDirectory, number: int, existing: Existing | None, make_job:
         return replace(job, beginning=_from_scratch(existing))
     found = [manifest for manifest in read_manifests(run, folders) if manifest.attempt >= fresh_since]
     usable = without_rows(run, found)
-    place = (
-        f"checkpoint {usable[-1].id}"
-        if usable
-        else "its beginning, since no checkpoint precedes its rows"
-        if found
-        else "its beginning, since it has no checkpoint"
-    )
+    place = f"checkpoint {usable[-1].id}" if usable else "its beginning, since no checkpoint counts"
     beginning = f"resumed from {place}; to start over, change code_version{changes(existing)}"
     return replace(job, beginning=beginning, metrics=_last_metrics(existing, found))
 
