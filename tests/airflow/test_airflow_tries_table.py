@@ -411,7 +411,7 @@ def test_a_clear_of_a_deferred_task_ends_its_training_although_its_trigger_is_go
 
 
 @pytest.mark.usefixtures("hangups")
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
 def test_the_ranks_end_with_a_process_that_is_no_worker_s(airflow: Airflow, number: signal.Signals) -> None:
     """Of ``airflow tasks test`` or ``dag.test()``: nobody comes back for the training, and no other try starts."""
     with airflow.apart(worker=False) as process:

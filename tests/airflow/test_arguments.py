@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,14 +62,6 @@ def test_the_decorator_s_types_are_those_of_the_operator() -> None:
     assert own == {name: each.annotation for name, each in parameters().items() if name not in of_the_call}
 
 
-def test_a_connection_and_a_master_at_once_are_refused(dag: Any) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-    from rankzero import InvalidJobError
-
-    with pytest.raises(InvalidJobError, match="conn_id is 'cluster', and master is given.* give one of the two"):
-        TorchDistributorOperator(task_id="train", train=print, conn_id="cluster", master="yarn")
-
-
 def test_a_master_is_a_template_and_refused_with_its_name(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     """Before a JVM starts: a wrong one, and one without enough slots."""
     from airflow_rankzero import AirflowFailException, TorchDistributorOperator
@@ -84,29 +75,6 @@ def test_a_master_is_a_template_and_refused_with_its_name(dag: Any, run_dag: Run
     assert "local[1]" in str(errors["small"])
     assert isinstance(errors["wrong"], AirflowFailException)
     assert "master is 'head:7077'" in str(errors["wrong"])
-
-
-# By default: `test_a_master_is_a_template_and_refused_with_its_name`.
-@pytest.mark.soak
-def test_a_master_without_a_connection(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
-
-    def train() -> int:
-        import rankzero.train as rt
-
-        return rt.get_dataset_shard().num_rows
-
-    common: dict[str, Any] = {"train": train, "num_processes": 1, "store": str(tmp_path)}
-    common["dataset"] = "SELECT id FROM range({{ params.ranks }})"
-    TorchDistributorOperator(task_id="train", master="local[{{ params.ranks }}]", warm_start=False, **common)
-    TorchDistributorOperator(task_id="wrong", master="head:7077", **common)
-    outcome = run_dag(dag)
-    assert outcome.xcom("train") == 2, outcome.errors
-    (job,) = (json.loads(path.read_text()) for path in tmp_path.glob("*/job.json"))
-    assert job["engine"]["master"] == "local[2]"
-    assert job["warm_start"] is False
-    assert isinstance(outcome.errors["wrong"], AirflowFailException)
-    assert "master is 'head:7077'" in str(outcome.errors["wrong"])
 
 
 def describe(*found: Any) -> list[Any]:

@@ -203,7 +203,7 @@ def test_rejected_model_is_not_promoted(load_dag: LoadDag, run_dag: RunDag, tmp_
     assert not (tmp_path / "digits").exists()
 
 
-# By default: `test_a_trainer_of_ray_and_a_function_of_horovod`, and the same example in Dagster.
+# By default: the same example in Dagster.
 @pytest.mark.soak
 def test_a_training_of_horovods_is_a_task(load_dag: LoadDag, run_dag: RunDag) -> None:
     outcome = run_dag(load_dag("horovod_training.py"), run_conf={"epochs": 5})

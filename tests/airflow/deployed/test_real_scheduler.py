@@ -33,17 +33,6 @@ def test_dag_file_function_trains_and_any_dag_pulls_its_result(airflow: Deployme
     assert airflow.xcom("pulling", pulled, "pull") == "85 nan"
 
 
-# By default: the mapped tasks of `test_operator.py`.
-@pytest.mark.soak
-def test_mapped_trainings_run_side_by_side(airflow: Deployment, tmp_path: Path) -> None:
-    run_id = airflow.trigger("mapped", folder=str(tmp_path))
-    assert airflow.finish("mapped", run_id) == "success"
-    tasks = airflow.call("GET", f"/api/v2/dags/mapped/dagRuns/{run_id}/taskInstances")["task_instances"]
-    assert sorted(task["map_index"] for task in tasks) == [0, 1, 2]
-    values = [airflow.xcom("mapped", run_id, "train", f"return_value?map_index={index}") for index in range(3)]
-    assert values == [0, 1, 2]
-
-
 def test_a_deferred_task_shows_its_secrets_nowhere(airflow: Deployment, tmp_path: Path) -> None:
     """The triggerer, another process than that of the task, shows the line that has one."""
     token = secrets.token_hex(8)
