@@ -122,6 +122,19 @@ def run_dag(airflow_home: Path) -> Callable[..., DagOutcome]:
     return run
 
 
+@pytest.fixture
+def operator(tmp_path: Path) -> Callable[..., Any]:
+    """Makes a task ``train`` of one rank on this machine, with its run directory in the folder of the test."""
+
+    def make(train: Any, **arguments: Any) -> Any:
+        from airflow_rankzero import TorchDistributorOperator
+
+        given = {"task_id": "train", "num_processes": 1, "conn_id": "here", "store": str(tmp_path), **arguments}
+        return TorchDistributorOperator(train=train, **given)
+
+    return make
+
+
 def register(dag: Any) -> None:
     """Airflow runs only DAGs that it knows in serialized form."""
     from airflow.dag_processing.bundles.manager import DagBundlesManager

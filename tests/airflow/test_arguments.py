@@ -81,10 +81,8 @@ def describe(*found: Any) -> list[Any]:
     return [list(found), sorted({type(item).__name__ for item in found})]
 
 
-def test_combined_results_of_other_tasks_are_lists_in_the_ranks(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+def test_combined_results_of_other_tasks_are_lists_in_the_ranks(dag: Any, run_dag: RunDag, operator: Any) -> None:
     from airflow.sdk import ObjectStoragePath, task
-
-    from airflow_rankzero import TorchDistributorOperator
 
     @task
     def ones() -> list[int]:
@@ -96,9 +94,7 @@ def test_combined_results_of_other_tasks_are_lists_in_the_ranks(dag: Any, run_da
 
     first, mapped = ones(), task(task_id="each")(lambda x: 10 * x).expand(x=[1, 2])
     given = [first.map(lambda x: x + 1), first.zip(mapped), first.concat(mapped), mapped, place()]
-    TorchDistributorOperator(
-        task_id="train", train=describe, op_args=given, num_processes=1, conn_id="here", store=str(tmp_path)
-    )
+    operator(describe, op_args=given)
     outcome = run_dag(dag)
     found = [[2, 3], [(1, 10), (2, 20)], [1, 2, 10, 20], [10, 20], "/data/rows"]
     pushed = outcome.xcom("train")
@@ -135,13 +131,11 @@ def test_default_arguments_of_a_dag_reach_the_options() -> None:
 
 
 def test_a_mapped_group_s_output_is_a_list_by_map_index(
-    dag: Any, run_dag: RunDag, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    dag: Any, run_dag: RunDag, caplog: pytest.LogCaptureFixture, operator: Any
 ) -> None:
     """Airflow gives a text for one instance, None for none, and leaves skipped instances out."""
     from airflow.sdk import task, task_group
     from airflow.sdk.exceptions import AirflowSkipException
-
-    from airflow_rankzero import TorchDistributorOperator
 
     @task
     def part(day: str) -> str:
@@ -156,15 +150,7 @@ def test_a_mapped_group_s_output_is_a_list_by_map_index(
     groups = [of_day.override(group_id=f"g{len(days)}").expand(day=days) for days in (["a", "b", "c"], ["a"], [])]
     several, one, none = groups
     given = {"several": several, "one": one, "none": none, "deep": {"in": [one]}, "upper": one.map(str.upper)}
-    TorchDistributorOperator(
-        task_id="train",
-        train=dict,
-        op_kwargs=given,
-        num_processes=1,
-        conn_id="here",
-        store=str(tmp_path),
-        trigger_rule="all_done",
-    )
+    operator(dict, op_kwargs=given, trigger_rule="all_done")
     outcome = run_dag(dag)
     assert outcome.xcom("train") == {
         "several": ["/rows/a", None, "/rows/c"],

@@ -43,7 +43,7 @@ def describe(given: dict, *, word: str, lr: str) -> dict:
 
 
 def test_values_travel_by_themselves_or_by_reference(
-    dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str], operator: Any
 ) -> None:
     from airflow.sdk import DAG, task
 
@@ -51,9 +51,7 @@ def test_values_travel_by_themselves_or_by_reference(
     from rankzero import ResultRef
 
     # One JVM is enough: the next step's.
-    train = TorchDistributorOperator(
-        task_id="train", train=make_weights, op_args=[2.0], conn_id="here", store=str(tmp_path)
-    )
+    train = operator(make_weights, num_processes=2, op_args=[2.0])
     report = TorchDistributorOperator(
         task_id="report",
         train=describe,
@@ -159,10 +157,9 @@ def test_mapped_decorated_function_runs_on_the_connection(dag: Any, run_dag: Run
     assert sorted(name.split("__")[-1].partition("-")[0] for name in jobs) == ["0", "1"]
 
 
-def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Path, operator: Any) -> None:
     from datetime import timedelta
 
-    from airflow_rankzero import TorchDistributorOperator
     from rankzero import RunHandle
 
     def train() -> None:
@@ -178,14 +175,7 @@ def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Pat
         # As the timer of Airflow's timeout does.
         os.kill(os.getpid(), signal.SIGALRM)
 
-    TorchDistributorOperator(
-        task_id="train",
-        train=train,
-        num_processes=1,
-        store=str(tmp_path),
-        execution_timeout=timedelta(minutes=4),
-        conn_id="here",
-    )
+    operator(train, execution_timeout=timedelta(minutes=4))
     threading.Thread(target=let_time_pass, daemon=True).start()
     outcome = run_dag(dag)
     assert isinstance(outcome.errors["train"], versions.exception("AirflowTaskTimeout"))
@@ -226,9 +216,9 @@ def test_bad_input_fails_for_good_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_deferred_task_delivers_no_other_run_of_its_name(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
+def test_a_deferred_task_delivers_no_other_run_of_its_name(
+    dag: Any, run_dag: RunDag, tmp_path: Path, operator: Any
+) -> None:
     calls: list[int] = []
 
     def replace_after_deferral(context: Any) -> None:
@@ -238,69 +228,35 @@ def test_a_deferred_task_delivers_no_other_run_of_its_name(dag: Any, run_dag: Ru
             shutil.rmtree(directory)
             Launcher(1, store=tmp_path, run_id=directory.name).submit(lambda: 8).wait(120)
 
-    TorchDistributorOperator(
-        task_id="train",
-        train=lambda: 7,
-        num_processes=1,
-        store=str(tmp_path),
-        conn_id="here",
-        deferrable=True,
-        pre_execute=replace_after_deferral,
-    )
+    operator(lambda: 7, deferrable=True, pre_execute=replace_after_deferral)
     outcome = run_dag(dag)
     assert outcome.xcom("train") == 7, outcome.errors
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize(
-    "mark", ["AIRFLOW_IS_K8S_EXECUTOR_POD", pytest.param("AIRFLOW_IS_EXECUTOR_CONTAINER", marks=pytest.mark.soak)]
-)
-def test_a_task_whose_container_would_end_with_it_does_not_defer(
+@pytest.mark.parametrize("deploy_mode", ["client", "cluster"])
+def test_a_task_whose_container_would_end_with_its_driver_does_not_defer(
     dag: Any,
     run_dag: RunDag,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    mark: str,
+    operator: Any,
+    deploy_mode: str,
 ) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
-    def train() -> int:
-        return 7
-
-    common: dict[str, Any] = {"train": train, "num_processes": 1, "store": str(tmp_path), "conn_id": "here"}
-
-    def enter_container(context: Any) -> None:
-        monkeypatch.setenv(mark, "True")
-
-    # Not before: Airflow's API server, which is in this process, reads it as well.
-    TorchDistributorOperator(task_id="train", deferrable=True, pre_execute=enter_container, **common)
-    outcome = run_dag(dag)
-    assert outcome.xcom("train") == 7, outcome.errors
-    log = capfd.readouterr().out
-    assert "not deferred, although deferrable=True" in log
-    assert "DEFERRED" not in log
-
-
-def test_a_driver_on_the_cluster_does_not_end_with_the_tasks_container(
-    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
     # Refused after the operator has decided whether to defer, and before anything is submitted.
-    conf = {"spark.dynamicAllocation.enabled": "true"}
-    place = {"conn_type": "rankzero", "host": "spark://head", "extra": {"deploy_mode": "cluster", "conf": conf}}
-    monkeypatch.setenv("AIRFLOW_CONN_ON_CLUSTER", json.dumps(place))
+    extra = {"deploy_mode": deploy_mode, "conf": {"spark.dynamicAllocation.enabled": "true"}}
+    place = {"conn_type": "rankzero", "host": "spark://head", "extra": extra}
+    monkeypatch.setenv("AIRFLOW_CONN_PLACE", json.dumps(place))
 
     def enter_container(context: Any) -> None:
         monkeypatch.setenv("AIRFLOW_IS_K8S_EXECUTOR_POD", "True")
 
-    common: dict[str, Any] = {"train": lambda: 7, "store": str(tmp_path), "conn_id": "on_cluster"}
-    TorchDistributorOperator(task_id="train", deferrable=True, pre_execute=enter_container, **common)
+    # Not before: Airflow's API server, which is in this process, reads it as well.
+    operator(lambda: 7, conn_id="place", deferrable=True, pre_execute=enter_container)
     assert run_dag(dag).state == "failed"
     log = capfd.readouterr().out
     assert "SPARK-24942" in log
-    assert "not deferred, although deferrable=True" not in log
+    assert ("not deferred, although deferrable=True" in log) is (deploy_mode == "client")
 
 
 def test_an_operator_may_be_copied_and_listed(dag: Any) -> None:
@@ -334,26 +290,6 @@ def test_what_may_be_there_at_the_next_try_is_left_to_it(dag: Any, run_dag: RunD
         assert isinstance(errors[task_id], InvalidJobError), errors
         assert not isinstance(errors[task_id], AirflowFailException)
         assert words in str(errors[task_id])
-
-
-def test_results_of_mapped_tasks_are_opened_in_the_ranks(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import torch_distributor
-
-    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
-    def make(scale: float) -> dict[str, Any]:
-        import torch
-
-        return {"weights": torch.ones(2) * scale}
-
-    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
-    def average(models: list[Any], *, nested: dict[str, Any]) -> float:
-        assert type(models) is type(nested["again"]) is list
-        return float(sum(model["weights"].sum() for model in models))
-
-    made = make.expand(scale=[1.0, 2.0])
-    average(made, nested={"again": made})
-    outcome = run_dag(dag)
-    assert outcome.xcom("average") == 6.0, outcome.errors
 
 
 def test_a_tracker_of_a_task(dag: Any, run_dag: Callable[..., Any], tmp_path: Path) -> None:

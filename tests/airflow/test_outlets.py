@@ -58,10 +58,8 @@ def test_an_alias_gets_the_result_as_its_asset(
     assert "     3     2   0.5" in log
 
 
-def test_an_asset_that_the_user_gave_the_alias_gets_the_facts(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+def test_an_asset_that_the_user_gave_the_alias_gets_the_facts(dag: Any, run_dag: RunDag, operator: Any) -> None:
     from airflow.sdk import Asset, AssetAlias
-
-    from airflow_rankzero import TorchDistributorOperator
 
     def name_it(context: Any) -> None:
         context["outlet_events"][AssetAlias("models")].add(Asset("s3://bucket/model"), extra={"stage": "test"})
@@ -69,15 +67,7 @@ def test_an_asset_that_the_user_gave_the_alias_gets_the_facts(dag: Any, run_dag:
     def train() -> float:
         return 0.5
 
-    TorchDistributorOperator(
-        task_id="train",
-        train=train,
-        num_processes=1,
-        store=str(tmp_path),
-        conn_id="here",
-        outlets=[AssetAlias("models")],
-        pre_execute=name_it,
-    )
+    operator(train, outlets=[AssetAlias("models")], pre_execute=name_it)
     outcome = run_dag(dag)
     assert outcome.state == "success", outcome.errors
     ((uri, aliases, extra),) = events_of(dag.dag_id)

@@ -49,16 +49,15 @@ def never_ends() -> None:
     threading.Event().wait()
 
 
-def make_endless(dag_id: str, orphan_timeout: float) -> None:
-    with DAG(dag_id, schedule=None, start_date=datetime(2026, 1, 1), params={"mark": "none"}):
-        TorchDistributorOperator(
-            task_id="train",
-            train=never_ends,
-            env={"MARK": "{{ params.mark }}"},
-            conn_id="here",
-            retries=0,
-            orphan_timeout=orphan_timeout,
-        )
+with DAG("endless", schedule=None, start_date=datetime(2026, 1, 1), params={"mark": "none"}):
+    TorchDistributorOperator(
+        task_id="train",
+        train=never_ends,
+        env={"MARK": "{{ params.mark }}"},
+        conn_id="here",
+        retries=0,
+        orphan_timeout=60,
+    )
 
 
 def train_until_told(folder: str) -> dict:
@@ -153,5 +152,3 @@ make_told("forgotten", retries=1, retry_delay=timedelta(hours=1))
 make_told("forgotten_run", retries=1, retry_delay=timedelta(hours=1))
 make_told("deferred", retries=3, deferrable=True)
 shipped()
-make_endless("endless", 60)
-make_endless("leased", 6)

@@ -12,7 +12,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     deployment = Deployment(tmp_path_factory.mktemp("airflow"))
     try:
         told = ["durable", "deferred", "forgotten", "forgotten_run", "failing"]
-        deployment.wait_until_ready(["shipped", "endless", "leased", "pulling", "secretive", *told])
+        deployment.wait_until_ready(["shipped", "endless", "pulling", "secretive", *told])
         yield deployment
     finally:
         deployment.stop()

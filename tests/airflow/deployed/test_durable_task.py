@@ -160,15 +160,6 @@ def test_a_deferred_training_survives_the_death_of_its_triggerer(deferred: Train
     assert deferred.run.submission == 0
 
 
-@pytest.mark.soak
-def test_marking_a_deferred_task_ends_its_training(deferred: Training) -> None:
-    deferred.await_ranks()
-    deferred.airflow.mark("deferred", deferred.run_id, "train", "failed")
-    # The triggerer looks at what was changed every few seconds.
-    wait_until(lambda: deferred.run.status().final, 2 * STOP_TIMEOUT, "the end of the run")
-    assert deferred.run.status().state == "cancelled"
-
-
 # By default: `test_listeners.py`.
 @pytest.mark.soak
 def test_a_mark_while_no_triggerer_runs_ends_the_training(airflow: Deployment, tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """What only a real worker shows: pickling from its oddly named DAG modules, other DAGs' pulls, an embedded Spark."""
 
-import os
 import secrets
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,15 +59,14 @@ def test_errors_of_ranks_are_named_as_in_the_dag_file_and_a_look_up_is_one(airfl
 
 
 @pytest.fixture
-def endless(airflow: Deployment, request: pytest.FixtureRequest) -> Iterator[tuple[str, str, RunHandle[Any]]]:
+def endless(airflow: Deployment) -> Iterator[tuple[str, str, RunHandle[Any]]]:
     """A training that never ends and ignores SIGTERM: DAG run id, its ranks' marker, its run."""
-    dag_id = getattr(request, "param", "endless")
     marker = f"endless-{secrets.token_hex(8)}"
-    run_id = airflow.trigger(dag_id, mark=marker)
-    run = airflow.run_of(dag_id, run_id)
+    run_id = airflow.trigger("endless", mark=marker)
+    run = airflow.run_of("endless", run_id)
     wait_until(lambda: run.status().state == "running", RUN_TIMEOUT, "the training")
     assert len(processes_with(marker)) >= 2
-    wait_until(lambda: "[1] never ends" in airflow.log(dag_id, run_id, "train"), RUN_TIMEOUT, "live log lines")
+    wait_until(lambda: "[1] never ends" in airflow.log("endless", run_id, "train"), RUN_TIMEOUT, "live log lines")
     yield run_id, marker, run
     assert processes_with(marker) == []
 
@@ -82,18 +79,4 @@ def test_marking_a_task_failed_ends_its_ranks(airflow: Deployment, endless: tupl
     assert run.status().state == "cancelled"
     # By the task, and not by the lease of a run that has lost it.
     assert "on request: Airflow has set the task to failed" in str(run.status().error)
-    wait_until(lambda: not processes_with(marker), STOP_TIMEOUT, "the end of the ranks")
-
-
-# By default: the lease of a run in `tests/submit`.
-@pytest.mark.soak
-@pytest.mark.parametrize("endless", ["leased"], indirect=True)
-def test_a_run_without_a_try_that_could_come_back_ends_by_its_lease(
-    airflow: Deployment, endless: tuple[str, str, RunHandle[Any]]
-) -> None:
-    run_id, marker, run = endless
-    os.kill(airflow.task_process("leased", run_id, "train"), signal.SIGKILL)
-    assert airflow.finish("leased", run_id) == "failed"
-    wait_until(lambda: run.status().final, STOP_TIMEOUT, "the end of the run")
-    assert "no process followed the run for orphan_timeout=6" in str(run.status().error)
     wait_until(lambda: not processes_with(marker), STOP_TIMEOUT, "the end of the ranks")
