@@ -6,12 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.airflow.conftest import Watched, wait_long
+from tests.airflow.conftest import RunDag, Watched, wait_long
 from tests.conftest import until
 
 from rankzero import RunHandle
-
-RunDag = Callable[..., Any]
 
 
 def train() -> int:

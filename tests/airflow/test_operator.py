@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 from tests.airflow import versions
+from tests.airflow.conftest import RunDag
 from tests.conftest import until
 
 from rankzero import Launcher
-
-RunDag = Callable[..., Any]
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -305,12 +304,7 @@ def test_a_tracker_of_a_task(dag: Any, run_dag: Callable[..., Any], tmp_path: Pa
 
     ends = tmp_path / "ends"
     TorchDistributorOperator(
-        task_id="train",
-        train=int,
-        num_processes=1,
-        conn_id="here",
-        store=str(tmp_path / "runs"),
-        trackers=[Ends(ends)],
+        task_id="train", train=int, num_processes=1, conn_id="here", store=str(tmp_path / "runs"), trackers=[Ends(ends)]
     )
     done = run_dag(dag)
     assert done.state == "success", done.errors

@@ -1,14 +1,12 @@
 """What an alias among a task's outlets becomes: an asset that is the result."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.airflow import versions
-
-RunDag = Callable[..., Any]
+from tests.airflow.conftest import RunDag
 
 
 def events_of(dag_id: str) -> list[tuple[str, list[str], dict[str, Any]]]:
@@ -111,16 +109,7 @@ def test_metrics_of_any_name_and_size_fail_no_task(
     assert "loss: █▁ 1.7e+308 → -1.7e+308" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "reports.rows_of",
-        "describe",
-        "fill_outlets",
-        "show_reports",
-        "offer",
-    ],
-)
+@pytest.mark.parametrize("broken", ["reports.rows_of", "describe", "fill_outlets", "show_reports", "offer"])
 def test_what_cannot_be_recorded_fails_no_task(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-RunDag = Callable[..., Any]
+from tests.airflow.conftest import RunDag
 
 
 def of_variable() -> Any:

@@ -1,14 +1,12 @@
 """The value of a training as an XCom: other tasks pull what rank 0 returned, or its handle, whatever its parts are."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.airflow import versions
-
-RunDag = Callable[..., Any]
+from tests.airflow.conftest import RunDag
 
 
 def test_every_value_that_is_pushed_is_pulled_unchanged(dag: Any, run_dag: RunDag) -> None:

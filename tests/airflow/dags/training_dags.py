@@ -77,10 +77,7 @@ def train_until_told(folder: str) -> dict:
     while not Path(folder, "go").exists():
         time.sleep(0.05)
     print("rank has seen it", flush=True)
-    return {
-        "pid": np.array(os.getpid()),
-        "epoch": np.array(checkpoint.load()["epoch"] if checkpoint else 0),
-    }
+    return {"pid": np.array(os.getpid()), "epoch": np.array(checkpoint.load()["epoch"] if checkpoint else 0)}
 
 
 @task
@@ -90,12 +87,7 @@ def describe(trained) -> dict:
 
 
 def make_told(dag_id: str, **kwargs: object) -> None:
-    with DAG(
-        dag_id,
-        schedule=None,
-        start_date=datetime(2026, 1, 1),
-        params={"mark": "none", "folder": "/nowhere"},
-    ):
+    with DAG(dag_id, schedule=None, start_date=datetime(2026, 1, 1), params={"mark": "none", "folder": "/nowhere"}):
         trained = TorchDistributorOperator(
             task_id="train",
             train=train_until_told,
