@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rankzero import bounds
-from rankzero.channel import auth, frames, limits
+from rankzero.channel import auth, frames
 from rankzero.channel.auth import Handshake, Hello
 from rankzero.channel.client import ChannelClosed
 from rankzero.channel.frames import Message
@@ -74,7 +74,7 @@ def test_a_cut_is_noticed_and_resumed(serving: Any, proxy: Any, receive: Receive
 def test_nothing_is_lost_doubled_or_reordered(
     serving: Any, proxy: Any, receive: Receive, cutting: Any, fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "CONNECTION_LOST_AFTER", 20.0)
+    monkeypatch.setattr(bounds, "CONNECTION_LOST_AFTER", lambda: 20.0)
     client = serving.client(port=proxy.port)
     client.queue({"type": "join"})
     serving.await_type("join")
@@ -125,7 +125,7 @@ def test_files_on_their_way_arrive_whole_over_several_cuts(
 def test_silence_breaks_a_connection_and_the_next_one_goes_on(
     serving: Any, proxy: Any, receive: Receive, fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "CONNECTION_LOST_AFTER", 20.0)
+    monkeypatch.setattr(bounds, "CONNECTION_LOST_AFTER", lambda: 20.0)
     client = serving.client(port=proxy.port)
     client.queue({"type": "join"})
     serving.await_type("join")
@@ -297,7 +297,7 @@ def test_an_impossible_count_ends_the_session(serving: Any, bare: Callable[..., 
         [b"B"],
         [b"A"],
         [b"A" + b"\xff" * 16],
-        [b'L{"type":"log","text":"' + b"x" * (limits.BULK_WINDOW // 2) + b'"}'] * 4,
+        [b'L{"type":"log","text":"' + b"x" * (frames.BULK_WINDOW // 2) + b'"}'] * 4,
     ],
 )
 def test_an_agent_that_breaks_the_rules_is_lost_and_the_others_are_served(serve: Any, bodies: list[bytes]) -> None:

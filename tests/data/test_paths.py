@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,11 +143,6 @@ def test_columns_in_the_names_of_directories_are_columns(tmp_path: Path) -> None
     assert list(batch) == ["n"]
 
 
-def position(state: Any) -> Any:
-    """A state without the number of its owner, which each object of one process has for itself."""
-    return {name: value for name, value in state.items() if name != "cursor"} if state else state
-
-
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=5),
@@ -182,7 +176,7 @@ def test_any_partitioning_any_worlds_every_row_once(
             for batch in itertools.islice(batches, stops):
                 seen += batch["id"].tolist()
             states.append(shard.state_dict() if stops else state)
-        assert all(position(each) == position(states[0]) for each in states)
+        assert all(each == states[0] for each in states)
         # A rank that got to the end of the epoch has nothing left to resume.
         if stops and states[0] and states[0]["epoch"] == 1:
             break
@@ -414,7 +408,6 @@ def test_a_data_loader_of_several_processes_gives_the_same_batches(
 def test_a_loaded_position_is_that_of_its_epoch_only(
     parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Another test of this process may have written tables, which a cursor names.
     monkeypatch.setattr(context, "_session", None)
     manifest = manifest_of_path(str(parquet), "train")
 
@@ -428,7 +421,7 @@ def test_a_loaded_position_is_that_of_its_epoch_only(
             each.set_epoch(epoch)
             if resume:
                 expected = {**resume, "epoch": epoch, "consumed": resume["consumed"][: epoch == 2]}
-                assert position(each.state_dict()) == expected
+                assert each.state_dict() == expected
         return [ids_of(shard.iter_batches(100, shuffle=True)), ids_of(loader)]
 
     state = {"epoch": 2, "consumed": [[1, 100, 0, 3]], "rows": 1003, "seed": 0}
@@ -463,7 +456,6 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
 ) -> None:
     # torch's loader sets one in the first process that makes others.
     monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
-    # Another test of this process may have written tables, which a cursor names.
     monkeypatch.setattr(context, "_session", None)
     manifest = manifest_of_path(str(parquet), "train")
 
@@ -479,51 +471,17 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
         for rank in range(world_size):
             loader = loader_of(rank, world_size)
             loader.load_state_dict(state)
-            assert position(loader.state_dict()) == position(state)
+            assert loader.state_dict() == state
             batches = iter(loader)
             seen += ids_of(itertools.islice(batches, count))
             after = loader.state_dict()
         state = after
     assert sorted(seen) == list(range(1003))
-    assert position(state) == {"epoch": 1, "consumed": [], "rows": 1003, "seed": 0}
+    assert state == {"epoch": 1, "consumed": [], "rows": 1003, "seed": 0}
     with pytest.raises(ValueError, match="dataset of 7 rows; this one has 1003"):
         loader.load_state_dict({**state, "rows": 7})
     with pytest.raises(TypeError, match="batch_size=None"):
         rt.prepare_data_loader(DataLoader(loader.dataset))
-
-
-@pytest.mark.parametrize("is_loader", [False, True])
-def test_a_rank_without_a_batch_in_a_resumed_epoch_loses_none_if_another_has_ended_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loader: bool
-) -> None:
-    pq.write_table(pa.table({"id": list(range(45))}), tmp_path / "rows.parquet")
-    manifest = manifest_of_path(str(tmp_path / "rows.parquet"), "train")
-    seen: list[int] = []
-
-    def attempt(resume: Any, counts: list[int | None]) -> Any:
-        """Each rank reads some batches (None: all) and reports; returns rank 0's state of the checkpoint."""
-        session, states = context.current(), []
-        positions: dict[str, list[Any]] = {}
-        for rank, count in enumerate(counts):
-            world = TrainContext(rank=rank, world_size=len(counts))
-            monkeypatch.setattr(data_loader, "get_context", lambda world=world: world)
-            source: Any = DatasetShard(manifest, world, str(tmp_path), "train")
-            loader = rt.prepare_data_loader(DataLoader(source.to_torch(6), batch_size=None)) if is_loader else None
-            if resume:
-                (loader or source).load_state_dict(resume)
-            rows = iter(loader) if loader else source.iter_batches(6)
-            seen.extend(ids_of(itertools.islice(rows, count)))
-            states.append((loader or source).state_dict())
-            [positions[str(rank)]] = session.tables.take_cursors().values()
-        cursors = {state["cursor"]: positions for state in states}
-        session.writer = SimpleNamespace(cursors=cursors, carried=set(), busy=False)
-        return states[0]
-
-    monkeypatch.setattr(context, "_session", None)
-    first = attempt(None, [4])
-    second = attempt(first, [None, 0])
-    attempt(second, [None, None])
-    assert sorted(seen) == list(range(45))
 
 
 def test_what_would_stack_batches_or_rows_says_what_to_call(parquet: Path, tmp_path: Path) -> None:

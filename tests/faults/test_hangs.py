@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.conftest import wait_until_gone
 
-from rankzero import HangError, Launcher, WorkerFailedError, bounds
+from rankzero import HangError, Launcher, WorkerFailedError
 
 WAIT = 90.0
 HANG_TIMEOUT = 4.0
@@ -51,13 +51,11 @@ def wait_for_peers(how: str) -> Any:
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
         if how == "restored":
             restore_all_handlers()
-        if how in ("python", "recorded", "restored"):
+        if how in ("recorded", "restored"):
             lose_time()
         elif how == "holds the lock":
             # Native code that does not give the interpreter's lock back.
             re.match("(a+)+$", "a" * 60 + "b")
-        elif how == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(1))
     return None
 
@@ -71,9 +69,7 @@ def lose_time() -> None:
     ("how", "words"),
     [
         ("restored", "in lose_time"),
-        pytest.param("python", "in lose_time", marks=pytest.mark.soak),
         pytest.param("holds the lock", "in wait_for_peers", marks=pytest.mark.soak),
-        pytest.param("stopped", "is stopped (SIGSTOP)", marks=pytest.mark.soak),
     ],
 )
 def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how: str, words: str) -> None:
@@ -93,8 +89,8 @@ def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how:
     assert handle is not None
     # The stacks of all threads are in the log of a rank whose interpreter still runs Python.
     lines = list(handle.logs(rank=1))
-    assert any(line.startswith("Thread 0x") for line in lines) == (how in ("python", "restored"))
-    assert any(words in line for line in lines) == (how != "stopped")
+    assert any(line.startswith("Thread 0x") for line in lines) == (how == "restored")
+    assert any(words in line for line in lines)
     assert not Path(handle.directory, "flight").exists()
 
 
@@ -199,7 +195,7 @@ def leave_rank_zero(does: str, witness: str) -> str:
     if does == "waits":
         dist.all_reduce(ones)
     # As an evaluation by rank 0 alone, or the upload of a model.
-    time.sleep(10.0)
+    time.sleep(12.0)
     return "evaluated"
 
 
@@ -208,11 +204,10 @@ def test_a_rank_that_returns_early_is_named_and_whoever_waits_for_it_hangs(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
     """Whatever ``hang_timeout`` is: None by default."""
-    monkeypatch.setattr(bounds, "RETURNED_NOTICE", 3.0)
-    monkeypatch.setattr(bounds, "RETURNED_HANG", 4.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.03")
     launcher = launcher.options(run_id="left", timeout=WAIT)
     if does == "waits":
-        with pytest.raises(HangError, match="rank 1 returned, and rank 0 waited for 4 s in a collective") as caught:
+        with pytest.raises(HangError, match="rank 1 returned, and rank 0 waited for 9 s in a collective") as caught:
             launcher.run(leave_rank_zero, does, str(tmp_path / "witness"))
         assert "all_reduce" in (caught.value.stacks or {})["0"]
     else:

@@ -15,6 +15,7 @@ from rankzero import bounds
 from rankzero.advice import known
 from rankzero.channel.messages import Failed
 from rankzero.driver import policy
+from rankzero.driver.hangs import RETURNED_HANG
 from rankzero.driver.policy import name_ranks
 from rankzero.driver.roster import Member
 from rankzero.errors import (
@@ -148,18 +149,15 @@ class Verdict:
         error: The error, if it did not.
         blamed: The host that may have caused the error, as the engine names it.
         cause: The failure of a rank that the error reports, if it reports one.
+        lost_by: The exception, without numbers, if it is restarted only because a lost rank may have caused it, though
+            the agents of all ranks that had not failed have replied.
     """
 
     success: Success | None = None
     error: BaseException | None = None
     blamed: str | None = None
     cause: Failure | None = None
-
-    @property
-    def lost_by(self) -> str | None:
-        """The exception, without numbers, if it is restarted only because a lost rank may have caused it."""
-        cause = self.cause
-        return cause.kind[0] if cause and cause.restart_cause == LOST and cause.report.exception_type else None
+    lost_by: str | None = None
 
 
 Explain = Callable[[BaseException], RankZeroError]
@@ -188,7 +186,7 @@ def judge(
     if facts.success:
         return Verdict(success=facts.success)
     missing = suspects(facts) if failures else []
-    if missing and now - facts.failed_at < bounds.CAUSE_WINDOW:
+    if missing and now - facts.failed_at < bounds.CAUSE_WINDOW():
         stacks = None
     else:
         # An agent's reply follows all that it knew before. One that is gone explains the failures, and may not reply.
@@ -210,7 +208,7 @@ def judge(
             return _lost(left[0][0], facts, explain)
         error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
         return Verdict(error=explain(error))
-    overdue = next((member for member, at in left if now - at > bounds.CAUSE_WINDOW), None)
+    overdue = next((member for member, at in left if now - at > bounds.CAUSE_WINDOW()), None)
     return _lost(overdue, facts, explain) if overdue else None
 
 
@@ -249,7 +247,9 @@ def host_to_blame(failures: Sequence[Failure]) -> str | None:
 def failed(facts: Facts, tail: Callable[[int], list[str]], stacks: Mapping[int, str]) -> Verdict:
     """Returns the end of an attempt by failures of ranks; `judge` has stacks if only consequences are known."""
     cause = first_cause(facts.failures)
-    return Verdict(error=_failed(cause, facts, tail, stacks), blamed=host_to_blame(facts.failures), cause=cause)
+    may_be_own = cause.report.exception_type and policy.NO_REPLY not in stacks.values()
+    lost_by = cause.kind[0] if may_be_own and cause.restart_cause == LOST else None
+    return Verdict(None, _failed(cause, facts, tail, stacks), host_to_blame(facts.failures), cause, lost_by)
 
 
 def _failed(cause: Failure, facts: Facts, tail: Callable[[int], list[str]], stacks: Mapping[int, str]) -> RankZeroError:
@@ -353,7 +353,7 @@ def left_waiting(returned: Collection[int], stacks: Mapping[int, str], directory
     names = name_ranks(sorted(returned))
     others = name_ranks(sorted(set(stacks) - set(returned)))
     why = (
-        f"{names} returned, and {others} waited for {bounds.RETURNED_HANG:g} s in a collective that never ends without "
+        f"{names} returned, and {others} waited for {RETURNED_HANG():g} s in a collective that never ends without "
         f"{names}: a training must call every collective in every rank equally often"
     )
     return _hang_error(why, stacks, sorted(returned), directory)

@@ -7,7 +7,6 @@ import functools
 import logging
 import secrets
 import socket
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +54,8 @@ from rankzero.host.network import address_towards, bind_address, is_loopback, ow
 from rankzero.job import Job
 from rankzero.task.hold import hold
 from rankzero.task.stage import run_task
+
+CONNECT_DRIVER_TIMEOUT = bounds.stretched(20.0)  # For an agent to reach the driver, to which it may have no route
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ class ConnectSession(EngineSession):
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:
         """Starts the barrier stage in a thread, under a tag of its own."""
-        config = {**config, "connect_timeout": min(config["connect_timeout"], bounds.CONNECT_DRIVER_TIMEOUT)}
+        config = {**config, "connect_timeout": min(config["connect_timeout"], CONNECT_DRIVER_TIMEOUT())}
         return self._start(num_tasks, config, on_end, hold)
 
     def host_driver(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:
@@ -239,25 +240,18 @@ class ConnectGroup(AgentGroup):
         self._server = server
         self._num_tasks = num_tasks
         self._task = task
-        self._on_end = on_end
         self._retry_longer = retry_longer
         self._profile = profile
         # Other runs use this session, too.
         self._tag = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
-        threading.Thread(target=self._collect, name="rankzero-stage", daemon=True).start()
+        self._hold(self._collect, on_end)
 
     def _collect(self) -> None:
-        error: BaseException | None = None
-        try:
-            # The tag applies to this thread alone.
-            self._session.addTag(self._tag)
-            tasks = self._session.range(self._num_tasks, numPartitions=self._num_tasks)
-            with_profile = {"profile": self._profile} if self._profile else {}
-            tasks.mapInArrow(self._task, "task long", barrier=True, **with_profile).collect()
-        except BaseException as caught:
-            error = caught
-        self._ended.set()
-        self._on_end(error)
+        # The tag applies to this thread alone.
+        self._session.addTag(self._tag)
+        tasks = self._session.range(self._num_tasks, numPartitions=self._num_tasks)
+        with_profile = {"profile": self._profile} if self._profile else {}
+        tasks.mapInArrow(self._task, "task long", barrier=True, **with_profile).collect()
 
     def tolerate_outage(self) -> None:
         """Retries for longer: a client that gives up ends its stage as soon as the server is reachable again."""
