@@ -322,13 +322,6 @@ def await_checkpoint() -> None:
         session.writer.await_settled()
 
 
-def follow_checkpoint() -> None:
-    """Counts the whole checkpoint that rank 0 reports now: `await_checkpoint` and `get_checkpoint` then include it."""
-    session = own("follow_checkpoint")
-    if session.writer is not None:
-        session.writer.follow()
-
-
 def get_checkpoint() -> Checkpoint | None:
     """Returns the last committed checkpoint of this run, of this attempt or an earlier one; None if there is none.
 
