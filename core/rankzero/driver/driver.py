@@ -181,6 +181,9 @@ class Driver:
         attempt = Attempt(self._run, number, placed, self.recorder, mailbox, self._watch, self._env, self._started_at)
         try:
             recorder.update(checkpoint=attempt.resume and attempt.resume.id)
+            if number > self._job.first_attempt:
+                begin = f"checkpoint {attempt.resume.id}" if attempt.resume else "the beginning"
+                logger.warning("attempt %s begins at %s", number, begin)
             return follow(Starting(attempt), Final, mailbox, self.recorder).verdict
         finally:
             attempt.close()
