@@ -20,8 +20,6 @@ from tests.conftest import restore_signal_handlers, signal_handlers, until
 
 from rankzero import Launcher
 
-RunDag = Callable[..., Any]
-
 # Deleted when the object is, at the end of the test process.
 _home = tempfile.TemporaryDirectory(prefix="rankzero-airflow-", ignore_cleanup_errors=True)
 HOME = _home.name

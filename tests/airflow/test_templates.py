@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.airflow.conftest import RunDag
+from tests.airflow.versions import RunDag
 
 WORLD = "import os\nimport rankzero.train as rt\nrt.set_result(int(os.environ['WORLD_SIZE']))\n"
 
