@@ -31,6 +31,7 @@ PRELOADED = (
     "torch",
     "torch.distributed",
     "rankzero.worker.main",
+    "rankzero.compat",
     "rankzero.store.remote",
     "rankzero.train.parts",
     "rankzero.train.writer",
