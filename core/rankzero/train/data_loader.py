@@ -137,9 +137,7 @@ class PreparedDataLoader:
         before, now = (before, now) if before and now else (1, 1)
         done = state["batches"] * state["world_size"] * before // (world_size * now)
         if state.get("rows", self._num_rows) != self._num_rows:
-            print(
-                f"rankzero: the data set had {state['rows']} rows before the checkpoint; its epoch begins at its first batch"
-            )
+            print(f"rankzero: the data set had {state['rows']} rows before; its epoch begins at its first batch")
             done = 0
         at = Position(state["epoch"], done, done)
         if "loader" in state and self._is_stateful() and (state["world_size"], before) == (world_size, now):
