@@ -111,6 +111,8 @@ def poll(before: Tasks) -> Tasks:
     same = [getattr(task, name) == getattr(xcom, name) for name in _KEY]
     rows = _rows(columns, task.state.in_(_WAITING), xcom.key == DIRECTORY_KEY, *same)
     waiting = {tuple(row[: len(_KEY)]): row for row in rows}
+    for key in waiting.keys() - before.keys():
+        logger.info("the training of %s is watched", key)
     for key in before.keys() - waiting.keys():
         # A store that does not respond delays no other training.
         threading.Thread(target=_end, args=(before[key],), name="rankzero-watch", daemon=True).start()
