@@ -20,7 +20,6 @@ from typing import Any
 
 from rankzero import bounds, store
 from rankzero.data.table import FOLDER as TABLES
-from rankzero.engines.base import in_thread
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
@@ -38,6 +37,7 @@ from rankzero.submit.existing import (
     find_job_of,
     following,
 )
+from rankzero.threads import in_thread
 from rankzero.values.pickled import Part
 
 CLAIM_TIMEOUT = bounds.scaled(20.0)  # Least seconds until a submitter that has claimed a run without job.json is dead
