@@ -19,6 +19,9 @@ from rankzero.threads import ActionThread, reply_of
 if TYPE_CHECKING:
     import ssl
 
+UPLOAD = ".upload-"
+"""Beginning of the name of a file that an agent sends; the rest is the name that the agent gives to it."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -66,7 +69,7 @@ class Server:
         """
         self._secret = secret
         self._receiver = receiver
-        self._served = served or {}
+        self._served = served if served is not None else {}
         self._digests = dict(digests or {})
         self._directory = directory
         self._tls = tls
@@ -217,7 +220,7 @@ class Server:
 
     async def _take(self, name: str, size: int, connection: Connection) -> None:
         """Receives a file. Its disk may hang or be full, so it is written in a thread."""
-        path = os.path.join(self._directory, f".upload-{name}")
+        path = os.path.join(self._directory, f"{UPLOAD}{name}")
         if not name or name.startswith(".") or os.sep in name or "\0" in name:
             raise ChannelError(f"{name!r} is no plain file name")
         thread, problem = ActionThread("rankzero-files"), "the driver has ended"

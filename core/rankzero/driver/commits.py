@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from rankzero import bounds, store
 from rankzero.channel.messages import NEVER
-from rankzero.engines.base import ActionThread
 from rankzero.job import CheckpointConfig
 from rankzero.run.checkpoints import (
     FOLDER,
@@ -31,6 +30,7 @@ from rankzero.run.checkpoints import (
 )
 from rankzero.run.directory import RunDirectory
 from rankzero.run.observer import owns
+from rankzero.threads import ActionThread
 
 logger = logging.getLogger(__name__)
 

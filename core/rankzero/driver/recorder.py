@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -11,6 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import astuple, replace
 from typing import Any
@@ -35,10 +38,13 @@ from rankzero.run.observer import owns
 from rankzero.run.output import stamped
 from rankzero.run.reports import CHECK_PREFIX, MOST_METRICS
 from rankzero.run.status import RunStatus, pace
+from rankzero.threads import ActionThread
 from rankzero.values.ref import ResultRef
 
 OUTCOME_RETRY_INTERVAL = bounds.scaled(0.25)  # Between two writes of a status whose outcome is certain
 HEARTBEAT_DELAY = 1.0  # Seconds for a write of lines to an object store to carry the heartbeat
+MOST_QUEUED = 32 << 20  # Characters of lines that wait for a disk; later ones are lost
+ROOM_TIMEOUT = 1.0  # Most seconds that an agent's connection is not read while they wait
 logger = logging.getLogger(__name__)
 
 
@@ -66,6 +72,8 @@ class Recorder:
         self._logs: dict[str, _Lines] = {}
         self._tails: dict[int, deque[str]] = {}
         self._finished = threading.Event()
+        self._thread = ActionThread("rankzero-lines")
+        self._queued = 0
         self._writer = StatusWriter(
             run,
             RunStatus(
@@ -182,14 +190,37 @@ class Recorder:
         of_run = {"submission": self.status.submission, "attempt": self.status.attempt}
         self.event({"type": "state", "state": state, **of_run, **self._names})
 
+    async def room(self) -> None:
+        """Waits while many lines wait for a disk; briefly, since one that hangs must not delay what agents report."""
+        deadline = time.monotonic() + ROOM_TIMEOUT
+        while MOST_QUEUED / 2 < self._queued <= MOST_QUEUED and time.monotonic() < deadline:
+            await asyncio.sleep(bounds.POLL_INTERVAL_BRIEF)
+
+    def _append(self, find: Callable[[], _Lines | None], texts: list[str]) -> None:
+        """Appends lines in a thread, since a disk may hang. Those that then find no room are lost."""
+        size = sum(map(len, texts))
+        if self._queued + size > MOST_QUEUED:
+            logger.warning("%d lines are lost: the disk of the run directory does not take them", len(texts))
+            return
+        self._queued += size
+
+        def append() -> None:
+            try:
+                if lines := find():
+                    lines.append(texts)
+            finally:
+                self._queued -= size
+
+        self._thread.submit(append)
+
     def event(self, event: dict[str, Any]) -> None:
         """Appends an event to the event log."""
-        self._events.append([json.dumps({"time": time.time(), **event})])
+        self._append(lambda: self._events, [json.dumps({"time": time.time(), **event})])
 
     def metrics(self, rank: int, rows: list[tuple[dict[str, Any], float]]) -> None:
         """Appends a rank's reported metrics with their times; rank 0's last values go into the status."""
         events = [{"time": when, "type": "metric", "rank": rank, "metrics": metrics} for metrics, when in rows]
-        self._events.append([json.dumps(event) for event in events])
+        self._append(lambda: self._events, [json.dumps(event) for event in events])
         if rank == 0:
             last = dict(self.status.metrics)
             counts = Counter(name.startswith(CHECK_PREFIX) for name in last)
@@ -204,18 +235,21 @@ class Recorder:
     def log(self, rank: int, lines: list[str]) -> None:
         """Appends lines of a rank to its log file, with the current time and the run's secrets masked."""
         lines = self.mask.lines(lines)
-        name = LINES if self._run.is_remote else log_name(rank)
+        self._tails.setdefault(rank, deque(maxlen=LOG_TAIL)).extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
+        stored = stamped(lines, time.time())
+        stored = [f"[{rank}] {line}" for line in stored] if self._run.is_remote else stored
+        self._append(functools.partial(self._log_of, LINES if self._run.is_remote else log_name(rank)), stored)
+
+    def _log_of(self, name: str) -> _Lines | None:
         if name not in self._logs:
             if not self._run.is_remote:
                 # The directory may have been removed, and belong to another run, which must not get this file.
                 with contextlib.suppress(OSError):
                     self._writer.check_superseded()
                 if self.superseded:
-                    return
+                    return None
             self._logs[name] = _Lines(self._streams.get(name) or Appender(self._run.path(name)))
-        stored = stamped(lines, time.time())
-        self._logs[name].append([f"[{rank}] {line}" for line in stored] if self._run.is_remote else stored)
-        self._tails.setdefault(rank, deque(maxlen=LOG_TAIL)).extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
+        return self._logs[name]
 
     def tail(self, rank: int) -> list[str]:
         """Returns the last log lines of a rank."""
@@ -231,8 +265,8 @@ class Recorder:
         """
         self._note_state(changes["state"])
         self.note_phase("final")
-        for lines in (self._events, *self._logs.values()):
-            lines.close()
+        wait([self._thread.submit(self._close_lines)], STORE_OUTAGE())
+        self._thread.end()
         self._finished.set()
         if self._run.is_remote:
             if not self._flusher.ident:
@@ -246,6 +280,10 @@ class Recorder:
             problem = self._writer.problem
             what = f"the run ended as {changes['state']}, but its status could not be written"
             raise ResultError(f"{what}: {problem or 'the store does not answer'}") from problem
+
+    def _close_lines(self) -> None:
+        for lines in (self._events, *self._logs.values()):
+            lines.close()
 
 
 class _Lines:
