@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankzero import bounds
-from rankzero.channel.connection import CHUNK, READ_SIZE, ChannelError, Connection, write_all
+from rankzero.channel.connection import CHUNK, READ_SIZE, ChannelError, Connection, Limits, write_all
 from rankzero.channel.messages import Ping
 from rankzero.channel.tls import client_context
 from rankzero.threads import in_thread, reply_of
@@ -37,6 +37,7 @@ class Driver:
         port: Its port.
         secret: The attempt's secret, hex.
         certificate: Its certificate as DER, if connections are encrypted.
+        limits: Time limits.
         digests: Digests of the files that ranks execute, once it has proved the secret.
     """
 
@@ -44,6 +45,7 @@ class Driver:
     port: int
     secret: str
     certificate: bytes | None = None
+    limits: Limits = field(default_factory=Limits)
     digests: dict[str, str] = field(default_factory=dict)
     _address: Address | None = None
 
@@ -65,7 +67,7 @@ class Driver:
                 except (OSError, ValueError) as error:
                     problems[host] = str(error) or type(error).__name__
                     continue
-                await connection.request(f"AGENT {task}", bounds.HANDSHAKE_TIMEOUT())
+                await connection.request(f"AGENT {task}", self.limits.handshake)
                 return connection
             if time.monotonic() >= deadline:
                 tried = "; ".join(f"{host}: {what}" for host, what in problems.items())
@@ -79,7 +81,7 @@ class Driver:
         # A name server may hang, so a thread calls the resolver.
         query = in_thread(lambda: socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM), "rankzero-resolve")
         problem: Exception = OSError(f"{host} has no address")
-        for family, _, _, _, address in await reply_of(query, bounds.CONNECT_TIMEOUT()):
+        for family, _, _, _, address in await reply_of(query, self.limits.connect):
             try:
                 connection = await self._connect((family, address))
             except (OSError, ValueError) as error:
@@ -93,20 +95,20 @@ class Driver:
         plain = socket.socket(address[0], socket.SOCK_STREAM)
         try:
             plain.setblocking(False)
-            async with asyncio.timeout(bounds.CONNECT_TIMEOUT()):
+            async with asyncio.timeout(self.limits.connect):
                 await asyncio.get_running_loop().sock_connect(plain, address[1])
-            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT()):
+            async with asyncio.timeout(self.limits.handshake):
                 tls: dict[str, Any] = {"ssl": client_context(), "server_hostname": ""} if self.certificate else {}
                 reader, writer = await asyncio.open_connection(sock=plain, limit=READ_SIZE, **tls)
         except BaseException:
             plain.close()
             raise
-        connection = Connection(reader, writer)
+        connection = Connection(reader, writer, self.limits)
         try:
             # Only the certificate itself is compared; its names and its dates are ignored.
             if self.certificate and writer.get_extra_info("ssl_object").getpeercert(True) != self.certificate:
                 raise ChannelError("the process at this address has another certificate than the run's")
-            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT()):
+            async with asyncio.timeout(self.limits.handshake):
                 self.digests = await connection.prove(self.secret)
         except BaseException as error:
             connection.abort(str(error))
@@ -124,9 +126,9 @@ class Driver:
         while True:
             before = time.monotonic()
             connection.send(Ping())
-            await asyncio.sleep(bounds.PING_INTERVAL)
+            await asyncio.sleep(self.limits.ping)
             now = time.monotonic()
-            if now - before > 2 * bounds.PING_INTERVAL or (connection.is_silent(now) and driver_lives()):
+            if now - before > 2 * self.limits.ping or (connection.is_silent(now) and driver_lives()):
                 connection.received_at = now
             if connection.is_silent(now):
                 connection.abort(f"nothing was received from the driver for {now - connection.received_at:.0f} s")
@@ -156,7 +158,7 @@ class Driver:
         async with self._for_file() as connection:
             with open(path, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
-                await connection.request(f"PUT {name} {size}", bounds.CONNECTION_LOST_AFTER())
+                await connection.request(f"PUT {name} {size}", self.limits.silence)
 
                 async def read() -> bytes:
                     return file.read(CHUNK) or b""

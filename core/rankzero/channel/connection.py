@@ -25,6 +25,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import IO
 
 from rankzero import bounds
@@ -43,6 +44,23 @@ class ChannelError(ConnectionError):
     """The other end has not proved the secret, refuses a request, or breaks the channel's rules."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The time limits of a channel, in seconds.
+
+    Attributes:
+        ping: Between two signs of life of each end.
+        silence: Without a byte, after which the other end is lost.
+        handshake: For both ends of a new connection to prove the secret.
+        connect: For a name to be resolved, and for a connection to be made.
+    """
+
+    ping: float = bounds.PING_INTERVAL
+    silence: float = field(default_factory=bounds.CONNECTION_LOST_AFTER)
+    handshake: float = field(default_factory=bounds.HANDSHAKE_TIMEOUT)
+    connect: float = field(default_factory=bounds.CONNECT_TIMEOUT)
+
+
 def new_secret() -> str:
     """Returns a new secret for one attempt, as hex."""
     return secrets.token_hex(32)
@@ -51,13 +69,15 @@ def new_secret() -> str:
 class Connection:
     """A connection, for which `prove` and `admit` are the two ends of the proof."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: Limits) -> None:
         """Takes a connection that is made.
 
         Args:
             reader: Its incoming half.
             writer: Its outgoing half.
+            limits: Time limits.
         """
+        self._limits = limits
         self._reader = reader
         self._writer = writer
         self.received_at = time.monotonic()
@@ -86,7 +106,7 @@ class Connection:
     async def _prove(self, secret: str) -> dict[str, str]:
         theirs, mine = await self._reader.readexactly(_SIZE), secrets.token_bytes(_SIZE)
         self._writer.write(mine + _proof(secret, b"agent", theirs, mine))
-        proof, digests = await self._reader.readexactly(_SIZE), await self.read_line(bounds.HANDSHAKE_TIMEOUT())
+        proof, digests = await self._reader.readexactly(_SIZE), await self.read_line(self._limits.handshake)
         if not hmac.compare_digest(proof, _proof(secret, b"driver", mine, theirs, digests.encode())):
             raise ChannelError("the process at this address did not prove the run's secret")
         found: dict[str, str] = json.loads(digests)
@@ -163,8 +183,8 @@ class Connection:
                     yield message, local_rank
 
     def is_silent(self, now: float) -> bool:
-        """Returns True if nothing was received for `bounds.CONNECTION_LOST_AFTER`."""
-        return now - self.received_at >= bounds.CONNECTION_LOST_AFTER()
+        """Returns True if nothing was received for `Limits.silence`."""
+        return now - self.received_at >= self._limits.silence
 
     def close(self) -> None:
         """Closes the connection after all written bytes have been sent."""
@@ -194,7 +214,7 @@ class Connection:
             if size < 0:
                 break
             self.write(data)
-            async with asyncio.timeout(bounds.CONNECTION_LOST_AFTER()):
+            async with asyncio.timeout(self._limits.silence):
                 await self.drain()
         if size:
             raise OSError("the file changed while it was read")
@@ -212,14 +232,14 @@ class Connection:
         """
         digest = hashlib.sha256()
         while size:
-            async with asyncio.timeout(bounds.CONNECTION_LOST_AFTER()):
+            async with asyncio.timeout(self._limits.silence):
                 data = await self._reader.read(min(size, CHUNK))
             if not data:
                 raise ChannelError("the connection was closed before the end of the file")
             size -= len(data)
             digest.update(data)
             await write(data)
-        if await self.read_line(bounds.CONNECTION_LOST_AFTER()) != digest.hexdigest():
+        if await self.read_line(self._limits.silence) != digest.hexdigest():
             raise ChannelError("the file was damaged on its way")
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from rankzero import bounds, store
-from rankzero.channel.connection import CHUNK, READ_SIZE, ChannelError, Connection, write_all
+from rankzero.channel.connection import CHUNK, READ_SIZE, ChannelError, Connection, Limits, write_all
 from rankzero.channel.messages import Bye, Log, Message, MessageError, Ping
 from rankzero.threads import ActionThread, reply_of
 
@@ -54,7 +54,7 @@ class Server:
         digests: Mapping[str, str] | None = None,
         directory: str = ".",
         tls: ssl.SSLContext | None = None,
-        ping_interval: float = bounds.PING_INTERVAL,
+        limits: Limits | None = None,
     ) -> None:
         """Prepares the server; `start` runs it.
 
@@ -65,7 +65,7 @@ class Server:
             digests: Digests of those that ranks execute, which agents compare.
             directory: Local directory for the files that agents send.
             tls: Context for encrypted connections; None for plain ones.
-            ping_interval: Seconds between two signs of life to each agent.
+            limits: Time limits; None for the usual ones.
         """
         self._secret = secret
         self._receiver = receiver
@@ -73,14 +73,14 @@ class Server:
         self._digests = dict(digests or {})
         self._directory = directory
         self._tls = tls
-        self._ping_interval = ping_interval
+        self._limits = limits or Limits()
         self._agents: dict[int, Connection] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self.received: dict[str, int | str] = {}
 
     async def start(self, listener: socket.socket) -> int:
         """Accepts connections at a socket that `rankzero.host.network.listen` has made; returns its port."""
-        timeout = bounds.HANDSHAKE_TIMEOUT() if self._tls else None
+        timeout = self._limits.handshake if self._tls else None
         self._server = await asyncio.start_server(
             self._accept, sock=listener, limit=READ_SIZE, ssl=self._tls, ssl_handshake_timeout=timeout
         )
@@ -131,10 +131,10 @@ class Server:
         """
         while True:
             before = time.monotonic()
-            await asyncio.sleep(self._ping_interval)
+            await asyncio.sleep(self._limits.ping)
             now = time.monotonic()
             for connection in list(self._agents.values()):
-                if now - before > 2 * self._ping_interval:
+                if now - before > 2 * self._limits.ping:
                     connection.received_at = now
                 if connection.is_silent(now):
                     connection.abort(f"nothing was received from it for {now - connection.received_at:.0f} s")
@@ -146,11 +146,11 @@ class Server:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-        connection = Connection(reader, writer)
+        connection = Connection(reader, writer, self._limits)
         try:
-            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT()):
+            async with asyncio.timeout(self._limits.handshake):
                 await connection.admit(self._secret, self._digests)
-            words = (await connection.read_line(bounds.HANDSHAKE_TIMEOUT())).split(" ")
+            words = (await connection.read_line(self._limits.handshake)).split(" ")
             match words:
                 case ["AGENT", number]:
                     await self._serve_agent(int(number), connection)
