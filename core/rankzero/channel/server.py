@@ -74,6 +74,7 @@ class Server:
         self._directory = directory
         self._tls = tls
         self._limits = limits or Limits()
+        self._server: asyncio.Server | None = None
         self._agents: dict[int, Connection] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self.received: dict[str, int | str] = {}
@@ -114,8 +115,9 @@ class Server:
 
     async def close(self) -> None:
         """Ends all connections."""
-        self._sweeper.cancel()
-        self._server.close()
+        if self._server:
+            self._server.close()
+            self._sweeper.cancel()
         for connection in self._agents.values():
             connection.close()
         for task in self._connections:
