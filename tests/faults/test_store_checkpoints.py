@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rankzero.channel.files import Uploads
 from tests.conftest import until
 from tests.faults.kit import Proxy
 
 from rankzero import Launcher, ResultRef, RunHandle
-from rankzero.channel.files import Uploads
 
 if TYPE_CHECKING:
     from tests.s3 import S3Server

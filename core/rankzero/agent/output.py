@@ -45,13 +45,17 @@ class Outbox:
     Every other message is sent immediately, so it may overtake lines.
     """
 
-    def __init__(self, scratch: str) -> None:
+    def __init__(self, scratch: str, limit: int = SPOOL_LIMIT, release_size: int = RELEASE) -> None:
         """Prepares to send; until `attach`, messages wait.
 
         Args:
             scratch: Directory of the task.
+            limit: Bytes on disk above which lines are dropped and counted.
+            release_size: Bytes that were read from the disk, after which their blocks are released.
         """
         self._scratch = scratch
+        self._limit = limit
+        self._release_size = release_size
         self._connection: Connection | None = None
         self._early: list[bytes] = []
         self._spool: FileIO | None = None
@@ -93,7 +97,7 @@ class Outbox:
 
     def _store(self, data: bytes) -> bool:
         try:
-            if self._written - self._read + len(data) > SPOOL_LIMIT:
+            if self._written - self._read + len(data) > self._limit:
                 return False
             if self._spool is None:
                 # Without a name: it goes with this process.
@@ -124,9 +128,10 @@ class Outbox:
         size, end, block = BATCH, 0, b""
         with contextlib.suppress(OSError):
             while not end and len(block) < self._written - self._read:
-                block = os.pread(self._spool.fileno(), min(size, self._written - self._read), self._read)
+                wanted = min(size, self._written - self._read)
+                block = os.pread(self._spool.fileno(), wanted, self._read)
                 end, size = block.rfind(b"\n") + 1, 2 * size
-                if not block:
+                if len(block) < wanted:
                     break
         if not end:
             self._dropped[0] += 1
@@ -135,7 +140,7 @@ class Outbox:
             if self._read == self._written:
                 self._spool.truncate(0)
                 self._read = self._written = self._released = 0
-            elif self._read - self._released >= RELEASE:
+            elif self._read - self._released >= self._release_size:
                 release(self._spool.fileno(), self._released, self._read - self._released)
                 self._released = self._read
         return block[:end]
