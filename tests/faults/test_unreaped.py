@@ -1,7 +1,7 @@
 """The end of a run whose success is certain, on a host where a rank's process cannot be reaped."""
 
+import asyncio
 import platform
-import select
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +12,9 @@ import pytest
 from tests.conftest import until
 
 from rankzero import EngineError, Launcher, LocalEngine, RankZeroError
-from rankzero.channel.client import ChannelClient, ChannelClosed
-from rankzero.channel.messages import Assign, End, Finished, Join, Ready, Rendezvous, Returned, Usage, decode, encode
+from rankzero.channel.client import Driver
+from rankzero.channel.connection import Connection
+from rankzero.channel.messages import Assign, End, Finished, Join, Ready, Rendezvous, Returned, Usage
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.local import LocalSession
 from rankzero.job import Job
@@ -54,7 +55,7 @@ class StuckAgent(AgentGroup):
     def __init__(self, config: AgentConfig, folder: str, on_end: OnEnd) -> None:
         super().__init__()
         hosts, port = config["driver"]
-        self._client = ChannelClient(hosts, port, config["secret"], 0)
+        self._driver = Driver(hosts, port, config["secret"])
         self._folder = folder
         self._on_end = on_end
         self._cancelled = threading.Event()
@@ -70,35 +71,32 @@ class StuckAgent(AgentGroup):
         return EngineError(str(error))
 
     def _work(self) -> None:
-        self._client.start()
-        join = Join("127.0.0.1", "127.0.0.1", "here", pid=1, python=platform.python_version(), gpus=[], workers=1)
-        self._client.queue(encode(join))
-        try:
-            self._await(Assign)
-            self._finish()
-            self._await(End)
-            while not (self._cancelled.wait(SAMPLE_INTERVAL) or Path(self._folder, "stop").exists()):
-                self._client.queue(encode(Usage({"time": time.time(), "cores": 1})))
-                Path(self._folder, "sampled").touch()
-        except ChannelClosed:
-            pass
-        self._client.close(0.0)
+        asyncio.run(self._live())
         self._ended.set()
         self._on_end(None)
 
-    def _await(self, kind: type) -> None:
-        while not self._cancelled.is_set():
-            select.select([self._client.fileno()], [], [], 0.1)
-            if any(isinstance(decode(message), kind) for message in self._client.receive()):
-                return
+    async def _live(self) -> None:
+        connection = await self._driver.find(0, WAIT)
+        join = Join("127.0.0.1", "127.0.0.1", "here", pid=1, python=platform.python_version(), gpus=[], workers=1)
+        connection.send(join)
+        async for message, _ in connection.messages():
+            if isinstance(message, Assign):
+                self._finish(connection)
+            if isinstance(message, End):
+                break
+        while not (self._cancelled.is_set() or Path(self._folder, "stop").exists()):
+            await asyncio.sleep(SAMPLE_INTERVAL)
+            connection.send(Usage({"time": time.time(), "cores": 1}))
+            Path(self._folder, "sampled").touch()
+        connection.close()
 
-    def _finish(self) -> None:
+    def _finish(self, connection: Connection) -> None:
         path = f"{self._folder}/value.json"
         size, digest = formats.write(7, formats.JSON, path)
         result = {"format": formats.JSON, "size": size, "digest": digest, "path": path, "summary": {}, "value": 7}
         now = time.time()
         for message in (Rendezvous(port=1), Ready(torch=""), Returned(now), Finished(now, result)):
-            self._client.queue(encode(message, local_rank=0))
+            connection.send(message, 0)
 
 
 def test_samples_of_a_host_do_not_delay_the_end_of_a_run_whose_rank_cannot_be_reaped(

@@ -108,6 +108,7 @@ class Driver:
         self._drives = before is None
         watching = asyncio.create_task(self.watch.follow())
         try:
+            await self.watch.ready()
             refused = await before() if before else False
             if refused is not True:
                 self._drives = True

@@ -130,6 +130,7 @@ class Watch:
         self._removed = self._abandoned = ""
         self.thread = ActionThread("rankzero-watch")
         self.error: RunCancelledError | None = None
+        self._has_read = asyncio.Event()
 
     def check(self) -> None:
         """Raises RunCancelledError, with the reason, if the run must end."""
@@ -147,6 +148,12 @@ class Watch:
         except RunCancelledError:
             return True
         return False
+
+    async def ready(self) -> None:
+        """Waits until the directory was read once, briefly, since a run that is cancelled already must not begin."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REASON_TIMEOUT()):
+                await self._has_read.wait()
 
     async def follow(self) -> None:
         """Reads the run directory again and again, until the run must end."""
@@ -168,6 +175,7 @@ class Watch:
         elif reason := self._inbox.interrupted or self._abandoned:
             self._note_cancelling()
             self.error = RunCancelledError(reason, requested=False)
+        self._has_read.set()
         self._inbox.change()
 
     async def _read_until_ended(self) -> None:
@@ -176,6 +184,8 @@ class Watch:
             is_called = self._inbox.is_called
             await reply_of(self.thread.submit(self._read))
             reads_since_call += is_called
+            if not (self._request or self._abandoned or self._removed):
+                self._has_read.set()
             # The first of these reads may have begun before the request was written.
             if reads_since_call == 2 and not self._inbox.is_cancelled:
                 return
