@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rankzero.channel.files import Uploads
 from tests.conftest import of_ranks, until
 
 from rankzero import Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError, store
-from rankzero.channel.files import Uploads
 from rankzero.cli import main
 from rankzero.submit.drivers import start_driver
 
