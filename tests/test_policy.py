@@ -244,7 +244,7 @@ def test_why_an_attempt_has_not_started_is_said(tasks: list[int], ranks: list[in
 
 
 MATCHED = failure(3, "d", 0, exception_type="RuntimeError", message="CUDA error 700", matched="CUDA error")
-SAME = replace(MATCHED, report=MATCHED.report.having(message="CUDA error 9"), order=1)
+SAME = replace(MATCHED, report=replace(MATCHED.report, message="CUDA error 9"), order=1)
 
 
 @pytest.mark.parametrize(
