@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -18,13 +19,13 @@ from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFa
 from rankzero.driver.driver import write_report
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.trackers import Trackers
-from rankzero.engines.base import ActionThread
 from rankzero.job import Job
 from rankzero.masking import Mask
 from rankzero.run.directory import RunDirectory
 from rankzero.run.names import EVENTS
 from rankzero.run.status import RunStatus
 from rankzero.submit.trackers import pack
+from rankzero.threads import ActionThread
 from rankzero.tracking import Tracker
 from rankzero.tracking.mlflow import training_of
 
@@ -245,7 +246,7 @@ def test_the_driver_that_reads_its_own_run_is_no_follower(tmp_path: Path) -> Non
     directory = RunDirectory(handle.directory)
     until(lambda: directory.status().state == "running", 60, "the run starts")
     lease = directory.lease()
-    write_report(directory, thread := ActionThread())
+    asyncio.run(write_report(directory, thread := ActionThread()))
     thread.end()
     assert "<html" in Path(directory.path("report.html")).read_text()
     assert directory.lease() == lease
