@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from rankzero import bounds, store
 from rankzero.channel.connection import CHUNK, READ_SIZE, ChannelError, Connection, Limits, write_all
 from rankzero.channel.messages import Bye, Log, Message, MessageError, Ping
+from rankzero.host.network import BACKLOG
 from rankzero.threads import ActionThread, reply_of
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Server:
         """Accepts connections at a socket that `rankzero.host.network.listen` has made; returns its port."""
         timeout = self._limits.handshake if self._tls else None
         self._server = await asyncio.start_server(
-            self._accept, sock=listener, limit=READ_SIZE, ssl=self._tls, ssl_handshake_timeout=timeout
+            self._accept, sock=listener, limit=READ_SIZE, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=timeout
         )
         self._sweeper = asyncio.create_task(self._sweep())
         return int(listener.getsockname()[1])

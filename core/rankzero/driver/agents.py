@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rankzero import bounds
 from rankzero.bounds import LOG_TAIL_WIDTH
 from rankzero.channel import messages
 from rankzero.channel.messages import Message
@@ -83,6 +86,7 @@ class Agents:
         self.has_rendezvous = self.is_stopping = self.is_leaving = False
         self._rendezvous: tuple[Member, int] | None = None
         self.heard_at = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
         self.served = {name: file["location"] for name, file in job.files.items()}
         digests = {name: job.files[name]["digest"] for name in EXECUTED if name in job.files}
         self.server = Server(secret, self, served=self.served, digests=digests, directory=storage.directory, tls=tls)
@@ -143,7 +147,45 @@ class Agents:
         for member in self.roster.numbered():
             self.server.send(member.task, messages.Committed(settled.for_ranks(member.ranks)))
 
-    # -- what the channel calls ----------------------------------------------------------------
+    async def request_stacks(self, is_over: Callable[[], bool], *, quiet: bool = False) -> None:
+        """Requests the stacks of all ranks that may reply, and waits for those that arrive in time.
+
+        Args:
+            is_over: Ends the wait once it returns True.
+            quiet: True if the logs of the ranks should not show their stacks.
+        """
+        deadline = time.monotonic() + bounds.STACKS_WINDOW()
+        self.hangs.stacks.clear()
+        self.server.broadcast(messages.Dump(quiet))
+        while not is_over() and (left := deadline - time.monotonic()) > 0:
+            if len(self.hangs.stacks) >= self._job.num_processes:
+                return
+            await self._inbox.wait(min(left, bounds.POLL_INTERVAL))
+
+    # -- what the engine and the channel call ---------------------------------------------------------------
+
+    def engine_end(self) -> Callable[[BaseException | None], None]:
+        """Returns the function that the engine's thread calls when all agents have ended."""
+        loop = asyncio.get_running_loop()
+
+        async def note(error: BaseException | None) -> None:
+            # Messages that arrived before the end explain it.
+            await self.server.read_rest()
+            self.facts.engine_ended, self.facts.engine_error = True, error
+            self._inbox.change()
+
+        def on_end(error: BaseException | None) -> None:
+            # The loop is closed if the driver has not waited for the end.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(lambda: self._tasks.append(loop.create_task(note(error))))
+
+        return on_end
+
+    async def close(self) -> None:
+        """Disconnects the agents."""
+        await self.server.close()
+        for task in self._tasks:
+            task.cancel()
 
     async def room(self) -> None:
         """Waits while lines of ranks wait for the store."""

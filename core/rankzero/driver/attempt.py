@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import functools
 import logging
@@ -11,20 +10,20 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from rankzero import bounds, store
+from rankzero import bounds
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel import messages
 from rankzero.channel.connection import new_secret
 from rankzero.driver import ending, policy
 from rankzero.driver.agents import Agents
-from rankzero.driver.commits import Committer, NotOwnerError
+from rankzero.driver.commits import Committer
 from rankzero.driver.ending import Facts, Verdict
 from rankzero.driver.places import CHECK_INTERVAL, Places
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.storage import Scratch, Storage, files_of, remove_leftovers
+from rankzero.driver.storage import Scratch, Storage, files_of
 from rankzero.driver.watch import Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession
-from rankzero.errors import EngineError, RankZeroError, RunCancelledError, RunTimeoutError, StartTimeoutError
+from rankzero.errors import EngineError, RankZeroError, RunCancelledError, RunTimeoutError
 from rankzero.host.network import listen
 from rankzero.host.processes import allow_open_files, caller_process
 from rankzero.job import CheckpointConfig, Job
@@ -87,7 +86,6 @@ class Attempt:
         self._number = number
         self._run_started_at = run_started_at
         self._say_at = time.monotonic() + bounds.WAITING_INTERVAL()
-        self._tasks: list[asyncio.Task[None]] = []
         self._group: AgentGroup | None = None
         self._scratch: Scratch | None = None
 
@@ -172,7 +170,7 @@ class Attempt:
             "certificate": base64.b64encode(self._identity.certificate).decode() if self._identity else None,
         }
         self._run.recorder.note_places(job.num_processes, held=True)
-        launch = functools.partial(session.launch, num_tasks, config, self._on_engine_end(asyncio.get_running_loop()))
+        launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
 
         def cancel(reply: Future[AgentGroup]) -> None:
             if not reply.exception():
@@ -181,19 +179,10 @@ class Attempt:
         self._group = await self._run.places.request(launch, job, self._deadline, if_late=cancel)
 
     async def _read_store(self) -> tuple[Manifest | None, str]:
-        """Returns the checkpoint to start from and the token; removes what earlier attempts left."""
-        run, watch, began = self._run.directory, self._run.watch, time.monotonic()
-
-        def read() -> tuple[Manifest | None, str]:
-            resume = self._committer.newest()
-            remove_leftovers(run, range(self.job.first_attempt, self._number))
-            return resume, run.token()
-
-        def gives_up(error: Exception) -> bool:
-            return isinstance(error, NotOwnerError) or watch.is_called_off()
-
-        patiently = functools.partial(store.patiently, read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), gives_up)
-        reply = self._committer.submit(patiently)
+        """Returns the checkpoint to start from and the run directory's token."""
+        watch, recorder, began = self._run.watch, self._run.recorder, time.monotonic()
+        read = functools.partial(self._storage.begin, self.job.first_attempt, watch.is_called_off)
+        reply = self._committer.submit(read)
         while not reply.done():
             watch.check()
             await self._run.inbox.wait(CHECK_INTERVAL)
@@ -201,29 +190,12 @@ class Attempt:
         # An outage of the store takes no time from the ranks' start.
         self._deadline += time.monotonic() - began
         resume, token = reply.result()
-        recorder = self._run.recorder
         if (found := resume and resume.id) != recorder.status.checkpoint:
             recorder.update(checkpoint=found)
         if self._number > self.job.first_attempt:
             begin = f"checkpoint {resume.id}" if resume else "the beginning"
             logger.warning("attempt %s begins at %s", self._number, begin)
         return resume, token
-
-    def _on_engine_end(self, loop: asyncio.AbstractEventLoop) -> Callable[[BaseException | None], None]:
-        """Returns the function that the engine's thread calls when all agents have ended."""
-
-        async def note(error: BaseException | None) -> None:
-            # Messages that arrived before the end explain it.
-            await self._agents.server.read_rest()
-            self._facts.engine_ended, self._facts.engine_error = True, error
-            self._run.inbox.change()
-
-        def on_end(error: BaseException | None) -> None:
-            # The loop is closed if the driver has not waited for the end.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(lambda: self._tasks.append(loop.create_task(note(error))))
-
-        return on_end
 
     # -- the training --------------------------------------------------------------------------
 
@@ -258,7 +230,8 @@ class Attempt:
             RankZeroError: the run must end, or ``check`` raises.
         """
         while not goal():
-            self._raise_trouble()
+            if ending.cannot_succeed(self._facts, self._agents.roster.gone()):
+                raise _TroubleError
             self._run.watch.check()
             timeout, began = self.job.timeout, self._run_started_at or self.started_at
             if timeout and began is not None and time.monotonic() - began > timeout:
@@ -266,10 +239,6 @@ class Attempt:
             await check(time.monotonic())
             await self._run.inbox.wait(CHECK_INTERVAL)
             self._note_stored()
-
-    def _raise_trouble(self) -> None:
-        if ending.cannot_succeed(self._facts, self._agents.roster.gone()):
-            raise _TroubleError
 
     def _note_stored(self) -> None:
         """Notes what the store has taken, or refused: checkpoints and rank 0's value."""
@@ -280,17 +249,12 @@ class Attempt:
     async def _check_start(self, now: float) -> None:
         """Raises StartTimeoutError if the ranks take too long to start; names those that are missing meanwhile."""
         roster = self._agents.roster
+        missing = roster.num_agents, roster.missing_tasks(), roster.ranks_not_ready()
         if now > self._deadline:
-            raise self._start_timeout()
+            raise ending.start_timeout(self.job.start_timeout, *missing)
         if now > self._say_at:
             self._say_at = now + bounds.WAITING_INTERVAL()
-            what = policy.starting_message(roster.num_agents, roster.missing_tasks(), roster.ranks_not_ready())
-            self._run.recorder.announce("waiting", what)
-
-    def _start_timeout(self) -> StartTimeoutError:
-        roster = self._agents.roster
-        missing, ranks = roster.missing_tasks(), roster.ranks_not_ready()
-        return ending.start_timeout(self.job.start_timeout, roster.num_agents, missing, ranks)
+            self._run.recorder.announce("waiting", policy.starting_message(*missing))
 
     def _note_start(self) -> None:
         """Records that every rank has started."""
@@ -306,35 +270,25 @@ class Attempt:
 
     async def _check_run(self, now: float) -> None:
         """Raises HangError if the ranks wait for each other and always will."""
-        hangs, facts, directory = self._agents.hangs, self._facts, self._run.directory.directory
+        agents, hangs, facts = self._agents, self._agents.hangs, self._facts
+        bound, directory = self.job.hang_timeout, self._run.directory.directory
+
+        def is_over() -> bool:
+            return ending.cannot_succeed(facts, agents.roster.gone()) or self._run.watch.is_called_off()
+
         if hangs.must_look(now):
-            await self._request_stacks(quiet=True)
+            await agents.request_stacks(is_over, quiet=True)
             hangs.note_look(time.monotonic())
             if not hangs.has_reported:
                 self._run.recorder.announce("waiting", hangs.notice(time.monotonic()))
         if hangs.waits_for_returned(now):
-            await self._request_stacks()
-            if hangs.waits_for_returned(time.monotonic()):
+            await agents.request_stacks(is_over)
+            if hangs.waits_for_returned(time.monotonic()) and not is_over():
                 raise ending.left_waiting(facts.returned, hangs.texts, directory)
-        bound = self.job.hang_timeout
         if bound is not None and hangs.is_hung(now, bound, facts.over):
-            await self._request_stacks()
-            if hangs.is_hung(time.monotonic(), bound, facts.over):
+            await agents.request_stacks(is_over)
+            if hangs.is_hung(time.monotonic(), bound, facts.over) and not is_over():
                 raise ending.hung(bound, hangs.texts, hangs.silent, directory)
-
-    async def _request_stacks(self, *, quiet: bool = False) -> None:
-        """Requests the stacks of all ranks, and waits for those that arrive in time.
-
-        Raises:
-            _TroubleError, RankZeroError: the attempt, or the run, must end.
-        """
-        hangs, deadline = self._agents.hangs, time.monotonic() + bounds.STACKS_WINDOW()
-        hangs.stacks.clear()
-        self._agents.server.broadcast(messages.Dump(quiet))
-        while len(hangs.stacks) < self.job.num_processes and (left := deadline - time.monotonic()) > 0:
-            await self._run.inbox.wait(left)
-            self._raise_trouble()
-            self._run.watch.check()
 
     async def _judge(self) -> Verdict:
         """Returns how an attempt has ended that cannot succeed: by the first cause, not by its consequences.
@@ -352,13 +306,7 @@ class Attempt:
             left -= min(WINDOW_STEP, time.monotonic() - began)
         gone = agents.roster.gone()
         if facts.failures and not gone and ending.suspects(facts):
-            deadline = time.monotonic() + bounds.STACKS_WINDOW()
-            agents.hangs.stacks.clear()
-            agents.server.broadcast(messages.Dump())
-            while not (ending.is_certain(facts) or agents.roster.gone()) and time.monotonic() < deadline:
-                if set(ending.suspects(facts)) <= set(agents.hangs.stacks):
-                    break
-                await self._run.inbox.wait(WINDOW_STEP)
+            await agents.request_stacks(lambda: ending.is_certain(facts) or bool(agents.roster.gone()))
             # A host that was cut off sends no signs of life.
             silent = agents.server.silent(bounds.STACKS_WINDOW())
             gone = agents.roster.gone() or [member for member in agents.roster.numbered() if member.task in silent]
@@ -454,9 +402,7 @@ class Attempt:
     async def _close(self) -> None:
         """Disconnects the agents and releases what the attempt has opened."""
         self._run.recorder.note_places(self.job.num_processes, held=False)
-        await self._agents.server.close()
-        for task in self._tasks:
-            task.cancel()
+        await self._agents.close()
         self._committer.close(0.0)
         if self._scratch:
             self._scratch.remove()

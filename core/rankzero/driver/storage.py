@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -58,6 +59,24 @@ class Storage:
         self._kinds: dict[bool, int] = {}
         self._storing: Future[ResultRef] | None = None
         self._value: list[Any] = []
+
+    def begin(self, first_attempt: int, is_called_off: Callable[[], bool]) -> tuple[Manifest | None, str]:
+        """Returns the checkpoint to start from and the run directory's token; removes what earlier attempts left.
+
+        Args:
+            first_attempt: The first attempt of this submission.
+            is_called_off: Returns True if the run must end, and so need not wait for a store that is out.
+        """
+
+        def read() -> tuple[Manifest | None, str]:
+            resume = self.committer.newest()
+            remove_leftovers(self._run, range(first_attempt, self._number))
+            return resume, self._run.token()
+
+        def gives_up(error: Exception) -> bool:
+            return isinstance(error, NotOwnerError) or is_called_off()
+
+        return store.patiently(read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), gives_up)
 
     def _take(self, name: str) -> tuple[str, int | str | None]:
         """Returns the path of a file that an agent has sent, and its size, or why it is not there; None if unknown."""
