@@ -3,7 +3,8 @@
 import pytest
 
 from rankzero import InvalidJobError, Launcher, bounds
-from rankzero.driver import hangs, watch
+from rankzero.channel import server
+from rankzero.driver import commits, hangs, watch
 from rankzero.run import lease
 
 
@@ -65,7 +66,7 @@ def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end(
     # Agents exit; the engine cancels them, and reports their end; the last checkpoint is stored.
     stops = 4 * bounds.STOP_MARGIN()
     # Connections are read to their end in both the cancel and the close of an attempt.
-    closes = 2 * bounds.LAST_READ_TIMEOUT() + bounds.SESSION_CLOSE_TIMEOUT()
+    closes = 2 * server.LAST_READ_TIMEOUT() + bounds.SESSION_CLOSE_TIMEOUT()
     # A store is asked who wants the end: by the last read that had begun, and by another one.
     asks = 2 * watch.REASON_TIMEOUT()
     assert stops + closes + asks < bounds.CANCEL_TIMEOUT()
@@ -73,7 +74,7 @@ def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end(
 
 
 def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_them() -> None:
-    assert bounds.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < bounds.UNFINISHED_AFTER()
+    assert commits.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < bounds.UNFINISHED_AFTER()
 
 
 def test_a_lease_outlasts_the_renewals_that_its_follower_may_miss() -> None:

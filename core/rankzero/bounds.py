@@ -62,7 +62,6 @@ MEET_TIMEOUT = stretched(30.0)  # For a rank to connect to rank 0's rendezvous
 # Who cancels a run, and the run's driver.
 CANCEL_TIMEOUT = stretched(30.0)  # Beyond stop_grace; nearly all of it if neither agents nor engine reply
 OWNER_LEASE = stretched(20.0)  # For which a driver on the cluster outlives its run's owner process
-CANCEL_REQUEST_TIMEOUT = stretched(0.9)  # For a read of the store that says whether a user wants the end
 SESSION_CLOSE_TIMEOUT = stretched(10.0)  # For an engine session to close (a SparkContext to stop)
 STOP_MARGIN = stretched(2.0)  # Beyond the grace, until agents are cancelled at the engine, which has as long
 REPORT_TIMEOUT = stretched(10.0)  # For the report, or the last card, of a run that has ended
@@ -76,7 +75,6 @@ CONNECTION_LOST_AFTER = stretched(
 AGENT_CONNECT_TIMEOUT = stretched(20.0)  # For an agent to find a driver that proves the secret
 CONNECT_TIMEOUT = stretched(5.0)  # For a name to be resolved, and for a connection to be made
 HANDSHAKE_TIMEOUT = stretched(10.0)  # For both ends of a new connection to prove the secret
-LAST_READ_TIMEOUT = stretched(0.3)  # For the driver to read what ended agents sent
 DELIVERY_INTERVAL = 0.5  # Between two deliveries of metrics, and of lines of a rank that prints little
 
 # Agents, and the driver that waits for them.
@@ -89,10 +87,8 @@ LAST_LINES_TIMEOUT = stretched(600.0)  # To deliver them after a success
 LAST_LINES_STALL_TIMEOUT = stretched(15.0)  # Without an accepted one of them, until they are dropped
 SUCCESS_END_TIMEOUT = stretched(25.0)  # Without a message, until agents are cancelled after a success
 CHECKPOINT_COMMIT_TIMEOUT = scaled(600.0)  # For checkpoints at a run's end, and for a rank that waits for one
-CHECKPOINT_RETRY_TIMEOUT = scaled(30.0)  # For the newest checkpoint while the store refuses its commit
 WAITING_INTERVAL = scaled(30.0)  # Between two messages about what an attempt waits for
 PROGRESS_LINE_INTERVAL = scaled(5.0)  # Between two progress lines in a log
-TICK = 0.1  # Between two checks of time limits and of the run directory
 
 # Polls of what cannot wake the process that waits for it: the longer it usually takes, the longer the interval.
 POLL_INTERVAL_BRIEF = 0.02  # A lock

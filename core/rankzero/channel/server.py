@@ -20,6 +20,8 @@ from rankzero.threads import ActionThread, reply_of
 if TYPE_CHECKING:
     import ssl
 
+LAST_READ_TIMEOUT = bounds.stretched(2.0)  # For the driver to read what ended agents sent, if a network is cut
+
 UPLOAD = ".upload-"
 """Beginning of the name of a file that an agent sends; the rest is the name that the agent gives to it."""
 
@@ -112,7 +114,7 @@ class Server:
     async def read_rest(self) -> None:
         """Waits until the agents have disconnected, whose processes have ended; briefly, if a network is cut."""
         if self._connections:
-            await asyncio.wait(self._connections, timeout=bounds.LAST_READ_TIMEOUT())
+            await asyncio.wait(self._connections, timeout=LAST_READ_TIMEOUT())
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -124,7 +126,7 @@ class Server:
         for task in self._connections:
             task.cancel()
         if self._connections:
-            await asyncio.wait(self._connections, timeout=bounds.LAST_READ_TIMEOUT())
+            await asyncio.wait(self._connections, timeout=LAST_READ_TIMEOUT())
 
     async def _sweep(self) -> None:
         """Sends signs of life, and disconnects agents that send none.

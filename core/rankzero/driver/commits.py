@@ -34,6 +34,7 @@ from rankzero.threads import ActionThread
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINT_RETRY_TIMEOUT = bounds.scaled(30.0)  # For the newest checkpoint while the store refuses its commit
 MAX_AHEAD = 3  # Sharded checkpoints of one rank that may wait for their first part of another rank
 
 T = TypeVar("T")
@@ -301,7 +302,7 @@ class Committer:
         try:
             manifest = store.patiently(
                 lambda: self._commit(parts),
-                bounds.CHECKPOINT_RETRY_TIMEOUT(),
+                CHECKPOINT_RETRY_TIMEOUT(),
                 bounds.WRITE_RETRY_INTERVAL(),
                 is_outdated,
             )
