@@ -120,10 +120,15 @@ class Group(AgentGroup):
 
     async def _play_one(self, config: AgentConfig, task: int) -> None:
         hosts, port = config["driver"]
-        connection = await Driver(hosts, port, config["secret"]).find(task, WAIT)
+        driver = Driver(hosts, port, config["secret"])
+        connection = await driver.find(task, WAIT)
+        keeping = asyncio.create_task(driver.keep(connection, lambda: False))
         version = platform.python_version()
         connection.send(Join("127.0.0.1", "127.0.0.1", f"host-{task}", pid=1, python=version, gpus=[], workers=1))
-        await self._engine.scripts[task](Agent(connection, self._engine.folder, task))
+        try:
+            await self._engine.scripts[task](Agent(connection, self._engine.folder, task))
+        finally:
+            keeping.cancel()
 
     def cancel(self) -> None:
         """Ends the scripts."""

@@ -77,7 +77,7 @@ def test_ranks_are_named_in_runs(ranks: list[int], name: str) -> None:
 def test_the_message_leads_with_rank_host_and_cause() -> None:
     facts = ending.Facts(9, "/store/run")
     for one in (KILLED, replace(KILLED, rank=5), replace(KILLED, rank=6), RAISED):
-        facts.note_failure(replace(one, order=len(facts.failures)), 0.0)
+        facts.note_failure(replace(one, order=len(facts.failures)))
     text = str(ending.failed(facts, lambda rank: ["last lines"], {}).error)
     assert text.startswith("rank 2 on c failed: killed by SIGKILL (often the kernel's out-of-memory killer)")
     assert "  last lines" in text

@@ -57,21 +57,21 @@ def test_lines_of_a_quiet_rank_travel_together(launcher: Launcher, deliveries: l
 def test_a_rank_that_prints_much_never_waits_for_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    client: Any = type("Client", (), {"bulk_bytes": 0, "unaccepted": 0, "queue": lambda *_, **__: None})()
-    rank = output.RankOutput(0, client, os.devnull)
+    outbox: Any = type("Outbox", (), {"send_lines": lambda *_: None})()
+    rank = output.RankOutput(0, outbox)
     rank.feed(b"few words\n")
-    assert rank.is_quiet
+    assert rank.pause > output.BRISK
     for _ in range(20):
         # 30 kB a second: no reason to look more often.
         clock[0] += bounds.DELIVERY_INTERVAL
         rank.feed(b"x" * int(30_000 * bounds.DELIVERY_INTERVAL))
-        assert rank.is_quiet
+        assert rank.pause > output.BRISK
     rank.feed(b"x" * output.QUIET_BYTES)
-    assert not rank.is_quiet
+    assert rank.pause == output.BRISK
     for _ in range(5):
         # What the pipe holds each time the agent is back at it: little, since it comes at once.
         rank.feed(b"x" * (output.QUIET_BYTES // 4))
-        assert not rank.is_quiet
+        assert rank.pause == output.BRISK
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rankzero import bounds
@@ -78,10 +79,14 @@ class Driver:
 
     async def _connect_to(self, host: str) -> Connection:
         """Connects to the first address of a host that proves the secret, and keeps it for later connections."""
-        # A name server may hang, so a thread calls the resolver.
-        query = in_thread(lambda: socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM), "rankzero-resolve")
+        resolve = partial(socket.getaddrinfo, host, self.port, type=socket.SOCK_STREAM)
+        try:
+            infos = resolve(flags=socket.AI_NUMERICHOST)
+        except OSError:
+            # A name server may hang, so a thread calls it.
+            infos = await reply_of(in_thread(resolve, "rankzero-resolve"), self.limits.connect)
         problem: Exception = OSError(f"{host} has no address")
-        for family, _, _, _, address in await reply_of(query, self.limits.connect):
+        for family, _, _, _, address in infos:
             try:
                 connection = await self._connect((family, address))
             except (OSError, ValueError) as error:
