@@ -44,6 +44,10 @@ def test_a_driver_is_dead_only_after_several_heartbeats() -> None:
     assert 3 * bounds.HEARTBEAT_INTERVAL < bounds.DRIVER_DEAD_AFTER() < bounds.DRIVER_STALE_AFTER()
 
 
+def test_a_driver_is_replaced_only_after_its_agents_have_given_it_up() -> None:
+    assert bounds.CONNECTION_LOST_AFTER() + bounds.STOP_GRACE + bounds.STOP_MARGIN() < bounds.DRIVER_DEAD_AFTER()
+
+
 def test_ranks_in_a_collective_without_the_others_are_named_before_they_count_as_hung() -> None:
     assert hangs.RETURNED_NOTICE() < hangs.RETURNED_HANG()
 

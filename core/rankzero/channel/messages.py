@@ -21,6 +21,8 @@ NEVER = sys.maxsize
 
 M = TypeVar("M", bound="Message")
 
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+
 
 class MessageError(ValueError):
     """A line that is no message, or is too long."""
@@ -57,7 +59,7 @@ def encode(message: Message, local_rank: int | None = None) -> bytes:
     Raises:
         MessageError: it is too long.
     """
-    line = json.dumps([type(message).__name__, local_rank, vars(message)], separators=(",", ":")).encode() + b"\n"
+    line = _to_json([type(message).__name__, local_rank, vars(message)]).encode() + b"\n"
     if len(line) > LINE_MAX:
         raise MessageError(f"a message of {len(line)} bytes is over the limit of {LINE_MAX}")
     return line

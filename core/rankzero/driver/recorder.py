@@ -73,7 +73,8 @@ class Recorder:
         self._tails: dict[int, deque[str]] = {}
         self._finished = threading.Event()
         self._thread = ActionThread("rankzero-lines")
-        self._queued = 0
+        # Each is changed by one thread alone.
+        self._queued = self._appended = 0
         self._writer = StatusWriter(
             run,
             RunStatus(
@@ -193,23 +194,21 @@ class Recorder:
     async def room(self) -> None:
         """Waits while many lines wait for a disk; briefly, since one that hangs must not delay what agents report."""
         deadline = time.monotonic() + ROOM_TIMEOUT
-        while MOST_QUEUED / 2 < self._queued <= MOST_QUEUED and time.monotonic() < deadline:
+        while self._queued - self._appended > MOST_QUEUED / 2 and time.monotonic() < deadline:
             await asyncio.sleep(bounds.POLL_INTERVAL_BRIEF)
 
     def _append(self, find: Callable[[], _Lines | None], texts: list[str]) -> None:
         """Appends lines in a thread, since a disk may hang. Those that then find no room are lost."""
         size = sum(map(len, texts))
-        if self._queued + size > MOST_QUEUED:
+        if self._queued - self._appended + size > MOST_QUEUED:
             logger.warning("%d lines are lost: the disk of the run directory does not take them", len(texts))
             return
         self._queued += size
 
         def append() -> None:
-            try:
-                if lines := find():
-                    lines.append(texts)
-            finally:
-                self._queued -= size
+            if lines := find():
+                lines.append(texts)
+            self._appended += size
 
         self._thread.submit(append)
 
