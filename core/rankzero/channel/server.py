@@ -117,7 +117,7 @@ class Server:
             await asyncio.wait(self._connections, timeout=LAST_READ_TIMEOUT())
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """Ends all connections, and accepts no more."""
         if self._server:
             self._server.close()
             self._sweeper.cancel()

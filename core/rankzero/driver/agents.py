@@ -182,7 +182,7 @@ class Agents:
         return on_end
 
     async def close(self) -> None:
-        """Disconnects the agents."""
+        """Disconnects all agents that are left."""
         await self.server.close()
         for task in self._tasks:
             task.cancel()

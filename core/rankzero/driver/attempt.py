@@ -63,7 +63,7 @@ class Run:
 
 
 class Attempt:
-    """One attempt.
+    """Makes one attempt of a run.
 
     Attributes:
         job: The job, with the locations of tables and, once it is known, for the size of this attempt's world.
@@ -128,15 +128,9 @@ class Attempt:
         job, num_agents = self.job, session.num_agents(num_tasks)
         if num_agents > MANY_AGENTS:
             allow_open_files()
-        self._committer = Committer(
-            run.directory,
-            self._number,
-            job.num_processes,
-            CheckpointConfig(**job.checkpoints),
-            job.fresh_since,
-            (job.submission, job.nonce),
-            run.inbox.wake,
-        )
+        kept, owner = CheckpointConfig(**job.checkpoints), (job.submission, job.nonce)
+        number, since, wake = self._number, job.fresh_since, run.inbox.wake
+        self._committer = Committer(run.directory, number, job.num_processes, kept, since, owner, wake)
         self._scratch = Scratch() if run.directory.is_remote else None
         directory = self._scratch.path if self._scratch else run.directory.path("result")
         self._facts = Facts(job.num_processes, run.directory.directory)
@@ -149,9 +143,8 @@ class Attempt:
             self._identity = make_identity()
             logger.info("the connections of attempt %s are encrypted", self._number)
         tls = self._identity.context if self._identity else None
-        self._agents = Agents(
-            run.directory, job, self._number, num_agents, run.recorder, run.inbox, self._storage, self._secret, tls
-        )
+        parts = run.recorder, run.inbox, self._storage
+        self._agents = Agents(run.directory, job, number, num_agents, *parts, self._secret, tls)
 
     async def _launch(self, session: EngineSession, num_tasks: int) -> None:
         """Makes the engine start the agents, for which the driver listens."""

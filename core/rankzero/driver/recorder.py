@@ -192,7 +192,7 @@ class Recorder:
         self.event({"type": "state", "state": state, **of_run, **self._names})
 
     async def room(self) -> None:
-        """Waits while many lines wait for a disk; briefly, since one that hangs must not delay what agents report."""
+        """Waits while many lines wait for a disk. Briefly: one that hangs must not delay what agents report."""
         deadline = time.monotonic() + ROOM_TIMEOUT
         while self._queued - self._appended > MOST_QUEUED / 2 and time.monotonic() < deadline:
             await asyncio.sleep(bounds.POLL_INTERVAL_BRIEF)
@@ -206,8 +206,9 @@ class Recorder:
         self._queued += size
 
         def append() -> None:
-            if lines := find():
-                lines.append(texts)
+            with contextlib.suppress(OSError):
+                if lines := find():
+                    lines.append(texts)
             self._appended += size
 
         self._thread.submit(append)
@@ -264,7 +265,10 @@ class Recorder:
         """
         self._note_state(changes["state"])
         self.note_phase("final")
-        wait([self._thread.submit(self._close_lines)], STORE_OUTAGE())
+        # The thread may open more of them until then.
+        wait(
+            [self._thread.submit(lambda: [one.close() for one in (self._events, *self._logs.values())])], STORE_OUTAGE()
+        )
         self._thread.end()
         self._finished.set()
         if self._run.is_remote:
@@ -279,10 +283,6 @@ class Recorder:
             problem = self._writer.problem
             what = f"the run ended as {changes['state']}, but its status could not be written"
             raise ResultError(f"{what}: {problem or 'the store does not answer'}") from problem
-
-    def _close_lines(self) -> None:
-        for lines in (self._events, *self._logs.values()):
-            lines.close()
 
 
 class _Lines:
