@@ -92,7 +92,6 @@ class Attempt:
     async def live(self) -> Verdict:
         """Makes the attempt, and returns how it has ended. Raises the error of one that has no agents."""
         recorder, places = self._run.recorder, self._run.places
-
         recorder.note_phase("opening")
         self._deadline = time.monotonic() + self.job.start_timeout
         session = await places.open(self.job, self._run.env, self._deadline)

@@ -19,14 +19,7 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.bounds import (
-    DRIVER_DEAD_AFTER,
-    HEARTBEAT_INTERVAL,
-    LOG_TAIL,
-    LOG_TAIL_WIDTH,
-    STORE_OUTAGE,
-    WRITE_RETRY_INTERVAL,
-)
+from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.job import Job
@@ -171,7 +164,9 @@ class Recorder:
             # This also writes a heartbeat and the position up to which followers may read.
             self._writer.change(**self._progress())
         try:
-            store.patiently(self._flush_streams, STORE_OUTAGE(), WRITE_RETRY_INTERVAL(), lambda _: self.superseded)
+            store.patiently(
+                self._flush_streams, STORE_OUTAGE(), bounds.WRITE_RETRY_INTERVAL(), lambda _: self.superseded
+            )
         except Exception as error:
             logger.warning("lines are lost: %s", error)
 
