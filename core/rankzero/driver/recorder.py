@@ -260,10 +260,12 @@ class Recorder:
         """
         self._note_state(changes["state"])
         self.note_phase("final")
-        # The thread may open more of them until then.
-        wait(
-            [self._thread.submit(lambda: [one.close() for one in (self._events, *self._logs.values())])], STORE_OUTAGE()
-        )
+
+        def close() -> None:
+            for lines in (self._events, *self._logs.values()):
+                lines.close()
+
+        wait([self._thread.submit(close)], STORE_OUTAGE())
         self._thread.end()
         self._finished.set()
         if self._run.is_remote:
