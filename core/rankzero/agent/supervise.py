@@ -149,6 +149,8 @@ class Agent:
             self._collect()
             self._ending.stop(message.grace)
         elif isinstance(message, messages.End):
+            with contextlib.suppress(OSError):
+                open(os.path.join(self._config["scratch"], "agreed"), "w").close()
             self._ending.await_exits()
 
     async def _start(self, assigned: messages.Assign) -> None:

@@ -33,6 +33,7 @@ SOCKET_PATH_ROOM = 74
 
 PREFIX = "rankzero-agent-"
 
+AGREED = "agreed"  # File in an agent's directory from when the driver has asked it to end
 _TAIL = 4096  # Bytes of an agent's last output that its error shows
 MARKER = "RANKZERO_AGENT"  # Environment variable by which all processes that an agent has started are found
 
@@ -88,7 +89,8 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
                 agent.wait()
             if agent.returncode != 0:
                 _kill_marked(f"{MARKER}={marker}")
-        if code_of_agent != 0:
+        # An agent that the driver has asked to end after a success must not fail its task: others still exit.
+        if code_of_agent != 0 and not os.path.exists(os.path.join(scratch, AGREED)):
             tail = os.pread(log.fileno(), _TAIL, max(0, os.fstat(log.fileno()).st_size - _TAIL))
             text = tail.decode(errors="replace").strip()
             how = f"signal {-code_of_agent}" if code_of_agent < 0 else f"exit code {code_of_agent}"
