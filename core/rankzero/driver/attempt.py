@@ -85,7 +85,6 @@ class Attempt:
         self._run = run
         self._number = number
         self._run_started_at = run_started_at
-        self._say_at = time.monotonic() + bounds.WAITING_INTERVAL()
         self._group: AgentGroup | None = None
         self._scratch: Scratch | None = None
 
@@ -199,6 +198,7 @@ class Attempt:
         limit and a hang, which need no judgement.
         """
         agents, facts = self._agents, self._facts
+        self._say_at = time.monotonic() + bounds.WAITING_INTERVAL()
         try:
             await self._until(lambda: agents.roster.is_complete, self._check_start)
             agents.assign_ranks(self._resume, self._token)
