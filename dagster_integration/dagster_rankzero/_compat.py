@@ -13,7 +13,9 @@ from dagster._core.execution.plan.outputs import StepOutputHandle
 from dagster._core.execution.stats import StepEventStatus
 from dagster._core.storage.tags import MAX_RETRIES_TAG, RETRY_NUMBER_TAG, WILL_RETRY_TAG
 from dagster._core.types.dagster_type import resolve_dagster_type
+from dagster._utils.warnings import disable_dagster_warnings
 from dagster.components.core.context import ComponentDeclLoadContext
+from dagster_shared.record import replace
 
 
 def set_data_version(context: dg.OutputContext, version: str) -> None:
@@ -147,10 +149,28 @@ def outputs_of(context: Any) -> list[OutputFacts]:
     ]
 
 
-def partitions_of(context: dg.AssetCheckExecutionContext, key: dg.AssetKey) -> dg.PartitionsDefinition[str] | None:
-    """Returns the partitions of an asset; None if it has none, or is defined in another code location."""
-    layer = context.op_execution_context.job_def.asset_layer
-    return layer.get(key).partitions_def if layer.has(key) else None
+def with_partitions(spec: dg.AssetCheckSpec, partitions: Any) -> dg.AssetCheckSpec:
+    """Returns a check with the partitions of its asset, which Dagster 1.13 has as a preview, without its warning."""
+    with disable_dagster_warnings():
+        return spec._replace(partitions_def=partitions)
+
+
+def evaluation_of(
+    context: Any, result: dg.AssetCheckResult, spec: dg.AssetCheckSpec, partition: str | None
+) -> dg.AssetCheckEvaluation:
+    """Returns the evaluation of a check, of a partition if there is one, from the result that a check would return."""
+    step, result = _step_of(context), result._replace(asset_key=spec.asset_key, check_name=spec.name)
+    found = result.to_asset_check_evaluation(step)
+    if partition is None:
+        return found
+    target = result._get_partitioned_target_materialization_data(step, spec.asset_key, partition)
+    own = partition if spec.partitions_def else None
+    return replace(found, partition=own, target_materialization_data=target)
+
+
+def output_of_check(context: Any, key: dg.AssetCheckKey) -> str:
+    """Returns the name of the output of a context's step that stands for a check."""
+    return str(_step_of(context).job_def.asset_layer.get_op_output_name(key))
 
 
 def io_manager_of(context: Any, output: str) -> object:

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 import dagster as dg
 from pydantic import Field
 
-from dagster_rankzero.compute import BOUND, CONFIG, check_function
-from dagster_rankzero.decorators import torch_asset
-from dagster_rankzero.inputs import PARTITION_KEY, PARTITION_KEYS
+from dagster_rankzero.decorators import BOUND, torch_asset
+from dagster_rankzero.inputs import CONFIG, PARTITION_KEY, PARTITION_KEYS, check_function
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, TorchDistributorResource
 
 _TRAIN = '''"""Runs on every rank. What rank 0 returns is the asset's value."""

@@ -3,25 +3,34 @@
 import copy
 import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import dagster as dg
+from pydantic import ValidationError
 
-from dagster_rankzero._compat import outputs_of
-from dagster_rankzero.compute import (
-    build_compute,
-    build_script_compute,
-    check_result,
-    collect_options,
-    with_reported_checks,
-    with_resource,
+from dagster_rankzero._compat import outputs_of, with_partitions
+from dagster_rankzero.checks import reported_checks
+from dagster_rankzero.fields import ADDED, added_to, check_fields
+from dagster_rankzero.inputs import (
+    PARTITION_KEYS,
+    PartitionArguments,
+    as_step_parameter,
+    check_function,
+    of_single,
+    take_single,
 )
-from dagster_rankzero.inputs import of_single, take_single
 from dagster_rankzero.metadata import RESULT_ENTRIES, by_output
-from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
+from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, TorchDistributorResource
 from rankzero.pipeline import NumProcesses
+
+BOUND = "_rankzero_bound"
+"""Attribute of a training function that stands for another one with fixed arguments: that function, and those."""
+
+_Finish = Callable[[Any, Any, list[str]], Any]
+# Makes a step's return value from its context, the result of its training, and the `partition_keys` that it got.
 
 
 @overload
@@ -83,13 +92,18 @@ def torch_asset(
         ...     dist.init_process_group("gloo")
         ...     return {"rows": len(features)}
     """
-    changes = collect_options(options, num_processes=num_processes, use_gpu=use_gpu)
+    changes = _changes(options, num_processes=num_processes, use_gpu=use_gpu)
+    arguments = _with_check_partitions(asset_arguments)
+    specs = arguments.get("check_specs")
+
+    def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
+        single = take_single(context, result, keys)
+        return _with_checks(context, [single], specs, result.metadata) if specs else single
 
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
-        finish = with_reported_checks if asset_arguments.get("check_specs") else take_single
         context = dg.AssetExecutionContext
-        compute = build_compute("torch_asset", function, resource_key, changes, context, asset_arguments, finish)
-        decorated = dg.asset(**with_resource(asset_arguments, resource_key))(compute)
+        compute = _build_compute("torch_asset", function, resource_key, changes, context, arguments, finish)
+        decorated = dg.asset(**_with_resource(arguments, resource_key))(compute)
         assert isinstance(decorated, dg.AssetsDefinition)
         return decorated
 
@@ -140,7 +154,8 @@ def torch_multi_asset(
         raise dg.DagsterInvalidDefinitionError(
             "torch_multi_asset takes outs and not specs, whose outputs carry no value: AssetOut.from_spec(spec)"
         )
-    changes = {**collect_options(options, num_processes=num_processes, use_gpu=use_gpu), "by_reference": False}
+    changes = {**_changes(options, num_processes=num_processes, use_gpu=use_gpu), "by_reference": False}
+    arguments = _with_check_partitions(asset_arguments)
     required = {name for name, out in outs.items() if out.is_required}
 
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
@@ -151,19 +166,20 @@ def torch_multi_asset(
 
         def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
             values = by_output(function.__name__, result.value, list(outs), required)
-            # A generator: Dagster would treat a tuple as all outputs, and an output may be left out.
-            return (
+            selected = context.op_execution_context.selected_output_names
+            results = [
                 _result_of(context, name, of_single(values[name], keys, name), result)
                 for name in outs
-                if name in values and name in context.op_execution_context.selected_output_names
-            )
+                if name in values and name in selected
+            ]
+            return _with_checks(context, results, arguments.get("check_specs") or (), result.metadata)
 
         context = dg.AssetExecutionContext
-        compute = build_compute("torch_multi_asset", function, resource_key, changes, context, asset_arguments, finish)
+        compute = _build_compute("torch_multi_asset", function, resource_key, changes, context, arguments, finish)
         made = {name: copy.copy(out) for name, out in outs.items()}
-        for out in made.values() if asset_arguments.get("can_subset") else ():
+        for out in made.values() if arguments.get("can_subset") else ():
             out.is_required = False
-        return dg.multi_asset(**with_resource(asset_arguments, resource_key), outs=made)(compute)
+        return dg.multi_asset(**_with_resource(arguments, resource_key), outs=made)(compute)
 
     return decorate
 
@@ -175,17 +191,8 @@ def _result_of(
     if whole.data_version is not None:
         # For IO managers without checksums; RankZeroIOManager replaces it by the value's checksum.
         context.set_data_version(key, whole.data_version)
-    metadata = whole.metadata or {}
-    return dg.MaterializeResult(
-        asset_key=key,
-        value=value,
-        metadata={entry: shown for entry, shown in metadata.items() if entry not in RESULT_ENTRIES},
-        check_results=[
-            check_result(check, metadata)
-            for check in sorted(context.selected_asset_check_keys)
-            if check.asset_key == key
-        ],
-    )
+    metadata = {entry: shown for entry, shown in (whole.metadata or {}).items() if entry not in RESULT_ENTRIES}
+    return dg.MaterializeResult(asset_key=key, value=value, metadata=metadata)
 
 
 @overload
@@ -249,7 +256,7 @@ def torch_distributor_op(
         >>> train_op.name
         'train'
     """
-    changes = collect_options(options, num_processes=num_processes, use_gpu=use_gpu)
+    changes = _changes(options, num_processes=num_processes, use_gpu=use_gpu)
     outs = op_arguments.get("out")
     declared = [*outs.values()] if isinstance(outs, Mapping) else [outs]
     if any(isinstance(out, dg.DynamicOut) for out in declared):
@@ -279,13 +286,13 @@ def torch_distributor_op(
         )
 
     def make(compute: Callable[..., Any]) -> dg.OpDefinition:
-        made = dg.op(**with_resource(op_arguments, resource_key))(compute)
+        made = dg.op(**_with_resource(op_arguments, resource_key))(compute)
         assert isinstance(made, dg.OpDefinition)
         return made
 
     def decorate(function: Callable[..., Any]) -> dg.OpDefinition:
         context = dg.OpExecutionContext
-        compute = build_compute("torch_distributor_op", function, resource_key, changes, context, op_arguments, finish)
+        compute = _build_compute("torch_distributor_op", function, resource_key, changes, context, op_arguments, finish)
         if args:
             raise dg.DagsterInvalidDefinitionError(
                 f"args={list(args)!r} is for scripts; the arguments of {function.__name__} are the op's inputs"
@@ -296,6 +303,127 @@ def torch_distributor_op(
         return decorate
     if isinstance(train, (str, os.PathLike, list, tuple)):
         caller = sys._getframe(1).f_globals.get("__file__", "")
-        return make(build_script_compute(train, tuple(args), resource_key, changes, os.path.dirname(caller), finish))
+        return make(_build_script_compute(train, tuple(args), resource_key, changes, os.path.dirname(caller), finish))
     assert callable(train)
     return decorate(train)
+
+
+def _with_check_partitions(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of Dagster's decorator with the asset's partitions in its checks."""
+    if (partitions := arguments.get("partitions_def")) is None or not arguments.get("check_specs"):
+        return dict(arguments)
+    return {**arguments, "check_specs": [with_partitions(spec, partitions) for spec in arguments["check_specs"]]}
+
+
+def _with_checks(
+    context: dg.AssetExecutionContext, results: Iterable[Any], specs: Sequence[dg.AssetCheckSpec], metadata: Any
+) -> Iterator[Any]:
+    # A generator: Dagster would treat a tuple as all outputs, and an output may be left out. A check comes behind the
+    # materialization that it is about.
+    yield from results
+    yield from reported_checks(context, specs, metadata or {})
+
+
+def _build_compute(
+    decorator: str,
+    train: Callable[..., Any],
+    resource_key: str,
+    options: Mapping[str, Any],
+    context_type: type[Any],
+    arguments: Mapping[str, Any],
+    finish: _Finish,
+) -> Callable[..., Any]:
+    """Builds the step's function: its signature, which ``@dg.asset`` and ``@dg.op`` read, has the training's inputs.
+
+    A parameter that ``ins`` describes among the arguments of Dagster's decorator is an input, whatever its name.
+
+    Raises:
+        dagster.DagsterInvalidDefinitionError: a parameter cannot reach the ranks.
+    """
+    check_function(decorator, train)
+    partitions = PartitionArguments.of(train, frozenset(arguments.get("ins") or ()))
+    if context_type is dg.AssetExecutionContext:
+        partitions.check(arguments.get("partitions_def"), arguments.get("backfill_policy"))
+    returns_nothing = inspect.signature(train).return_annotation in (None, "None")
+    bound: tuple[Callable[..., Any], dict[str, Any]] = getattr(train, BOUND, (train, {}))
+
+    def compute(context: Any, **inputs: Any) -> Any:
+        function, fixed = bound
+        given = partitions.fill(context)
+        resource: TorchDistributorResource = getattr(context.resources, resource_key).options(**options)
+        if PARTITION_KEYS in given:
+            # The value is needed, since it is split by partition.
+            resource = resource.options(by_reference=False)
+        result = resource._run(context, function, (), {**fixed, **inputs, **given})
+        return finish(context, result, given.get(PARTITION_KEYS, []))
+
+    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=context_type)]
+    parameters += [
+        as_step_parameter(train, parameter)
+        for parameter in inspect.signature(train).parameters.values()
+        if parameter.name not in partitions.taken
+    ]
+    parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)
+    parameters.sort(key=lambda parameter: parameter.kind)
+    returns = None if returns_nothing else inspect.Signature.empty
+    compute.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+    compute.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not inspect.Parameter.empty}
+    if returns_nothing:
+        compute.__annotations__["return"] = None
+    compute.__name__ = compute.__qualname__ = train.__name__
+    compute.__module__ = train.__module__
+    compute.__doc__ = train.__doc__
+    return compute
+
+
+def _with_resource(arguments: Mapping[str, Any], resource_key: str) -> dict[str, Any]:
+    """Returns the arguments of Dagster's decorator with the resource among the required ones."""
+    required = {*(arguments.get("required_resource_keys") or ()), resource_key}
+    return {**arguments, "required_resource_keys": required}
+
+
+def _changes(options: Mapping[str, Any] | None, **named: Any) -> dict[str, Any]:
+    """Returns the changes to the resource as one dict.
+
+    Raises:
+        dagster.DagsterInvalidDefinitionError: a name is not a field of the resource, or its value is wrong.
+    """
+    changes = {**{name: value for name, value in named.items() if value is not None}, **(options or {})}
+    check_fields(TorchDistributorResource, changes)
+    try:
+        # None as a value of a mapping removes an entry of the project's resource, which does not exist yet.
+        added = {name: added_to({}, changes[name]) for name in ADDED.intersection(changes)}
+        TorchDistributorResource(**{**changes, **added})
+    except ValidationError as error:
+        raise dg.DagsterInvalidDefinitionError(f"wrong options: {error}") from error
+    return changes
+
+
+def _build_script_compute(
+    script: str | os.PathLike[str] | Sequence[str],
+    args: tuple[Any, ...],
+    resource_key: str,
+    options: Mapping[str, Any],
+    folder: str,
+    finish: _Finish,
+) -> Callable[..., Any]:
+    """Builds the function of an op that runs a script, a command, or ``"package.module:function"``.
+
+    A relative path of a script that exists in ``folder`` begins there, as a script of an Airflow task does at its file.
+    """
+    program = script
+    if isinstance(script, (str, os.PathLike)) and os.path.isfile(
+        beside := os.path.abspath(os.path.join(folder, script))
+    ):
+        program = beside
+
+    # The function has no return annotation, under which Dagster would not accept an Output object.
+    def compute(context: dg.OpExecutionContext):  # type: ignore[no-untyped-def]
+        resource: TorchDistributorResource = getattr(context.resources, resource_key)
+        return finish(context, resource.options(**options).run(context, program, *args), [])
+
+    words = [os.fspath(script)] if isinstance(script, (str, os.PathLike)) else list(script)
+    name = os.path.basename(words[0]).removeprefix("-m ").removesuffix(".py").rpartition(":")[2]
+    compute.__name__ = re.sub(r"\W", "_", name)
+    compute.__doc__ = f"Runs {' '.join(words)} on every rank."
+    return compute

@@ -9,13 +9,17 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_origin
 
 import dagster as dg
 
 import rankzero
 from dagster_rankzero._compat import dagster_type_of, name_of
 
+CONTEXT_NAMES = frozenset({"context", "_context", "context_", "_"})
+"""Names of a first parameter for which Dagster passes its context."""
+
+CONFIG = "config"
 PARTITION_KEY = "partition_key"
 PARTITION_KEYS = "partition_keys"
 
@@ -121,6 +125,63 @@ def without_annotations(train: Any) -> Any:
     copy.__module__ = train.__module__
     copy.__doc__ = train.__doc__
     return copy
+
+
+def check_function(decorator: str, train: object) -> None:
+    """Raises DagsterInvalidDefinitionError unless a training function is one that ranks can call."""
+    if not inspect.isfunction(train) or inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
+        raise dg.DagsterInvalidDefinitionError(
+            f"{decorator} is given {train!r}; it takes a plain function, which runs on every rank"
+        )
+
+
+def as_step_parameter(train: Callable[..., Any], parameter: inspect.Parameter) -> inspect.Parameter:
+    """Returns the parameter of a step's function that stands for one of its training function.
+
+    Raises:
+        dagster.DagsterInvalidDefinitionError: the parameter cannot reach the ranks.
+    """
+    name, annotation, why = parameter.name, _annotation_of(train, parameter), ""
+    if name in CONTEXT_NAMES:
+        why = f"has a parameter {name!r}, but it runs inside ranks, where Dagster's context does not exist: remove it "
+        why += "(rankzero.train.get_context() tells rank and world size), or call TorchDistributorResource.run from an "
+        why += "asset of your own"
+    elif parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+        why = f"has the parameter {str(parameter)!r}; inputs have names: make it an ordinary parameter"
+    elif _is_resource(annotation):
+        why = f"asks for the resource {name!r}, but it runs inside ranks, where resources do not exist: pass plain "
+        why += "values, or call TorchDistributorResource.run from an asset of your own"
+    if why:
+        raise dg.DagsterInvalidDefinitionError(f"{train.__name__} {why}")
+    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        return parameter.replace(annotation=inspect.Parameter.empty)
+    if name != CONFIG:
+        annotation = type_of_input(Any if annotation is inspect.Parameter.empty else annotation)
+    # Dagster does not see keyword-only parameters as inputs.
+    return parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+
+
+def _annotation_of(train: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """Returns the annotation as an object; `Any` for a name that exists only for type checkers."""
+    annotation = parameter.annotation
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, getattr(inspect.unwrap(train), "__globals__", {}))
+    except NameError:
+        if parameter.name == CONFIG:
+            raise dg.DagsterInvalidDefinitionError(
+                f"{train.__name__}: the annotation {annotation!r} of {CONFIG} is not a name of its module; "
+                "define the Config class at module level"
+            ) from None
+        return Any
+
+
+def _is_resource(annotation: Any) -> bool:
+    if any(metadata == "resource_param" for metadata in getattr(annotation, "__metadata__", ())):
+        return True
+    cls = get_origin(annotation) or annotation
+    return isinstance(cls, type) and issubclass(cls, dg.ConfigurableResource)
 
 
 @dataclass(frozen=True)
