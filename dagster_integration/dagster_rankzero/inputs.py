@@ -62,6 +62,11 @@ def is_reference(value: object) -> bool:
     return isinstance(value, rankzero.ResultRef)
 
 
+def is_frame(value: object) -> bool:
+    """Returns True for a DataFrame of Spark or Spark Connect."""
+    return type(value).__module__.startswith("pyspark.sql.") and hasattr(value, "mapInArrow")
+
+
 def wants_reference(dagster_type: dg.DagsterType) -> bool:
     """Returns True if an IO manager may give this input a handle instead of the value.
 
@@ -307,13 +312,14 @@ LIMIT, _KEPT = 255, 180
 def segment(text: str) -> str:
     """Returns the name of one directory for a part of an asset's key or a dimension of a partition's key.
 
-    Most keys are their own names. A slash, a percent sign and a NUL are escaped, so that no two keys share a name.
+    Most keys are their own names. A slash, a percent sign, a NUL and an @ at the start are escaped, so that no two keys
+    share a name.
 
     Example:
         >>> segment("2026-01-01"), segment("a/b"), segment("a%2Fb"), segment(".."), segment("")
         ('2026-01-01', 'a%2Fb', 'a%252Fb', '%2E%2E', '%')
     """
-    name = re.sub(r"[%/\0]", lambda found: f"%{ord(found[0]):02X}", text)
+    name = re.sub(r"[%/\0]|^@", lambda found: f"%{ord(found[0]):02X}", text)
     if name in (".", ".."):
         return name.replace(".", "%2E")
     encoded = name.encode("utf-8", "surrogatepass")

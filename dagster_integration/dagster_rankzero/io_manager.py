@@ -1,11 +1,11 @@
 """`RankZeroIOManager`: stores rank 0's value atomically, so that the next step gets a complete value or an error.
 
-    <asset>[/<partition>]/data-<sha16>-<nonce>.<format>
-    <asset>[/<partition>]/manifest.json      the version: names its data file; written last, atomically
-    <asset>[/<partition>]/held-<sha8>-data-<sha16>-<nonce>.<format>      names a run that reads this data file
+    <asset>[/@partitions/<partition>]/data-<sha16>-<nonce>.<format>
+    <asset>[/@partitions/<partition>]/rankzero.json      the version: its `ResultRef`; written last, atomically
+    <asset>[/@partitions/<partition>]/held-<sha8>-data-<sha16>-<nonce>.<format>      names a run that reads this file
 
-Until the new manifest is written, readers see the complete previous version; a crash, or commits at the same time,
-leave at most data files that no manifest names and temporary files, which a commit removes after an hour. Each name is
+Until ``rankzero.json`` is replaced, readers see the complete previous version; a crash, or commits at the same time,
+leave at most data files that no version names and temporary files, which a commit removes after an hour. Each name is
 written once, so no commit removes the file that another one is about to commit.
 """
 
@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import dagster as dg
@@ -25,12 +25,14 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from dagster_rankzero._compat import set_data_version
 from dagster_rankzero.fields import KnownFields
-from dagster_rankzero.inputs import by_partition, dimensions_of, segment, wants_reference
+from dagster_rankzero.inputs import by_partition, dimensions_of, is_frame, segment, wants_reference
 from dagster_rankzero.metadata import describe_partitions, describe_result
 from rankzero import ResultError, ResultRef, RunHandle, RunNotFoundError
-from rankzero.pipeline import attempt, fingerprint_of, formats, map_refs, split, store, verify
+from rankzero.pipeline import attempt, map_refs, store, verify
 
-MANIFEST = "manifest.json"
+VERSION_FILE = "rankzero.json"
+PARTITIONS = "@partitions"
+"""Name of the directory of an asset's partitions; `segment` gives it to no part of another asset's key."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +45,11 @@ _CHUNK = 8 << 20
 class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
     """Stores dicts of tensors as safetensors, JSON values as JSON, anything else with cloudpickle.
 
-    A version is committed by its manifest, which is written last: a crash never damages the previous
-    version. The previous version stays until the next one is committed, since handles of it may still be in use, and
-    one that a training reads until that has ended. Loading verifies the checksum; that of tensors only if their file
-    was changed after it was written. Tensors are mapped into memory, which runs no code and reads only what is used.
-    Loading a cloudpickle file runs code, as with Dagster's default IO manager: set ``allow_pickle`` to False unless
-    you trust all users who can write to ``base_path``.
+    A crash never damages the previous version. The previous version stays until the next one is committed, since
+    handles of it may still be in use, and one that a training reads until that has ended. Loading verifies the
+    checksum. Tensors are mapped into memory, which runs no code. Loading a cloudpickle file runs code, as with
+    Dagster's default IO manager: set ``allow_pickle`` to False unless you trust all users who can write to
+    ``base_path``.
 
     An output that is a `ResultRef` is stored by its file and never loaded: if run directories and
     ``base_path`` share a file system or an object store, no byte passes through the step. An
@@ -98,19 +99,27 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
         Raises:
             dagster.Failure: the value, or the file of a `ResultRef`, cannot be stored. Not retried.
         """
+        if is_frame(obj):
+            raise dg.Failure(
+                "RankZeroIOManager stores no DataFrame of Spark: return the path of a table, or give the asset the "
+                "io_manager_key of an IO manager that passes DataFrames on",
+                allow_retries=False,
+            )
         places = self._places_of(context)
-        if not (is_single := len(places) == 1):
-            obj = by_partition(obj, list(places), context.asset_key.to_user_string())
+        is_single = len(places) == 1
+        values = (
+            dict.fromkeys(places, obj)
+            if is_single
+            else by_partition(obj, list(places), context.asset_key.to_user_string())
+        )
         try:
-            stored = {
-                key: commit(obj if is_single else obj[key], place, owner, allow_pickle=self.allow_pickle)
-                for key, (place, owner) in places.items()
-            }
+            stored = {key: commit(values[key], place, self.allow_pickle) for key, place in places.items()}
         except ResultError as error:
-            raise dg.Failure(str(error), allow_retries=False) from error
-        (place, _), ref = next(iter(places.values())), next(iter(stored.values()))
+            # A full disk may be empty at the next try.
+            raise dg.Failure(str(error), allow_retries=isinstance(error.__cause__, OSError)) from error
+        (place, ref), *_ = zip(places.values(), stored.values(), strict=True)
         versions = "\n".join(f"{key}\t{each.digest}" for key, each in sorted(stored.items()))
-        set_data_version(context, split(ref.digest)[1] if is_single else hashlib.sha256(versions.encode()).hexdigest())
+        set_data_version(context, _digits(ref) if is_single else hashlib.sha256(versions.encode()).hexdigest())
 
         def describe() -> dict[str, Any]:
             if is_single:
@@ -129,10 +138,10 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
         places = self._places_of(context)
         may_miss = (context.definition_metadata or {}).get("allow_missing_partitions")
         loaded = {}
-        for key, (place, owner) in places.items():
+        for key, place in places.items():
             try:
-                ref = read_manifest(place, owner).reference(place)
-                check_format(ref.format, self.allow_pickle)
+                ref, _ = read_version(place)
+                _check_format(ref, self.allow_pickle)
                 loaded[key] = ref if wants_reference(context.dagster_type) else ref.load()
             except FileNotFoundError:
                 if not (may_miss and key):
@@ -143,168 +152,108 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
                 raise dg.Failure(str(error), metadata=metadata, allow_retries=False) from error
         return loaded if len(places) > 1 else next(iter(loaded.values()), None)
 
-    def _places_of(self, context: dg.InputContext | dg.OutputContext) -> dict[str, tuple[str, list[str] | None]]:
-        """Returns the directory of an asset or of each of its partitions, by key, with its owner for the manifest.
-
-        An output of an op has no owner. What has no partitions has an empty key.
-        """
-        if not context.has_asset_key:
-            return {"": (store.join(self._root, *map(segment, context.get_identifier())), None)}
-        asset = list(context.asset_key.path)
-        base = store.join(self._root, *map(segment, asset))
-        if not context.has_asset_partitions:
-            return {"": (base, [*asset, ""])}
-        places: dict[str, tuple[str, list[str] | None]] = {}
-        for key in context.asset_partition_keys:
-            names = [segment(name) for name in dimensions_of(key, context.asset_partitions_def)]
-            places[str(key)] = store.join(base, *names), [*asset, "/".join(names)]
-        return places
+    def _places_of(self, context: dg.InputContext | dg.OutputContext) -> dict[str, str]:
+        """Returns the directory of an asset or of each of its partitions, by key; without partitions the key is ""."""
+        names = context.asset_key.path if context.has_asset_key else context.get_identifier()
+        base = store.join(self._root, *map(segment, names))
+        if not (context.has_asset_key and context.has_asset_partitions):
+            return {"": base}
+        return {
+            str(key): store.join(base, PARTITIONS, *map(segment, dimensions_of(key, context.asset_partitions_def)))
+            for key in context.asset_partition_keys
+        }
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The content of ``manifest.json``: the `ResultRef` of the data file beside it, and the previous version's file.
-
-    The owner is the parts of the asset's key, and the partition's path below it; None for the output of an op.
-    """
-
-    data: str
-    format: str
-    digest: str
-    size: int
-    summary: dict[str, Any]
-    superseded: str | None
-    fingerprint: str | None = None
-    owner: list[str] | None = None
-
-    def reference(self, directory: str) -> ResultRef:
-        """Returns the handle of the data file."""
-        uri = store.join(directory, self.data)
-        return ResultRef(uri, self.format, self.digest, self.size, self.summary, self.fingerprint)
-
-
-class _DamagedError(ResultError):
-    """Raised for a manifest that was cut or changed; the next version replaces it."""
-
-
-def read_manifest(directory: str, owner: list[str] | None = None) -> Manifest:
-    """Reads the manifest of the committed version in a directory.
+def read_version(directory: str) -> tuple[ResultRef, str | None]:
+    """Reads the committed version in a directory: its handle, and the name of the data file of the version before.
 
     Raises:
         FileNotFoundError: no version was committed there.
-        ResultError: the manifest is damaged, is of another asset or partition than the owner, or was written by another
-            program or a later version of rankzero.
+        ResultError: the file of the version is damaged, or was written by a later version of rankzero.
     """
-    path = store.join(directory, MANIFEST)
+    path = store.join(directory, VERSION_FILE)
     try:
         facts = json.loads(store.read_bytes(path))
-        if not (isinstance(facts, dict) and facts.keys() >= {"data", "format", "digest"}):
-            raise ResultError(f"another program wrote {path}: give the IO manager another base_path, or move that file")
-        if unknown := ", ".join(sorted(facts.keys() - {known.name for known in fields(Manifest)})):
-            raise ResultError(f"a later version of rankzero wrote {path}, with {unknown}: install that one")
-        for name in filter(None, (facts["data"], facts.get("superseded"))):
+        name, before = facts["ref"]["uri"], facts["previous"]
+        for each in filter(None, (name, before)):
             # It is opened and deleted, so it must not lead out of the directory.
-            if not re.fullmatch(r"data-[A-Za-z0-9.-]+", str(name)):
-                raise ValueError(f"{name!r} is not the name of a data file")
-        manifest = Manifest(**facts)
+            if not _DATA.fullmatch(each):
+                raise ValueError(f"{each!r} is not the name of a data file")
+        return ResultRef.deserialize({**facts["ref"], "uri": store.join(directory, name)}, facts["version"]), before
     except FileNotFoundError:
-        raise FileNotFoundError(f"nothing is stored in {directory}: there is no {MANIFEST}") from None
-    except (ValueError, TypeError) as error:
-        raise _DamagedError(f"{path} is damaged: {error}; materialize it again") from error
-    if manifest.owner and owner and manifest.owner != owner:
-        raise ResultError(
-            f"{directory} holds the value of {_name(manifest.owner)}, not of {_name(owner)}, and their keys make one "
-            "path: give one of the two an IO manager with another base_path"
-        )
-    return manifest
+        raise FileNotFoundError(f"nothing is stored in {directory}: there is no {VERSION_FILE}") from None
+    except TypeError as error:
+        raise ResultError(f"a later version of rankzero wrote {path}: install that one ({error})") from error
+    except (ValueError, LookupError) as error:
+        raise ResultError(f"{path} is damaged: {error}; materialize it again", is_damage=True) from error
 
 
-def _previous(directory: str, owner: list[str] | None) -> Manifest | None:
+def commit(value: object, directory: str, allow_pickle: bool) -> ResultRef:
+    """Stores a value, or the file of a `ResultRef`, as the new version, and returns the handle of the stored file.
+
+    Raises:
+        ResultError: the value cannot be stored, the handle's file does not exist or is damaged, or a later version of
+            rankzero has stored values there.
+    """
+    previous = obsolete = None
     try:
-        return read_manifest(directory, owner)
-    except (FileNotFoundError, _DamagedError):
-        return None
+        ref, obsolete = read_version(directory)
+        previous = ref.uri.rpartition("/")[2]
+    except FileNotFoundError:
+        store.make_directory(directory)
+    except ResultError as error:
+        if not error.is_damage:
+            raise
+    store.remove_unfinished(directory, deep=False, folders=True)
+    with tempfile.TemporaryDirectory(dir=None if store.is_url(directory) else directory, prefix=".writing-") as scratch:
+        ref = value if isinstance(value, ResultRef) else ResultRef.save(value, scratch)
+        _check_format(ref, allow_pickle)
+        name = f"data-{_digits(ref)[:16]}-{secrets.token_hex(4)}.{ref.format}"
+        target = store.join(directory, name)
+        if ref is value:
+            _take(ref, os.path.join(scratch, "copy"), target)
+        else:
+            store.upload(ref.uri, target)
+    facts = {"version": ResultRef.__version__, "ref": replace(ref, uri=name, fingerprint=None).to_json()}
+    text = json.dumps({**facts, "previous": previous}, indent=2)
+    store.write_bytes(store.join(directory, VERSION_FILE), text.encode(), durable=True)
+    store.sync_directory(os.path.dirname(directory))
+    held = _held(directory)
+    if obsolete is not None and obsolete not in held:
+        store.remove(store.join(directory, obsolete))
+    store.remove_strays(directory, _DATA, (name, previous, *held))
+    return replace(ref, uri=target, fingerprint=None)
 
 
-def _name(owner: list[str]) -> str:
-    *asset, partition = owner
-    return f"the asset {'/'.join(asset)}" + (f", partition {partition}" if partition else "")
+def _take(ref: ResultRef, path: str, target: str) -> None:
+    """Takes the file of a handle over: by a hard link or the store's own copy, else through the local ``path``.
+
+    A file that is linked or copied is not read: its size is compared. Its checksum is verified when it is opened.
+    """
+    try:
+        if not store.copy_within(ref.uri, target):
+            with store.open_read(ref.uri) as source, open(path, "w+b") as copy:
+                shutil.copyfileobj(source, copy, _CHUNK)
+                copy.seek(0)
+                verify(copy, ref.digest, ref.uri)
+            store.upload(path, target, durable=True)
+    except FileNotFoundError:
+        raise ResultError(f"the result {ref.uri} does not exist; was its run directory deleted?") from None
+    if (size := store.size(target)) != ref.size:
+        store.remove(target)
+        raise ResultError(f"{ref.uri} has {size} bytes, but {ref.size} were recorded: it was changed or damaged")
 
 
-def check_format(file_format: str, allow_pickle: bool) -> None:
-    """Raises ResultError for a pickle if none is allowed."""
-    if file_format == formats.CLOUDPICKLE and not allow_pickle:
+def _check_format(ref: ResultRef, allow_pickle: bool) -> None:
+    if "pickle" in ref.format and not allow_pickle:
         raise ResultError(
             "the value needs cloudpickle, and allow_pickle is False: return a dict of tensors or "
             "plain JSON values, or set allow_pickle=True"
         )
 
 
-def commit(value: object, directory: str, owner: list[str] | None, *, allow_pickle: bool) -> ResultRef:
-    """Stores a value, or the file of a `ResultRef`, as the new version, and returns the handle of the stored file.
-
-    Raises:
-        ResultError: the value cannot be stored, the handle's file does not exist or is damaged, or the directory has
-            the value of another asset or partition, or a manifest of another program or of a later version.
-    """
-    _previous(directory, owner)
-    ref = value if isinstance(value, ResultRef) else None
-    file_format = ref.format if ref else formats.choose(value)
-    check_format(file_format, allow_pickle)
-    store.make_directory(directory)
-    store.remove_unfinished(directory, deep=False, folders=True)
-    with tempfile.TemporaryDirectory(dir=None if store.is_url(directory) else directory, prefix=".writing-") as scratch:
-        path, is_known = os.path.join(scratch, "data"), True
-        size, digest = (ref.size, ref.digest) if ref else formats.write(value, file_format, path)
-        name = f"data-{split(digest)[1][:16]}-{secrets.token_hex(4)}.{file_format}"
-        target = store.join(directory, name)
-        if ref:
-            is_known = _take(ref, path, target)
-        else:
-            store.upload(path, target)
-    before = _previous(directory, owner)
-    superseded, obsolete = (before.data, before.superseded) if before else (None, None)
-    fingerprint = fingerprint_of(target, file_format) if is_known else None
-    summary = ref.summary if ref else formats.summarize(value)
-    manifest = Manifest(name, file_format, digest, size, summary, superseded, fingerprint, owner)
-    store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode(), durable=True)
-    store.sync_directory(os.path.dirname(directory))
-    held = _held(directory)
-    if obsolete is not None and obsolete not in held:
-        store.remove(store.join(directory, obsolete))
-    store.remove_strays(directory, _DATA, (name, superseded, *held))
-    return manifest.reference(directory)
-
-
-def _take(ref: ResultRef, path: str, target: str) -> bool:
-    """Takes the file of a handle over: by a hard link or the store's own copy, else through the local ``path``.
-
-    A file that is linked or copied is not read: its size is compared. Its checksum, which the handle recorded when the
-    file was written, is verified when the file is opened, unless it was not touched since.
-
-    Returns:
-        True if the file is known to have the recorded content.
-    """
-    try:
-        before = None if store.is_url(ref.uri) else store.fingerprint(ref.uri)
-        if store.copy_within(ref.uri, target):
-            if (size := store.size(target)) != ref.size:
-                store.remove(target)
-                raise ResultError(
-                    f"{ref.uri} has {size} bytes, but {ref.size} were recorded: it was changed or damaged"
-                )
-            if before is None or before != ref.fingerprint:
-                return False
-            # A link changes only the last time of a fingerprint.
-            return before.rpartition("-")[0] == store.fingerprint(target).rpartition("-")[0]
-        with store.open_read(ref.uri) as source, open(path, "w+b") as copy:
-            shutil.copyfileobj(source, copy, _CHUNK)
-            copy.seek(0)
-            verify(copy, ref.digest, ref.uri)
-    except FileNotFoundError:
-        raise ResultError(f"the result {ref.uri} does not exist; was its run directory deleted?") from None
-    store.upload(path, target, durable=True)
-    return True
+def _digits(ref: ResultRef) -> str:
+    return ref.digest.rpartition(":")[2]
 
 
 def hold(arguments: Any, run_directory: str, log: Any) -> None:

@@ -80,7 +80,7 @@ def test_bounds_are_checked_for_each_partition(instance: dg.DagsterInstance) -> 
     assert not result.success
     assert history(instance, "model", "loss_within_bounds") == by_day("FAILED", "SUCCEEDED", "SUCCEEDED")
     stored = {
-        record.partition: record.storage_id
+        record.partition_key: record.storage_id
         for record in instance.fetch_materializations(dg.AssetKey("model"), 9).records
     }
     for evaluation in result.get_asset_check_evaluations():
