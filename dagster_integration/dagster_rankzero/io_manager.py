@@ -4,9 +4,8 @@
     <asset>[/@partitions/<partition>]/rankzero.json      the version: its `ResultRef`; written last, atomically
     <asset>[/@partitions/<partition>]/held-<sha8>-data-<sha16>-<nonce>.<format>      names a run that reads this file
 
-Until ``rankzero.json`` is replaced, readers see the complete previous version; a crash, or commits at the same time,
-leave at most data files that no version names and temporary files, which a commit removes after an hour. Each name is
-written once, so no commit removes the file that another one is about to commit.
+Until ``rankzero.json`` is replaced, readers see the complete previous version. A crash, or commits at the same time,
+leave at most files that no version names, which a commit removes after an hour. Each name is written once.
 """
 
 import hashlib
@@ -17,7 +16,9 @@ import re
 import secrets
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import dagster as dg
@@ -30,11 +31,11 @@ from dagster_rankzero.metadata import describe_partitions, describe_result
 from rankzero import ResultError, ResultRef, RunHandle, RunNotFoundError
 from rankzero.pipeline import attempt, map_refs, store, verify
 
+logger = logging.getLogger(__name__)
+
 VERSION_FILE = "rankzero.json"
 PARTITIONS = "@partitions"
-"""Name of the directory of an asset's partitions; `segment` gives it to no part of another asset's key."""
-
-logger = logging.getLogger(__name__)
+# The directory of an asset's partitions; `segment` gives this name to no part of another asset's key.
 
 # Names of the data files that `commit` makes, and of the marks of `hold`. A user's files may begin alike.
 _DATA = re.compile(r"data-[0-9a-f]{16}-[0-9a-f]{8}\.[a-z.]+")
@@ -45,20 +46,15 @@ _CHUNK = 8 << 20
 class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
     """Stores dicts of tensors as safetensors, JSON values as JSON, anything else with cloudpickle.
 
-    A crash never damages the previous version. The previous version stays until the next one is committed, since
-    handles of it may still be in use, and one that a training reads until that has ended. Loading verifies the
-    checksum. Tensors are mapped into memory, which runs no code. Loading a cloudpickle file runs code, as with
-    Dagster's default IO manager: set ``allow_pickle`` to False unless you trust all users who can write to
-    ``base_path``.
+    A crash never damages the previous version. It stays until the next one is committed, and one that a training reads
+    until that has ended. Loading verifies the checksum, which is the asset's data version. Loading a cloudpickle file
+    runs code, as with Dagster's default IO manager: set ``allow_pickle`` to False unless you trust all users who can
+    write to ``base_path``.
 
-    An output that is a `ResultRef` is stored by its file and never loaded: if run directories and
-    ``base_path`` share a file system or an object store, no byte passes through the step. An
-    input annotated `ResultRef` gets the handle, and so do the functions of `torch_asset` and
-    `torch_distributor_op`, whose ranks open it themselves.
-
-    The checksum is the asset's data version, so that dependents are stale only if the
-    content has changed. An output of several partitions (a backfill in a single run) is a dict by
-    partition key, and each partition is stored separately.
+    An output that is a `ResultRef` is stored by its file and never loaded: if run directories and ``base_path`` share a
+    file system or an object store, no byte passes through the step. An input annotated `ResultRef` gets the handle, and
+    so do the functions of `torch_asset` and `torch_distributor_op`, whose ranks open it themselves. An output of
+    several partitions (a backfill in a single run) is a dict by partition key; each partition is stored separately.
 
     Example:
         >>> defs = dg.Definitions(resources={"io_manager": RankZeroIOManager(base_path="s3://bucket/assets")})
@@ -66,8 +62,8 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
 
     base_path: str | None = Field(
         default=None,
-        description="Root of the stored values, a path or an fsspec URL such as s3://bucket/assets. "
-        "Left out: rankzero/ in the storage directory of the Dagster instance.",
+        description="Root of the stored values, a path or an fsspec URL such as s3://bucket/assets. Left out: "
+        "rankzero/ in the storage directory of the Dagster instance.",
     )
     allow_pickle: bool = Field(
         default=True,
@@ -85,47 +81,32 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Determines the root directory or URL of the stored values."""
-        root = self.base_path
-        if root is None:
-            if context.instance is None:
-                raise dg.DagsterInvariantViolationError("RankZeroIOManager without an instance needs base_path")
-            # Dagster's default IO manager stores an asset in a file where this one needs a directory.
-            root = store.join(context.instance.storage_directory(), "rankzero")
-        self._root = store.normalize(root)
+        instance = context.instance or dg.DagsterInstance.get()
+        # Dagster's default IO manager stores an asset in a file where this one needs a directory.
+        self._root = store.normalize(self.base_path or store.join(instance.storage_directory(), "rankzero"))
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
         """Commits an output as the new version; one of several partitions is a dict by partition key.
 
         Raises:
-            dagster.Failure: the value, or the file of a `ResultRef`, cannot be stored. Not retried.
+            dagster.Failure: the value, or the file of a `ResultRef`, cannot be stored.
         """
-        if is_frame(obj):
-            raise dg.Failure(
-                "RankZeroIOManager stores no DataFrame of Spark: return the path of a table, or give the asset the "
-                "io_manager_key of an IO manager that passes DataFrames on",
-                allow_retries=False,
-            )
         places = self._places_of(context)
-        is_single = len(places) == 1
-        values = (
-            dict.fromkeys(places, obj)
-            if is_single
-            else by_partition(obj, list(places), context.asset_key.to_user_string())
-        )
+        values = dict.fromkeys(places, obj)
+        if len(places) > 1:
+            values = by_partition(obj, list(places), context.asset_key.to_user_string())
         try:
             stored = {key: commit(values[key], place, self.allow_pickle) for key, place in places.items()}
         except ResultError as error:
             # A full disk may be empty at the next try.
             raise dg.Failure(str(error), allow_retries=isinstance(error.__cause__, OSError)) from error
-        (place, ref), *_ = zip(places.values(), stored.values(), strict=True)
-        versions = "\n".join(f"{key}\t{each.digest}" for key, each in sorted(stored.items()))
-        set_data_version(context, _digits(ref) if is_single else hashlib.sha256(versions.encode()).hexdigest())
-
-        def describe() -> dict[str, Any]:
-            if is_single:
-                return {"path": dg.MetadataValue.path(place), **describe_result(ref)}
-            return describe_partitions(stored)
-
+        versions = sorted(f"{key}\t{ref.digest}" for key, ref in stored.items())
+        version = hashlib.sha256("\n".join(versions).encode()).hexdigest()
+        describe: Callable[[], dict[str, Any]] = partial(describe_partitions, stored)
+        if len(places) == 1:
+            ((place, ref),) = zip(places.values(), stored.values(), strict=True)
+            version, describe = _digits(ref), partial(describe_result, ref, place)
+        set_data_version(context, version)
         context.add_output_metadata(attempt(context.log, "its description", describe, {}))
 
     def load_input(self, context: dg.InputContext) -> Any:
@@ -137,7 +118,7 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
         """
         places = self._places_of(context)
         may_miss = (context.definition_metadata or {}).get("allow_missing_partitions")
-        loaded = {}
+        loaded: dict[str, Any] = {}
         for key, place in places.items():
             try:
                 ref, _ = read_version(place)
@@ -148,8 +129,7 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
                     raise
                 context.log.warning("partition %s is left out: nothing is stored in %s", key, place)
             except ResultError as error:
-                metadata = {"path": dg.MetadataValue.path(place)}
-                raise dg.Failure(str(error), metadata=metadata, allow_retries=False) from error
+                raise dg.Failure(str(error), metadata={"path": place}, allow_retries=False) from error
         return loaded if len(places) > 1 else next(iter(loaded.values()), None)
 
     def _places_of(self, context: dg.InputContext | dg.OutputContext) -> dict[str, str]:
@@ -167,18 +147,15 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
 def read_version(directory: str) -> tuple[ResultRef, str | None]:
     """Reads the committed version in a directory: its handle, and the name of the data file of the version before.
 
-    Raises:
-        FileNotFoundError: no version was committed there.
-        ResultError: the file of the version is damaged, or was written by a later version of rankzero.
+    Raises FileNotFoundError if there is none, ResultError if it is damaged or of a later version of rankzero.
     """
     path = store.join(directory, VERSION_FILE)
     try:
         facts = json.loads(store.read_bytes(path))
         name, before = facts["ref"]["uri"], facts["previous"]
-        for each in filter(None, (name, before)):
-            # It is opened and deleted, so it must not lead out of the directory.
-            if not _DATA.fullmatch(each):
-                raise ValueError(f"{each!r} is not the name of a data file")
+        if not all(_DATA.fullmatch(each) for each in (name, before or name)):
+            # They are opened and deleted, so they must not lead out of the directory.
+            raise ValueError(f"{name!r} or {before!r} is not the name of a data file")
         return ResultRef.deserialize({**facts["ref"], "uri": store.join(directory, name)}, facts["version"]), before
     except FileNotFoundError:
         raise FileNotFoundError(f"nothing is stored in {directory}: there is no {VERSION_FILE}") from None
@@ -191,14 +168,15 @@ def read_version(directory: str) -> tuple[ResultRef, str | None]:
 def commit(value: object, directory: str, allow_pickle: bool) -> ResultRef:
     """Stores a value, or the file of a `ResultRef`, as the new version, and returns the handle of the stored file.
 
-    Raises:
-        ResultError: the value cannot be stored, the handle's file does not exist or is damaged, or a later version of
-            rankzero has stored values there.
+    Raises ResultError if the value cannot be stored, or the file of the handle does not exist or is damaged.
     """
+    if is_frame(value):
+        told = "RankZeroIOManager stores no DataFrame of Spark: return the path of a table, or give the asset the"
+        raise ResultError(f"{told} io_manager_key of an IO manager that passes DataFrames on")
     previous = obsolete = None
     try:
-        ref, obsolete = read_version(directory)
-        previous = ref.uri.rpartition("/")[2]
+        before, obsolete = read_version(directory)
+        previous = before.uri.rpartition("/")[2]
     except FileNotFoundError:
         store.make_directory(directory)
     except ResultError as error:
@@ -214,21 +192,20 @@ def commit(value: object, directory: str, allow_pickle: bool) -> ResultRef:
             _take(ref, os.path.join(scratch, "copy"), target)
         else:
             store.upload(ref.uri, target)
-    facts = {"version": ResultRef.__version__, "ref": replace(ref, uri=name, fingerprint=None).to_json()}
-    text = json.dumps({**facts, "previous": previous}, indent=2)
-    store.write_bytes(store.join(directory, VERSION_FILE), text.encode(), durable=True)
+    facts = {"version": ResultRef.__version__, "ref": replace(ref, uri=name).to_json(), "previous": previous}
+    store.write_bytes(store.join(directory, VERSION_FILE), json.dumps(facts, indent=2).encode(), durable=True)
     store.sync_directory(os.path.dirname(directory))
     held = _held(directory)
-    if obsolete is not None and obsolete not in held:
+    if obsolete and obsolete not in held:
         store.remove(store.join(directory, obsolete))
     store.remove_strays(directory, _DATA, (name, previous, *held))
-    return replace(ref, uri=target, fingerprint=None)
+    return replace(ref, uri=target)
 
 
 def _take(ref: ResultRef, path: str, target: str) -> None:
     """Takes the file of a handle over: by a hard link or the store's own copy, else through the local ``path``.
 
-    A file that is linked or copied is not read: its size is compared. Its checksum is verified when it is opened.
+    A file that is linked or copied is not read; its checksum is verified when it is opened.
     """
     try:
         if not store.copy_within(ref.uri, target):
@@ -246,10 +223,8 @@ def _take(ref: ResultRef, path: str, target: str) -> None:
 
 def _check_format(ref: ResultRef, allow_pickle: bool) -> None:
     if "pickle" in ref.format and not allow_pickle:
-        raise ResultError(
-            "the value needs cloudpickle, and allow_pickle is False: return a dict of tensors or "
-            "plain JSON values, or set allow_pickle=True"
-        )
+        told = "the value needs cloudpickle, and allow_pickle is False: return a dict of tensors or plain JSON values"
+        raise ResultError(f"{told}, or set allow_pickle=True")
 
 
 def _digits(ref: ResultRef) -> str:
@@ -272,7 +247,7 @@ def _held(directory: str) -> set[str]:
     """Returns the names of the data files that living runs read, and removes the marks of runs that have ended."""
     held = set()
     for found in filter(None, map(_HELD.fullmatch, store.list_names(directory))):
-        path = store.join(directory, found[0])
+        path, has_ended = store.join(directory, found[0]), False
         try:
             has_ended = RunHandle.attach(store.read_bytes(path).decode(), follows=False).status().final
         except (FileNotFoundError, RunNotFoundError):
@@ -280,7 +255,6 @@ def _held(directory: str) -> set[str]:
         except Exception as error:
             # The version is committed, and must not fail because the store of the runs cannot be read from here.
             logger.warning("%s is kept, because %s names a run that cannot be read: %s", found[1], path, error)
-            has_ended = False
         if has_ended:
             store.remove(path)
         else:

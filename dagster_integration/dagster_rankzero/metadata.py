@@ -69,10 +69,11 @@ def _describe_end(handle: "RunHandle[Any]") -> _Entries:
     return entries
 
 
-def describe_result(ref: "ResultRef") -> _Entries:
+def describe_result(ref: "ResultRef", directory: str = "") -> _Entries:
     """Returns the entries of a stored value, the same for a run's result and for an IO manager's file."""
-    algorithm, digits = split(ref.digest)
+    algorithm, _, digits = ref.digest.rpartition(":")
     entries: _Entries = {
+        **({"path": dg.MetadataValue.path(directory)} if directory else {}),
         "format": dg.MetadataValue.text(ref.format),
         "size": dg.MetadataValue.int(ref.size),
         algorithm: dg.MetadataValue.text(digits),
