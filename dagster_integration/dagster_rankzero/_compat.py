@@ -2,7 +2,7 @@
 
 import inspect
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,9 @@ from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster._utils.warnings import disable_dagster_warnings
 from dagster.components.core.context import ComponentDeclLoadContext
 from dagster_shared.record import replace
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from rankzero.pipeline import with_matches
 
 
 def set_data_version(context: dg.OutputContext, version: str) -> None:
@@ -43,6 +46,35 @@ IN_PROCESS, MULTIPROCESS, DELEGATED = EXECUTORS = "in process", "multiprocess", 
 def variable_of(value: Any) -> str | None:
     """Returns the name of the environment variable of a `dagster.EnvVar`; None for any other value."""
     return str(env_var_to_config_dict(value)["env"]) if is_dagster_env_var(value) else None
+
+
+def check_fields(owner: type[BaseModel], given: Iterable[str]) -> None:
+    """Raises DagsterInvalidDefinitionError if one of the names is not a field of the class, with suggestions."""
+    known = [field.alias or name for name, field in owner.model_fields.items()]
+    if unknown := ", ".join(with_matches(str(name), known) for name in given if name not in known):
+        raise dg.DagsterInvalidDefinitionError(
+            f"{owner.__name__} has no field {unknown}; its fields are {', '.join(known)}"
+        )
+
+
+class KnownFields(dg.Config):
+    """A configuration class whose unknown fields raise DagsterInvalidDefinitionError."""
+
+    # Errors reach Dagster's event log, and a value may be a password or contain a token.
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            check_fields(cls, given)
+        return given
+
+    @classmethod
+    def configure_at_launch(cls, **fields: Any) -> Any:
+        """Returns a resource or an IO manager whose other fields are set in the launchpad."""
+        check_fields(cls, fields)
+        return super().configure_at_launch(**fields)  # type: ignore[misc]
 
 
 def facts_of(context: Any) -> tuple[dg.DagsterRun, dg.DagsterInstance, str, int, dg.RetryPolicy | None, str] | None:

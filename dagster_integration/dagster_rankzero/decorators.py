@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from dagster_rankzero._compat import outputs_of, with_partitions
 from dagster_rankzero.checks import reported_checks
-from dagster_rankzero.fields import ADDED, added_to, check_fields
 from dagster_rankzero.inputs import (
     PARTITION_KEYS,
     PartitionArguments,
@@ -389,11 +388,8 @@ def _changes(options: Mapping[str, Any] | None, **named: Any) -> dict[str, Any]:
         dagster.DagsterInvalidDefinitionError: a name is not a field of the resource, or its value is wrong.
     """
     changes = {**{name: value for name, value in named.items() if value is not None}, **(options or {})}
-    check_fields(TorchDistributorResource, changes)
     try:
-        # None as a value of a mapping removes an entry of the project's resource, which does not exist yet.
-        added = {name: added_to({}, changes[name]) for name in ADDED.intersection(changes)}
-        TorchDistributorResource(**{**changes, **added})
+        TorchDistributorResource()._changed(changes)
     except ValidationError as error:
         raise dg.DagsterInvalidDefinitionError(f"wrong options: {error}") from error
     return changes

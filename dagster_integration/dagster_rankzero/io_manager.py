@@ -24,8 +24,7 @@ from typing import Any, ClassVar
 import dagster as dg
 from pydantic import Field, PrivateAttr, field_validator
 
-from dagster_rankzero._compat import set_data_version
-from dagster_rankzero.fields import KnownFields
+from dagster_rankzero._compat import KnownFields, set_data_version
 from dagster_rankzero.inputs import by_partition, dimensions_of, is_frame, segment, wants_reference
 from dagster_rankzero.metadata import describe_partitions, describe_result
 from rankzero import ResultError, ResultRef, RunHandle, RunNotFoundError

@@ -113,6 +113,25 @@ def test_no_run_ends_the_training_of_a_re_execution_that_is_running(
             assert attached.handle.submission == 0
 
 
+def test_an_instance_that_cannot_be_queried_is_no_running_owner(
+    step: Step, open_step: Open, unfinished: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Down(Exception):
+        pass
+
+    def query(run_id: str) -> Any:
+        raise Down
+
+    unfinished.add("one")
+    with open_step(step) as first:
+        with monkeypatch.context() as patch:
+            patch.setattr(step.instance, "get_run_by_id", query)
+            # The step fails with Dagster's error, and so is tried again.
+            with pytest.raises(Down), open_step(replace(step, dagster_run="two", generation="two")):
+                pass
+        assert not first.handle.status().final
+
+
 def test_a_re_execution_attaches_to_what_a_dead_run_has_left(step: Step, open_step: Open, unfinished: set[str]) -> None:
     class Lost(Exception):
         pass
