@@ -36,8 +36,6 @@ def component_folder(context: dg.ResolutionContext) -> str:
 
 
 dagster_type_of = resolve_dagster_type
-"""Returns the Dagster type for the annotation of an input."""
-
 
 IN_PROCESS, MULTIPROCESS, DELEGATED = EXECUTORS = "in process", "multiprocess", "delegated"
 """The process that runs a step: that of its run, a child of that, or a separate one such as a pod."""
@@ -58,7 +56,7 @@ def check_fields(owner: type[BaseModel], given: Iterable[str]) -> None:
 
 
 class KnownFields(dg.Config):
-    """A configuration class whose unknown fields raise DagsterInvalidDefinitionError."""
+    """A configuration class whose unknown fields raise DagsterInvalidDefinitionError: Dagster ignores them."""
 
     # Errors reach Dagster's event log, and a value may be a password or contain a token.
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -80,8 +78,8 @@ class KnownFields(dg.Config):
 def facts_of(context: Any) -> tuple[dg.DagsterRun, dg.DagsterInstance, str, int, dg.RetryPolicy | None, str] | None:
     """Returns Dagster's facts about the try of a step that a context belongs to; None outside of a step, as in a test.
 
-    They are the Dagster run; its instance; the step's key, with the index of a mapped step; the number of earlier tries
-    in this run; the step's retry policy, None also if the executor does not retry; and one of `EXECUTORS`.
+    They are the Dagster run; its instance; the step's key; the number of earlier tries in this run; the step's retry
+    policy, None also if the executor does not retry; and one of `EXECUTORS`.
     """
     if (step := _step_of(context)) is None:
         return None

@@ -149,10 +149,7 @@ def evaluations(
     partitions: Sequence[str | None],
     judge: Callable[[str | None], dg.AssetCheckResult],
 ) -> Iterator[dg.AssetCheckEvaluation | dg.Output[None]]:
-    """Yields an evaluation of a check for each partition, and the output with which the check has been executed.
-
-    An `dagster.AssetCheckResult`, as a check returns one, would be without a partition in the run of a range.
-    """
+    """Yields an evaluation of a check for each partition, and the output with which the check has been executed."""
     for partition in partitions:
         yield _compat.evaluation_of(context, judge(partition), spec, partition)
     yield dg.Output(None, _compat.output_of_check(context, spec.key))
@@ -161,10 +158,7 @@ def evaluations(
 def reported_checks(
     context: dg.AssetExecutionContext, specs: Sequence[dg.AssetCheckSpec], metadata: Mapping[str, Any]
 ) -> Iterator[dg.AssetCheckEvaluation | dg.Output[None]]:
-    """Yields the evaluations of a step's selected checks: passed if rank 0's latest value was True, else failed.
-
-    Rank 0 reports ``check/NAME``, or for one of several partitions ``check/NAME/KEY``.
-    """
+    """Yields the evaluations of a step's selected checks: passed if rank 0's latest value was True, else failed."""
     keys = keys_of(context)
     for spec in specs:
         if spec.key not in context.selected_asset_check_keys:
@@ -231,11 +225,7 @@ def _latest(context: Any, key: dg.AssetKey, partition: str | None) -> dg.AssetMa
 
 
 def _measure(context: Any, key: dg.AssetKey, partition: str | None, metric: str) -> float:
-    """Returns a metric in the metadata of an asset's latest materialization, or of one of its partitions.
-
-    Raises:
-        LookupError: there is no materialization, or no finite number of that name in it.
-    """
+    """Returns a metric in an asset's latest materialization, or in that of a partition; raises LookupError without."""
     latest, name = _latest(context, key, partition), key.to_user_string()
     if latest is None:
         raise LookupError(f"{name} has no materialization" + (f" of the partition {partition}" if partition else ""))

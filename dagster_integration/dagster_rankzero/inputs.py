@@ -7,7 +7,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, get_origin
 
@@ -16,19 +16,12 @@ import dagster as dg
 import rankzero
 from dagster_rankzero._compat import dagster_type_of, name_of
 
-CONTEXT_NAMES = frozenset({"context", "_context", "context_", "_"})
-"""Names of a first parameter for which Dagster passes its context."""
-
-CONFIG = "config"
-PARTITION_KEY = "partition_key"
-PARTITION_KEYS = "partition_keys"
+CONFIG, PARTITION_KEY, PARTITION_KEYS = "config", "partition_key", "partition_keys"
+"""Names of the parameters of a training function that are special."""
 
 
 class OpenedByRanks(dg.DagsterType):
-    """Type of an input that is passed to ranks: a value of the annotated type, or its handle.
-
-    IO managers that choose by ``typing_type`` see the annotation of the training function.
-    """
+    """Type of an input that is passed to ranks: a value of the annotated type, or its handle."""
 
     def __init__(self, inner: dg.DagsterType) -> None:
         def check(context: dg.TypeCheckContext, value: object) -> dg.TypeCheck:
@@ -50,11 +43,6 @@ class OpenedByRanks(dg.DagsterType):
         return self._shown
 
 
-def type_of_input(annotation: Any) -> dg.DagsterType:
-    """Returns the type for an annotation of the training function."""
-    return OpenedByRanks(dagster_type_of(annotation))
-
-
 def is_reference(value: object) -> bool:
     """Returns True for a handle, and for the dict of handles of several partitions."""
     if isinstance(value, dict) and value:
@@ -68,11 +56,7 @@ def is_frame(value: object) -> bool:
 
 
 def wants_reference(dagster_type: dg.DagsterType) -> bool:
-    """Returns True if an IO manager may give this input a handle instead of the value.
-
-    Inputs of a training function accept a handle, and inputs that are annotated ``ResultRef``, ``ResultRef | None`` or
-    ``dict[str, ResultRef]``.
-    """
+    """Returns True for an input of a training function, or one annotated ``ResultRef``, also in a dict or optional."""
     annotation = dagster_type.typing_type
     wanted = (annotation, *typing.get_args(annotation))
     return isinstance(dagster_type, OpenedByRanks) or rankzero.ResultRef in wanted
@@ -83,12 +67,6 @@ def without_dagster(value: Any) -> Any:
 
     A `dagster.Config` becomes a `types.SimpleNamespace` with the same fields and properties, without its methods, and a
     `dagster.MultiPartitionKey` the string ``"a|b"``.
-
-    Example:
-        >>> class Optimizer(dg.Config):
-        ...     lr: float
-        >>> without_dagster(Optimizer(lr=0.1))
-        namespace(lr=0.1)
     """
     if isinstance(value, dg.Config):
         found = {name: without_dagster(item) for name, item in value} | _properties(value)
@@ -117,18 +95,12 @@ def _properties(config: dg.Config) -> dict[str, Any]:
 
 
 def without_annotations(train: Any) -> Any:
-    """Returns a copy of a plain function without annotations; any other value unchanged.
-
-    An annotation such as ``config: TrainConfig`` would pickle the class, its base class and so Dagster with the
-    function.
-    """
+    """Returns a copy of a plain function without annotations, which would pickle Dagster with it; or another value."""
     if not isinstance(train, types.FunctionType) or not train.__annotations__:
         return train
     copy = types.FunctionType(train.__code__, train.__globals__, train.__name__, train.__defaults__, train.__closure__)
-    copy.__kwdefaults__ = train.__kwdefaults__
-    copy.__qualname__ = train.__qualname__
-    copy.__module__ = train.__module__
-    copy.__doc__ = train.__doc__
+    for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__"):
+        setattr(copy, name, getattr(train, name))
     return copy
 
 
@@ -141,13 +113,9 @@ def check_function(decorator: str, train: object) -> None:
 
 
 def as_step_parameter(train: Callable[..., Any], parameter: inspect.Parameter) -> inspect.Parameter:
-    """Returns the parameter of a step's function that stands for one of its training function.
-
-    Raises:
-        dagster.DagsterInvalidDefinitionError: the parameter cannot reach the ranks.
-    """
+    """Returns the parameter of a step's function for one of its training function; raises for one that has none."""
     name, annotation, why = parameter.name, _annotation_of(train, parameter), ""
-    if name in CONTEXT_NAMES:
+    if name in ("context", "_context", "context_", "_"):
         why = f"has a parameter {name!r}, but it runs inside ranks, where Dagster's context does not exist: remove it "
         why += "(rankzero.train.get_context() tells rank and world size), or call TorchDistributorResource.run from an "
         why += "asset of your own"
@@ -161,7 +129,7 @@ def as_step_parameter(train: Callable[..., Any], parameter: inspect.Parameter) -
     if parameter.kind is inspect.Parameter.VAR_KEYWORD:
         return parameter.replace(annotation=inspect.Parameter.empty)
     if name != CONFIG:
-        annotation = type_of_input(Any if annotation is inspect.Parameter.empty else annotation)
+        annotation = OpenedByRanks(dagster_type_of(Any if annotation is inspect.Parameter.empty else annotation))
     # Dagster does not see keyword-only parameters as inputs.
     return parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
 
@@ -198,15 +166,11 @@ class PartitionArguments:
     needed: frozenset[str]
 
     @staticmethod
-    def of(train: Callable[..., Any], named_ins: frozenset[str]) -> "PartitionArguments":
-        """Reads the signature of a function; parameters in ``named_ins`` are inputs, whatever their names."""
-        found = {
-            name: parameter
-            for name, parameter in inspect.signature(train).parameters.items()
-            if name in (PARTITION_KEY, PARTITION_KEYS) and name not in named_ins
-        }
-        needed = frozenset(name for name, parameter in found.items() if parameter.default is inspect.Parameter.empty)
-        return PartitionArguments(train.__name__, frozenset(found), needed)
+    def of(name: str, parameters: list[inspect.Parameter], named_ins: Collection[str]) -> "PartitionArguments":
+        """Reads the parameters of a function; those in ``named_ins`` are inputs, whatever their names."""
+        found = [p for p in parameters if p.name in (PARTITION_KEY, PARTITION_KEYS) and p.name not in named_ins]
+        needed = frozenset(p.name for p in found if p.default is inspect.Parameter.empty)
+        return PartitionArguments(name, frozenset(p.name for p in found), needed)
 
     def check(self, partitions_def: object, backfill_policy: dg.BackfillPolicy | None) -> None:
         """Raises DagsterInvalidDefinitionError if no run, or no backfill, could provide the needed parameters."""
@@ -223,11 +187,7 @@ class PartitionArguments:
             )
 
     def fill(self, context: Any) -> dict[str, Any]:
-        """Returns the partition arguments for a run.
-
-        Raises:
-            dagster.Failure: the run has no partition, or several although the function takes one. Not retried.
-        """
+        """Returns the partition arguments for a run; raises dagster.Failure if it has none or too many."""
         keys = keys_of(context)
         found: dict[str, Any] = {PARTITION_KEYS: keys} if keys else {}
         if len(keys) == 1:
@@ -244,9 +204,6 @@ def take_single(context: Any, result: Any, keys: list[str]) -> Any:
     """Returns the result of a step for its IO manager: a single partition's value is taken out of the dict by key.
 
     The keys are the ``partition_keys`` that the function got; empty if it does not take them.
-
-    Raises:
-        dagster.Failure: the value is a dict with other keys than the only partition's. Not retried.
     """
     value = of_single(result.value, keys, name_of(context))
     if value is result.value:
@@ -258,22 +215,14 @@ def take_single(context: Any, result: Any, keys: list[str]) -> Any:
 
 
 def of_single(value: Any, keys: list[str], name: str) -> Any:
-    """Returns the value of the only partition from a dict by key; any other value unchanged, for the IO manager.
-
-    Raises:
-        dagster.Failure: the dict has other keys than the only partition's. Not retried.
-    """
+    """Returns the value of the only partition from a dict by key; any other value unchanged, for the IO manager."""
     if len(keys) == 1 and isinstance(value, Mapping):
         return by_partition(value, keys, name)[keys[0]]
     return value
 
 
 def by_partition(value: Any, keys: list[str], name: str) -> dict[str, Any]:
-    """Returns the value of every partition from the output, with that name, of a run with those keys.
-
-    Raises:
-        dagster.Failure: the output is not a dict with the run's partition keys. Not retried.
-    """
+    """Returns the value of every partition from an output; raises dagster.Failure unless it is a dict of those."""
     got = f"a {type(value).__name__}"
     if isinstance(value, Mapping):
         values = {str(key): item for key, item in value.items()}
@@ -312,12 +261,9 @@ LIMIT, _KEPT = 255, 180
 def segment(text: str) -> str:
     """Returns the name of one directory for a part of an asset's key or a dimension of a partition's key.
 
-    Most keys are their own names. A slash, a percent sign, a NUL and an @ at the start are escaped, so that no two keys
-    share a name.
-
     Example:
-        >>> segment("2026-01-01"), segment("a/b"), segment("a%2Fb"), segment(".."), segment("")
-        ('2026-01-01', 'a%2Fb', 'a%252Fb', '%2E%2E', '%')
+        >>> segment("2026-01-01"), segment("a/b"), segment("a%2Fb"), segment(".."), segment(""), segment("@a")
+        ('2026-01-01', 'a%2Fb', 'a%252Fb', '%2E%2E', '%', '%40a')
     """
     name = re.sub(r"[%/\0]|^@", lambda found: f"%{ord(found[0]):02X}", text)
     if name in (".", ".."):

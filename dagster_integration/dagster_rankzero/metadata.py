@@ -10,7 +10,7 @@ import dagster as dg
 
 from dagster_rankzero._compat import OutputFacts, assets_of, expect_single_result, io_manager_of, outputs_of
 from dagster_rankzero.inputs import keys_of, wants_reference
-from rankzero.pipeline import BLOCKS, PLAIN, REPORT_FILE, attempt, curves, is_number, reports, split
+from rankzero.pipeline import REPORT_FILE, attempt, curves, is_number, reports
 
 if TYPE_CHECKING:
     from rankzero import RankZeroError, ResultRef, RunHandle
@@ -22,7 +22,7 @@ _Entries = dict[str, dg.MetadataValue[Any]]
 METRIC_PREFIX = "metric/"
 """Prefix of metrics' names, so that a metric cannot replace another entry."""
 
-RESULT_ENTRIES = frozenset({"format", "size", PLAIN, BLOCKS, "parameters", "dtypes"})
+RESULT_ENTRIES = frozenset({"format", "size", "sha256", "sha256-8m", "crc32-8m", "parameters", "dtypes"})
 """Names of the entries of `describe_result` other than metrics."""
 
 TABLE_ROWS = 50
@@ -33,20 +33,21 @@ TABLE_DIGITS = 9
 
 
 def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
-    """Returns the entries of a run that has succeeded: location, duration, throughput, reports, and result.
-
-    An entry that cannot be made is left out with a warning to the logger of the step.
-    """
+    """Returns the entries of a run that has succeeded; one that cannot be made is left out with a warning."""
 
     def part(what: str, make: Callable[[], _Entries]) -> _Entries:
         return attempt(log, what, make, {})
+
+    def losses() -> _Entries:
+        picture = curves.chart(rows, curves.loss_names(rows))
+        return {"loss_curve": dg.MetadataValue.md(picture)} if picture else {}
 
     rows: list[dict[str, Any]] = attempt(log, "the table of reports", lambda: reports.rows_of(handle.events()), [])
     # The table is long, so it comes last.
     return {
         **part("the description of the run", lambda: _describe_end(handle)),
         **part("the throughput", lambda: {k: dg.MetadataValue.float(v) for k, v in reports.throughput(rows).items()}),
-        **part("the loss curve", lambda: _draw_losses(rows)),
+        **part("the loss curve", losses),
         **part("the description of the result", lambda: describe_result(handle.result_ref())),
         **part("the table of reports", lambda: _list_reports(rows)),
     }
@@ -146,11 +147,6 @@ def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
     return {"reports": table([{name: value for name, value in row.items() if name not in hidden} for row in shown])}
 
 
-def _draw_losses(rows: Sequence[dict[str, Any]]) -> _Entries:
-    picture = curves.chart(rows, curves.loss_names(rows))
-    return {"loss_curve": dg.MetadataValue.md(picture)} if picture else {}
-
-
 def _describe_metric(value: bool | int | float | str) -> dg.MetadataValue[Any]:
     if isinstance(value, bool):
         return dg.MetadataValue.bool(value)
@@ -181,10 +177,7 @@ def _plain(value: Any) -> str | int | float | bool | None:
 
 
 def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:
-    """Yields an observation of every asset that a context's step materializes; none for an op.
-
-    Finite numbers are shown, under the same names as in the materialization, so that Dagster plots both as one line.
-    """
+    """Yields an observation of every asset that a step materializes, under the names of the materialization."""
     numbers = {METRIC_PREFIX + name: value for name, value in metrics.items() if is_number(value)}
     if not numbers:
         return
@@ -194,11 +187,7 @@ def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObserv
 
 
 def check_single(context: Any) -> None:
-    """Checks before a training that its step makes at most one asset.
-
-    Raises:
-        dagster.Failure: the step makes several assets, or the context is that of a hook. Not retried.
-    """
+    """Raises dagster.Failure before a training whose step makes several assets, or is a hook."""
     if isinstance(context, dg.HookContext):
         raise dg.Failure(
             "a hook cannot train: its context has neither partitions nor outputs, and no retry of its own. Train in an "
@@ -240,10 +229,7 @@ def takes_reference(context: Any, output: OutputFacts | None) -> bool:
 
 
 def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: OutputFacts | None) -> Any:
-    """Returns a `dagster.MaterializeResult` for the context of an asset, else a `dagster.Output`.
-
-    An output of type Nothing gets only the metadata.
-    """
+    """Returns a `dagster.MaterializeResult` for an asset, else a `dagster.Output`; without a value for type Nothing."""
     metadata = describe_run(handle, context.log)
     takes_nothing = output is not None and output.dagster_type.is_nothing
     if not isinstance(context, dg.AssetExecutionContext):
@@ -251,27 +237,21 @@ def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: Out
     key = output.asset_key if output else None
     if takes_nothing:
         return dg.MaterializeResult(asset_key=key, metadata=metadata)
-    version = dg.DataVersion(split(handle.result_ref().digest)[1])
+    version = dg.DataVersion(handle.result_ref().digest.rpartition(":")[2])
     return dg.MaterializeResult(asset_key=key, value=value, metadata=metadata, data_version=version)
 
 
 def by_output(function: str, value: Any, names: list[str], required: set[str]) -> dict[str, Any]:
-    """Returns rank 0's value by output name.
-
-    Raises:
-        dagster.Failure: an output is missing or unknown. Not retried.
-    """
+    """Returns rank 0's value by output name; raises dagster.Failure if an output is missing or unknown."""
     if isinstance(value, tuple) and set(getattr(value, "_fields", ())) == set(names):
         return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
     if isinstance(value, tuple) and len(value) == len(names):
         return dict(zip(names, value, strict=True))
     if isinstance(value, dict) and required <= set(value) <= set(names):
         return value
-    got = f"a {type(value).__name__}"
+    got = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
     if isinstance(value, dict):
         got = f"a dict with the keys {', '.join(sorted(map(str, value)))}"
-    elif isinstance(value, tuple):
-        got = f"a tuple of {len(value)}"
     raise dg.Failure(
         f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order, and "
         "re-execute the whole step: from the failure it would get the same value again",
