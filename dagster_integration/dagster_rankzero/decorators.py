@@ -274,12 +274,9 @@ def torch_distributor_op(
         )
 
     def decorate(function: Callable[..., Any]) -> dg.OpDefinition:
-        made: dg.OpDefinition = _make(dg.op, function, changes, resource_key, op_arguments, finish)
         if args:
-            raise dg.DagsterInvalidDefinitionError(
-                f"args={list(args)!r} is for scripts; the arguments of {function.__name__} are the op's inputs"
-            )
-        return made
+            raise dg.DagsterInvalidDefinitionError(f"args={list(args)!r} is for scripts; a function has inputs")
+        return cast(dg.OpDefinition, _make(dg.op, function, changes, resource_key, op_arguments, finish))
 
     if isinstance(train, (str, os.PathLike, list, tuple)):
         folder = os.path.dirname(sys._getframe(1).f_globals.get("__file__", ""))
@@ -376,12 +373,7 @@ def collect_changes(options: Mapping[str, Any] | None, **named: Any) -> dict[str
 
 
 def _build_script_compute(
-    script: Program,
-    args: tuple[Any, ...],
-    resource_key: str,
-    options: Mapping[str, Any],
-    folder: str,
-    finish: _Finish,
+    script: Program, args: tuple[Any, ...], resource_key: str, options: Mapping[str, Any], folder: str, finish: _Finish
 ) -> Callable[..., Any]:
     """Builds the function of an op that runs a script, a command, or ``"package.module:function"``.
 

@@ -1,22 +1,11 @@
-"""`TorchDistributorResource`: runs training from an asset or an op, with the options of `rankzero.Launcher`.
-
-Configuration classes here refuse unknown fields, with a message that suggests fields of similar spelling. Dagster
-ignores them, so that a misspelt ``master`` would train on another Spark cluster.
-"""
+"""`TorchDistributorResource`: runs training from an asset or an op, with the options of `rankzero.Launcher`."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_origin, overload
 
 import dagster as dg
-from pydantic import (
-    Field,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 
 import rankzero
 from dagster_rankzero._compat import KnownFields, check_fields, variable_of
@@ -58,6 +47,10 @@ _CHOICES = {"engine": ("spark", "local"), "deploy_mode": ("client", "cluster")}
 # Checked here, since a field with choices in Dagster cannot be an EnvVar.
 
 
+def _field(default: Any, description: str) -> Any:
+    return Field(default=default, description=description)
+
+
 def option_field(name: str) -> Any:
     """Returns the field of an option of a run, with its default, and its help for the UI."""
     option = OPTIONS[name]
@@ -68,13 +61,9 @@ def option_field(name: str) -> Any:
 class Checkpoints(KnownFields):
     """Options that decide which checkpoints of a run are kept: the fields of `rankzero.CheckpointConfig`."""
 
-    num_to_keep: int | None = Field(
-        default=2, description="Number of checkpoints to keep; null keeps all. The newest one is always kept."
-    )
-    metric: str | None = Field(
-        default=None, description="Keep the best by this metric of their reports; null keeps the newest."
-    )
-    mode: Literal["min", "max"] = Field(default="min", description="Which values of the metric are better.")
+    num_to_keep: int | None = _field(2, "Number of checkpoints to keep; null keeps all. The newest is always kept.")
+    metric: str | None = _field(None, "Keep the best by this metric of their reports; null keeps the newest.")
+    mode: Literal["min", "max"] = _field("min", "Which values of the metric are better.")
 
 
 def _as_texts(given: Any) -> Any:
@@ -119,36 +108,28 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
         ... )
     """
 
-    engine: str = Field(
-        default="spark",
-        description="Where the ranks run: spark, as one barrier stage; or local, as processes of this machine, which "
-        "suits tests and ignores master and spark_conf.",
+    engine: str = _field("spark", "Where ranks run: spark, a barrier stage; or local, processes of this machine.")
+    master: str | None = _field(
+        None,
+        "Spark master: local[N], spark://host:port, yarn or k8s://... Left out: an embedded local[N] with a slot for each "
+        "task, or without pyspark engine local.",
     )
-    master: str | None = Field(
-        default=None,
-        description="Spark master: local[N], spark://host:port, yarn or k8s://... Left out: an embedded local[N] with "
-        "as many slots as there are tasks, or without pyspark engine local.",
+    deploy_mode: str = _field(
+        "client",
+        "client: the driver of a run is a process beside the step's. cluster: it runs on the cluster and outlives "
+        "the step's pod; the cluster must reach the store.",
     )
-    deploy_mode: str = Field(
-        default="client",
-        description="client: the driver of a run is a process beside the step's. cluster: it runs on the Spark cluster "
-        "(spark://..., yarn) and outlives the step's pod; the store must be one that the cluster sees.",
+    connect: str | None = _field(
+        None,
+        "Spark Connect server instead of a master and spark_conf: sc://host:15002, or with a token, as an EnvVar, "
+        "sc://host:443/;use_ssl=true;token=...",
     )
-    connect: str | None = Field(
-        default=None,
-        description="Spark Connect server instead of a master: sc://host:15002, or with more for the client "
-        "sc://host:443/;use_ssl=true;token=... (an EnvVar). It has its own configuration instead of spark_conf.",
+    spark_conf: dict[str, str] = _field({}, "Spark configuration of the session that a run starts.")
+    num_processes: int | None = _field(
+        1, 'World size, the number of ranks; null (in Python "auto") for as many as the engine has slots.'
     )
-    spark_conf: dict[str, str] = Field(
-        default_factory=dict, description="Spark configuration of the session that a run starts."
-    )
-    num_processes: int | None = Field(
-        default=1,
-        description='World size, the number of ranks; null (in Python "auto") for as many as the engine has slots.',
-    )
-    min_processes: int | None = Field(
-        default=None,
-        description="Smallest world size of an elastic run; left out: num_processes. In Python num_processes=(2, 8).",
+    min_processes: int | None = _field(
+        None, "Smallest world size of an elastic run; left out: num_processes. In Python num_processes=(2, 8)."
     )
     # Options of a run, made by `make reference`:
     use_gpu: bool = option_field("use_gpu")
@@ -176,32 +157,23 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
     excludes: list[str] = option_field("excludes")
     # The end of these options.
     checkpoints: Checkpoints = Field(
-        default_factory=Checkpoints,
-        description="Which checkpoints are kept: num_to_keep, metric, mode, as a dict or a CheckpointConfig.",
+        default_factory=Checkpoints, description="Which checkpoints are kept, as a dict or a CheckpointConfig."
     )
     trackers: dg.ResourceDependency[Any] = []  # type: ignore[assignment]  # noqa: RUF012
-    observation_interval: float | None = Field(
-        default=5.0,
-        description="Seconds between two observations of an asset with rank 0's metrics at least; null for none.",
+    observation_interval: float | None = _field(
+        5.0, "Seconds between two observations of an asset with rank 0's metrics at least; null for none."
     )
-    by_reference: bool | None = Field(
-        default=None,
-        description="Deliver a ResultRef instead of the value, so that the step never loads a large result. Left out: "
-        "to a RankZeroIOManager, which stores its file, unless the output has a type that Dagster checks. Any other IO "
-        "manager would store the small handle, good as long as the run directory is kept.",
+    by_reference: bool | None = _field(
+        None,
+        "Deliver a ResultRef instead of the value, so that the step never loads a large result. Left out: to a "
+        "RankZeroIOManager, unless the output has a type that Dagster checks. Any other IO manager would store the small "
+        "handle, good as long as the run directory is kept.",
     )
-    retry_user_errors: bool = Field(
-        default=True,
-        description="Let a RetryPolicy apply to exceptions of the training function too.",
-    )
-    name: str | None = Field(
-        default=None,
-        description="Name of one of several trainings of a step, by which all tries of the step find its run.",
-    )
-    log_ranks: list[int] | None = Field(
-        default=None,
-        description="Ranks whose lines the step shows, such as [0]; left out: all. A rank whose failure ends the run "
-        "is shown as well.",
+    retry_user_errors: bool = _field(True, "Let a RetryPolicy apply to exceptions of the training function too.")
+    name: str | None = _field(None, "Name of one of several trainings of a step, by which all its tries find its run.")
+    log_ranks: list[int] | None = _field(
+        None,
+        "Ranks whose lines the step shows, such as [0], besides the rank whose failure ends the run; left out: all.",
     )
     _dataset: Any = PrivateAttr(default=None)
     # Copies share the list, since Dagster tears down only the resource that it has set up.
