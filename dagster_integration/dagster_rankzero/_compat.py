@@ -2,7 +2,7 @@
 
 import inspect
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -111,22 +111,15 @@ def claim_name(context: Any, name: str) -> bool:
     return _names.setdefault(_step_of(context), {}).setdefault(name, training) is training
 
 
-def step_succeeded(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
-    """Returns True if a step of a run has succeeded, so that its outputs are stored."""
+def has_stored(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
+    """Returns True if the outputs of a step are stored: it has succeeded, or a blocking check of it has failed."""
     stats = instance.get_run_step_stats(run_id, [key])
-    return any(found.step_key == key and found.status is StepEventStatus.SUCCESS for found in stats)
-
-
-def step_was_rejected(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
-    """Returns True if a blocking check of a step has failed: its outputs are stored, and Dagster failed the step."""
-    for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION):
-        event = entry.dagster_event
-        if event is None or event.step_key != key:
-            continue
-        found = event.asset_check_evaluation_data
-        if found.blocking and not found.passed and found.severity is dg.AssetCheckSeverity.ERROR:
-            return True
-    return False
+    if any(found.step_key == key and found.status is StepEventStatus.SUCCESS for found in stats):
+        return True
+    logs = instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION)
+    events = [entry.dagster_event for entry in logs if entry.dagster_event and entry.dagster_event.step_key == key]
+    checks = [event.asset_check_evaluation_data for event in events]
+    return any(it.blocking and not it.passed and it.severity is dg.AssetCheckSeverity.ERROR for it in checks)
 
 
 def signal_of(interrupt: BaseException) -> int | None:
@@ -144,16 +137,6 @@ def name_of(context: Any) -> str:
         return "direct"
 
 
-def assets_of(context: Any) -> Sequence[dg.AssetKey]:
-    """Returns the assets that a context's step materializes; empty for an op."""
-    if not isinstance(context, dg.AssetExecutionContext):
-        return ()
-    try:
-        return sorted(context.selected_asset_keys)
-    except DagsterInvalidPropertyError:
-        return ()
-
-
 class OutputFacts(NamedTuple):
     """Dagster's facts about an output of a step; the output of an op has no asset key."""
 
@@ -167,16 +150,10 @@ def outputs_of(context: Any) -> list[OutputFacts]:
     """Returns the selected outputs of a context's step, without checks; empty outside of a step."""
     if (step := _step_of(context)) is None:
         return []
-    return [
-        OutputFacts(
-            output.name,
-            output.properties.asset_key,
-            step.op_def.output_def_named(output.name).dagster_type,
-            output.properties.is_dynamic,
-        )
-        for output in step.step.step_outputs
-        if output.properties.asset_check_key is None and output.name in step.selected_output_names
-    ]
+    found = [each for each in step.step.step_outputs if each.name in step.selected_output_names]
+    types = {each.name: step.op_def.output_def_named(each.name).dagster_type for each in found}
+    facts = [(each.name, each.properties) for each in found if each.properties.asset_check_key is None]
+    return [OutputFacts(name, known.asset_key, types[name], known.is_dynamic) for name, known in facts]
 
 
 def with_partitions(spec: dg.AssetCheckSpec, partitions: Any) -> dg.AssetCheckSpec:

@@ -58,11 +58,6 @@ def build_metric_bounds_checks(
             raise dg.DagsterInvalidDefinitionError(
                 f"the bounds of {metric} are {pair!r}; give (smallest, largest), with None for an open side"
             )
-    names = [_name_of(metric, "within_bounds") for metric in bounds]
-    if twins := sorted(metric for metric, name in zip(bounds, names, strict=True) if names.count(name) > 1):
-        raise dg.DagsterInvalidDefinitionError(
-            f"the metrics {' and '.join(twins)} would give checks of one name: Dagster takes letters, digits and _ only"
-        )
 
     def bounds_check(metric: str, low: float, high: float) -> dg.AssetChecksDefinition:
         described = " and ".join([f"at least {low}"] * (low > -math.inf) + [f"at most {high}"] * (high < math.inf))
@@ -106,8 +101,8 @@ def build_champion_check(
         metric: Name in `rankzero.train.report`, or of another number in the assets' metadata.
         higher_is_better: False for a loss.
         min_improvement: Least improvement over the champion; a negative number allows a worse challenger.
-        blocking: Whether a failure stops the assets of the same run that depend on the challenger.
-        severity: Severity of a failure in Dagster.
+        blocking: As for `build_metric_bounds_checks`.
+        severity: As for `build_metric_bounds_checks`.
 
     Returns:
         The check, named ``<metric>_beats_champion``.
@@ -169,9 +164,9 @@ def reported_checks(
             own = f"{whole}/{partition}" if partition else whole
             # A value without a partition would be that of the last partition that was trained.
             names = [own, whole] if len(keys) <= 1 else [own]
-            entry = next((metadata[METRIC_PREFIX + name] for name in names if METRIC_PREFIX + name in metadata), None)
-            told = None if entry else f'rank 0 did not report it: call rankzero.train.report({{"{names[-1]}": True}})'
-            return dg.AssetCheckResult(passed=entry is not None and entry.value is True, description=told)
+            found = next((metadata[METRIC_PREFIX + name] for name in names if METRIC_PREFIX + name in metadata), None)
+            told = f'rank 0 did not report it: call rankzero.train.report({{"{names[-1]}": True}})'
+            return dg.AssetCheckResult(passed=found is True, description=told if found is None else None)
 
         yield from evaluations(context, spec, keys if keys and spec.partitions_def else [None], judge)
 

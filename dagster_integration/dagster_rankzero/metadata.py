@@ -1,14 +1,13 @@
 """The output of a step: the event with which it delivers the result of a training, and the metadata for the UI."""
 
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dagster_rankzero._compat import OutputFacts, assets_of, expect_single_result, io_manager_of, outputs_of
+from dagster_rankzero._compat import OutputFacts, expect_single_result, io_manager_of, outputs_of
 from dagster_rankzero.inputs import keys_of, wants_reference
 from rankzero.pipeline import REPORT_FILE, attempt, curves, is_number, reports
 
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_Entries = dict[str, dg.MetadataValue[Any]]
+_Entries = dict[str, Any]
+# Dagster shows plain values as they are.
 
 METRIC_PREFIX = "metric/"
 """Prefix of metrics' names, so that a metric cannot replace another entry."""
@@ -46,7 +46,7 @@ def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
     # The table is long, so it comes last.
     return {
         **part("the description of the run", lambda: _describe_end(handle)),
-        **part("the throughput", lambda: {k: dg.MetadataValue.float(v) for k, v in reports.throughput(rows).items()}),
+        **part("the throughput", lambda: dict(reports.throughput(rows))),
         **part("the loss curve", losses),
         **part("the description of the result", lambda: describe_result(handle.result_ref())),
         **part("the table of reports", lambda: _list_reports(rows)),
@@ -57,35 +57,35 @@ def _describe_end(handle: "RunHandle[Any]") -> _Entries:
     status = handle.status()
     entries: _Entries = {
         "run_directory": dg.MetadataValue.path(handle.directory),
-        "run_id": dg.MetadataValue.text(handle.id),
+        "run_id": handle.id,
         "report": dg.MetadataValue.path(f"{handle.directory}/{REPORT_FILE}"),
-        "world_size": dg.MetadataValue.int(handle.world_size),
+        "world_size": handle.world_size,
     }
     if status.started is not None and status.ended is not None:
-        entries["duration_seconds"] = dg.MetadataValue.float(round(status.ended - status.started, 3))
+        entries["duration_seconds"] = round(status.ended - status.started, 3)
     if status.engine_url:
         entries["spark_ui"] = dg.MetadataValue.url(status.engine_url)
-    for name, value in status.metrics.items():
-        entries[METRIC_PREFIX + name] = _describe_metric(value)
-    return entries
+    return entries | _metrics(status.metrics)
 
 
 def describe_result(ref: "ResultRef", directory: str = "") -> _Entries:
     """Returns the entries of a stored value, the same for a run's result and for an IO manager's file."""
     algorithm, _, digits = ref.digest.rpartition(":")
-    entries: _Entries = {
-        **({"path": dg.MetadataValue.path(directory)} if directory else {}),
-        "format": dg.MetadataValue.text(ref.format),
-        "size": dg.MetadataValue.int(ref.size),
-        algorithm: dg.MetadataValue.text(digits),
-    }
+    entries: _Entries = {"path": dg.MetadataValue.path(directory)} if directory else {}
+    entries |= {"format": ref.format, "size": ref.size, algorithm: digits}
     if isinstance(ref.summary.get("parameters"), int):
-        entries["parameters"] = dg.MetadataValue.int(ref.summary["parameters"])
+        entries["parameters"] = ref.summary["parameters"]
     if ref.summary.get("dtypes"):
         entries["dtypes"] = table([{"dtype": name, **counts} for name, counts in ref.summary["dtypes"].items()])
-    for name, value in ref.summary.get("metrics", {}).items():
-        entries[METRIC_PREFIX + name] = _describe_metric(value)
-    return entries
+    return entries | _metrics(ref.summary.get("metrics", {}))
+
+
+def _metrics(values: Mapping[str, Any]) -> _Entries:
+    # JSON has no NaN and no infinity, and neither has the UI.
+    plain = {
+        name: value if isinstance(value, int) or is_number(value) else str(value) for name, value in values.items()
+    }
+    return {METRIC_PREFIX + name: value for name, value in plain.items()}
 
 
 def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
@@ -94,15 +94,12 @@ def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
         {"partition": key, "format": ref.format, "size": ref.size, "digest": ref.digest}
         for key, ref in sorted(stored.items())[:TABLE_ROWS]
     ]
-    return {
-        "partitions": table(rows),
-        "partition_count": dg.MetadataValue.int(len(stored)),
-        "size": dg.MetadataValue.int(sum(ref.size for ref in stored.values())),
-    }
+    size = sum(ref.size for ref in stored.values())
+    return {"partitions": table(rows), "partition_count": len(stored), "size": size}
 
 
 def describe_error(error: "RankZeroError") -> dict[str, Any]:
-    """Returns the facts of an error by name; Dagster shows plain values as they are."""
+    """Returns the facts of an error by name."""
     from rankzero import HangError, InsufficientSlotsError, StartTimeoutError, WorkerFailedError
 
     facts: dict[str, Any] = {}
@@ -147,17 +144,6 @@ def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
     return {"reports": table([{name: value for name, value in row.items() if name not in hidden} for row in shown])}
 
 
-def _describe_metric(value: bool | int | float | str) -> dg.MetadataValue[Any]:
-    if isinstance(value, bool):
-        return dg.MetadataValue.bool(value)
-    if isinstance(value, int):
-        return dg.MetadataValue.int(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return dg.MetadataValue.float(value)
-    # JSON has no NaN and no infinity, and neither has the UI.
-    return dg.MetadataValue.text(str(value))
-
-
 def _column_type(values: Sequence[object]) -> str:
     present = [value for value in values if value is not None]
     if present and all(isinstance(value, bool) for value in present):
@@ -179,11 +165,10 @@ def _plain(value: Any) -> str | int | float | bool | None:
 def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:
     """Yields an observation of every asset that a step materializes, under the names of the materialization."""
     numbers = {METRIC_PREFIX + name: value for name, value in metrics.items() if is_number(value)}
-    if not numbers:
-        return
-    partition = context.partition_key if context.has_partition_key else None
-    for key in assets_of(context):
-        yield dg.AssetObservation(asset_key=key, partition=partition, metadata=numbers)
+    if numbers and isinstance(context, dg.AssetExecutionContext):
+        partition = context.partition_key if context.has_partition_key else None
+        for key in sorted(output.asset_key for output in outputs_of(context) if output.asset_key):
+            yield dg.AssetObservation(asset_key=key, partition=partition, metadata=numbers)
 
 
 def check_single(context: Any) -> None:

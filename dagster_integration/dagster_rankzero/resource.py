@@ -111,8 +111,8 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
     engine: str = _field("spark", "Where ranks run: spark, a barrier stage; or local, processes of this machine.")
     master: str | None = _field(
         None,
-        "Spark master: local[N], spark://host:port, yarn or k8s://... Left out: an embedded local[N] with a slot for each "
-        "task, or without pyspark engine local.",
+        "Spark master: local[N], spark://host:port, yarn or k8s://... Left out: an embedded local[N] with a slot for "
+        "each task, or without pyspark engine local.",
     )
     deploy_mode: str = _field(
         "client",
@@ -166,8 +166,8 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
     by_reference: bool | None = _field(
         None,
         "Deliver a ResultRef instead of the value, so that the step never loads a large result. Left out: to a "
-        "RankZeroIOManager, unless the output has a type that Dagster checks. Any other IO manager would store the small "
-        "handle, good as long as the run directory is kept.",
+        "RankZeroIOManager, unless the output has a type that Dagster checks. Any other IO manager would store the "
+        "small handle, good as long as the run directory is kept.",
     )
     retry_user_errors: bool = _field(True, "Let a RetryPolicy apply to exceptions of the training function too.")
     name: str | None = _field(None, "Name of one of several trainings of a step, by which all its tries find its run.")

@@ -115,8 +115,7 @@ class Step:
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
         """Returns True if the output of the step that got the result is stored, also if a blocking check failed it."""
-        asked = self.instance, receiver["dagster_run"], receiver["step"]
-        return _compat.step_succeeded(*asked) or _compat.step_was_rejected(*asked)
+        return _compat.has_stored(self.instance, receiver["dagster_run"], receiver["step"])
 
     def repeats(self, receiver: Mapping[str, Any]) -> bool:
         """Returns True if Dagster automatically repeats a step that has succeeded, as a retry of its whole run does."""
