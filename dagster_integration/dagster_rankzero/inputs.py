@@ -28,7 +28,7 @@ class OpenedByRanks(dg.DagsterType):
             return dg.TypeCheck(success=True) if is_reference(value) else inner.type_check(context, value)
 
         self._shown = inner.display_name
-        # The type has a key instead of a name: two inputs with one annotation have two types, and names must be unique.
+        # A key instead of a name: two inputs with one annotation have two types, and names must be unique.
         super().__init__(
             type_check_fn=check,
             key=f"{type(self).__name__}.{inner.key}",

@@ -32,9 +32,8 @@ from rankzero.pipeline import attempt, map_refs, store, verify
 
 logger = logging.getLogger(__name__)
 
-VERSION_FILE = "rankzero.json"
-PARTITIONS = "@partitions"
-# The directory of an asset's partitions; `segment` gives this name to no part of another asset's key.
+VERSION_FILE, PARTITIONS = "rankzero.json", "@partitions"
+# `segment` gives the name of the directory of an asset's partitions to no part of another asset's key.
 
 # Names of the data files that `commit` makes, and of the marks of `hold`. A user's files may begin alike.
 _DATA = re.compile(r"data-[0-9a-f]{16}-[0-9a-f]{8}\.[a-z.]+")
@@ -60,15 +59,9 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
     """
 
     base_path: str | None = Field(
-        default=None,
-        description="Root of the stored values, a path or an fsspec URL such as s3://bucket/assets. Left out: "
-        "rankzero/ in the storage directory of the Dagster instance.",
+        None, description="Path or fsspec URL of the stored values; left out: rankzero/ in the instance's storage."
     )
-    allow_pickle: bool = Field(
-        default=True,
-        description="Store and load values that need cloudpickle. Loading them runs code from base_path, so all users "
-        "who can write there must be trusted.",
-    )
+    allow_pickle: bool = Field(True, description="Store and load values that need cloudpickle, which runs their code.")
 
     takes_references: ClassVar[bool] = True
     _root: str = PrivateAttr()
@@ -85,11 +78,7 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
         self._root = store.normalize(self.base_path or store.join(instance.storage_directory(), "rankzero"))
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
-        """Commits an output as the new version; one of several partitions is a dict by partition key.
-
-        Raises:
-            dagster.Failure: the value, or the file of a `ResultRef`, cannot be stored.
-        """
+        """Commits an output as the new version; one of several partitions is a dict by partition key."""
         places = self._places_of(context)
         values = dict.fromkeys(places, obj)
         if len(places) > 1:

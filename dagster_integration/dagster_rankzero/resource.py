@@ -13,7 +13,6 @@ from dagster_rankzero.metadata import check_single
 from rankzero.errors import InvalidJobError
 from rankzero.pipeline import (
     AUTO,
-    NumProcesses,
     embedded_engine,
     qualified_name,
     spelt,
@@ -91,8 +90,7 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: ignore[type-arg]
     """Runs distributed PyTorch on Spark and delivers rank 0's value to the IO manager.
 
-    ``trackers`` is not configuration but a list of objects, such as ``[MLflow()]``, that send the metrics and events of
-    a training to other systems; see `rankzero.tracking.Tracker`.
+    ``trackers`` is not configuration but a list of objects; see `rankzero.tracking.Tracker`.
 
     Raises:
         dagster.DagsterInvalidDefinitionError: a field does not exist.
@@ -284,10 +282,9 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
             context: Context of the asset or op that calls this.
             train: A callable, ``"package.module:function"``, ``"path/to/script.py"``, ``"-m package.module"``, or a
                 command as a list of words, ``["bash", "train.sh"]``.
-            args: Positional arguments of the function, or the script's command line. `ResultRef`
-                in them are opened inside the ranks; a `dagster.Config` arrives as a plain namespace.
-            kwargs: Keyword arguments of the function. A Spark DataFrame is a dataset of that name, which the ranks read
-                by `rankzero.train.get_dataset_shard`; they get its name as the argument.
+            args: Positional arguments of the function, or the script's command line. `ResultRef` in them are opened
+                inside the ranks; a `dagster.Config` arrives as a plain namespace.
+            kwargs: Keyword arguments of the function. A Spark DataFrame is a dataset, whose name the ranks get.
 
         Returns:
             With the context of an asset a `dagster.MaterializeResult`, else a `dagster.Output`; return it from the
@@ -295,10 +292,8 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
             For an asset without a value (``specs=``, ``-> None``) it has metadata only.
 
         Raises:
-            dagster.Failure: a rank failed (metadata: rank, host, traceback, last log lines), the run
-                hung, was cancelled or took too long, the arguments or fields are wrong, the step
-                makes several assets, or the infrastructure failed. A `dagster.RetryPolicy` applies
-                unless the next try would end the same way.
+            dagster.Failure: the training failed (metadata: rank, host, traceback, last log lines), or cannot run as
+                asked for. A `dagster.RetryPolicy` applies unless the next try would end the same way.
             dagster.DagsterExecutionInterruptedError: Dagster has interrupted the step.
         """
         check_single(context)
@@ -354,14 +349,12 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
                 f"store is {self.store!r}, a relative path, which would begin in the directory of the step's process; "
                 "give an absolute path or a URL"
             )
+        world: Any = self.num_processes or AUTO
+        if self.num_processes and self.min_processes is not None:
+            world = self.min_processes, self.num_processes
         options = {name: getattr(self, name) for name in OPTIONS}
-        options |= {
-            "num_processes": self._world(),
-            "env": dict(self.env),
-            "checkpoints": rankzero.CheckpointConfig(**dict(self.checkpoints)),
-        }
-        if self._dataset is not None:
-            options["dataset"] = self._dataset
+        options |= {"num_processes": world, "env": dict(self.env), "dataset": self._dataset or self.dataset}
+        options["checkpoints"] = rankzero.CheckpointConfig(**dict(self.checkpoints))
         return rankzero.Launcher(engine=self._engine(), **options)
 
     def _engine(self) -> Any:
@@ -376,11 +369,6 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
         if self.master is None:
             return embedded_engine(self.spark_conf)
         return rankzero.SparkEngine(master=self.master, conf=self.spark_conf)
-
-    def _world(self) -> NumProcesses:
-        if self.num_processes is None:
-            return AUTO
-        return self.num_processes if self.min_processes is None else (self.min_processes, self.num_processes)
 
 
 def _resolved(value: Any) -> Any:

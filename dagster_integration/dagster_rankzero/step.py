@@ -72,21 +72,14 @@ class Step:
     @classmethod
     def of(cls, context: Any) -> Self | None:
         """Returns the try that a context belongs to; None outside of a step, as in a test."""
-        facts = _compat.facts_of(context)
-        if facts is None:
+        if (facts := _compat.facts_of(context)) is None:
             return None
         run, instance, key, number, policy, executor = facts
+        root, generation = run.root_run_id or run.run_id, _generation(run, instance)
+        is_retried = policy is not None and number < policy.max_retries
+        again = _compat.may_be_retried(run, instance)
         return cls(
-            dagster_run=run.run_id,
-            root=run.root_run_id or run.run_id,
-            generation=_generation(run, instance),
-            key=key,
-            number=number,
-            executor=executor,
-            is_retried=policy is not None and number < policy.max_retries,
-            run_is_retried=_compat.may_be_retried(run, instance),
-            lease=lease(policy),
-            instance=instance,
+            run.run_id, root, generation, key, number, executor, is_retried, again, lease(policy), instance=instance
         )
 
     @property
@@ -128,11 +121,9 @@ class Step:
         return isinstance(error, Exception) and self.is_followed_by_another
 
     def _returns_after(self, number: int | None) -> bool:
-        """Returns True if another try follows automatically after a signal that ends this process.
-
-        SIGINT reaches a whole run: from a terminal, or from the run's process to those of its steps. SIGTERM may be
-        sent to a step's process alone.
-        """
+        """Returns True if another try follows automatically after a signal that ends this process."""
+        # SIGINT reaches a whole run: from a terminal, or from the run's process to those of its steps. SIGTERM may be
+        # sent to a step's process alone.
         if is_at_terminal():
             # A user at the terminal wants to stop the whole run.
             return False
@@ -189,12 +180,7 @@ def train_in_step(
 
 
 def run_id_of(root: str, key: str, name: str | None = None) -> str:
-    """Returns the id of the run of a step's training, from the first Dagster run of the group of re-executions.
-
-    Example:
-        >>> run_id_of("8f14e45f-ceea-467f-a2d0-1f3c5a7b9d0e", "train[3]")
-        '8f14e45f-train-3-ac25d78be7ed5362'
-    """
+    """Returns the id of the run of a step's training, from the first Dagster run of the group of re-executions."""
     digest = hashlib.sha256("\0".join([root, key, name or ""]).encode()).hexdigest()[:16]
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(filter(None, [key, name]))).strip("-")[:100]
     return f"{root[:8]}-{readable}-{digest}"
@@ -202,13 +188,7 @@ def run_id_of(root: str, key: str, name: str | None = None) -> str:
 
 @contextlib.contextmanager
 def open_run(
-    launcher: Launcher,
-    step: Step | None,
-    context: Any,
-    train: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    name: str | None = None,
+    launcher: Launcher, step: Step | None, context: Any, train: Any, args: Any, kwargs: Any, name: str | None = None
 ) -> Iterator[Opened]:
     """Opens the run of a step's training, which the block follows; see `rankzero.Launcher.durable`.
 
