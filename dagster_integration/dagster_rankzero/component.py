@@ -63,6 +63,12 @@ class TorchRetryPolicy(dg.Model, dg.Resolvable):
     backoff: Literal["linear", "exponential"] | None = None
     jitter: Literal["full", "plus_minus"] | None = None
 
+    def build(self) -> dg.RetryPolicy:
+        """Returns Dagster's policy. Raises DagsterInvalidDefinitionError for a backoff or jitter without a delay."""
+        backoff = dg.Backoff[self.backoff.upper()] if self.backoff else None
+        jitter = dg.Jitter[self.jitter.upper()] if self.jitter else None
+        return dg.RetryPolicy(max_retries=self.max_retries, delay=self.delay, backoff=backoff, jitter=jitter)
+
 
 class TorchOp(dg.Model, dg.Resolvable):
     """Options of the step that runs a training; a pool counts steps, not GPUs."""
@@ -117,35 +123,21 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
 
     train_fn: Annotated[
         Callable[..., Any],
-        dg.Resolver(
-            _import_train,
-            model_field_type=str,
-            description="Function that runs on every rank: .file.function in this folder, or package.module.function.",
-        ),
+        dg.Resolver(_import_train, model_field_type=str, description=".file.function, or package.module.function."),
     ]
     asset: dg.ResolvedAssetSpec
-    num_processes: int | Literal["auto"] | None = Field(
-        default=None, description="World size, or auto; left out: the resource's."
-    )
-    use_gpu: bool | None = Field(default=None, description="One GPU for every rank; left out: the resource's.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Fixed arguments of the function.")
-    ins: dict[str, str] = Field(
-        default_factory=dict, description="Keys of the assets that its other parameters take, where they differ."
-    )
+    num_processes: int | Literal["auto"] | None = Field(None, description="World size; left out: the resource's.")
+    use_gpu: bool | None = Field(None, description="One GPU for every rank; left out: the resource's.")
+    kwargs: dict[str, Any] = Field({}, description="Fixed arguments of the function.")
+    ins: dict[str, str] = Field({}, description="Keys of the assets that other parameters take, where they differ.")
     options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Changes to the resource for this training alone, by its field names: master, spark_conf, store, "
-        "timeout, max_restarts ... Relative paths of working_dir and py_files begin in this folder.",
+        {}, description="Changes to the resource; relative paths of working_dir and py_files begin in this folder."
     )
     resource_key: str | None = Field(
-        default=DEFAULT_RESOURCE_KEY,
-        description="Of the project's TorchDistributorResource; null for one of this training's own, which options "
-        "alone describe.",
+        DEFAULT_RESOURCE_KEY, description="The project's resource; null for one that options alone describe."
     )
-    io_manager_key: str | None = Field(default=None, description="Where the value goes; left out: io_manager.")
-    check_specs: list[TorchCheck] = Field(
-        default_factory=list, description="Checks whose results rank 0 reports under check/NAME."
-    )
+    io_manager_key: str | None = Field(None, description="Where the value goes; left out: io_manager.")
+    check_specs: list[TorchCheck] = Field([], description="Checks whose results rank 0 reports under check/NAME.")
     op: TorchOp = Field(default_factory=TorchOp)
 
     @classmethod
@@ -182,25 +174,16 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
         return {name for name, p in parameters.items() if p.default is inspect.Parameter.empty or name in always}
 
     def _asset_arguments(self) -> dict[str, Any]:
-        spec, op, policy = self.asset, self.op, self.op.retry_policy
-        names = (
-            "key deps metadata tags group_name code_version owners automation_condition freshness_policy partitions_def"
-        )
+        spec, op, names = self.asset, self.op, "key deps metadata tags group_name code_version owners partitions_def"
         arguments = {
-            **{name: getattr(spec, name) for name in names.split()},
+            **{name: getattr(spec, name) for name in [*names.split(), "automation_condition", "freshness_policy"]},
             "ins": {name: dg.AssetIn(key=dg.AssetKey.from_user_string(key)) for name, key in self.ins.items()},
             "description": spec.description or inspect.getdoc(self.train_fn),
             "io_manager_key": self.io_manager_key,
             "check_specs": [dg.AssetCheckSpec(asset=spec.key, **dict(check)) for check in self.check_specs],
             "op_tags": op.tags,
             "pool": op.pool,
-            "retry_policy": policy
-            and dg.RetryPolicy(
-                policy.max_retries,
-                policy.delay,
-                backoff=dg.Backoff[policy.backoff.upper()] if policy.backoff else None,
-                jitter=dg.Jitter[policy.jitter.upper()] if policy.jitter else None,
-            ),
+            "retry_policy": op.retry_policy and op.retry_policy.build(),
             "backfill_policy": op.backfill_policy and getattr(dg.BackfillPolicy, op.backfill_policy)(),
         }
         return {name: value for name, value in arguments.items() if value}

@@ -28,9 +28,6 @@ RESULT_ENTRIES = frozenset({"format", "size", "sha256", "sha256-8m", "crc32-8m",
 TABLE_ROWS = 50
 """Most rows of the tables of reports and of partitions."""
 
-TABLE_DIGITS = 9
-"""Digits of a fraction in a table; the run directory has all digits."""
-
 
 def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
     """Returns the entries of a run that has succeeded; one that cannot be made is left out with a warning."""
@@ -131,9 +128,9 @@ def _fence(text: str) -> str:
 def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:
     """Returns a table for the UI with all columns of the rows, in the order of their first use."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = [dg.TableColumn(name, _column_type([row.get(name) for row in rows])) for name in names]
-    records = [dg.TableRecord({name: _plain(row.get(name)) for name in names}) for row in rows]
-    return dg.MetadataValue.table(records, dg.TableSchema(columns))
+    plain = [{name: _plain(row.get(name)) for name in names} for row in rows]
+    columns = [dg.TableColumn(name, _column_type({type(row[name]) for row in plain})) for name in names]
+    return dg.MetadataValue.table([dg.TableRecord(row) for row in plain], dg.TableSchema(columns))
 
 
 def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
@@ -144,22 +141,18 @@ def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
     return {"reports": table([{name: value for name, value in row.items() if name not in hidden} for row in shown])}
 
 
-def _column_type(values: Sequence[object]) -> str:
-    present = [value for value in values if value is not None]
-    if present and all(isinstance(value, bool) for value in present):
-        return "bool"
-    if all(is_number(value) for value in present):
-        return "int" if all(isinstance(value, int) for value in present) else "float"
-    return "string"
+def _column_type(types: set[type]) -> str:
+    types = types - {type(None)}
+    if len(types) == 1:
+        return {bool: "bool", int: "int", float: "float"}.get(next(iter(types)), "string")
+    return "float" if types == {int, float} else "string"
 
 
 def _plain(value: Any) -> str | int | float | bool | None:
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    if not is_number(value):
-        return str(value)
-    # Large numbers, such as times, keep all digits before the point.
-    return float(f"{value:.{TABLE_DIGITS}g}") if abs(value) < 10 ** (TABLE_DIGITS - 2) else float(value)
+    # Twelve digits are enough for a time; the run directory has all.
+    return float(f"{value:.12g}") if is_number(value) else str(value)
 
 
 def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:

@@ -76,30 +76,19 @@ def shelf(assets_path: Path, instance: dg.DagsterInstance) -> Shelf:
     return Shelf(RankZeroIOManager(base_path=str(assets_path)), instance, assets_path / "stored")
 
 
-def tied() -> dict[str, torch.Tensor]:
-    weight = torch.ones(2, 2)
-    return {"encoder": weight, "decoder": weight}
-
-
 @pytest.mark.parametrize(
     ("value", "file_format"),
     [
         ({"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(2, dtype=torch.bfloat16)}, "safetensors"),
         ({"accuracy": 0.5, "classes": ["a", None]}, "json"),
-        (None, "json"),
-        ((1, 2), "cloudpickle"),
         (Point(3), "cloudpickle"),
-        (lambda: 2, "cloudpickle"),
-        (tied(), "cloudpickle"),
     ],
 )
 def test_values_come_back_as_they_were(shelf: Shelf, value: object, file_format: str) -> None:
     shown = shelf.store(lambda: value)
     assert shown["format"] == file_format
     loaded = shelf.load()
-    if callable(value):
-        assert loaded() == value()
-    elif isinstance(value, dict) and file_format != "json":
+    if file_format == "safetensors":
         assert loaded.keys() == value.keys()
         assert all(torch.equal(loaded[key], value[key]) for key in value)
     else:
@@ -196,17 +185,6 @@ def test_a_stored_version_survives_a_power_failure(
         assert path.stat().st_ino in synced, path
 
 
-def test_a_loaded_state_dict_is_stored_again_as_safetensors(shelf: Shelf) -> None:
-    first = shelf.store({"a": torch.ones(2), "b": torch.zeros(2)})
-    again = shelf.store(shelf.load())
-    assert (again["format"], again["sha256"]) == ("safetensors", first["sha256"])
-
-
-def test_nothing_stored_is_a_missing_file(shelf: Shelf) -> None:
-    with pytest.raises(FileNotFoundError, match="stored"):
-        shelf.load()
-
-
 def test_a_flipped_bit_is_found_and_not_retried(shelf: Shelf) -> None:
     shelf.store({"w": torch.ones(100)})
     (data,) = shelf.folder.glob("data-*")
@@ -249,29 +227,6 @@ def test_a_process_killed_while_storing_leaves_the_version_before(shelf: Shelf, 
     """
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert shelf.load() == {"version": 1}
-    shelf.store({"version": 3})
-    assert shelf.load() == {"version": 3}
-
-
-def test_a_failing_object_store_leaves_the_version_before(
-    instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    shelf = Shelf(RankZeroIOManager(base_path="memory://bucket/assets"), instance, Path())
-    shelf.store({"version": 1})
-    pipe = MemoryFileSystem.pipe_file
-
-    def fail(self: MemoryFileSystem, path: str, value: bytes, **options: object) -> None:
-        if path.endswith("rankzero.json"):
-            raise OSError("the network is down")
-        pipe(self, path, value, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(MemoryFileSystem, "pipe_file", fail)
-        with pytest.raises(OSError, match="network"):
-            shelf.store({"version": 2})
     assert shelf.load() == {"version": 1}
     shelf.store({"version": 3})
     assert shelf.load() == {"version": 3}
@@ -384,17 +339,6 @@ def test_two_materializations_at_once_leave_a_complete_version(shelf: Shelf, mon
     monkeypatch.setattr(storage, "upload", be_overtaken)
     shelf.store({"version": 1})
     assert shelf.load() == {"version": 1}
-
-
-def test_an_input_annotated_as_a_handle_is_not_loaded(shelf: Shelf) -> None:
-    @dg.asset
-    def reader(stored: ResultRef) -> list[str]:
-        (data,) = shelf.folder.glob("data-*")
-        assert stored.load() == {"big": 1}
-        return [type(stored).__name__, str(stored.uri == str(data))]
-
-    result = shelf.run(asset_of({"big": 1}), reader)
-    assert result.output_for_node("reader") == ["ResultRef", "True"]
 
 
 def test_a_handle_of_the_same_file_system_is_stored_without_reading_it(shelf: Shelf, tmp_path: Path) -> None:

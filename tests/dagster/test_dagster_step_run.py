@@ -168,19 +168,6 @@ def test_a_user_who_corrects_the_arguments_ends_the_training_that_lives(step: St
         assert second.handle.submission == 1
 
 
-def test_a_retry_of_a_step_of_several_trainings_finds_each_by_its_name(
-    step: Step, open_step: Open, unfinished: set[str]
-) -> None:
-    unfinished.add("one")
-    with open_step(step, "3f2a") as one, open_step(step, "77aa", name="tuned") as other:
-        assert one.handle.directory != other.handle.directory
-        again = replace(step, number=1)
-        # In another order, with other arguments, while both live.
-        with open_step(again, "11cc", name="tuned") as tuned, open_step(again, "9c41") as plain:
-            assert [tuned.handle.directory, plain.handle.directory] == [other.handle.directory, one.handle.directory]
-            assert [tuned.handle.submission, plain.handle.submission] == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("name", "told"), [(None, "already trained without a name"), ("tuned", "under the name 'tuned'")]
 )
