@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import dagster as dg
 
@@ -36,9 +36,6 @@ from rankzero.pipeline import (
     print_line,
 )
 from rankzero.pipeline import lease as leases
-
-if TYPE_CHECKING:
-    from dagster_rankzero.resource import TorchDistributorResource
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +149,7 @@ class Step:
 
 
 def train_in_step(
-    resource: "TorchDistributorResource", context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    resource: Any, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Generator[Any, None, None]:
     """Trains for the step of a context: yields observations of its assets, and at the end its result."""
     if frames := {name: value for name, value in kwargs.items() if is_frame(value)}:
