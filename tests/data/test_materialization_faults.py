@@ -121,7 +121,7 @@ def test_an_executor_that_is_killed_costs_no_row(tmp_path: Path) -> None:
     until(lambda: handle.status().state == "running", 2 * WAIT, "ranks")
     # What the dead one had begun is in no manifest, and not in the folder, which goes with the success.
     [folder] = glob.glob(f"{tmp_path}/q/datasets/*")
-    files = glob.glob(f"{folder}/*.arrow")
+    files = glob.glob(f"{folder}/*.parquet")
     assert len({os.path.basename(file)[:11] for file in files}) == len(files) == 8
     Path(go).touch()
     expected = [number for number in range(800) if number % 100]

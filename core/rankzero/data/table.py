@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import re
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from rankzero import store
 from rankzero.data import schemas
 from rankzero.data.files import filesystem_of
-from rankzero.data.widening import widened
 from rankzero.errors import ResultError
 
 if TYPE_CHECKING:
@@ -108,23 +106,10 @@ class Table:
         Raises:
             ResultError: as `to_arrow`.
         """
-        from pyspark.sql import functions as F
-
-        table = self.to_arrow()
-        files: dict[Any, list[str]] = {}
-        for fragment in table.get_fragments() if len(read_schemas(self.uri)) != 1 else ():
-            files.setdefault(fragment.physical_schema.remove_metadata(), []).append(fragment.path.rsplit("/", 1)[-1])
+        names = self.to_arrow().schema.names
         # Spark would look for a path without a scheme in the cluster's default file system.
         uri = self.uri.replace("s3://", "s3a://", 1) if store.is_url(self.uri) else f"file://{self.uri}"
-        read: Any = session.read
-        # Spark reads files with different types of a column only separately.
-        frames = [
-            widened(read.parquet(*(store.join(uri, name) for name in names)).drop(*schemas.nulls(schema)), table.schema)
-            for schema, names in files.items()
-        ]
-        frame = functools.reduce(
-            lambda one, other: one.unionByName(other, allowMissingColumns=True), frames or [read.parquet(uri)]
+        frame: DataFrame = (
+            session.read.option("mergeSchema", "true").parquet(uri).select([f"`{name}`" for name in names])
         )
-        missing = {name: F.lit(None) for name in table.schema.names if name not in frame.columns}
-        found: DataFrame = frame.withColumns(missing).select([f"`{name}`" for name in table.schema.names])
-        return found
+        return frame
