@@ -25,7 +25,7 @@ WIDTH = 16384
 
 SIZE = 4 * LIMIT
 ROWS = SIZE // (4 * WIDTH)
-GROUP = 128
+GROUP = 32
 FILES = 4
 WINDOW = 64 << 20
 """Of a shuffle, in proportion: each rank has one, and while it is put together twice as much."""

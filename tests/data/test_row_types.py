@@ -25,7 +25,6 @@ from rankzero.data.columns import Ragged
         (pa.float32(), pa.float64(), False),
         (pa.decimal128(5, 2), pa.decimal128(6, 2), False),
         (pa.list_(pa.int32()), pa.list_(pa.int64()), False),
-        (pa.struct([("x", pa.int64())]), pa.struct([("x", pa.int64()), ("y", pa.int8())]), False),
     ],
     ids=str,
 )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rankzero.data.manifest import Manifest
     from rankzero.data.shares import Spans
 
-WINDOW = 256 << 20
+WINDOW = 128 << 20
 """Approximate number of bytes of a window, which a reader keeps in memory."""
 
 GROUPS = 32

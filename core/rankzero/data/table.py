@@ -41,8 +41,8 @@ def is_file(name: str) -> bool:
     return bool(_FILE.fullmatch(name) or store.is_unfinished(name))
 
 
-def read_schemas(folder: str) -> list[Any]:
-    """Returns the distinct schemas of the files of a table."""
+def read_schemas(folder: str) -> dict[str, Any]:
+    """Returns the distinct schemas of the files of a table, by the digest in the name of each file."""
     import pyarrow.parquet as pq
     from pyarrow import fs
 
@@ -53,7 +53,7 @@ def read_schemas(folder: str) -> list[Any]:
             # A rank removes the files of a call that raises.
             with contextlib.suppress(FileNotFoundError):
                 found[match[1]] = pq.read_schema(info.path, filesystem=filesystem).remove_metadata()
-    return list(found.values())
+    return found
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Table:
         if not (found := read_schemas(self.uri)):
             raise ResultError(f"the table {self.uri} has no files: no rank had rows, or its run directory was removed")
         filesystem, path = filesystem_of(self.uri)
-        return dataset.dataset(path, format="parquet", filesystem=filesystem, schema=schemas.unify(found))
+        return dataset.dataset(path, format="parquet", filesystem=filesystem, schema=schemas.unify(found.values()))
 
     def to_pandas(self) -> pandas.DataFrame:
         """Returns all rows as a pandas DataFrame. Raises ResultError as `to_arrow`."""
@@ -106,10 +106,19 @@ class Table:
         Raises:
             ResultError: as `to_arrow`.
         """
-        names = self.to_arrow().schema.names
+        table = self.to_arrow()
         # Spark would look for a path without a scheme in the cluster's default file system.
         uri = self.uri.replace("s3://", "s3a://", 1) if store.is_url(self.uri) else f"file://{self.uri}"
-        frame: DataFrame = (
-            session.read.option("mergeSchema", "true").parquet(uri).select([f"`{name}`" for name in names])
-        )
-        return frame
+        empty = {digest for digest, each in read_schemas(self.uri).items() if len(schemas.nulls(each)) == len(each)}
+        typed, rows = [], 0
+        for fragment in table.get_fragments():
+            name = fragment.path.rsplit("/", 1)[-1]
+            if name.rpartition("-")[2].partition(".")[0] in empty:
+                # Rows without any value have columns of no type, which Spark takes for integers.
+                rows += fragment.count_rows()
+            else:
+                typed.append(store.join(uri, name))
+        frame: DataFrame = session.read.option("mergeSchema", "true").parquet(*(typed or [uri]))
+        if rows and typed:
+            frame = frame.unionByName(session.range(rows).select(), allowMissingColumns=True)
+        return frame.select([f"`{name}`" for name in table.schema.names])

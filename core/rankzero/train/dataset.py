@@ -142,14 +142,14 @@ class DatasetShard:
         Args:
             batch_size: Rows of a batch of one rank.
             shuffle: Whether each epoch has a new random order of all rows, over all ranks. A dataset of more than
-                256 MiB is shuffled in two steps: row groups, then the rows within windows of 32 or more of them.
+                128 MiB is shuffled in two steps: row groups, then the rows within windows of 32 or more of them.
             seed: Seed of the orders.
             drop_last: Whether to leave out the last batch if it is smaller.
             columns: Names of the columns to read; None for all.
             collate: Makes a batch from the dict of columns.
             device: Device of the tensors; None for the rank's device.
             prefetch: Row groups, or pieces of about 32 MiB of a window, that a thread reads ahead; 0 for no thread.
-                With 8, a window is decoded while the one before is consumed.
+                With 4, a window is decoded while the one before is consumed.
             pad: False for scoring, where ranks do not wait for each other: no row is used twice, and a rank may have
                 one batch less.
 

@@ -252,7 +252,7 @@ class TableWriter:
             with self._storing():
                 others = read_schemas(self._folder)
             # Of two ranks whose columns do not fit together, the one that completes its rows last finds out.
-            self._unify(*others)
+            self._unify(*others.values())
 
     def _close_file(self) -> None:
         if self._waiting:

@@ -1,6 +1,6 @@
 """A DataFrame as Parquet files of the run's store, written by Spark's own Python workers, and the checksum of its rows.
 
-Each task writes its rows, in row groups of 8 MiB, into one file, and returns a row about it to Spark. Only the files
+Each task writes its rows, in row groups of 4 MiB, into one file, and returns a row about it to Spark. Only the files
 that these rows name are in the manifest, so files of tasks that failed or ran twice do not count. The JVM's file
 systems are not used, which would need Hadoop's clients for S3: executors need pyarrow and access to the store.
 

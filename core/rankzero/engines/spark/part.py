@@ -19,7 +19,7 @@ TOKEN = "_token"
 
 ELSEWHERE = "is another directory here"
 
-GROUP_BYTES = 8 << 20
+GROUP_BYTES = 4 << 20
 """Approximate number of bytes of a row group before it is encoded: a window of a shuffle has 32 of them."""
 
 _DENSE = 1
