@@ -25,9 +25,9 @@ WIDTH = 16384
 
 SIZE = 4 * LIMIT
 ROWS = SIZE // (4 * WIDTH)
-GROUP = 32
+GROUP = 8
 FILES = 4
-WINDOW = 64 << 20
+WINDOW = 16 << 20
 """Of a shuffle, in proportion: each rank has one, and while it is put together twice as much."""
 
 

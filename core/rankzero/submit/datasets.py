@@ -145,6 +145,8 @@ def collect(
                 _check_query(name, source, engine)
         for name, manifest in manifests.items():
             manifest.check_rows(name, num_processes)
+            if (groups := sum(len(file.rows) for file in manifest.files)) < num_processes:
+                logger.info("dataset %r has %d row groups: ranks decode the same ones; write more", name, groups)
             manifests[name] = replace(manifest, source=manifest.source or _source_of(sources[name]))
     except BaseException:
         Datasets(manifests).discard(before)

@@ -34,7 +34,7 @@ _END = object()
 _threads: dict[threading.Thread, threading.Event] = {}
 """The running threads, each with the event that stops it."""
 
-PIECE = 32 << 20
+PIECE = 16 << 20
 """Approximate number of bytes of shuffled rows that are gathered at a time."""
 
 
@@ -136,6 +136,8 @@ def _record_batches(manifest: Manifest, reader: Reader, asked: Cut, epoch: int, 
         batch = reader.window(window)
         for part_of_window in torch.split(places, count):
             yield batch.take(pa.array(part_of_window.numpy()))
+        # Not beside the next one.
+        del batch
 
 
 def _rebatched(pieces: Iterator[Columns], sizes: list[int], again: Any) -> Iterator[Columns]:

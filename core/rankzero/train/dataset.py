@@ -148,8 +148,8 @@ class DatasetShard:
             columns: Names of the columns to read; None for all.
             collate: Makes a batch from the dict of columns.
             device: Device of the tensors; None for the rank's device.
-            prefetch: Row groups, or pieces of about 32 MiB of a window, that a thread reads ahead; 0 for no thread.
-                With 4, a window is decoded while the one before is consumed.
+            prefetch: Row groups, or pieces of about 16 MiB of a window, that a thread reads ahead; 0 for no thread.
+                With 8, a window is decoded while the one before is consumed.
             pad: False for scoring, where ranks do not wait for each other: no row is used twice, and a rank may have
                 one batch less.
 
