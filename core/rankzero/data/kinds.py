@@ -58,19 +58,21 @@ def _why_not(kind: Any) -> str | None:
         if _is_number(inner) or types.is_fixed_size_list(inner):
             return _why_not(inner)
         return f"arrays of {inner} cannot become a tensor; leave the column out, or flatten it"
-    if types.is_dictionary(kind):
-        return _why_not(kind.value_type)
     if _is_number(kind) or is_text(kind):
         return None
     return "this type cannot become a tensor; leave the column out, or convert it to numbers"
 
 
 def stored(kind: Any) -> Any:
-    """Returns the type in which ranks read a column: the storage of an extension type, and no views."""
+    """Returns the type in which ranks read a column: the storage of an extension type, no categories and no views."""
     import pyarrow as pa
 
     if isinstance(kind, pa.BaseExtensionType):
         return stored(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return stored(kind.value_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(stored(field.type)) for field in kind])
     return {"string_view": pa.string(), "binary_view": pa.binary()}.get(str(kind), kind)
 
 
@@ -105,8 +107,6 @@ def allows_null(kind: Any) -> bool:
     """Returns True if a column of this type can represent a null: as nan, or as None in a list."""
     from pyarrow import types
 
-    if types.is_dictionary(kind):
-        return allows_null(kind.value_type)
     return bool(types.is_floating(kind) or types.is_decimal(kind) or is_text(kind))
 
 
