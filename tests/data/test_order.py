@@ -1,13 +1,18 @@
 """The order of an epoch: each row once, another in each epoch, the same for a seed, from everywhere."""
 
 import itertools
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from rankzero.data import order
 from rankzero.data.manifest import File, Manifest
 from rankzero.data.order import Order
+from rankzero.submit.paths import manifest_of_path
+from rankzero.train import DatasetShard, TrainContext
 
 
 def manifest_of(groups: list[int], row_size: int) -> Manifest:
@@ -60,3 +65,36 @@ def test_a_window_draws_from_many_groups_whatever_their_size(groups: int, monkey
         assert sum(piece.length for piece in window) <= 2 * 8192
     # Sorted by a label, the first rows have labels from everywhere.
     assert len({row * 10 // manifest.rows for row in rows_of(manifest, 3)[:200]}) >= 7
+
+
+def losses_of(table: pa.Table, path: Path) -> list[float]:
+    """The loss over all rows after each of some steps of a linear classifier, in one shuffled epoch."""
+    pq.write_table(table, path, row_group_size=200)
+    weights = torch.zeros(5, requires_grad=True)
+    x = torch.stack([torch.tensor(table[f"x{n}"].to_numpy()) for n in range(4)] + [torch.ones(table.num_rows)], 1)
+    y = torch.tensor(table["y"].to_numpy())
+    losses = []
+    shard = DatasetShard(manifest_of_path(str(path), "train"), TrainContext(), "train")
+    for step, batch in enumerate(shard.iter_batches(64, shuffle=True)):
+        rows = torch.stack([*(batch[f"x{n}"] for n in range(4)), torch.ones(len(batch["y"]))], 1)
+        torch.nn.functional.binary_cross_entropy_with_logits(rows @ weights, batch["y"]).backward()
+        with torch.no_grad():
+            weights -= 0.5 * weights.grad
+            weights.grad = None
+            if step % 100 == 99:
+                losses.append(float(torch.nn.functional.binary_cross_entropy_with_logits(x @ weights, y)))
+    return losses
+
+
+def test_a_table_that_is_sorted_by_its_label_trains_as_well_as_a_shuffled_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40_000, 4, generator=generator)
+    y = (x.sum(1) + torch.randn(40_000, generator=generator) > 0).float()
+    table = pa.table({**{f"x{n}": x[:, n].numpy() for n in range(4)}, "y": y.numpy()})
+    monkeypatch.setattr(order, "WINDOW", 32 * 200 * order.LEAST)
+    mixed = losses_of(table, tmp_path / "mixed.parquet")
+    ordered = losses_of(table.sort_by("y"), tmp_path / "sorted.parquet")
+    assert len(mixed) == 6
+    assert ordered == pytest.approx(mixed, rel=0.1), "a label at a time: 2 and more"
