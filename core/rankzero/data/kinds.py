@@ -1,23 +1,7 @@
 """Maps the types of Arrow columns to tensors, and refuses types and nulls without one. The module does not need torch.
 
-| Arrow, Spark | in a batch of ``n`` rows |
-|---|---|
-| integers, floats | a tensor of that type, not copied; unsigned ones of 16 to 64 bits as the next larger signed type |
-| boolean | ``torch.bool`` |
-| decimal | ``torch.float64`` |
-| date | ``torch.int32``: days since 1970-01-01 |
-| timestamp, time, duration | ``torch.int64``: microseconds, of a timestamp since 1970-01-01 UTC |
-| string, binary | a list of ``str`` or ``bytes``; None for a null |
-| array, all of length ``k`` | a tensor of ``n`` x ``k``, not copied |
-| array of other lengths | `rankzero.data.columns.Ragged`: values and offsets |
-| struct | a dict of its fields |
-| vector of Spark ML, dense or sparse | ``torch.float64``, ``n`` x ``k`` |
-| extension type, such as a UUID or a tensor of fixed shape | as the type that it is stored in |
-| null | nan in floats and decimals; elsewhere an error |
-| map, union, interval of months, variant, array of strings or of ragged arrays | an error |
-
-`count_nulls` runs in Spark's workers, too, so it needs only pyarrow. An inner column has a path: ``a.x`` is a field of
-the struct ``a``, ``a[]`` are the elements of the arrays ``a``.
+The table of the types is in ``docs/data.md``. `count_nulls` runs in Spark's workers, too, so it needs only pyarrow. An
+inner column has a path: ``a.x`` is a field of the struct ``a``, ``a[]`` are the elements of the arrays ``a``.
 """
 
 from __future__ import annotations

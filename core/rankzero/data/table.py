@@ -86,12 +86,17 @@ class Table:
         Raises:
             ResultError: the directory was removed, or no rank had rows.
         """
+        return self._opened()[0]
+
+    def _opened(self) -> tuple[Any, dict[str, Any]]:
+        """Returns the rows, and the schemas of the files."""
         from pyarrow import dataset
 
         if not (found := read_schemas(self.uri)):
             raise ResultError(f"the table {self.uri} has no files: no rank had rows, or its run directory was removed")
         filesystem, path = filesystem_of(self.uri)
-        return dataset.dataset(path, format="parquet", filesystem=filesystem, schema=schemas.unify(found.values()))
+        schema = schemas.unify(found.values())
+        return dataset.dataset(path, format="parquet", filesystem=filesystem, schema=schema), found
 
     def to_pandas(self) -> pandas.DataFrame:
         """Returns all rows as a pandas DataFrame. Raises ResultError as `to_arrow`."""
@@ -106,10 +111,10 @@ class Table:
         Raises:
             ResultError: as `to_arrow`.
         """
-        table = self.to_arrow()
+        table, found = self._opened()
         # Spark would look for a path without a scheme in the cluster's default file system.
         uri = self.uri.replace("s3://", "s3a://", 1) if store.is_url(self.uri) else f"file://{self.uri}"
-        empty = {digest for digest, each in read_schemas(self.uri).items() if len(schemas.nulls(each)) == len(each)}
+        empty = {digest for digest, each in found.items() if len(schemas.nulls(each)) == len(each)}
         typed, rows = [], 0
         for fragment in table.get_fragments():
             name = fragment.path.rsplit("/", 1)[-1]

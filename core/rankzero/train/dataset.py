@@ -134,7 +134,7 @@ class DatasetShard:
     ) -> Iterator[Any]:
         """Yields the batches of the next epoch: dicts with a tensor, or another value by its type, for each column.
 
-        `rankzero.data.kinds` lists the value for each type of a column. Every rank gets the same number of batches, and
+        ``docs/data.md`` lists the value for each type of a column. Every rank gets the same number of batches, and
         every row is used once in an epoch. The last batches of some ranks may therefore be smaller by one row. Only if
         a rank has fewer rows than batches (as in a last batch of a single row), one row is used twice, unless
         ``pad=False``.
