@@ -171,7 +171,8 @@ def evaluation_of(
     if partition is None:
         return found
     target = result._get_partitioned_target_materialization_data(step, spec.asset_key, partition)
-    own = partition if spec.partitions_def else None
+    # The evaluation is planned for the partitions of the run.
+    own = partition if spec.partitions_def and (context.has_partition_key or context.has_partition_key_range) else None
     return replace(found, partition=own, target_materialization_data=target)
 
 

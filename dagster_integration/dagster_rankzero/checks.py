@@ -196,20 +196,18 @@ def _check(
 
 
 def _run_partitions(context: dg.AssetCheckExecutionContext, spec: dg.AssetCheckSpec) -> Sequence[str | None]:
-    """Returns the partitions that a run's check judges; only None for an asset without any, or for its newest one."""
-    keys = keys_of(context)
-    if spec.partitions_def is None and keys:
-        newest = _latest(context, spec.asset_key, None)
-        if newest is None or newest.partition is None:
-            # The partitions of the run are of other assets.
-            return [None]
-        if len(keys) > 1:
-            raise dg.Failure(
-                f"the check {spec.name} has no partitions, and this run has several: build it with the asset instead "
-                "of its key, or with dg.AssetSpec(key, partitions_def=...)",
-                allow_retries=False,
-            )
-    return keys or [None]
+    """Returns the partitions that a run's check judges: those of the run, or that of the newest materialization."""
+    keys, newest = keys_of(context), _latest(context, spec.asset_key, None)
+    if spec.partitions_def is None and (newest is None or newest.partition is None):
+        # Partitions of the run are of other assets.
+        return [None]
+    if spec.partitions_def is None and len(keys) > 1:
+        raise dg.Failure(
+            f"the check {spec.name} has no partitions, and this run has several: build it with the asset instead "
+            "of its key, or with dg.AssetSpec(key, partitions_def=...)",
+            allow_retries=False,
+        )
+    return keys or [newest.partition if newest else None]
 
 
 def _latest(context: Any, key: dg.AssetKey, partition: str | None) -> dg.AssetMaterialization | None:

@@ -4,7 +4,7 @@ import dagster as dg
 import pytest
 
 import rankzero.train as rt
-from dagster_rankzero import build_metric_bounds_checks, torch_asset, torch_multi_asset
+from dagster_rankzero import build_champion_check, build_metric_bounds_checks, torch_asset, torch_multi_asset
 
 DAYS = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
 SINGLE_RUN = dg.BackfillPolicy.single_run()
@@ -85,3 +85,16 @@ def test_bounds_are_checked_for_each_partition(instance: dg.DagsterInstance) -> 
     }
     for evaluation in result.get_asset_check_evaluations():
         assert evaluation.target_materialization_data.storage_id == stored[evaluation.partition]
+
+
+def test_a_check_that_runs_without_a_partition_judges_the_newest_one(instance: dg.DagsterInstance) -> None:
+    regions = dg.StaticPartitionsDefinition(["eu", "us"])
+    specs = [dg.AssetSpec(name, partitions_def=regions) for name in ("model", "champion")]
+    for name, region, accuracy in (("champion", "eu", 0.9), ("champion", "us", 0.5), ("model", "eu", 0.7)):
+        shown = dg.AssetMaterialization(name, partition=region, metadata={"accuracy": accuracy})
+        instance.report_runless_asset_event(shown)
+    check = build_champion_check(*specs, "accuracy", blocking=False)
+    jobs = [dg.define_asset_job("check", dg.AssetSelection.checks(check))]
+    defs = dg.Definitions(specs, asset_checks=[check], jobs=jobs)
+    (evaluation,) = defs.resolve_job_def("check").execute_in_process(instance=instance).get_asset_check_evaluations()
+    assert (evaluation.partition, evaluation.passed) == ("eu", False)
