@@ -278,11 +278,21 @@ def torch_distributor_op(
             raise dg.DagsterInvalidDefinitionError(f"args={list(args)!r} is for scripts; a function has inputs")
         return cast(dg.OpDefinition, _make(dg.op, function, changes, resource_key, op_arguments, finish))
 
-    if isinstance(train, (str, os.PathLike, list, tuple)):
-        folder = os.path.dirname(sys._getframe(1).f_globals.get("__file__", ""))
-        compute = _build_script_compute(train, tuple(args), resource_key, changes, folder, finish)
-        return cast(dg.OpDefinition, dg.op(**_with_resource(op_arguments, resource_key))(compute))
-    return decorate if train is None else decorate(cast(Callable[..., Any], train))
+    if train is None or callable(train):
+        return decorate if train is None else decorate(train)
+    words, program = [os.fspath(train)] if isinstance(train, (str, os.PathLike)) else list(train), train
+    folder = os.path.dirname(sys._getframe(1).f_globals.get("__file__", ""))
+    if isinstance(train, (str, os.PathLike)) and os.path.isfile(beside := os.path.join(folder, train)):
+        program = os.path.abspath(beside)
+
+    # The function has no return annotation, under which Dagster would not accept an Output object.
+    def compute(context: dg.OpExecutionContext):  # type: ignore[no-untyped-def]
+        resource: TorchDistributorResource = getattr(context.resources, resource_key)
+        return finish(context, resource.options(**changes).run(context, program, *args), [])
+
+    name = os.path.basename(words[0]).removeprefix("-m ").removesuffix(".py").rpartition(":")[2]
+    compute.__name__, compute.__doc__ = re.sub(r"\W", "_", name), f"Runs {' '.join(words)} on every rank."
+    return cast(dg.OpDefinition, dg.op(**_with_resource(op_arguments, resource_key))(compute))
 
 
 def _without_result(metadata: Any) -> dict[str, Any]:
@@ -370,28 +380,3 @@ def collect_changes(options: Mapping[str, Any] | None, **named: Any) -> dict[str
     except ValidationError as error:
         raise dg.DagsterInvalidDefinitionError(f"wrong options: {error}") from error
     return changes
-
-
-def _build_script_compute(
-    script: Program, args: tuple[Any, ...], resource_key: str, options: Mapping[str, Any], folder: str, finish: _Finish
-) -> Callable[..., Any]:
-    """Builds the function of an op that runs a script, a command, or ``"package.module:function"``.
-
-    A relative path of a script that exists in ``folder`` begins there, as a script of an Airflow task does at its file.
-    """
-    program = script
-    if isinstance(script, (str, os.PathLike)) and os.path.isfile(
-        beside := os.path.abspath(os.path.join(folder, script))
-    ):
-        program = beside
-
-    # The function has no return annotation, under which Dagster would not accept an Output object.
-    def compute(context: dg.OpExecutionContext):  # type: ignore[no-untyped-def]
-        resource: TorchDistributorResource = getattr(context.resources, resource_key)
-        return finish(context, resource.options(**options).run(context, program, *args), [])
-
-    words = [os.fspath(script)] if isinstance(script, (str, os.PathLike)) else list(script)
-    name = os.path.basename(words[0]).removeprefix("-m ").removesuffix(".py").rpartition(":")[2]
-    compute.__name__ = re.sub(r"\W", "_", name)
-    compute.__doc__ = f"Runs {' '.join(words)} on every rank."
-    return compute
