@@ -15,7 +15,6 @@ from dagster._core.storage.tags import MAX_RETRIES_TAG, RETRY_NUMBER_TAG, WILL_R
 from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster._utils.warnings import disable_dagster_warnings
 from dagster.components.core.context import ComponentDeclLoadContext
-from dagster_shared.record import replace
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from rankzero.pipeline import with_matches
@@ -166,14 +165,16 @@ def evaluation_of(
     context: Any, result: dg.AssetCheckResult, spec: dg.AssetCheckSpec, partition: str | None
 ) -> dg.AssetCheckEvaluation:
     """Returns the evaluation of a check, of a partition if there is one, from the result that a check would return."""
-    step, result = _step_of(context), result._replace(asset_key=spec.asset_key, check_name=spec.name)
-    found = result.to_asset_check_evaluation(step)
+    step = _step_of(context)
     if partition is None:
-        return found
+        return result._replace(asset_key=spec.asset_key, check_name=spec.name).to_asset_check_evaluation(step)
     target = result._get_partitioned_target_materialization_data(step, spec.asset_key, partition)
     # The evaluation is planned for the partitions of the run.
     own = partition if spec.partitions_def and (context.has_partition_key or context.has_partition_key_range) else None
-    return replace(found, partition=own, target_materialization_data=target)
+    passed, metadata, severity, told = result.passed, result.metadata, result.severity, result.description
+    return dg.AssetCheckEvaluation(
+        spec.asset_key, spec.name, passed, metadata, target, severity, told, spec.blocking, own
+    )
 
 
 def output_of_check(context: Any, key: dg.AssetCheckKey) -> str:

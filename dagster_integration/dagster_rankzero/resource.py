@@ -342,6 +342,10 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
         check_single(context)
         return train_in_step(self, context, train, args, kwargs)
 
+    @property
+    def _given_dataset(self) -> Any:
+        return self.dataset if self._dataset is None else self._dataset
+
     def _launcher(self) -> rankzero.Launcher:
         """Returns the launcher with these options. Raises rankzero.InvalidJobError for what does not go together."""
         if self.store is not None and not store.is_absolute(self.store):
@@ -353,7 +357,7 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
         if self.num_processes and self.min_processes is not None:
             world = self.min_processes, self.num_processes
         options = {name: getattr(self, name) for name in OPTIONS}
-        options |= {"num_processes": world, "env": dict(self.env), "dataset": self._dataset or self.dataset}
+        options |= {"num_processes": world, "env": dict(self.env), "dataset": self._given_dataset}
         options["checkpoints"] = rankzero.CheckpointConfig(**dict(self.checkpoints))
         return rankzero.Launcher(engine=self._engine(), **options)
 

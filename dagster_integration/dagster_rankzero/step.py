@@ -154,8 +154,8 @@ def train_in_step(
     """Trains for the step of a context: yields observations of its assets, and at the end its result."""
     if frames := {name: value for name, value in kwargs.items() if is_frame(value)}:
         # Ranks read the rows of a DataFrame as a dataset, and get its name as the argument.
-        dataset = resource._dataset or resource.dataset or {}
-        named = dataset if isinstance(dataset, Mapping) else {"train": dataset}
+        given = resource._given_dataset
+        named = given if isinstance(given, Mapping) else {} if given is None else {"train": given}
         resource, kwargs = resource.options(dataset={**named, **frames}), {**kwargs, **{name: name for name in frames}}
     handle: RunHandle[Any] | None = None
     step, output = Step.of(context), single_output(context)
