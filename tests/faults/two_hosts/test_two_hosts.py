@@ -26,8 +26,8 @@ LOST_WITHIN = 55.0
 """Seconds after which a host that is cut off has been given up, on both sides of the cut: no rank is left."""
 
 KNOWN_WITHIN = 90.0
-"""Seconds after which the run has ended: its SparkContext, which misses an executor, has stopped before. Three quarters of those
-after which Spark itself notices anything."""
+"""Seconds after which the run has ended: its SparkContext, which misses an executor, has stopped before. Spark itself
+notices anything after 120."""
 
 KILLED_WITHIN = 5.0
 """Seconds after which a death that closes connections has ended the ranks."""
