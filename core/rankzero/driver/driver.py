@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.bounds import STORE_OUTAGE
 from rankzero.driver import ending
 from rankzero.driver.attempt import Attempt, Run
 from rankzero.driver.ending import Verdict
@@ -39,7 +38,7 @@ from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.names import REPORT_FILE
-from rankzero.threads import ActionThread, Flag, done_within, in_thread, reply_of
+from rankzero.threads import ActionThread, Flag, in_thread, reply_of
 
 logger = logging.getLogger(__name__)
 
@@ -126,13 +125,20 @@ class Driver:
         try:
             outcome = await self._outcome(refused)
             # The files may be on a disk that hangs.
-            await reply_of(in_thread(functools.partial(self.recorder.finish, **outcome), "rankzero-finish"))
+            await reply_of(in_thread(functools.partial(self._finish, outcome), "rankzero-finish"))
         finally:
             self._trackers.end()
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
             await self.places.close()
-            await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
+            if self._trackers:
+                await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
             await write_report(self._run, self.watch.thread)
+
+    def _finish(self, outcome: dict[str, Any]) -> None:
+        if outcome["state"] == "succeeded":
+            # Before the final status: the next submission may write new rows as soon as it sees that.
+            remove_computed(self._job)
+        self.recorder.finish(**outcome)
 
     async def _outcome(self, refused: Exception | None) -> dict[str, Any]:
         """Returns the fields of the final status."""
@@ -148,8 +154,6 @@ class Driver:
             return {"state": "failed", "error": what.to_json()}
         assert verdict.success is not None
         result, value = verdict.success
-        # Before the final status: the next submission may write new rows as soon as it sees that.
-        await done_within(STORE_OUTAGE(), functools.partial(remove_computed, self._job))
         return {"state": "succeeded", "result": result.to_json(), "value": value}
 
     async def _attempt_until_done(self, refused: Exception | None) -> Verdict:

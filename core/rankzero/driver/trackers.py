@@ -49,6 +49,10 @@ class Trackers:
                 since = growing.end_of(run.path(EVENTS))
             self._feeds = [_Feed(run, pickled, job, since, self._ended) for pickled in packed["pickles"]]
 
+    def __bool__(self) -> bool:
+        """Returns True if there are any."""
+        return bool(self._feeds)
+
     def start(self) -> None:
         """Starts the threads that call the trackers, if they do not run yet."""
         for feed in self._feeds:
