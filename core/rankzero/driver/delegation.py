@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 from rankzero import bounds, store
@@ -114,7 +115,11 @@ class Delegation:
             config = {"env": env, "use_gpu": job.use_gpu, "stage": {**stage, "token": self._run.token()}}
             return session.host_driver(num_tasks, config, self._on_end)
 
-        self._group = await self._places.request(start, job, deadline)
+        def cancel(reply: Future[ConnectGroup]) -> None:
+            if not reply.exception():
+                reply.result().cancel()
+
+        self._group = await self._places.request(start, job, deadline, if_late=cancel)
         say_at = began + bounds.WAITING_INTERVAL()
         while not (self._ended or await self._has_driver()):
             self._watch.check()
@@ -137,7 +142,12 @@ class Delegation:
             return
         logger.info("the run is driven in its stage; this process keeps the connection to %s", self._job.engine)
         self._group.tolerate_outage()
-        over_at, is_over = math.inf, functools.partial(store.exists, store.join(self._folder, OVER))
+        over_at = math.inf
+
+        def is_over() -> bool:
+            # Or the run was removed meanwhile.
+            return store.exists(store.join(self._folder, OVER)) or not self._run.has_driver(self._job.submission)
+
         while not self._ended:
             if over_at == math.inf and await reply_of(self._store.submit(is_over)):
                 over_at = time.monotonic()
