@@ -11,7 +11,7 @@ from tests.conftest import free_port
 
 import rankzero.compat.horovod.torch as hvd
 from rankzero import HangError, Launcher, WorkerFailedError
-from rankzero.compat.horovod.torch import operations, world
+from rankzero.compat.horovod.torch import connections, requests, world
 from rankzero.driver.hangs import is_waiting
 
 LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
@@ -333,4 +333,4 @@ def test_a_killed_peer_is_named_by_its_rank() -> None:
 
 
 def test_a_rank_that_waits_in_hvd_counts_as_waiting() -> None:
-    assert is_waiting(f'  File "{operations.__file__}", line 1 in wait\n')
+    assert is_waiting(f'  File "{requests.__file__}", line 1 in wait\n')

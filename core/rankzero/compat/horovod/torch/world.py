@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch.coordinator import Coordinator
-from rankzero.compat.horovod.torch.operations import Meta
+from rankzero.compat.horovod.torch.requests import Meta
 from rankzero.train.context import at_return
 
 logger = logging.getLogger(__name__)
@@ -150,8 +150,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"process set {found.ranks} has ranks that do not exist; there are {len(everybody)}")
     if any(found.ranks == other.ranks for other in _sets.values()):
         raise ValueError(f"a process set of the ranks {found.ranks} is there already")
-    # Ranks that create different groups would block each other; this barrier detects and names them.
-    number, meta = max(_sets) + 1, Meta("barrier", shape=tuple(found.ranks))
+    # Ranks that create different groups, or that have joined, would block the others; this names them.
+    number, meta = max(_sets) + 1, Meta("process_set", shape=tuple(found.ranks))
     global_process_set.coordinator.issue("process_set", str(number), [meta], [torch.empty(0, device="cpu")]).wait()
     found._open(number)
     return found
@@ -181,35 +181,30 @@ def size() -> int:
     return global_process_set.coordinator.size
 
 
-def _answer(value: Callable[[], int], text: str) -> Callable[[], int]:
+def _answer(text: str, value: Callable[[], Any]) -> Callable[[], int]:
     """Returns a function that answers a question about the rank or about torch."""
 
     def answer() -> int:
-        return value()
+        return int(value())
 
     answer.__doc__ = f"Returns {text}."
     return answer
 
 
-def _of_context(name: str, text: str) -> Callable[[], int]:
-    return _answer(lambda: size() and getattr(rt.get_context(), name), text)
+def _of_context(name: str) -> Callable[[], Any]:
+    return lambda: size() and getattr(rt.get_context(), name)
 
 
-local_rank = _of_context("local_rank", "the index of this rank in its task: ``cuda:{local_rank()}`` is always its GPU")
-local_size = _of_context("local_world_size", "the number of ranks in this task")
-cross_rank = _of_context("node_rank", "the index of this rank's task")
-cross_size = _of_context("num_nodes", "the number of tasks")
-is_homogeneous = _answer(lambda: size() > 0, "True, since every task has the same number of ranks")
-gloo_built = gloo_enabled = _answer(dist.is_gloo_available, "True if torch has gloo")
-nccl_built = _answer(
-    lambda: sum(part * 100**place for place, part in enumerate(reversed(torch.cuda.nccl.version()[:3])))  # type: ignore[no-untyped-call]
-    if dist.is_nccl_available() else 0, "the version of NCCL that torch has, such as 22703; 0 if it has none",
-)  # fmt: skip
-cuda_built = _answer(lambda: torch.version.cuda is not None, "True if torch has CUDA")
-rocm_built = _answer(lambda: torch.version.hip is not None, "True if torch has ROCm")
-mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answer(
-    lambda: False, "False: MPI, IBM's DDL and Intel's oneCCL are not supported"
-)
+local_rank = _answer("the index of this rank in its task: ``cuda:{local_rank()}`` is its GPU", _of_context("local_rank"))
+local_size = _answer("the number of ranks in this task", _of_context("local_world_size"))
+cross_rank = _answer("the index of this rank's task", _of_context("node_rank"))
+cross_size = _answer("the number of tasks", _of_context("num_nodes"))
+is_homogeneous = _answer("1, since every task has the same number of ranks", lambda: size() > 0)
+gloo_built = gloo_enabled = _answer("1 if torch has gloo, else 0", dist.is_gloo_available)
+nccl_built = _answer("1 if torch has NCCL, else 0", dist.is_nccl_available)
+cuda_built = _answer("1 if torch has CUDA, else 0", lambda: torch.version.cuda is not None)
+rocm_built = _answer("1 if torch has ROCm, else 0", lambda: torch.version.hip is not None)
+mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answer("0: it is not supported", int)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Reductions and gathers matched by name: synchronous, asynchronous and differentiable."""
+"""Collectives of tensors, matched by name. Those with ``async`` in their name return a `Request` to synchronize."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import Any
 import torch
 
 from rankzero.compat.horovod.torch.compression import Compression
-from rankzero.compat.horovod.torch.operations import AVERAGE, MAX, MIN, PRODUCT, SUM, Meta, Request
+from rankzero.compat.horovod.torch.requests import AVERAGE, MAX, MIN, PRODUCT, SUM, Meta, Request
 from rankzero.compat.horovod.torch.world import ProcessSet
 from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 
 Average, Sum, Min, Max, Product, Adasum = AVERAGE, SUM, MIN, MAX, PRODUCT, "Adasum"
 Tensors = Sequence[torch.Tensor]
+Splits = torch.Tensor | Sequence[int] | None
+
+_REDUCIBLE = {
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
 
 
 def poll(handle: Request | Sequence[Request]) -> bool:
@@ -41,8 +47,7 @@ def checked_op(op: str | None, average: bool | None = None) -> str:
     return SUM if average is False else op or AVERAGE
 
 
-def checked(tensor: Any) -> torch.Tensor:
-    """Returns a dense tensor unchanged. Raises TypeError for anything else."""
+def _checked(tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a collective takes a torch.Tensor, not a {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -55,13 +60,13 @@ def issue(
     tensors: Tensors,
     name: str | None,
     group: ProcessSet,
-    finish: Callable[[Request], Any],
+    finish: Callable[[Request], Any] | None = None,
     options: tuple[str, int, float, float] = ("", 0, 1.0, 1.0),
     splits: Sequence[int] = (),
 ) -> Request:
     """Issues an operation; ranks match it by its kind and its name, or the number of the call without a name."""
     metas = []
-    for tensor in map(checked, tensors):
+    for tensor in map(_checked, tensors):
         if kind in ("allgather", "alltoall", "reducescatter") and not tensor.dim():
             raise ValueError(f"{kind} takes tensors with a first dimension, not a scalar")
         # Numbers of rows may differ between ranks.
@@ -69,50 +74,43 @@ def issue(
         metas.append(Meta(kind, tensor.dtype, shape, *options, tensor.device.type))
     if not metas:
         # There is nothing to agree on.
-        (empty := Request(kind, [], [], finish)).end(None)
+        (empty := Request(kind, [], [], finish)).begin()
         return empty
-    return group.coordinator.issue(kind, name, metas, [tensor.detach() for tensor in tensors], finish, splits)
+    sent = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
+    return group.coordinator.issue(kind, name, metas, sent, finish, splits)
 
 
-def of_one(grouped: Callable[..., Any], text: str) -> Callable[..., Any]:
+def _of_one(grouped: Callable[..., Any], text: str) -> Callable[..., Any]:
     """Returns the function of one tensor that a function of several tensors makes; its other arguments are the same."""
 
     def function(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = grouped([tensor], *args, **kwargs)
-        return single(found) if isinstance(found, Request) else found[0]
+        return _single(found) if isinstance(found, Request) else found[0]
 
     function.__doc__ = f"{text} Arguments as for `{grouped.__name__}`."
     return function
 
 
-def single(request: Request) -> Request:
+def _single(request: Request) -> Request:
     """Returns a handle whose result is the first tensor of the operation."""
     whole = request.finish
-    request.finish = lambda request: whole(request)[0] if whole else request.tensors[0]
+    request.finish = lambda request: (whole(request) if whole else request.tensors)[0]
     return request
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy into which another thread may write, unlike into one that is made in inference mode."""
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy that may be written to outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
-        return checked(tensor).detach().resolve_conj().resolve_neg().clone()
+        return _checked(tensor).detach().resolve_conj().resolve_neg().clone()
 
 
-def written_into(tensors: Tensors) -> tuple[list[torch.Tensor], Callable[[Request], list[torch.Tensor]]]:
-    """Returns tensors that stand for those into which results are written, and the function that completes these."""
-    sent = list(map(checked, tensors))
-    for at, tensor in enumerate(sent):
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            raise ValueError("elements of the tensor share their memory (expand): clone() it, to write there")
-        # The memory of a conjugated or negated tensor does not contain its values.
-        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
-            sent[at] = copied(tensor)
-
-    def finish(_: Request) -> list[torch.Tensor]:
-        with torch.no_grad():
-            return [to if to is own else to.copy_(own) for to, own in zip(tensors, sent, strict=True)]
-
-    return sent, finish
+def _writable(tensors: Tensors) -> list[torch.Tensor]:
+    """Returns tensors into which results are written. Raises ValueError if their memory is not their values."""
+    for tensor in map(_checked, tensors):
+        is_shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+        if is_shared or tensor.is_conj() or tensor.is_neg():
+            raise ValueError("elements of the tensor share their memory (expand), or are computed (conj): clone() it")
+    return list(tensors)
 
 
 class _Operation(torch.autograd.Function):
@@ -127,7 +125,7 @@ class _Operation(torch.autograd.Function):
         return None, None, *ctx.backward_of(ctx.rows, list(gradients))
 
 
-def differentiable(begin: Callable[..., Request], backward: Callable[..., Any], tensors: Tensors) -> list[torch.Tensor]:
+def _differentiable(begin: Callable[..., Request], backward: Callable[..., Any], tensors: Tensors) -> Any:
     """Returns the results of the operation that ``begin`` issues on detached tensors, through which gradients pass.
 
     ``backward`` makes the gradients of the tensors from the request's ``rows`` and the gradients of the results.
@@ -135,21 +133,14 @@ def differentiable(begin: Callable[..., Request], backward: Callable[..., Any], 
     return list(_Operation.apply(begin, backward, *tensors))  # type: ignore[no-untyped-call]
 
 
-def gradient_of(name: str | None) -> str | None:
-    """Returns the name of the operation that reduces the gradients of an operation."""
+def _gradient_of(name: str | None) -> str | None:
     return name and f"{name}.gradient"
-
-
-_REDUCIBLE = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-}  # fmt: skip
 
 
 def _reduce(
     kind: str, tensors: Tensors, name: str | None, op: str, before: float, after: float, group: ProcessSet
 ) -> Request:
-    for tensor in map(checked, tensors):
+    for tensor in map(_checked, tensors):
         # Types that torch reduces wrongly, not at all, or only in small tensors.
         if tensor.dtype not in _REDUCIBLE:
             raise TypeError(f"torch does not reduce tensors of {tensor.dtype}: convert it before")
@@ -157,14 +148,14 @@ def _reduce(
             raise TypeError("a tensor of torch.bool has no average: use op=hvd.Sum, or another type")
         if tensor.is_complex() and op in (MIN, MAX, PRODUCT):
             raise TypeError(f"op is hvd.{op}, which torch does not reduce {tensor.dtype} with: use Sum or Average")
-    sent, written = written_into(tensors)
 
-    def own_rows(request: Request) -> list[torch.Tensor]:
-        """Returns this rank's rows; torch's gloo executes an allreduce faster than a reducescatter."""
-        return [tensor.tensor_split(group.size())[group.rank()].clone() for tensor in written(request)]
+    def finish(request: Request) -> list[torch.Tensor]:
+        """Returns the caller's tensors; of a reducescatter its rows, since an allreduce is faster with gloo."""
+        if kind == "allreduce":
+            return list(tensors)
+        return [tensor.tensor_split(group.size())[group.rank()].clone() for tensor in tensors]
 
-    finish = own_rows if kind == "reducescatter" else written
-    return issue(kind, sent, name, group, finish, (op, 0, float(before), float(after)))
+    return issue(kind, _writable(tensors), name, group, finish, (op, 0, float(before), float(after)))
 
 
 def _reduced(kind: str, tensors: Tensors, name: str | None, compression: Any, *options: Any) -> list[torch.Tensor]:
@@ -173,12 +164,12 @@ def _reduced(kind: str, tensors: Tensors, name: str | None, compression: Any, *o
 
     def backward(_: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         if kind == "allreduce":
-            return _reduced(kind, gradients, gradient_of(name), Compression.none, *options)
+            return _reduced(kind, gradients, _gradient_of(name), Compression.none, *options)
         factor = before * after * (group.size() if op == SUM else 1)
-        return grouped_allgather([gradient * factor for gradient in gradients], gradient_of(name), group)
+        return grouped_allgather([gradient * factor for gradient in gradients], _gradient_of(name), group)
 
     sent = [tensor for tensor, _ in pairs]
-    found = differentiable(lambda them: _reduce(kind, list(map(copied, them)), name, *options), backward, sent)
+    found = _differentiable(lambda them: _reduce(kind, list(map(_copied, them)), name, *options), backward, sent)
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(found, pairs, strict=True)]
 
 
@@ -198,18 +189,17 @@ def grouped_allreduce_async_(
 
 def grouped_allreduce_async(tensors: Tensors, *args: Any, **kwargs: Any) -> Request:
     """Starts reductions of several tensors, which become ready together; `synchronize` returns new tensors."""
-    return grouped_allreduce_async_([copied(tensor) for tensor in tensors], *args, **kwargs)
+    return grouped_allreduce_async_([_copied(tensor) for tensor in tensors], *args, **kwargs)
 
 
-def grouped_allreduce_(tensors: Tensors, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+def grouped_allreduce_(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
     """Reduces several tensors together, in place, and returns them."""
-    found: list[torch.Tensor] = grouped_allreduce_async_(tensors, *args, **kwargs).wait()
-    return found
+    return grouped_allreduce_async_(tensors, *args, **kwargs).wait()
 
 
-allreduce_async_ = of_one(grouped_allreduce_async_, "Starts a reduction in place; `synchronize` returns the tensor.")
-allreduce_async = of_one(grouped_allreduce_async, "Starts a reduction; `synchronize` returns a new tensor.")
-allreduce_ = of_one(grouped_allreduce_, "Reduces every rank's tensor in place, and returns it.")
+allreduce_async_ = _of_one(grouped_allreduce_async_, "Starts a reduction in place; `synchronize` returns the tensor.")
+allreduce_async = _of_one(grouped_allreduce_async, "Starts a reduction; `synchronize` returns a new tensor.")
+allreduce_ = _of_one(grouped_allreduce_, "Reduces every rank's tensor in place, and returns it.")
 
 
 def grouped_allreduce(
@@ -243,7 +233,7 @@ def grouped_allreduce(
     return _reduced("allreduce", tensors, name, compression, *options)
 
 
-allreduce = of_one(grouped_allreduce, "Returns the reduction of every rank's tensor; differentiable.")
+allreduce = _of_one(grouped_allreduce, "Returns the reduction of every rank's tensor; differentiable.")
 
 
 def sparse_allreduce_async(
@@ -277,7 +267,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Request:
     """Starts a `grouped_reducescatter`; `synchronize` returns its results."""
-    copies = [copied(tensor) for tensor in tensors]
+    copies = [_copied(tensor) for tensor in tensors]
     return _reduce("reducescatter", copies, name, _scattered(op), prescale_factor, postscale_factor, process_set)
 
 
@@ -295,26 +285,112 @@ def grouped_reducescatter(
     return _reduced("reducescatter", tensors, name, compression, *options)
 
 
-reducescatter_async = of_one(grouped_reducescatter_async, "Starts a `reducescatter`; `synchronize` returns its result.")
-reducescatter = of_one(grouped_reducescatter, "Returns this rank's rows of the reduction; differentiable.")
+reducescatter_async = _of_one(grouped_reducescatter_async, "Starts a reduction, of which `synchronize` returns rows.")
+reducescatter = _of_one(grouped_reducescatter, "Returns this rank's rows of the reduction; differentiable.")
 
 
 def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> Request:
     """Starts a `grouped_allgather`; `synchronize` returns its results."""
-    return issue("allgather", list(tensors), name, process_set, lambda request: request.tensors)
+    return issue("allgather", list(tensors), name, process_set)
 
 
-def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> list[torch.Tensor]:
+def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> Any:
     """Returns the tensors of all ranks, concatenated in the first dimension, which may differ; differentiable."""
 
     def backward(rows: list[list[int]], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns this rank's rows of the average, as in Horovod."""
-        averages = grouped_allreduce(gradients, name=gradient_of(name), process_set=process_set)
+        averages = grouped_allreduce(gradients, name=_gradient_of(name), process_set=process_set)
         parts = (torch.split(average, counts) for average, counts in zip(averages, rows, strict=True))
         return [part[process_set.rank()] for part in parts]
 
-    return differentiable(lambda them: grouped_allgather_async(them, name, process_set), backward, tensors)
+    return _differentiable(lambda them: grouped_allgather_async(them, name, process_set), backward, tensors)
 
 
-allgather_async = of_one(grouped_allgather_async, "Starts an `allgather`; `synchronize` returns its result.")
-allgather = of_one(grouped_allgather, "Returns the rows of all ranks, whose numbers may differ; differentiable.")
+allgather_async = _of_one(grouped_allgather_async, "Starts an `allgather`; `synchronize` returns its result.")
+allgather = _of_one(grouped_allgather, "Returns the rows of all ranks, whose numbers may differ; differentiable.")
+
+
+def _begin_alltoall(tensor: torch.Tensor, splits: Splits, name: str | None, group: ProcessSet) -> Request:
+    """Starts an alltoall, whose result is the rows, and how many came from each rank."""
+    size, rows = group.size(), len(tensor)
+    if splits is None and rows % size:
+        raise ValueError(f"alltoall of {rows} rows to {size} ranks needs splits")
+    counts = [rows // size] * size if splits is None else [int(count) for count in splits]
+    if len(counts) != size or sum(counts) != rows or min(counts, default=0) < 0:
+        raise ValueError(f"splits are {counts}; {size} counts are needed that add up to {rows} rows")
+
+    def finish(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        return request.tensors[0], torch.tensor(request.rows[0], dtype=torch.int32, device="cpu")
+
+    return issue("alltoall", [tensor], name, group, finish, splits=counts)
+
+
+def alltoall_async(
+    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = WORLD
+) -> Request:
+    """Starts an `alltoall`; `synchronize` returns its result."""
+    request = _begin_alltoall(tensor, splits, name, process_set)
+    return _single(request) if splits is None else request
+
+
+def alltoall(
+    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = WORLD
+) -> Any:
+    """Returns the rows that every rank sends to this one; with ``splits`` also how many. Differentiable."""
+
+    def backward(rows: list[list[int]], gradients: list[torch.Tensor]) -> Any:
+        return [alltoall(gradients[0], rows[0], _gradient_of(name), process_set)[0]]
+
+    found = _differentiable(
+        lambda them: _begin_alltoall(them[0], splits, name, process_set), backward, [_checked(tensor)]
+    )
+    return found[0] if splits is None else tuple(found)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
+) -> Request:
+    """Starts a broadcast into the tensor; `synchronize` returns it."""
+    if process_set.coordinator and root_rank not in process_set.ranks:
+        raise ValueError(f"root_rank is {root_rank}; the ranks are {process_set.ranks}")
+    options = "", process_set.ranks.index(root_rank), 1.0, 1.0
+    return issue("broadcast", _writable([tensor]), name, process_set, lambda _: tensor, options)
+
+
+def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Request:
+    """Starts a broadcast; `synchronize` returns a new tensor."""
+    return broadcast_async_(_copied(tensor), *args, **kwargs)
+
+
+def broadcast_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Copies the tensor of ``root_rank`` into the given tensor, and returns it. As `broadcast`."""
+    return broadcast_async_(tensor, *args, **kwargs).wait()
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD) -> Any:
+    """Returns the tensor of ``root_rank`` on every rank; differentiable."""
+
+    def begin(tensors: Tensors) -> Request:
+        (request := broadcast_async(tensors[0], root_rank, name, process_set)).finish = None
+        return request
+
+    def backward(_: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the average on the root, as in Horovod, and zero on other ranks."""
+        average = allreduce(gradients[0], name=_gradient_of(name), process_set=process_set)
+        return [average if WORLD.rank() == root_rank else torch.zeros_like(average)]
+
+    return _differentiable(begin, backward, [tensor])[0]
+
+
+def barrier(process_set: ProcessSet = WORLD) -> None:
+    """Waits until every rank of the set has called it."""
+    issue("barrier", [torch.empty(0, device="cpu")], None, process_set).wait()
+
+
+def join(device: int = -1) -> int:
+    """Announces that this rank has no more data; it adds zeros to other ranks' reductions until all have joined.
+
+    Returns:
+        The rank that joined last.
+    """
+    return WORLD.coordinator.join()
