@@ -12,13 +12,13 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns the tensor to send, and the context that `decompress` needs: the original type."""
-        return tensor, tensor.dtype
+        """Returns the tensor to send, and the context that `decompress` needs: the original type, or None."""
+        return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
         """Returns the received tensor in its original type."""
-        return tensor.to(context)
+        return tensor if context is None else tensor.to(context)
 
 
 NoneCompressor = Compressor

@@ -61,9 +61,10 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
     groups = num_groups or None if groups is None else groups
-    if not (groups is None or (isinstance(groups, int) and groups > 0) or isinstance(groups, list)):
+    are_lists = isinstance(groups, list) and all(isinstance(group, (list, tuple)) for group in groups)
+    if not (groups is None or are_lists or (isinstance(groups, int) and groups > 0)):
         raise ValueError(f"groups is {groups!r}; it must be a positive integer or a list of lists of parameters")
-    grouped = [parameter for group in groups for parameter in group] if isinstance(groups, list) else []
+    grouped = [parameter for group in groups for parameter in group] if are_lists else []
     if any(not isinstance(part, torch.Tensor) for part in grouped) or len(set(grouped)) < len(grouped):
         raise ValueError("groups must consist of torch.Tensor, each at most once")
     scales = (1 / gradient_predivide_factor, gradient_predivide_factor) if op == AVERAGE else (1.0, 1.0)
@@ -140,6 +141,19 @@ class _Distributed(torch.optim.Optimizer):
         finally:
             self._rz.should_synchronize = True
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch's GradScaler reads it in its step, before it checks for overflows, which must include those of all ranks.
+        if self._rz.should_synchronize and not self._rz.is_synchronized:
+            self._rz.synchronize()
+            self._rz.is_ready = True
+        own = vars(self).get("_step_supports_amp_scaling")
+        return bool(getattr(super(), "_step_supports_amp_scaling", False) if own is None else own)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        vars(self)["_step_supports_amp_scaling"] = value
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Resets the gradients like the optimizer. Raises AssertionError between ``backward()`` and ``step()``."""
         self._rz.check_idle()
@@ -180,7 +194,7 @@ class _Reducer:
 
     def __init__(self, known: dict[torch.Tensor, str], options: tuple[str, float, float, ProcessSet]) -> None:
         self._known, self._options, group = known, options, options[-1]
-        self.should_synchronize, self.is_synchronized = True, False
+        self.should_synchronize, self.is_synchronized, self.is_ready = True, False, False
         # A second optimizer may have parameters with the same names, such as the second network of a GAN.
         number = next(group.optimizers)
         self._suffix = f"#{number}" if number > 1 else ""
@@ -225,10 +239,10 @@ class _Reducer:
             )
 
     def before_step(self) -> None:
-        """Calls `synchronize`, unless the user has switched it off."""
-        if self.should_synchronize:
+        """Calls `synchronize`, unless the user has switched it off or a gradient scaler has called it."""
+        if self.should_synchronize and not self.is_ready:
             self.synchronize()
-        self.is_synchronized = False
+        self.is_synchronized = self.is_ready = False
 
     # A compiled step must not trace waits for other ranks.
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -278,7 +292,7 @@ class _Reducer:
                 sent.request.wait()
         self._sent.clear()
         self.set_passes(self._passes)
-        self.is_synchronized = False
+        self.is_synchronized = self.is_ready = False
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter in self._sent:
@@ -286,7 +300,7 @@ class _Reducer:
                 f"gradients of {self._names[parameter]!r} were computed more than backward_passes_per_step="
                 f"{self._passes} times before step(): increase it to accumulate gradients locally"
             )
-        self.is_synchronized = False
+        self.is_synchronized = self.is_ready = False
         self._left[parameter] -= 1
         if self._left[parameter] == 0:
             self._begin(parameter)
