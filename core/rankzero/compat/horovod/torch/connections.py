@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import math
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -47,6 +48,7 @@ class Connections:
         # Ranks that are no members must create it, too.
         self._accelerated: Any = dist.new_group(ranks, timeout=limit) if dist.get_backend() != "gloo" else None
         self._streams: dict[torch.device, Any] = {}
+        self._begun: weakref.WeakSet[Collective] = weakref.WeakSet()
         if rank < 0:
             return
         gloo: Any = dist.ProcessGroupGloo
@@ -63,6 +65,8 @@ class Connections:
         gloo joins its threads when nothing refers to the group any more. They must have ended before Python finalizes:
         one that frees a tensor of Python after that aborts the process ("terminate called without an active exception").
         """
+        for collective in self._begun if is_failed else ():
+            collective.work = None
         self.gloo = None
         accelerated, self._accelerated = self._accelerated, None
         if accelerated is not None and dist.is_initialized():
@@ -94,6 +98,7 @@ class Connections:
                 request.rows.append(counts.pop(0))
                 with self._stream(tensor.device):
                     request.collectives.append(begin(request, index, request.rows[-1]))
+        self._begun.update(collective for request in requests for collective in request.collectives)
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         """Returns the bytes of all ranks."""

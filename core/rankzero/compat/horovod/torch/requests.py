@@ -76,23 +76,31 @@ class Collective:
     """A collective under way. The first thread that waits for it stores its results.
 
     Args:
-        work: torch's handle.
+        work: torch's handle, which keeps the connections open.
         finish: Function that stores the results.
         tensors: The tensors that it reads and writes.
     """
 
     def __init__(self, work: Any, finish: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> None:
         self.work, self._finish, self._tensors = work, finish, list(tensors)
-        self._event: Any = None
-        self._is_finished, self._lock = False, threading.Lock()
+        self._is_finished, self._event, self._lock = False, None, threading.Lock()
+
+    def is_completed(self) -> bool:
+        """Returns True if `wait` would not wait."""
+        work = self.work
+        return work is None or bool(work.is_completed())
 
     def wait(self) -> None:
-        """Waits until the results are stored; on a GPU the current stream waits."""
+        """Waits until the results are stored; on a GPU the current stream waits. Raises torch's RuntimeError."""
         with self._lock:
             if self._is_finished:
-                await_event(self._event, self._tensors)
-                return
-            self.work.wait()
+                return await_event(self._event, self._tensors)
+            try:
+                if self.work is None:
+                    raise RuntimeError("the connections were closed before the end of the operation")
+                self.work.wait()
+            finally:
+                self.work = None
             await_event(None, self._tensors)
             self._finish()
             self._event, self._is_finished = record(self._tensors), True
@@ -131,12 +139,14 @@ class Request:
 
     def begin(self, error: Exception | None = None) -> None:
         """Lets callers wait for the ``collectives``, or fail with an error."""
+        if error is not None:
+            self.collectives.clear()
         self._error, self._has_begun = error, True
         self._waits.release()
 
     def poll(self) -> bool:
         """Returns True if `wait` would not wait."""
-        return self._has_begun and all(one.work.is_completed() for one in self.collectives)
+        return self._has_begun and all(one.is_completed() for one in self.collectives)
 
     def wait(self) -> Any:
         """Waits for the end of the operation, and returns its result. Raises the error with which it failed."""
