@@ -249,7 +249,7 @@ def layouts_types_and_options() -> None:
     ]:
         with pytest.raises(ValueError, match=reason):
             hvd.DistributedOptimizer(torch.optim.SGD(named.values(), lr=0.1), groups=groups)
-    with pytest.raises(ValueError, match="lacks names of 6 of"):
+    with pytest.raises(ValueError, match="lacks the names of 6 of"):
         hvd.DistributedOptimizer(torch.optim.SGD(named.values(), lr=0.1), list(named.items())[:1])
     with pytest.raises(ValueError, match="Found duplicates: weight"):
         hvd.DistributedOptimizer(torch.optim.SGD(named.values()), [("weight", one) for one in named.values()])

@@ -12,7 +12,8 @@ from rankzero.compat.horovod.torch.requests import AVERAGE, MAX, MIN, PRODUCT, S
 from rankzero.compat.horovod.torch.world import ProcessSet
 from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 
-Average, Sum, Min, Max, Product, Adasum = AVERAGE, SUM, MIN, MAX, PRODUCT, "Adasum"
+_OPS = Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
+Adasum = "Adasum"
 Tensors = Sequence[torch.Tensor]
 Splits = torch.Tensor | Sequence[int] | None
 
@@ -28,22 +29,18 @@ def poll(handle: Request | Sequence[Request]) -> bool:
 
 
 def synchronize(handle: Request | Sequence[Request]) -> Any:
-    """Waits for one or several asynchronous operations, and returns the result.
-
-    Raises:
-        HorovodInternalError: an operation failed.
-    """
+    """Waits for one or several operations, and returns the result. Raises HorovodInternalError if one failed."""
     return handle.wait() if isinstance(handle, Request) else [one.wait() for one in handle]
 
 
-def checked_op(op: str | None, average: bool | None = None) -> str:
+def checked_op(op: str | None, average: bool | None = None, known: Sequence[str] = _OPS) -> str:
     """Returns the reduction that ``op`` or ``average`` names. Raises ValueError, or NotImplementedError for Adasum."""
     if average is not None and op is not None:
         raise ValueError("give op= or average=, not both")
     if op == Adasum:
         raise NotImplementedError("op=hvd.Adasum is not supported: use op=hvd.Average, with the learning rate scaled")
-    if op not in (None, AVERAGE, SUM, MIN, MAX, PRODUCT):
-        raise ValueError(f"op is {op!r}; use hvd.Average, Sum, Min, Max or Product")
+    if op not in (None, *known):
+        raise ValueError(f"op is {op!r}; use {' or '.join(f'hvd.{each}' for each in known)}")
     return SUM if average is False else op or AVERAGE
 
 
@@ -73,9 +70,8 @@ def issue(
         shape = tuple(tensor.shape)[1 if kind in ("allgather", "alltoall") else 0 :]
         metas.append(Meta(kind, tensor.dtype, shape, *options, tensor.device.type))
     if not metas:
-        # There is nothing to agree on.
-        (empty := Request(kind, [], [], finish)).begin()
-        return empty
+        (nothing := Request(kind, [], [], finish)).begin()
+        return nothing
     sent = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
     return group.coordinator.issue(kind, name, metas, sent, finish, splits)
 
@@ -126,10 +122,7 @@ class _Operation(torch.autograd.Function):
 
 
 def _differentiable(begin: Callable[..., Request], backward: Callable[..., Any], tensors: Tensors) -> Any:
-    """Returns the results of the operation that ``begin`` issues on detached tensors, through which gradients pass.
-
-    ``backward`` makes the gradients of the tensors from the request's ``rows`` and the gradients of the results.
-    """
+    """Returns the results of an operation, and makes their gradients from its ``rows`` and its results' gradients."""
     return list(_Operation.apply(begin, backward, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -166,7 +159,8 @@ def _reduced(kind: str, tensors: Tensors, name: str | None, compression: Any, *o
         if kind == "allreduce":
             return _reduced(kind, gradients, _gradient_of(name), Compression.none, *options)
         factor = before * after * (group.size() if op == SUM else 1)
-        return grouped_allgather([gradient * factor for gradient in gradients], _gradient_of(name), group)
+        gathered: list[torch.Tensor] = grouped_allgather([one * factor for one in gradients], _gradient_of(name), group)
+        return gathered
 
     sent = [tensor for tensor, _ in pairs]
     found = _differentiable(lambda them: _reduce(kind, list(map(_copied, them)), name, *options), backward, sent)
@@ -214,15 +208,9 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Returns the reductions of several tensors, on every rank; differentiable.
 
-    Args:
-        tensors: Tensors of the same types and shapes on all ranks.
-        average: Old name of ``op``.
-        name: Name by which the ranks' calls are matched; None: the number of the call.
-        compression: A member of `Compression`: the type in which tensors are sent.
-        op: ``Average`` (None), ``Sum``, ``Min``, ``Max`` or ``Product``.
-        prescale_factor: Factor before the reduction.
-        postscale_factor: Factor after the reduction.
-        process_set: The ranks that take part.
+    Ranks are matched by ``name``, by default the number of the call. ``op`` is ``Average`` (None), ``Sum``, ``Min``,
+    ``Max`` or ``Product``; ``average`` is its old name. ``compression`` is a member of `Compression`. The factors apply
+    before and after the reduction. ``process_set`` has the ranks that take part.
 
     Raises:
         MismatchError: type, shape or ``op`` differ between ranks; the error names them.
@@ -252,12 +240,6 @@ def sparse_allreduce_async(
     return issue("allgather", [whole.indices().t().contiguous(), whole.values()], name, process_set, finish)
 
 
-def _scattered(op: str | None) -> str:
-    if checked_op(op) not in (AVERAGE, SUM):
-        raise ValueError(f"op is {op!r}; reducescatter takes hvd.Average or hvd.Sum")
-    return checked_op(op)
-
-
 def grouped_reducescatter_async(
     tensors: Tensors,
     name: str | None = None,
@@ -268,7 +250,8 @@ def grouped_reducescatter_async(
 ) -> Request:
     """Starts a `grouped_reducescatter`; `synchronize` returns its results."""
     copies = [_copied(tensor) for tensor in tensors]
-    return _reduce("reducescatter", copies, name, _scattered(op), prescale_factor, postscale_factor, process_set)
+    op = checked_op(op, known=(AVERAGE, SUM))
+    return _reduce("reducescatter", copies, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_reducescatter(
@@ -281,7 +264,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Returns this rank's rows of the reductions of several tensors; differentiable. The first ranks get the rest."""
-    options = _scattered(op), prescale_factor, postscale_factor, process_set
+    options = checked_op(op, known=(AVERAGE, SUM)), prescale_factor, postscale_factor, process_set
     return _reduced("reducescatter", tensors, name, compression, *options)
 
 
@@ -388,9 +371,5 @@ def barrier(process_set: ProcessSet = WORLD) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Announces that this rank has no more data; it adds zeros to other ranks' reductions until all have joined.
-
-    Returns:
-        The rank that joined last.
-    """
+    """Adds zeros to other ranks' reductions until all ranks have joined. Returns the rank that joined last."""
     return WORLD.coordinator.join()

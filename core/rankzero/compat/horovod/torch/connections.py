@@ -14,7 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankzero.compat.horovod.torch.requests import AVERAGE, MAX, MIN, PRODUCT, SUM, Collective, Meta, Request, await_event
+from rankzero.compat.horovod.torch.requests import (
+    AVERAGE,
+    MAX,
+    MIN,
+    PRODUCT,
+    SUM,
+    Collective,
+    Meta,
+    Request,
+    await_event,
+)
 
 LARGE = 1 << 20
 """Bytes from which a tensor is reduced alone, since copying it into a fused buffer would take longer than a message."""
@@ -62,8 +72,8 @@ class Connections:
     def close(self, is_failed: bool) -> None:
         """Closes the connections, so that no rank waits for this one.
 
-        gloo joins its threads when nothing refers to the group any more. They must have ended before Python finalizes:
-        one that frees a tensor of Python after that aborts the process ("terminate called without an active exception").
+        gloo joins its threads when nothing refers to the group any more. They end before Python finalizes, since one
+        that frees a tensor of Python after that aborts the process ("terminate called without an active exception").
         """
         for collective in self._begun if is_failed else ():
             collective.work = None
@@ -142,7 +152,9 @@ class Connections:
             if not is_whole and meta.after != 1.0:
                 flat.mul_(meta.after)
             if not is_one:
-                for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                for tensor, part in zip(
+                    tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
+                ):
                     tensor.copy_(part.view(tensor.shape))
 
         return Collective(self._group(flat).allreduce([sent], options), finish, [flat])

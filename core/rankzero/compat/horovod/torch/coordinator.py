@@ -103,9 +103,8 @@ class Coordinator:
     def issue(self, kind: str, name: str | None, *args: Any) -> Request:
         """Gives a `Request` to the thread; its name is the user's, or the number of the call without a name.
 
-        Raises:
-            ValueError: this rank is not a member, or an operation of this name has not begun on all ranks.
-            HorovodInternalError: an earlier operation has failed.
+        Raises ValueError if this rank is not a member, or if an operation of this name has not begun on all ranks, and
+        HorovodInternalError if an earlier operation has failed.
         """
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is no member of the process set of ranks {self.ranks}")
@@ -337,7 +336,9 @@ class Coordinator:
         return f"{name!r} was issued by rank {has}, but rank {lacks} has not"
 
     def _warn(self, now: float) -> None:
-        late = [one for one in list(self._mine.values()) if now - one.since > self._warn_after and one.key in self._table]
+        late = [
+            one for one in list(self._mine.values()) if now - one.since > self._warn_after and one.key in self._table
+        ]
         if late and now - self._warned > self._warn_after:
             self._warned = now
             names = "; ".join(self._lacking(one.key, one.name) for one in late[:5])

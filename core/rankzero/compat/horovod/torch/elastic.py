@@ -54,8 +54,8 @@ class ElasticSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
-        self.set_epoch(0)
+        self.dataset, self.shuffle, self.seed, self.epoch, self.processed_num = dataset, shuffle, seed, 0, 0
+        self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Starts a new epoch, in which no index is processed."""

@@ -40,16 +40,10 @@ def _packed(obj: Any) -> torch.Tensor:
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int = 0, process_set: ProcessSet = WORLD
 ) -> None:
-    """Copies one rank's parameters to all ranks, in place.
+    """Copies the parameters of ``root_rank`` to all ranks, in place.
 
-    Args:
-        params: ``model.state_dict()``, ``model.named_parameters()``, or tensors.
-        root_rank: Global rank whose parameters are copied.
-        process_set: The ranks that take part.
-
-    Raises:
-        ValueError: ``params`` is neither a mapping nor a list, or has a part that is not a tensor with data.
-        MismatchError: a parameter has another shape or type on another rank.
+    ``params`` is ``model.state_dict()``, ``model.named_parameters()``, or a list of tensors; anything else is a
+    ValueError. A parameter of another shape or type on another rank is a MismatchError.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())

@@ -41,11 +41,9 @@ def DistributedOptimizer(
         compression: A member of `Compression`: the type in which gradients are sent.
         backward_passes_per_step: Backward passes whose gradients are summed before a reduction.
         op: ``Average`` (None) or ``Sum``.
-        gradient_predivide_factor: Factor by which gradients are divided before the sum; the rest of the division by
-            the number of ranks follows after it.
-        num_groups: Old name of ``groups``.
-        groups: A number, or lists of parameters. It is checked and has no effect, since gradients that are ready
-            together are reduced together.
+        gradient_predivide_factor: Factor by which gradients are divided before the sum, and multiplied after it.
+        num_groups: Without effect, since gradients that are ready together are reduced together.
+        groups: Likewise.
         sparse_as_dense: Whether sparse gradients are sent as dense tensors; the step gets them sparse.
         process_set: The ranks that take part.
 
@@ -58,15 +56,6 @@ def DistributedOptimizer(
     op = checked_op(op)
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor is for op=hvd.Average")
-    if num_groups:
-        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
-    groups = num_groups or None if groups is None else groups
-    are_lists = isinstance(groups, list) and all(isinstance(group, (list, tuple)) for group in groups)
-    if not (groups is None or are_lists or (isinstance(groups, int) and groups > 0)):
-        raise ValueError(f"groups is {groups!r}; it must be a positive integer or a list of lists of parameters")
-    grouped = [parameter for group in groups for parameter in group] if are_lists else []
-    if any(not isinstance(part, torch.Tensor) for part in grouped) or len(set(grouped)) < len(grouped):
-        raise ValueError("groups must consist of torch.Tensor, each at most once")
     scales = (1 / gradient_predivide_factor, gradient_predivide_factor) if op == AVERAGE else (1.0, 1.0)
     reducer = _Reducer(_named(optimizer, named_parameters), (op, *scales, process_set))
     reducer.compression, reducer.sparse_as_dense = compression, sparse_as_dense
@@ -98,7 +87,7 @@ def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torc
     named = {parameter: name for name, parameter in pairs}
     missing = sum(parameter not in named for parameter in _parameters(optimizer))
     if missing and named_parameters is not None:
-        raise ValueError(f"named_parameters lacks names of {missing} of the optimizer's parameters, which were not named")
+        raise ValueError(f"named_parameters lacks the names of {missing} of the optimizer's parameters")
     return named
 
 
@@ -143,7 +132,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # torch's GradScaler reads it in its step, before it checks for overflows, which must include those of all ranks.
+        # torch's GradScaler reads it before it checks for overflows, which must include those of all ranks.
         if self._rz.should_synchronize and not self._rz.is_synchronized:
             self._rz.synchronize()
             self._rz.is_ready = True
@@ -178,7 +167,7 @@ class _Distributed(torch.optim.Optimizer):
 
 
 class _Sent(NamedTuple):
-    """A gradient on its way: the tensor, its version, the handle of its reduction, the context of its compression."""
+    """A gradient on its way, with its version, and the context of its compression."""
 
     gradient: torch.Tensor
     version: int

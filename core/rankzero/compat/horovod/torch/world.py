@@ -96,12 +96,7 @@ _process = 0
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Makes this process a rank, and creates torch's process group if there is none. A second call does nothing.
 
-    Args:
-        comm: None, or all ranks; use `ProcessSet` for subsets.
-        process_sets: Further sets, as for `add_process_set`.
-
-    Raises:
-        ValueError: ``comm`` is an MPI communicator or a part of the ranks.
+    ``comm`` is None or all ranks, anything else a ValueError. ``process_sets`` are sets as for `add_process_set`.
     """
     global _world, _process
     if is_initialized():
@@ -140,9 +135,7 @@ def is_initialized() -> bool:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Makes a set of ranks able to communicate. Every rank must call it, with the same sets in the same order.
 
-    Raises:
-        ValueError: a rank does not exist, or a set of these ranks exists already.
-        MismatchError: the ranks gave different sets.
+    Raises ValueError for ranks that do not exist, or have a set already, and MismatchError if the ranks' sets differ.
     """
     everybody = global_process_set.coordinator.ranks
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -191,14 +184,14 @@ def _answer(text: str, value: Callable[[], Any]) -> Callable[[], int]:
     return answer
 
 
-def _of_context(name: str) -> Callable[[], Any]:
-    return lambda: size() and getattr(rt.get_context(), name)
+def _of_context(name: str, text: str) -> Callable[[], int]:
+    return _answer(text, lambda: size() and getattr(rt.get_context(), name))
 
 
-local_rank = _answer("the index of this rank in its task: ``cuda:{local_rank()}`` is its GPU", _of_context("local_rank"))
-local_size = _answer("the number of ranks in this task", _of_context("local_world_size"))
-cross_rank = _answer("the index of this rank's task", _of_context("node_rank"))
-cross_size = _answer("the number of tasks", _of_context("num_nodes"))
+local_rank = _of_context("local_rank", "the index of this rank in its task: ``cuda:{local_rank()}`` is its GPU")
+local_size = _of_context("local_world_size", "the number of ranks in this task")
+cross_rank = _of_context("node_rank", "the index of this rank's task")
+cross_size = _of_context("num_nodes", "the number of tasks")
 is_homogeneous = _answer("1, since every task has the same number of ranks", lambda: size() > 0)
 gloo_built = gloo_enabled = _answer("1 if torch has gloo, else 0", dist.is_gloo_available)
 nccl_built = _answer("1 if torch has NCCL, else 0", dist.is_nccl_available)
@@ -207,10 +200,9 @@ rocm_built = _answer("1 if torch has ROCm, else 0", lambda: torch.version.hip is
 mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answer("0: it is not supported", int)
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+def start_timeline(file_path: str = "", mark_cycles: bool = False) -> None:
     """Only logs a warning: use `torch.profiler` instead."""
-    logger.warning("hvd.start_timeline(%r) writes no timeline: use torch.profiler.profile", file_path)
+    logger.warning("hvd.start_timeline and stop_timeline write no timeline: use torch.profiler.profile")
 
 
-def stop_timeline() -> None:
-    """Does nothing, since there is no timeline."""
+stop_timeline = start_timeline
