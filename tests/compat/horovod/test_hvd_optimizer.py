@@ -240,16 +240,7 @@ def layouts_types_and_options() -> None:
             assert parameter.grad is before[name], "the tensor that others may hold"
             assert parameter.grad.stride() == parameter.stride()
             torch.testing.assert_close(parameter.grad, parts[name] * factor)
-    for groups, reason in [
-        (0, "positive integer"),
-        ("all", "positive integer"),
-        ([torch.ones(1)], "list of lists"),
-        ([["weight"]], "must consist of torch.Tensor"),
-        ([list(named.values()), list(named.values())], "at most once"),
-    ]:
-        with pytest.raises(ValueError, match=reason):
-            hvd.DistributedOptimizer(torch.optim.SGD(named.values(), lr=0.1), groups=groups)
-    with pytest.raises(ValueError, match="lacks the names of 6 of"):
+    with pytest.raises(ValueError, match="lacks the names of 6"):
         hvd.DistributedOptimizer(torch.optim.SGD(named.values(), lr=0.1), list(named.items())[:1])
     with pytest.raises(ValueError, match="Found duplicates: weight"):
         hvd.DistributedOptimizer(torch.optim.SGD(named.values()), [("weight", one) for one in named.values()])

@@ -47,7 +47,7 @@ def run_elastic(
     """Runs ``fn`` in an elastic world, whose attempts resume from the last ``state.commit()``, as Horovod's does.
 
     ``fn`` uses `rankzero.compat.horovod.torch.elastic.run`. An attempt has ``min_num_proc`` to ``max_num_proc`` ranks,
-    or ``num_proc``; ``np``, ``min_np`` and ``max_np`` are aliases. ``elastic_timeout`` is the ``start_timeout`` of later
+    or ``num_proc``; ``np``, ``min_np`` and ``max_np`` are aliases. ``elastic_timeout`` is ``start_timeout`` for later
     attempts; the longer one of both is used for all. ``reset_limit`` is ``max_restarts``, and counts each end of a rank
     but a value; None: 100. The other arguments, and the errors, are those of `run`.
 

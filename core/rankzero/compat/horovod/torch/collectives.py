@@ -87,6 +87,16 @@ def _of_one(grouped: Callable[..., Any], text: str) -> Callable[..., Any]:
     return function
 
 
+def _waited(begin: Callable[..., Request], text: str) -> Callable[..., Any]:
+    """Returns the function that waits for an asynchronous operation."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return begin(*args, **kwargs).wait()
+
+    function.__doc__ = f"{text} Its arguments are those of the asynchronous function."
+    return function
+
+
 def _single(request: Request) -> Request:
     """Returns a handle whose result is the first tensor of the operation."""
     whole = request.finish
@@ -186,14 +196,10 @@ def grouped_allreduce_async(tensors: Tensors, *args: Any, **kwargs: Any) -> Requ
     return grouped_allreduce_async_([_copied(tensor) for tensor in tensors], *args, **kwargs)
 
 
-def grouped_allreduce_(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
-    """Reduces several tensors together, in place, and returns them."""
-    return grouped_allreduce_async_(tensors, *args, **kwargs).wait()
-
-
 allreduce_async_ = _of_one(grouped_allreduce_async_, "Starts a reduction in place; `synchronize` returns the tensor.")
 allreduce_async = _of_one(grouped_allreduce_async, "Starts a reduction; `synchronize` returns a new tensor.")
-allreduce_ = _of_one(grouped_allreduce_, "Reduces every rank's tensor in place, and returns it.")
+grouped_allreduce_ = _waited(grouped_allreduce_async_, "Reduces several tensors together, in place, and returns them.")
+allreduce_ = _waited(allreduce_async_, "Reduces every rank's tensor in place, and returns it.")
 
 
 def grouped_allreduce(
@@ -345,9 +351,7 @@ def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Request:
     return broadcast_async_(_copied(tensor), *args, **kwargs)
 
 
-def broadcast_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Copies the tensor of ``root_rank`` into the given tensor, and returns it. As `broadcast`."""
-    return broadcast_async_(tensor, *args, **kwargs).wait()
+broadcast_ = _waited(broadcast_async_, "Copies the tensor of ``root_rank`` into the given tensor, and returns it.")
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD) -> Any:

@@ -147,7 +147,7 @@ class State:
         saved = checkpoint.load()
         kept = saved.get("elastic", {}) if isinstance(saved, Mapping) else {}
         if kept.get("_number") != self._number or kept.get("_parts", {}).keys() != self._parts.keys():
-            print("rankzero: the last checkpoint is not a commit of this elastic state, which starts anew", flush=True)
+            print("rankzero: an elastic state starts afresh: the last checkpoint is not its commit", flush=True)
             return
         vars(self).update(kept)
         self.restore()
