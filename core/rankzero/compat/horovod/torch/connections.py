@@ -190,14 +190,14 @@ class Connections:
             whole = torch.cat([part[: count * row] for part, count in zip(found, rows, strict=True)])
             request.tensors[index] = whole.view(tensor.dtype).view(sum(rows), *tensor.shape[1:])
 
-        return Collective(self._group(mine).allgather([found], [mine]), finish, found)
+        return Collective(self._group(mine).allgather([found], [mine]), finish, [mine, *found])
 
     def _alltoall(self, request: Request, index: int, rows: list[int]) -> Collective:
         tensor, row = request.tensors[index], _row_bytes(request.tensors[index])
         mine, output = _bytes(tensor), tensor.new_empty((sum(rows), *tensor.shape[1:]))
         arriving, leaving, filled = [count * row for count in rows], [n * row for n in request.splits], _bytes(output)
         work = self._group(mine).alltoall_base(filled, mine, arriving, leaving)
-        return Collective(work, lambda: request.tensors.__setitem__(index, output), [output])
+        return Collective(work, lambda: request.tensors.__setitem__(index, output), [mine, output])
 
 
 def _fused(requests: Sequence[Request]) -> Iterator[list[Part]]:
