@@ -44,13 +44,8 @@ Part = tuple[Meta, torch.Tensor, Request]
 class Connections:
     """The process groups of a set: gloo's, and on GPUs a second communicator.
 
-    Neither is torch's own group, since users may have collectives of theirs under way.
-
-    Args:
-        store: Store by which the ranks find each other.
-        rank: Index of this rank in the set; -1 if it is not a member.
-        ranks: Global ranks of the set.
-        timeout: Seconds after which a collective fails.
+    Neither is torch's own group, since users may have collectives of theirs under way. ``rank`` is the index of this
+    rank in the set, -1 if it is not a member; ``timeout`` the seconds after which a collective fails.
     """
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], timeout: float) -> None:

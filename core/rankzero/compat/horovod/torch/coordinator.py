@@ -61,11 +61,8 @@ ROLL_CALL = stretched(5.0)
 class Coordinator:
     """The thread of a process set. It is a daemon, but `close` joins it before Python finalizes.
 
-    Args:
-        number: Number of the set, counted over the life of the process: the same on all ranks.
-        ranks: Global ranks of the set.
-        timeout: Seconds after which an operation that another rank has not issued is an error.
-        warn_after: Seconds after which a line names such an operation, and after which it is repeated.
+    ``number`` counts the sets of the process, the same on all ranks. An operation that another rank has not issued
+    is named by a line every ``warn_after`` seconds, and an error after ``timeout`` seconds.
     """
 
     def __init__(self, number: int, ranks: Sequence[int], timeout: float, warn_after: float) -> None:

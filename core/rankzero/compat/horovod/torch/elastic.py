@@ -42,10 +42,7 @@ _numbered: tuple[Any, int] = (None, 0)
 class ElasticSampler(Sampler[int]):
     """Yields this rank's share of the indices that the ranks have not processed in this epoch.
 
-    Args:
-        dataset: A data set with a length.
-        shuffle: Whether each epoch has a new order.
-        seed: Seed of the order.
+    ``dataset`` has a length. With ``shuffle`` each epoch has a new order, by ``seed``.
 
     Attributes:
         processed_num: Number of indices that all ranks have processed in this epoch, if they go at the same pace.
@@ -95,11 +92,7 @@ class State:
     """A state from which a training resumes. Subclasses define how it is saved, restored and sent to all ranks.
 
     A subclass keeps what it saves in attributes. A commit stores all attributes without a ``state_dict``; the next
-    attempt sets them and calls `restore`.
-
-    Args:
-        bcast_object: Function that broadcasts objects in `sync` of a subclass; None: `broadcast_object`.
-        get_rank: Function that returns the rank; None: ``hvd.rank``.
+    attempt sets them and calls `restore`. ``bcast_object`` and ``get_rank`` are hvd's functions by default.
     """
 
     _number = 0
@@ -180,13 +173,7 @@ class State:
 
 
 class ObjectState(State):
-    """A state of attributes with plain values; a value with a ``state_dict``, such as a scheduler, is saved by it.
-
-    Args:
-        bcast_object: Function that broadcasts objects; None: `broadcast_object`.
-        get_rank: Function that returns the rank; None: ``hvd.rank``.
-        kwargs: Names and values of the attributes.
-    """
+    """A state of the named attributes; a value with a ``state_dict``, such as a scheduler, is saved by it."""
 
     def __init__(
         self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None, **kwargs: Any
@@ -234,13 +221,7 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """A state of a model, an optimizer, samplers, and attributes with plain values.
-
-    Args:
-        model: A module.
-        optimizer: The optimizer of its parameters.
-        kwargs: Names and values, as for `ObjectState`.
-    """
+    """A state of a model, an optimizer, and further attributes, such as samplers and numbers."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         super().__init__(**kwargs, model=model, optimizer=optimizer)

@@ -73,12 +73,9 @@ def hashes(name: str, metas: tuple[Meta, ...]) -> tuple[int, int]:
 
 
 class Collective:
-    """A collective under way. The first thread that waits for it stores its results.
+    """A collective under way. The first thread that waits for it stores its results by ``finish``.
 
-    Args:
-        work: torch's handle, which keeps the connections open.
-        finish: Function that stores the results.
-        tensors: The tensors that it reads and writes.
+    ``work`` is torch's handle, which keeps the connections open; ``tensors`` are those that are read and written.
     """
 
     def __init__(self, work: Any, finish: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> None:

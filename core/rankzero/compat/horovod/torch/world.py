@@ -24,11 +24,7 @@ STALL_WARNING_AFTER, STALL_TIMEOUT, STALL_TIMEOUT_MAX = 60.0, 1800.0, 30 * 24 * 
 
 
 class ProcessSet:
-    """A set of ranks that communicate with each other.
-
-    Args:
-        ranks: Global ranks of the set.
-    """
+    """A set of ranks that communicate with each other, by their global ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = sorted(set(ranks))
