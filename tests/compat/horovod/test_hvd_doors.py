@@ -115,7 +115,7 @@ def test_doors_without_a_session_say_what_to_do() -> None:
         (lambda: horovod_run(print, num_proc=2, np=4), "np=4 is not supported"),
         (lambda: horovod_run(print, np=2, hosts="a:1,b:1"), "hosts='a:1,b:1' is not supported: .*launcher="),
         (lambda: horovod_spark.run(print, launcher=Launcher(), nic="eth0"), "nic='eth0'"),
-        (lambda: horovod_spark.run_elastic(print, 2, launcher=Launcher(), np=2), "np=2"),
+        (lambda: horovod_spark.run_elastic(print, num_proc=2, launcher=Launcher(), np=4), "np=4 is not supported"),
         (lambda: log_to_driver(3), "takes a text"),
     ],
 )

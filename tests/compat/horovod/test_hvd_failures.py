@@ -93,7 +93,7 @@ def wrong_calls() -> None:
         (ValueError, "needs splits", lambda: hvd.alltoall(torch.ones(3))),
         (ValueError, "add up to 2 rows", lambda: hvd.alltoall(torch.ones(2), splits=[1, 2])),
         (ValueError, "not a scalar", lambda: hvd.allgather(torch.tensor(1.0))),
-        (ValueError, "takes hvd.Average or hvd.Sum", lambda: hvd.reducescatter(many, op=hvd.Max)),
+        (ValueError, "use hvd.Average or hvd.Sum", lambda: hvd.reducescatter(many, op=hvd.Max)),
         (ValueError, "do not exist", lambda: hvd.add_process_set([0, 7])),
     ]:
         with pytest.raises(error, match=message):
