@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from rankzero import Launcher
-from rankzero.submit import payload
+from rankzero.submit import pack as payload
 from rankzero.values.pickled import LARGE, beside, open_packed, pack
 
 

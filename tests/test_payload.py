@@ -20,7 +20,8 @@ import cloudpickle
 import pytest
 
 from rankzero import InvalidJobError, Launcher, ResultRef
-from rankzero.submit import payload, shipping
+from rankzero.submit import code_files as shipping
+from rankzero.submit import pack as payload
 
 
 def train(lr: float, *, steps: int = 1) -> float:

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from tests.kinds_of_values import KINDS, Score, same
 
 from rankzero import InvalidJobError, Launcher, ResultError, ResultRef
-from rankzero.submit import payload
-from rankzero.submit.content import digest_of
+from rankzero.submit import pack as payload
+from rankzero.submit.pack_content import digest_of
 from rankzero.values import digest, formats, safetensors
 from rankzero.values.pickled import open_packed
 from rankzero.values.plain import is_json

@@ -12,8 +12,8 @@ import pytest
 from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher
-from rankzero.submit import user_code
-from rankzero.submit.user_code import UserCode
+from rankzero.submit import pack_archive as user_code
+from rankzero.submit.pack_archive import UserCode
 from rankzero.values import formats
 from rankzero.values.formats import unpack
 

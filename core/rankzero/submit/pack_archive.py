@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from rankzero.errors import InvalidJobError
-from rankzero.submit.shipping import IGNORE_FILE, is_private, is_skipped, largest, matcher
+from rankzero.submit.code_files import IGNORE_FILE, is_private, is_skipped, largest, matcher
 
 logger = logging.getLogger(__name__)
 
