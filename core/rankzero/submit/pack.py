@@ -67,23 +67,20 @@ class Payload:
     Attributes:
         name: Display name of the function or script.
         data: The pickle of function or script and arguments, made by `rankzero.values.pickled.pack`.
-        files: The files of the user's modules that it needs, and what of them counts.
+        modules: The user modules that are shipped with it, or None.
         refs: The `ResultRef` objects among the arguments and in a trainer's configuration.
+        files: The files of these modules, and which of them count.
         training: What `rankzero.submit.training.resolve` has made of the function or script.
         arguments: The arguments with their names.
     """
 
     name: str
     data: list[Part]
-    files: Files
+    modules: Shipped | None
     refs: list[ResultRef]
+    files: Files
     training: Any
     arguments: list[tuple[str, Any]]
-
-    @property
-    def modules(self) -> Shipped | None:
-        """The user modules that are shipped with it, or None. Raises InvalidJobError if they are too large."""
-        return self.files.zipped()
 
     def identity(
         self, world_size: NumProcesses, code_version: str | None = None, user_code: UserCode | None = None
@@ -194,6 +191,7 @@ def build(
     training = resolve(train)
     arguments = named_arguments(training, args, kwargs)
     extra, sent_too = _pickle_restart_on(restart_on)
+    named: set[object] = set()
     buffers: list[memoryview] = []
     if isinstance(training, (Script, Module, Command)):
         name, needs = training.name, training.needs()
@@ -212,12 +210,13 @@ def build(
             raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
         pickled, needs = buffer.getvalue(), pickler.needs
         sent_too |= {*pickler.loaded}
+        named = pickler.by_value
     found = _TEXT.findall(pickled, 0, max(pickled.rfind(b"\x8c\x06loaded"), 0) or len(pickled))
     texts = {text.decode() for length, text in found if length[0] == len(text)}
-    needs.texts |= texts - needs.modules
+    needs.texts |= texts - needs.modules - named
     files = Files(needs)
     files.send(sent_too)
-    return Payload(name, pack(pickled, buffers), files, refs, training, arguments)
+    return Payload(name, pack(pickled, buffers), files.zipped(), refs, files, training, arguments)
 
 
 def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], set[str]]:

@@ -39,6 +39,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     Attributes:
         needs: What ranks import, and the names and texts by which code may reach further modules.
+        by_value: Names in the pickle that are those of modules whose code it has.
         loaded: Modules below packages that code refers to, which this process has loaded and ranks import, too. They
             do not count for the identity: another process may have loaded others.
     """
@@ -53,6 +54,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self._is_alone = is_alone
         self.needs = Needs()
+        self.by_value: set[object] = set()
         self.loaded: list[str] = []
         self._tensors = Tensors()
 
@@ -87,8 +89,10 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return super().reducer_override(obj)
         # Not by cloudpickle's own decision, which knows nothing of the user's modules, and searches every loaded module
         # for a function that names none, which takes milliseconds and triggers modules that load lazily.
+        self.by_value.add(module)
         if isinstance(obj, type):
             return with_qualname(_dynamic_class_reduce(obj), obj)
+        self.by_value |= {obj.__globals__.get(name) for name in ("__name__", "__package__")}
         reduced = self._dynamic_function_reduce(obj)
         names = globals_of_classes(obj.__code__) & obj.__globals__.keys()
         reduced[2][1]["__globals__"] |= {name: obj.__globals__[name] for name in sorted(names)}
@@ -101,6 +105,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._note_loaded([name])
             return importlib.import_module, (name,)
         if is_sent_by_value(name):
+            self.by_value |= {name, module.__package__}
             return dynamic_subimport, (name, {key: each for key, each in vars(module).items() if key != "__builtins__"})
         return NotImplemented
 

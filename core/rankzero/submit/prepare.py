@@ -181,9 +181,9 @@ def _submit(run: RunDirectory, job: Job, asked: Asked, parts: Payload, request: 
     """Submits the job with its files; see `submission.submit`."""
     files = {"payload.pkl": parts.data, **found.files()}
     listings: dict[str, list[Part]] = {}
-    if (modules := parts.modules) is not None:
-        files["modules.zip"] = [modules.data]
-        listings["modules.txt"] = [modules.listing.encode("utf-8", "replace")]
+    if parts.modules is not None:
+        files["modules.zip"] = [parts.modules.data]
+        listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
     if request.code.archive is not None:
         files[ARCHIVE] = [request.code.archive]
         listings["code.txt"] = [request.code.listing.encode("utf-8", "replace")]
