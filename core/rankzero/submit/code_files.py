@@ -320,7 +320,8 @@ def walk(
     Args:
         base: The folder.
         ignored: True for a path, relative to the folder, that is not sent: `matcher`.
-        left_out: Receives the names of files and folders that are not sent because of a pattern or of their names.
+        left_out: Receives the names of files and folders that a pattern or their own name keeps here, and of links to
+            folders, which may lead to large datasets, or back here.
         prefix: First part of all names.
         is_package: False for a folder of which only packages have other files than sources.
     """
@@ -330,16 +331,16 @@ def walk(
         below = directory[len(base) :].strip(os.sep)
         if is_package or "__init__.py" in names or os.path.dirname(directory) in packages:
             packages.add(directory)
-        children[:] = sorted(name for name in children if not is_skipped(name))
-        for name in [*children]:
-            if ignored(os.path.join(below, name, "")):
-                children.remove(name)
-                left_out.add(os.path.join(prefix, below, name, ""))
+        found = sorted(name for name in children if not (name.startswith(".") or name in _SKIPPED_DIRECTORIES))
+        children[:] = [name for name in found if not ignored(os.path.join(below, name, ""))]
+        links = (name for name in children if os.path.islink(os.path.join(directory, name)))
+        out = [*links, *(os.path.join(name, "") for name in found if name not in children)]
         for name in sorted(names if directory in packages else (name for name in names if name.endswith(".py"))):
-            if ignored(os.path.join(below, name)) or is_private(name):
-                left_out.add(os.path.join(prefix, below, name))
+            if is_private(name) or ignored(os.path.join(below, name)):
+                out.append(name)
             else:
                 yield os.path.join(prefix, below, name), os.path.join(directory, name)
+        left_out |= {os.path.join(prefix, below, name) for name in out}
 
 
 def largest(sizes: Mapping[str, int]) -> str:
@@ -361,11 +362,6 @@ def matcher(excludes: Sequence[str], ignore_file: str | None = None) -> Callable
 
     spec = GitIgnoreSpec.from_lines(lines)
     return lambda path: bool(spec.match_file(path))
-
-
-def is_skipped(directory: str) -> bool:
-    """Returns True for a folder that is never shipped: hidden, or generated such as ``__pycache__``."""
-    return directory.startswith(".") or directory in _SKIPPED_DIRECTORIES
 
 
 def is_private(name: str) -> bool:

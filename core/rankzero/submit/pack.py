@@ -43,7 +43,7 @@ from rankzero.submit.code_modules import stable_name
 from rankzero.submit.code_source import source_of_file
 from rankzero.submit.pack_archive import UserCode
 from rankzero.submit.pack_content import Contents
-from rankzero.submit.pack_params import named_arguments
+from rankzero.submit.pack_params import bind
 from rankzero.submit.pack_pickler import TrainingPickler
 from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
 from rankzero.values.digest import digest_of
@@ -80,7 +80,7 @@ class Payload:
     refs: list[ResultRef]
     files: Files
     training: Any
-    arguments: list[tuple[str, Any]]
+    arguments: dict[str, Any]
 
     def identity(
         self, world_size: NumProcesses, code_version: str | None = None, user_code: UserCode | None = None
@@ -94,8 +94,8 @@ class Payload:
         """
         contents = Contents()
         parts = {NUM_PROCESSES: repr(world_size)}
-        named = self.arguments[:MOST_ARGUMENTS]
-        for name, value in [*named, *([("...", self.arguments[MOST_ARGUMENTS:])] if self.arguments != named else [])]:
+        named = list(self.arguments.items())
+        for name, value in [*named[:MOST_ARGUMENTS], *([("...", more)] if (more := named[MOST_ARGUMENTS:]) else [])]:
             parts[f"{ARGUMENT}{name}"] = _digest_of_argument(name, value, contents)
         if code_version is not None:
             return Identity.of(parts, **{CODE_VERSION: _short(repr(code_version))})
@@ -189,7 +189,7 @@ def build(
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs), getattr(train, "launch_config", None)], refs.append)
     training = resolve(train)
-    arguments = named_arguments(training, args, kwargs)
+    arguments = bind(training, args, kwargs)
     extra, sent_too = _pickle_restart_on(restart_on)
     named: set[object] = set()
     buffers: list[memoryview] = []
@@ -246,9 +246,9 @@ def _pickle_program(
     return pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _find_culprit(function: Callable[..., Any], arguments: list[tuple[str, Any]], is_alone: bool) -> str:
+def _find_culprit(function: Callable[..., Any], arguments: dict[str, Any], is_alone: bool) -> str:
     """Returns the name of the argument or function that cannot be pickled."""
-    for name, value in arguments:
+    for name, value in arguments.items():
         try:
             TrainingPickler(io.BytesIO(), is_alone=is_alone).dump(value)
         except Exception:
