@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from rankzero.errors import InvalidJobError
 from rankzero.store import fingerprint
-from rankzero.submit.code_modules import package_of, parents_of, source_of, spec_of
+from rankzero.submit.code_modules import package_of, parents_of, spec_of
 from rankzero.submit.code_source import IMPORTERS, Source, source_of_file
 
 logger = logging.getLogger(__name__)
@@ -103,71 +103,63 @@ class Files:
     def __init__(self, needs: Needs) -> None:
         """Finds the files."""
         self._first = needs.first
+        self._roots: dict[str, bool] = {}
         self._sent: dict[str, _File] = {}
         self._left_out: set[str] = set()
-        self._roots: dict[str, bool] = {}
         self.counted: dict[str, str] = {}
-        self._whole: set[str] = set()
-        self._count(needs.modules)
-        self._count(self._named(needs.texts, needs.computes))
-        every = self._modules()
+        self._count(needs.modules | self._named_by(needs))
         for package in needs.packages:
-            below = [name for name in every if name.startswith(f"{package}.")]
+            below = self._modules_below(package)
             self._count({name for name in below if needs.words.issuperset(name[len(package) + 1 :].split("."))})
-        self._follow()
+        self.send(())
         if needs.computes:
-            self._count(self._modules())
+            self._count(self._modules_below(""))
 
-    # -- what counts
-
-    def _count(self, names: Iterable[str]) -> None:
+    def _count(self, names: set[str]) -> None:
         """Counts modules, and those that they import in turn."""
         waiting, seen = set(names), set(self.counted)
         while waiting:
-            for part in parents_of(waiting.pop()):
-                if part in seen:
-                    continue
+            # Importing a.b.c imports a and a.b first.
+            for part in set(parents_of(waiting.pop())) - seen:
                 seen.add(part)
-                if not self._send(part.partition(".")[0]) or not (path := source_of(part, self._first)):
-                    continue
-                if not self._is_sent(part, path):
-                    continue
-                with contextlib.suppress(OSError):
-                    found = source_of_file(path, package_of(part, path))
-                    self.counted[part] = found.digest
-                    waiting |= found.imports | self._named(found.texts, found.computes)
-                    if found.computes:
-                        waiting |= self._all_of(part.partition(".")[0])
+                if self._send(root := part.partition(".")[0]) and (file := self._file_of(part)):
+                    with contextlib.suppress(OSError):
+                        found = source_of_file(file.path, package_of(part, file.path))
+                        self.counted[part] = found.digest
+                        waiting |= found.imports | self._named_by(found)
+                        waiting |= self._modules_below(root) if found.computes else set()
 
-    def _named(self, texts: Iterable[str], computes: bool) -> set[str]:
-        """Returns all modules of the packages that texts name, as "acme.models.Net" does."""
-        found: set[str] = set()
-        for text in texts:
+    def _named_by(self, found: Needs | Source) -> set[str]:
+        """Returns all modules of the packages that texts name, as "acme.models.Net" does, and "train.csv" does not."""
+        names: set[str] = set()
+        for text in found.texts:
             root, _, rest = text.partition(".")
-            if root not in self._whole and spec_of(root, self._first) and (computes or self._has(root, rest)):
-                found |= self._all_of(root)
-        return found
+            word = rest.partition(".")[0]
+            if (spec := spec_of(root, self._first)) and (
+                found.computes or spec_of(f"{root}.{word}", self._first) or _has(spec.origin, word)
+            ):
+                self._send(root)
+                names |= {root, *self._modules_below(root)}
+        return names
 
-    def _has(self, root: str, rest: str) -> bool:
-        """Returns True if the word behind the root of a text names something in the package: "train.py" does not."""
-        word = rest.partition(".")[0]
-        path = source_of(root, self._first)
-        if source_of(f"{root}.{word}", self._first) or not path:
-            return bool(word)
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            return re.search(rf"\b{word}\b".encode(), file.read()) is not None
-        return False
+    def _modules_below(self, package: str) -> set[str]:
+        """Returns the names of all modules below a package that are sent; of all that are sent if it is empty."""
+        beginning = package.replace(".", os.sep) + os.sep if package else ""
+        names = (name[:-3] for name in self._sent if name.endswith(".py") and name.startswith(beginning))
+        return {name.removesuffix(os.sep + "__init__").replace(os.sep, ".") for name in names}
 
-    def _all_of(self, root: str) -> set[str]:
-        if root in self._whole or not self._send(root):
-            return set()
-        self._whole.add(root)
-        return {root, *(name for name in self._modules() if name.startswith(f"{root}."))}
-
-    def _modules(self) -> set[str]:
-        """Returns the names of all modules that are sent."""
-        places = (name[:-3].replace(os.sep, ".") for name in self._sent if name.endswith(".py"))
-        return {place.removesuffix(".__init__") for place in places}
+    def _file_of(self, name: str) -> _File | None:
+        """Returns the file of a module that is sent; None if a pattern leaves it out, or it is no module."""
+        place = name.replace(".", os.sep)
+        places = os.path.join(place, "__init__.py"), f"{place}.py"
+        if self._sent.keys().isdisjoint(places) and (spec := spec_of(name, self._first)) and spec.origin:
+            bases = spec_of(name.partition(".")[0], self._first).submodule_search_locations or ()
+            if not any(spec.origin.startswith(base + os.sep) for base in bases):
+                # An editable install has it elsewhere than the rest of its package.
+                for base in spec.submodule_search_locations or ():
+                    self._send_folder(place, base, is_package=True)
+                self._add(places[0 if spec.submodule_search_locations else 1], spec.origin)
+        return self._sent.get(places[0]) or self._sent.get(places[1])
 
     def data_files(self) -> dict[str, str]:
         """Returns a checksum of the files other than sources, for each top-level package that counts and has some."""
@@ -179,13 +171,25 @@ class Files:
                 digests[root] = hashlib.sha256(repr(contents).encode(errors="surrogateescape")).hexdigest()
         return digests
 
-    # -- what is sent
-
     def send(self, names: Iterable[str]) -> None:
-        """Sends modules that do not count, with those that they import in turn."""
+        """Sends modules that do not count, and all that the files import that are sent: a computed name may need it."""
         for name in names:
             self._send(name.partition(".")[0])
-        self._follow()
+        seen: set[str] = set()
+        while waiting := [name for name in self._sent if name.endswith(".py") and name not in seen]:
+            for name in waiting:
+                seen.add(name)
+                with contextlib.suppress(OSError):
+                    self._follow(self._sent[name], os.path.dirname(name).replace(os.sep, "."))
+
+    def _follow(self, file: _File, package: str) -> None:
+        roots = _roots_of_file(file)
+        # Most files import what is installed or sent already. They are not read by their tokens, which takes
+        # milliseconds for each.
+        if roots is None or any(root not in self._roots and spec_of(root, self._first) for root in roots):
+            found = source_of_file(file.path, package)
+            for name in found.imports | (found.texts if found.computes else set()):
+                self._send(name.partition(".")[0])
 
     def _send(self, root: str) -> bool:
         """Sends a top-level module or package as a whole; returns False for one that is not the user's."""
@@ -194,45 +198,19 @@ class Files:
             self._roots[root] = spec is not None
             for base in spec.submodule_search_locations or () if spec else ():
                 self._send_folder(root, base, is_package=spec.origin is not None)
-            if spec and not spec.submodule_search_locations and spec.origin and (file := _file(spec.origin)):
-                self._sent[os.path.basename(spec.origin)] = file
+            if spec and not spec.submodule_search_locations:
+                self._add(os.path.basename(spec.origin), spec.origin)
         return self._roots[root]
 
     def _send_folder(self, prefix: str, base: str, *, is_package: bool) -> None:
         for name, path in walk(base, matcher((), os.path.join(base, IGNORE_FILE)), self._left_out, prefix, is_package):
-            if file := _file(path):
-                self._sent[name] = file
+            self._add(name, path)
 
-    def _is_sent(self, name: str, path: str) -> bool:
-        """Returns False for a module that a pattern leaves out. Sends one that an editable install has elsewhere."""
-        place, root = name.replace(".", os.sep), spec_of(name.partition(".")[0], self._first)
-        if not any(
-            path.startswith(base + os.sep) for base in root.submodule_search_locations or [os.path.dirname(path)]
-        ):
-            if os.path.basename(path) == "__init__.py":
-                self._send_folder(place, os.path.dirname(path), is_package=True)
-            elif file := _file(path):
-                self._sent[f"{place}.py"] = file
-        return f"{place}.py" in self._sent or os.path.join(place, "__init__.py") in self._sent
-
-    def _follow(self) -> None:
-        """Sends what files import that are sent and do not count: a computed name may reach them."""
-        seen: set[str] = set()
-        while waiting := [name for name in self._sent if name.endswith(".py") and name not in seen]:
-            for name in waiting:
-                seen.add(name)
-                with contextlib.suppress(OSError):
-                    self._follow_file(self._sent[name], os.path.dirname(name).replace(os.sep, "."))
-
-    def _follow_file(self, file: _File, package: str) -> None:
-        roots = _roots_of_file(file)
-        if roots is not None and all(root in self._roots or not spec_of(root, self._first) for root in roots):
-            # Most files import what is installed or sent already. They are not read by their tokens, which takes
-            # milliseconds for each.
-            return
-        found = source_of_file(file.path, package)
-        for name in found.imports | (found.texts if found.computes else set()):
-            self._send(name.partition(".")[0])
+    def _add(self, name: str, path: str) -> None:
+        """Sends a regular file, unless one of this name comes first on the path of its package."""
+        with contextlib.suppress(OSError):
+            if name not in self._sent and stat.S_ISREG((found := os.stat(path)).st_mode):
+                self._sent[name] = _File(path, found.st_size, fingerprint(found))
 
     def zipped(self) -> Shipped | None:
         """Returns the zip of the files; None if there are none.
@@ -271,6 +249,13 @@ class Shipped:
     listing: str
 
 
+def _has(path: str | None, word: str) -> bool:
+    """Returns True if a source has a word."""
+    with contextlib.suppress(OSError), open(path or "", "rb") as file:
+        return re.search(rf"\b{word}\b".encode(), file.read()) is not None
+    return False
+
+
 @functools.lru_cache(maxsize=4096)
 def _roots_of_file(file: _File) -> frozenset[str] | None:
     """Returns the first words of all names that a source may import; None if it may import by a text."""
@@ -299,14 +284,6 @@ def _zip(files: tuple[tuple[str, _File], ...]) -> bytes:
         for name, file in files:
             archive.write(file.path, name)
     return buffer.getvalue()
-
-
-def _file(path: str) -> _File | None:
-    """Returns a regular file with its size and fingerprint; None for all else."""
-    with contextlib.suppress(OSError):
-        if stat.S_ISREG((found := os.stat(path)).st_mode):
-            return _File(path, found.st_size, fingerprint(found))
-    return None
 
 
 # -- folders -----------------------------------------------------------------------------------
