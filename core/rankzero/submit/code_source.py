@@ -224,6 +224,7 @@ def globals_of_classes(code: types.CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
+@functools.lru_cache(maxsize=1024)
 def digest_of_code(code: types.CodeType) -> str:
     """Returns the checksum of a function's source, without its decorators, or else of its instructions.
 
