@@ -15,35 +15,27 @@ import site
 import sys
 import sysconfig
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from rankzero.submit.code_source import source_of_file
 
-_OUR_PACKAGES = frozenset({"rankzero", "airflow_rankzero", "dagster_rankzero"})
 _ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
 # Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's.
-_NEVER_SHIPPED = _OUR_PACKAGES | {"pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"}
+_BESIDE = frozenset({"rankzero", "pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"})
+_NEVER_SHIPPED = _BESIDE | _ORCHESTRATORS | sys.stdlib_module_names
 
 
-def _installed_roots() -> tuple[str, ...]:
-    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    paths.update(site.getsitepackages())
-    paths.add(site.getusersitepackages())
-    return tuple(os.path.realpath(path) + os.sep for path in paths if path)
-
-
-_INSTALLED_ROOTS = _installed_roots()
+_PLACES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_PLACES |= {*site.getsitepackages(), site.getusersitepackages()}
+_INSTALLED_ROOTS = tuple(os.path.realpath(path) + os.sep for path in _PLACES if path)
 
 
 @functools.lru_cache(maxsize=16384)
 def _is_user_file(path: str) -> bool:
-    if path.startswith(_INSTALLED_ROOTS):
-        return False
     real = os.path.realpath(path)
-    parts = real.split(os.sep)
-    if "site-packages" in parts or "dist-packages" in parts or ".zip" in real:
-        return False
-    return not real.startswith(_INSTALLED_ROOTS)
+    is_installed = path.startswith(_INSTALLED_ROOTS) or real.startswith(_INSTALLED_ROOTS) or ".zip" in real
+    return not (is_installed or {"site-packages", "dist-packages"} & {*real.split(os.sep)})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -56,17 +48,17 @@ def _is_install_target(directory: str) -> bool:
 
 def is_user_module(name: str) -> bool:
     """Returns True for the name of a loaded module of the user: one that no package installer put where it is."""
-    module, root = sys.modules.get(name), name.partition(".")[0]
-    if not isinstance(module, types.ModuleType) or root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
+    root = name.partition(".")[0]
+    if not isinstance(sys.modules.get(name), types.ModuleType) or root in _NEVER_SHIPPED:
         return False
-    file = getattr(module, "__file__", None)
+    file = getattr(sys.modules[name], "__file__", None)
     return is_made_by_hand(root) if file is None else isinstance(file, str) and _is_user_file(file)
 
 
 def is_made_by_hand(name: str) -> bool:
     """Returns True for a loaded top-level module without a file, which user code has put into ``sys.modules``."""
     module = sys.modules.get(name)
-    if not isinstance(module, types.ModuleType) or name in _NEVER_SHIPPED or name in sys.stdlib_module_names:
+    if not isinstance(module, types.ModuleType) or name in _NEVER_SHIPPED:
         return False
     return not any(getattr(module, fact, None) for fact in ("__spec__", "__file__", "__path__", "__loader__"))
 
@@ -88,7 +80,7 @@ def spec_of(name: str, first: str | None = None) -> Any:
             changed, since other threads import meanwhile.
     """
     root, *rest = name.split(".")
-    if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
+    if root in _NEVER_SHIPPED:
         return None
     spec = _find(root, None if first is None else (first, *sys.path))
     if spec is None:
@@ -113,24 +105,6 @@ def _find(name: str, places: tuple[str, ...] | None) -> Any:
         with contextlib.suppress(ImportError, ValueError, AttributeError, KeyError):
             spec = spec or finder.find_spec(name, places and [*places])
     return spec
-
-
-def source_of(name: str, first: str | None = None) -> str | None:
-    """Returns the source file of a user module, ``__init__.py`` of a package; None for anything else.
-
-    Args:
-        name: Absolute name of the module.
-        first: As for `spec_of`.
-    """
-    root, *rest = name.split(".")
-    for base in getattr(spec_of(root, first), "submodule_search_locations", None) or []:
-        place = os.path.join(base, *rest)
-        for path in (os.path.join(place, "__init__.py"), f"{place}.py"):
-            if os.path.isfile(path):
-                # Its finder may have listed the folder before the file was written.
-                return path
-    origin = getattr(spec_of(name, first), "origin", None)
-    return origin if isinstance(origin, str) and origin.endswith(".py") and os.path.isfile(origin) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,7 +138,7 @@ def _needs_orchestrator(name: str) -> bool:
     return False
 
 
-def parents_of(name: str) -> Any:
+def parents_of(name: str) -> Iterable[str]:
     """Returns the names ``a``, ``a.b`` and ``a.b.c`` of a module ``a.b.c``, which Python imports in this order."""
     return itertools.accumulate(name.split("."), "{}.{}".format)
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 import io
+import itertools
 import linecache
 import re
 import token
@@ -91,7 +92,8 @@ def read(source: bytes, package: str = "") -> Source:
             if previous in ("\n", "\b") and word not in ("\t", "\b") and late is not None and depth <= late:
                 late = None
             if word in ("import", "from"):
-                found = set(_imported(words[index : _end(words, index)], package))
+                statement = itertools.takewhile(_is_inside, itertools.islice(words, index, None))
+                found = set(_imported([*statement], package))
                 imports |= found
                 early |= found if late is None else set()
             elif late is None and (word in ("def", "async") or _is_for_checkers(words[index : index + 5])):
@@ -131,11 +133,9 @@ def names_in_text(text: str) -> set[str]:
     return {begin} if _NAME.fullmatch(begin) else set()
 
 
-def _end(words: list[str], index: int) -> int:
-    """Returns the index behind the simple statement that begins at an index."""
-    while index < len(words) and words[index] not in ("\n", ";"):
-        index += 1
-    return index
+def _is_inside(word: str) -> bool:
+    """Returns False for a token that ends a simple statement."""
+    return word not in ("\n", ";")
 
 
 def _is_for_checkers(words: list[str]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rankzero.errors import InvalidJobError
 from rankzero.submit.code_files import Needs
-from rankzero.submit.code_modules import forget_places, source_of, spec_of
+from rankzero.submit.code_modules import forget_places, spec_of
 from rankzero.submit.code_source import source_of_file
 
 MODULE = "-m "
@@ -207,8 +207,8 @@ def _is_installed(root: str, first: str) -> bool:
 
 def _is_source(name: str, first: str) -> bool:
     """Returns True for a user's module that is no package, which ``python -m`` can run."""
-    path = source_of(name, first)
-    return path is not None and os.path.basename(path) != "__init__.py"
+    spec = spec_of(name, first)
+    return spec is not None and not spec.submodule_search_locations
 
 
 def _function(reference: str) -> object:
