@@ -132,6 +132,7 @@ def test_a_run_to_which_no_try_can_come_back_is_not_left_to_its_lease(
         left.result()
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 50, b"[]"], ids=["empty", "cut", "zeros", "list"])
 def test_a_run_with_an_unreadable_job_is_not_replaced(launcher: Launcher, content: bytes) -> None:
     launcher = launcher.options(num_processes=1, run_id="one")
     handle = launcher.submit(print)

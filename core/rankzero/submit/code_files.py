@@ -68,7 +68,7 @@ class _File(NamedTuple):
 
 @dataclass
 class Needs:
-    """What code needs of the user's modules.
+    """The names by which code reaches the user's modules.
 
     Attributes:
         modules: Names that it imports; some may be no modules.
@@ -101,7 +101,7 @@ class Files:
     """
 
     def __init__(self, needs: Needs) -> None:
-        """Finds the files."""
+        """Finds the files of the modules that code needs, and of those that they import in turn."""
         self._first = needs.first
         self._roots: dict[str, bool] = {}
         self._sent: dict[str, _File] = {}

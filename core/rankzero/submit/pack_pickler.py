@@ -59,7 +59,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._tensors = Tensors()
 
     def dump(self, obj: object) -> None:
-        """Pickles an object."""
+        """Pickles an object and collects what it needs of the user's modules."""
         self._tensors = Tensors(obj, self._reduce)
         forget_places()
         try:
