@@ -34,11 +34,6 @@ class Identity:
         parts: Name and checksum of each part: the function or script (``train``), each argument, each of the user's
             modules that the code imports, each dataset, and the number of ranks. ``code_version`` replaces the code.
             Environment variables are parts that `compare` only names.
-
-    Example:
-        >>> one, other = Identity.of(train="ab", num_processes="2"), Identity.of(train="ab", num_processes="4")
-        >>> compare(one, other).differing
-        ('num_processes',)
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -94,14 +89,10 @@ class Asked:
 
 
 def compare(before: Identity, now: Identity, *, automatic: bool = False) -> Comparison:
-    """Compares two trainings by their parts.
+    """Compares the training of a run with the requested one by their parts.
 
-    Args:
-        before: The training of a run.
-        now: The requested training.
-        automatic: True if an orchestrator tries again by itself. A deployment between two tries must then not end a
-            training, so only its arguments, datasets and ranks count, and not the code. An argument that cannot be
-            compared counts as unchanged.
+    If an orchestrator tries again by itself (``automatic``), only arguments, datasets and ranks count, since a
+    deployment between two tries must not end a training. An argument that cannot be compared counts as unchanged then.
 
     Example:
         >>> before, now = Identity.of({"module a": "1", "train": "2"}), Identity.of({"module a": "3", "train": "2"})
@@ -121,12 +112,7 @@ def compare(before: Identity, now: Identity, *, automatic: bool = False) -> Comp
 
 
 def describe(names: tuple[str, ...]) -> str:
-    """Returns a list of names of parts as text, the most important ones first.
-
-    Example:
-        >>> describe(("argument lr", "module models", "train"))
-        'train, argument lr and module models'
-    """
+    """Returns names of parts as text, the most important ones first: "train, argument lr and module models"."""
     ranked = sorted(names, key=lambda name: (name.startswith(MODULE), name.startswith((ARGUMENT, DATASET)), name))
     shown = ranked[:_MOST_NAMED]
     if more := len(ranked) - len(shown):
@@ -135,19 +121,16 @@ def describe(names: tuple[str, ...]) -> str:
 
 
 class Decision(enum.Enum):
-    """The action on an existing run."""
+    """The action on an existing run, as each of its members says."""
 
     ATTACH = "attach"
-    """The run is running: follow it."""
-
+    """Follow the living run."""
     DELIVER = "deliver"
-    """The run has succeeded and its result is not acknowledged: deliver the result."""
-
+    """Deliver the result."""
     RESUME = "resume"
     """Wait for the end of the run if it is ending, and submit it again from its last checkpoint."""
-
     FRESH = "fresh"
-    """End the run if it is running, and submit it again from scratch."""
+    """End the run if it is living, and submit it again from scratch."""
 
 
 def decide(
@@ -177,14 +160,12 @@ def decide(
 
     Args:
         state: State of the run; ``"failed"`` if its driver died.
-        same_training: The run has the identity of the requested training (`compare`).
+        same_training: The requested training is that of the run (`compare`).
         acknowledged: The result of the run was delivered, and the receiver has acknowledged it.
-        ending: The run is running and was asked to stop, its driver has decided to cancel it, or the process that owned
-            it has exited.
+        ending: The run is living and was asked to stop, or the process that owned it has exited.
         same_generation: An orchestrator, and not a user, repeats a step that had succeeded.
         by_name: The name of a run alone decides that it is continued, as in Ray Train.
-        automatic: An orchestrator tries again by itself. It follows what an earlier try of the chain has started,
-            whatever differs by now, and only a training that has failed is compared.
+        automatic: An orchestrator tries again by itself what it has asked for.
 
     Example:
         >>> decide("failed", same_training=True, acknowledged=False)

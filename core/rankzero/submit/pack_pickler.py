@@ -21,7 +21,6 @@ from rankzero.submit.code_modules import (
     is_made_by_hand,
     is_sent_by_name,
     is_sent_by_value,
-    is_user_module,
     named_like,
     travels,
     wrapper_of,
@@ -76,16 +75,19 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.ModuleType):
             return self._module(obj)
         self._refuse(obj)
+        module = getattr(obj, "__module__", None)
+        is_by_name = not isinstance(obj, (type, types.FunctionType)) or is_sent_by_name(obj)
+        is_shipped = isinstance(module, str) and travels(module)
         if isinstance(obj, types.FunctionType):
-            self._note_imports(obj)
-            if (wrapper := wrapper_of(obj)) and travels(obj.__module__):
+            if is_shipped or not is_by_name:
+                self._note_imports(obj, is_by_name)
+            if is_shipped and (wrapper := wrapper_of(obj)):
                 return getattr, (wrapper, "__wrapped__")
         if (reduced := reduce_wrapper(obj)) is not None:
             return reduced
-        module = getattr(obj, "__module__", None)
-        if isinstance(module, str) and travels(module) and named_like(obj, module) is obj:
-            self.needs.modules.add(module)
-        if not isinstance(obj, (type, types.FunctionType)) or is_sent_by_name(obj):
+        if is_shipped and named_like(obj, str(module)) is obj:
+            self.needs.modules.add(str(module))
+        if is_by_name:
             return super().reducer_override(obj)
         # Not by cloudpickle's own decision, which knows nothing of the user's modules, and searches every loaded module
         # for a function that names none, which takes milliseconds and triggers modules that load lazily.
@@ -129,7 +131,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 "call torch.compile inside of the training function"
             )
 
-    def _note_imports(self, function: types.FunctionType) -> None:
+    def _note_imports(self, function: types.FunctionType, is_by_name: bool) -> None:
         code, names = function.__code__, function.__globals__
         source = source_of_code(code, names.get("__package__"))
         if by_hand := sorted(filter(is_made_by_hand, source.imports)):
@@ -137,12 +139,13 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 f"{function.__qualname__} imports {by_hand[0]}, a module that was made by hand and has no file: import "
                 "it outside of the function, from where it travels by value, or make it a file"
             )
-        self.needs.add(source)
+        if not is_by_name:
+            self.needs.add(source)
         # `import acme.models` makes the name acme.
         roots = {name.partition(".")[0] for name in source.imports} & {*code.co_varnames}
         used = (names.get(name) for name in _extract_code_globals(code))
         modules = {value.__name__ for value in used if isinstance(value, types.ModuleType)}
-        if packages := [*filter(is_user_module, {*source.imports, *roots, *modules})]:
+        if packages := [*filter(travels, {*source.imports, *roots, *modules})]:
             self.needs.packages.update(packages)
             self.needs.words |= words_of_code(code)
             self._note_loaded(packages)
