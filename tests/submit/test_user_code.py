@@ -159,31 +159,18 @@ def test_refusals(options: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["profiles.yml", "kubeconfig.yaml", "kube_config", "terraform.tfstate.backup", "prod.TFSTATE"]
+    "name",
+    [
+        *("profiles.yml", "kubeconfig.yaml", "kube_config", "terraform.tfstate.backup", "prod.TFSTATE"),
+        *("airflow.cfg", "Airflow.CFG", "airflow.db", "simple_auth_manager_passwords.json.generated"),
+        *("dagster.yaml", "dagster_cloud.yaml"),
+    ],
 )
-def test_files_of_other_tools_with_passwords_stay(project: Path, name: str) -> None:
+def test_files_of_other_tools_with_passwords_stay(project: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     before = UserCode(str(project)).files
     (project / "data" / name).write_text("password")
     assert UserCode(str(project)).files == before
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "airflow.cfg",
-        "Airflow.CFG",
-        "airflow.db",
-        "simple_auth_manager_passwords.json.generated",
-        "webserver_config.py",
-        "dagster.yaml",
-        "dagster_cloud.yaml",
-    ],
-)
-def test_the_configuration_of_an_orchestrator_does_not_travel(project: Path, name: str) -> None:
-    (project / "data" / name).write_text("password")
-    with pytest.raises(InvalidJobError, match=f"{name}, the configuration of an orchestrator"):
-        UserCode(str(project)).files  # noqa: B018
-    assert UserCode(str(project), excludes=(name,)).files
+    assert f"data/{name} may hold secrets" in caplog.text or f"data/{name}, " in caplog.text
 
 
 def test_archives_are_unpacked_by_a_python_without_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

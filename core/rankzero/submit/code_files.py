@@ -1,15 +1,8 @@
 """Finds the files of the user's modules that are sent with a job, and which of them count.
 
-======================================================  ===============================================
-file                                                    sent
-======================================================  ===============================================
-the source of a user module that the code imports       always, with the modules that this one imports
-another file in the package of such a module            unless it is named like a key or a password
-a file in no folder with an ``__init__.py``             only if it is a source
-a file that ``.rankzeroignore`` of its package names    never
-a hidden file or folder, ``__pycache__``                never
-an installed module, rankzero, torch, pyspark           never: the executors have them
-======================================================  ===============================================
+The whole top-level package or module that the code imports is sent, and those that its files import in turn. Never sent
+are files that ``.rankzeroignore`` of the package names, hidden ones, those named like a key or a password, data files
+in folders that are no package, and installed modules, which the executors have.
 
 A source counts if the code imports it, in turn; the other files of its package count together. If a name is computed,
 or a text names a module, the whole package counts.
@@ -49,7 +42,7 @@ _SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
 _SECRETS = re.compile(
     r".*\.(pem|key|p12|pfx|jks|keystore|kdbx|ppk|keytab|env)|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*"
     r"|.*credentials\.json|secrets?\..*|service[-_]account.*\.json|kube[-_]?config(\..*)?"
-    r"|profiles\.ya?ml|.*\.tfstate(\..*)?",
+    r"|profiles\.ya?ml|.*\.tfstate(\..*)?|airflow\.(cfg|db)|simple_auth_manager_passwords\..*|dagster(_cloud)?\.yaml",
     re.IGNORECASE,
 )
 """Names of data files that may hold keys or passwords. Sources of any name are shipped, since they are imported."""
@@ -220,12 +213,11 @@ class Files:
         """
         if not self._sent:
             return None
-        names = {name: os.path.basename(name) for name in self._left_out}
-        if named := [name for name, file in names.items() if is_private(file) and not file.startswith(".")]:
-            logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(sorted(named)))
+        if named := sorted(name for name in self._left_out if is_secret(os.path.basename(name))):
+            logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(named))
         sizes = {name: file.size for name, file in self._sent.items()}
         if (total := sum(sizes.values())) > MODULES_LIMIT:
-            shipped = ", ".join(sorted({name.split(os.sep)[0].removesuffix(".py") for name in sizes}))
+            shipped = ", ".join(sorted(root for root, is_user_s in self._roots.items() if is_user_s))
             raise InvalidJobError(
                 f"the user modules {shipped} hold {total >> 20} MiB, over the limit of {MODULES_LIMIT >> 20} MiB that "
                 f"travel with a job; the largest are {largest(sizes)}: name what stays in {IGNORE_FILE} in the "
@@ -313,7 +305,7 @@ def walk(
         links = (name for name in children if os.path.islink(os.path.join(directory, name)))
         out = [*links, *(os.path.join(name, "") for name in found if name not in children)]
         for name in sorted(names if directory in packages else (name for name in names if name.endswith(".py"))):
-            if is_private(name) or ignored(os.path.join(below, name)):
+            if name.startswith(".") or is_secret(name) or ignored(os.path.join(below, name)):
                 out.append(name)
             else:
                 yield os.path.join(prefix, below, name), os.path.join(directory, name)
@@ -341,6 +333,6 @@ def matcher(excludes: Sequence[str], ignore_file: str | None = None) -> Callable
     return lambda path: bool(spec.match_file(path))
 
 
-def is_private(name: str) -> bool:
-    """Returns True for a file that is never shipped: hidden, or named like a key or a password."""
-    return name.startswith(".") or (not name.endswith(".py") and _SECRETS.fullmatch(name) is not None)
+def is_secret(name: str) -> bool:
+    """Returns True for a data file that is named like a key or a password, which is never shipped."""
+    return not name.endswith(".py") and _SECRETS.fullmatch(name) is not None

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rankzero.errors import InvalidJobError
-from rankzero.submit.code_files import IGNORE_FILE, largest, matcher, walk
+from rankzero.submit.code_files import IGNORE_FILE, is_secret, largest, matcher, walk
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +23,6 @@ LIMIT = 64 << 20
 ARCHIVE = "code.tar.gz"
 WORKING_DIR, PY_FILES = "working_dir", "py_files"
 """Names of the folders in the archive."""
-
-_SETTINGS = frozenset(
-    {
-        "airflow.cfg",
-        "airflow.db",
-        "simple_auth_manager_passwords.json.generated",
-        "webserver_config.py",
-        "dagster.yaml",
-        "dagster_cloud.yaml",
-    }
-)
-# In lower case. These files hold passwords, and are beside logs and databases.
 
 _ARCHIVES = (".zip", ".egg", ".whl")
 
@@ -100,11 +88,6 @@ class UserCode:
                         f"{name.partition('/')[2]!r}: rename one of them, or leave them out by excludes="
                     )
             found |= named
-        if settings := [path for path in found.values() if os.path.basename(path).lower() in _SETTINGS]:
-            raise InvalidJobError(
-                f"working_dir or py_files would send {settings[0]}, the configuration of an orchestrator, to the "
-                f"cluster: give the folder of your code, or name what stays in excludes= or {IGNORE_FILE}"
-            )
         return dict(sorted(found.items()))
 
     def _below(self, folder: str, prefix: str, ignore_file: str | None = None) -> dict[str, str]:
@@ -112,11 +95,10 @@ class UserCode:
         every = walk(folder, matcher(self.excludes, ignore_file), left_out)
         found = {f"{prefix}/{name}": path for name, path in every if os.path.isfile(path)}
         paths = [os.path.join(folder, name) for name in sorted(left_out)]
-        if linked := [path for path in paths if path[-1] != os.sep and os.path.isdir(path)]:
-            logger.warning(
-                "%s: a link to a directory, whose files do not travel with the job (py_files= takes a directory)",
-                ", ".join(linked),
-            )
+        if linked := ", ".join(path for path in paths if path[-1] != os.sep and os.path.isdir(path)):
+            logger.warning("%s: a link to a directory, whose files do not travel (py_files= takes one)", linked)
+        if private := ", ".join(path for path in paths if is_secret(os.path.basename(path))):
+            logger.warning("%s may hold secrets, and does not travel with the job", private)
         return found
 
     @functools.cached_property
