@@ -19,7 +19,7 @@ from tests.loading import load_module
 
 from rankzero import Launcher, RankZeroError
 from rankzero.run.identity import compare
-from rankzero.submit.pack import identity_of
+from rankzero.submit.pack import build, identity_of
 
 ORCHESTRATED = "if False:\n    import airflow\n"
 """Makes a module travel by value, as a DAG file does."""
@@ -117,6 +117,15 @@ def test_a_text_that_names_a_module_counts_with_its_package(package: Path, text:
     assert compare(before, after).differing == (f"module {package.name}.other",)
 
 
+def test_names_in_a_pickle_that_no_user_has_written_name_no_package(package: Path) -> None:
+    load_module(f"{package.name}.models")
+    write(package / "errors.py", "class Flaky(Exception):\n    pass\n")
+    flaky = load_module(f"{package.name}.errors").Flaky
+    train = defined(f"import {package.name}.models\ndef train():\n    return {package.name}.models.VERSION\n")
+    counted = build(train, (), {}, restart_on=(flaky,)).files.counted
+    assert counted.keys() == {package.name, f"{package.name}.models"}
+
+
 # -- a DAG file --------------------------------------------------------------------------------
 
 
@@ -181,7 +190,7 @@ def test_a_function_of_a_dag_file_counts_by_its_source_and_what_it_refers_to(
 
 def test_a_function_counts_by_its_source_whatever_python_makes_of_it(dag: Callable[[str], Any]) -> None:
     module = dag(TASK.replace("return x * RATE", '"""Scales."""\n    assert x\n    return x * RATE'))
-    program = "from rankzero.submit.pack import identity_of\n"
+    program = "from rankzero.submit.pack import build, identity_of\n"
     program += f"import {module.__name__} as dag\nprint(identity_of(dag.train, (1,), {{}}, 1).digest)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     digests = {

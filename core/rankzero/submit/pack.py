@@ -52,10 +52,6 @@ from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
 
-MOST_ARGUMENTS = 200
-"""Most arguments with a separate checksum; all further ones share one."""
-
-
 _TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:\.\w+)+)", re.DOTALL)
 """A short text in a pickle that may name something in a module, behind its length."""
 
@@ -94,15 +90,15 @@ class Payload:
         """
         contents = Contents()
         parts = {NUM_PROCESSES: repr(world_size)}
-        named = list(self.arguments.items())
-        for name, value in [*named[:MOST_ARGUMENTS], *([("...", more)] if (more := named[MOST_ARGUMENTS:]) else [])]:
-            parts[f"{ARGUMENT}{name}"] = _digest_of_argument(name, value, contents)
+        for name, value in self.arguments.items():
+            make = functools.partial(contents.digest_of, value, with_code=True)
+            parts[f"{ARGUMENT}{name}"] = _compared(f"the argument {name}", make)
         if code_version is not None:
             return Identity.of(parts, **{CODE_VERSION: _short(repr(code_version))})
         if archive := user_code.archive if user_code else None:
             parts[SENT_CODE] = _short(digest_of([archive]))
         modules = dict(self.files.counted)
-        parts[TRAIN] = _short(repr(self._own(contents, modules)))
+        parts[TRAIN] = _compared("the function", lambda: _short(repr(self._own(contents, modules))))
         data = self.files.data_files()
         modules |= {f"{name} (data files)": digest for name, digest in data.items()}
         parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in modules.items()}
@@ -141,15 +137,15 @@ def _short(text: str) -> str:
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:DIGITS]
 
 
-def _digest_of_argument(name: str, value: object, contents: Contents) -> str:
+def _compared(what: str, digest: Callable[[], str]) -> str:
+    """Returns a checksum; of what has none, since its class may do anything while it is pickled, another each time."""
     try:
-        return contents.digest_of(value, with_code=True)[:DIGITS]
+        return digest()[:DIGITS]
     except Exception as error:
-        # Its class may do anything while it is pickled.
         logger.warning(
-            "the argument %s cannot be compared with that of another try, and counts as unchanged if an orchestrator "
-            "tries again by itself, else as changed: %s: %s",
-            name,
+            "%s cannot be compared with that of another try, and counts as unchanged if an orchestrator tries again by "
+            "itself, else as changed: %s: %s",
+            what,
             type(error).__name__,
             (str(error).splitlines() or [""])[0],
         )
@@ -190,8 +186,8 @@ def build(
     map_refs([list(args), dict(kwargs), getattr(train, "launch_config", None)], refs.append)
     training = resolve(train)
     arguments = bind(training, args, kwargs)
-    extra, sent_too = _pickle_restart_on(restart_on)
-    named: set[object] = set()
+    extra, other = _pickle_restart_on(restart_on)
+    named, sent_too = other.by_value | other.needs.modules, {*other.needs.modules}
     buffers: list[memoryview] = []
     if isinstance(training, (Script, Module, Command)):
         name, needs = training.name, training.needs()
@@ -210,26 +206,24 @@ def build(
             raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
         pickled, needs = buffer.getvalue(), pickler.needs
         sent_too |= {*pickler.loaded}
-        named = pickler.by_value
-    found = _TEXT.findall(pickled, 0, max(pickled.rfind(b"\x8c\x06loaded"), 0) or len(pickled))
-    texts = {text.decode() for length, text in found if length[0] == len(text)}
+        named |= pickler.by_value
+    texts = {text.decode() for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
     needs.texts |= texts - needs.modules - named
     files = Files(needs)
     files.send(sent_too)
     return Payload(name, pack(pickled, buffers), files.zipped(), refs, files, training, arguments)
 
 
-def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], set[str]]:
-    """Returns the part of the payload with ``restart_on``, and the user's modules that it needs."""
-    if not restart_on:
-        return {}, set()
+def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], TrainingPickler]:
+    """Returns the part of the payload with ``restart_on``, and the pickler that has written it."""
     buffer = io.BytesIO()
     pickler = TrainingPickler(buffer)
     try:
-        pickler.dump(restart_on)
+        if restart_on:
+            pickler.dump(restart_on)
     except Exception as error:
         raise InvalidJobError(f"restart_on={restart_on!r} cannot be pickled: {error}") from error
-    return {"restart_on": buffer.getvalue()}, pickler.needs.modules
+    return {"restart_on": buffer.getvalue()} if restart_on else {}, pickler
 
 
 def _pickle_program(

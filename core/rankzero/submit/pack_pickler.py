@@ -33,6 +33,13 @@ _WORLD_OF_ACCELERATE = "accelerate.state"
 _OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
 
 
+class _Loaded(list[str]):
+    """Names that are pickled as one text, since none of them is a text of the user's that names a module."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str.split, ("".join(f"{name}\n" for name in self),)
+
+
 class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles what ranks get, and collects what it needs of the user's modules.
 
@@ -54,7 +61,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._is_alone = is_alone
         self.needs = Needs()
         self.by_value: set[object] = set()
-        self.loaded: list[str] = []
+        self.loaded = _Loaded()
         self._tensors = Tensors()
 
     def dump(self, obj: object) -> None:
