@@ -26,7 +26,7 @@ from tests.loading import load_module
 
 from rankzero import Launcher, ResultRef, SparkEngine
 from rankzero.run.identity import compare, describe
-from rankzero.submit import pack as payload
+from rankzero.submit import pack
 from rankzero.submit.code_source import source_of_code
 from rankzero.submit.pack import identity_of
 from rankzero.submit.pack_content import digest_of
@@ -224,7 +224,7 @@ def test_a_function_without_a_module_is_looked_for_in_none(monkeypatch: pytest.M
     exec("def helper(x):\n    return x\n\ndef train_it(x):\n    return helper(x)\n", made)
     assert made["train_it"].__module__ is None
     identity = of(made["train_it"], 1)
-    payload.build(made["train_it"], (1,), {})
+    pack.build(made["train_it"], (1,), {})
     assert watched.woken == []
     again: dict[str, Any] = {}
     exec("def helper(x):\n    return x + 1\n\ndef train_it(x):\n    return helper(x)\n", again)
@@ -541,7 +541,7 @@ def test_a_child_that_is_forked_while_another_thread_pickles_can_pickle() -> Non
             return int, ()
 
     def pickle_it() -> None:
-        payload.build(print, (Slow(),), {})
+        pack.build(print, (Slow(),), {})
 
     begun, go_on = threading.Event(), threading.Event()
     thread = threading.Thread(target=pickle_it)
@@ -553,7 +553,7 @@ def test_a_child_that_is_forked_while_another_thread_pickles_can_pickle() -> Non
             signal.alarm(30)
             code = 1
             try:
-                payload.build(print, (1,), {})
+                pack.build(print, (1,), {})
                 code = 0
             finally:
                 os._exit(code)
@@ -944,7 +944,7 @@ def test_data_files_of_a_package_in_a_folder_without_init_are_shipped_and_count(
     (namespace / "ml" / "job.py").write_text("def train():\n    return 1\n")
     importlib.invalidate_caches()
     before = identity_of(f"{namespace.name}.ml.job:train", (), {}, 2)
-    shipped = payload.build(f"{namespace.name}.ml.job:train", (), {}).modules
+    shipped = pack.build(f"{namespace.name}.ml.job:train", (), {}).modules
     assert shipped
     assert f"{namespace.name}/ml/conf.json" in shipped.listing
     assert "notes.txt" not in shipped.listing

@@ -12,7 +12,7 @@ import pytest
 from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher
-from rankzero.submit import pack_archive as user_code
+from rankzero.submit import pack_archive
 from rankzero.submit.pack_archive import UserCode
 from rankzero.values import formats
 from rankzero.values.formats import unpack
@@ -110,7 +110,7 @@ def test_the_contents_are_a_part_of_the_identity(project: Path) -> None:
 
 
 def test_what_is_too_large_is_refused_by_name(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_code, "LIMIT", 1 << 20)
+    monkeypatch.setattr(pack_archive, "LIMIT", 1 << 20)
     (project / "weights.pt").write_bytes(bytes(2 << 20))
     with pytest.raises(InvalidJobError, match=r"2 MiB, over the limit of 1 MiB.*weights.pt \(2 MiB\).*excludes="):
         Launcher(working_dir=project).run(look)

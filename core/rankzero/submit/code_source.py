@@ -92,7 +92,7 @@ def read(source: bytes, package: str = "") -> Source:
             if previous in ("\n", "\b") and word not in ("\t", "\b") and late is not None and depth <= late:
                 late = None
             if word in ("import", "from"):
-                statement = itertools.takewhile(_is_inside, itertools.islice(words, index, None))
+                statement = itertools.takewhile(lambda each: each not in ("\n", ";"), words[index:])
                 found = set(_imported([*statement], package))
                 imports |= found
                 early |= found if late is None else set()
@@ -131,11 +131,6 @@ def names_in_text(text: str) -> set[str]:
     """Returns what a text may name, up to its first placeholder: "acme.%s" the begin of the name of a module."""
     begin = re.split("[%{]", text)[0]
     return {begin} if _NAME.fullmatch(begin) else set()
-
-
-def _is_inside(word: str) -> bool:
-    """Returns False for a token that ends a simple statement."""
-    return word not in ("\n", ";")
 
 
 def _is_for_checkers(words: list[str]) -> bool:

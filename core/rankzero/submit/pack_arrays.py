@@ -11,28 +11,12 @@ from typing import Any
 from rankzero.values.digest import digest_of
 
 
-def facts_of_data(value: Any) -> Callable[[Any], Any] | None:
-    """Returns the function that returns the facts of such a value, which stand for it; None for any other value."""
-    if _is_instance("torch", "Tensor", value):
-        return _tensor
-    if _is_instance("torch", "UntypedStorage", value):
-        return lambda storage: ("storage", digest_of([bytes(storage)]))
-    if _is_instance("torch", "TypedStorage", value):
-        return lambda storage: (str(storage.dtype), storage._untyped_storage)
-    if _is_a("numpy", "ndarray", value) and not value.dtype.hasobject:
-        return _array
-    if _is_instance("numpy", "generic", value) and (value.dtype.names or value.dtype.char in "gG"):
-        return None if value.dtype.hasobject else _scalar
-    if _is_instance("pandas.api.extensions", "ExtensionArray", value):
-        return _extension_array
-    if _is_instance("torch.utils.hooks", "RemovableHandle", value):
-        return type
-    return _frame if _is_a("pandas", "DataFrame", value) else None
-
-
-def _is_a(package: str, name: str, value: Any) -> bool:
-    """Returns True for an object of exactly this class of a package that the user has imported."""
-    return type(value) is getattr(sys.modules.get(package), name, None)
+def facts_of_data(value: Any) -> Any:
+    """Returns the facts of such a value, which stand for it; None for any other value."""
+    for package, name, facts in _KINDS:
+        if _is_instance(package, name, value):
+            return facts(value)
+    return None
 
 
 def _is_instance(package: str, name: str, value: Any) -> bool:
@@ -45,6 +29,8 @@ def _array(value: Any) -> Any:
     """Returns type, shape and numbers of an array: its pickle also depends on strides, and on bytes between numbers."""
     import numpy
 
+    if value.dtype.hasobject or type(value) is not numpy.ndarray:
+        return None
     if value.dtype.names:
         return "array", value.dtype, value.shape, [_array(value[name]) for name in value.dtype.names]
     is_long = value.dtype.char in "gG"
@@ -60,11 +46,17 @@ def _scalar(value: Any) -> Any:
     """Returns type and number of a scalar of numpy, whose pickle may contain bytes that no number uses."""
     import numpy
 
+    if value.dtype.hasobject or not (value.dtype.names or value.dtype.char in "gG"):
+        return None
     return type(value), _array(numpy.asarray(value))
 
 
 def _frame(value: Any) -> Any:
     """Returns the columns of a DataFrame: its pickle also depends on what was read from it, which joins its blocks."""
+    import pandas
+
+    if type(value) is not pandas.DataFrame:
+        return None
     columns = [value.iloc[:, number].array for number in range(value.shape[1])]
     return "frame", value.columns, value.index, columns, value.attrs
 
@@ -121,3 +113,16 @@ def without_numbers(value: Any, state: Any) -> Any:
     numbers = sorted({number for name in names for number in state[name] or ()})
     order = {number: place for place, number in enumerate(numbers)}
     return state | {name: {order[number]: hook for number, hook in (state[name] or {}).items()} for name in names}
+
+
+_KINDS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("torch", "Tensor", _tensor),
+    ("torch", "UntypedStorage", lambda storage: ("storage", digest_of([bytes(storage)]))),
+    ("torch", "TypedStorage", lambda storage: (str(storage.dtype), storage._untyped_storage)),
+    ("torch.utils.hooks", "RemovableHandle", type),
+    ("numpy", "ndarray", _array),
+    ("numpy", "generic", _scalar),
+    ("pandas.api.extensions", "ExtensionArray", _extension_array),
+    ("pandas", "DataFrame", _frame),
+)
+"""Package and name of each class, and the function that returns its facts."""

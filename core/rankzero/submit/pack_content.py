@@ -128,9 +128,8 @@ class Contents:
             return self._module(value)
         if isinstance(value, enum.Enum):
             return _Parts("enum", [cls, value.value])
-        facts = facts_of_data(value)
-        if facts and (found := facts(value)) is not None:
-            return _Parts("data", [found])
+        if (facts := facts_of_data(value)) is not None:
+            return _Parts("data", [facts])
         reducer = cloudpickle.Pickler.dispatch_table.get(cls)
         reduced = reduce_wrapper(value) or (reducer(value) if reducer else value.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
         if isinstance(reduced, str):
