@@ -100,9 +100,10 @@ def test_a_package_that_only_a_text_names_travels(launcher: Launcher, package: P
     assert launcher.options(num_processes=1).run(train, f"{package.name}.models") == 1
 
 
-@pytest.mark.parametrize("text", ["other.csv", "other.py", "results.other", "no.such.module"])
+@pytest.mark.parametrize("text", ["other.csv", "other.py", "results.day", "no.such.module"])
 def test_a_text_that_names_nothing_in_a_module_counts_as_a_text(package: Path, text: str) -> None:
     write(package.parent / "other.py", "SIZE = 1\n")
+    write(package.parent / "results" / "day" / "rows.csv", "1")
     train = defined("def train(path):\n    return path\n")
     assert not [name for name, _ in identity_of(train, (text,), {}, 1).parts if name.startswith("module")]
 

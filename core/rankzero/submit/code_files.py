@@ -128,9 +128,11 @@ class Files:
         for text in found.texts:
             root, _, rest = text.partition(".")
             word = rest.partition(".")[0]
-            if (spec := spec_of(root, self._first)) and (
-                found.computes or spec_of(f"{root}.{word}", self._first) or _has(spec.origin, word)
-            ):
+            if not (spec := spec_of(root, self._first)):
+                continue
+            # Not a folder without sources, whose name a path of data may have, too.
+            module = spec_of(f"{root}.{word}", self._first)
+            if found.computes or (module and module.origin) or _has(spec.origin, word):
                 self._send(root)
                 names |= {root, *self._modules_below(root)}
         return names
