@@ -19,6 +19,7 @@ from tests.loading import load_module
 
 from rankzero import Launcher, RankZeroError
 from rankzero.run.identity import compare
+from rankzero.submit.code_source import read
 from rankzero.submit.pack import build, identity_of
 
 ORCHESTRATED = "if False:\n    import airflow\n"
@@ -224,3 +225,8 @@ def test_what_a_function_holds_counts_by_content(dag: Callable[[str], Any]) -> N
     digests = {identity_of(train, () if "partial" in repr(train) else (1,), {}, 1).digest for train in trainings}
     assert len(digests) == 4
     assert identity_of(module.make(0.1), (1,), {}, 1).digest in digests
+
+
+def test_an_f_string_is_one_token_in_every_version_of_python() -> None:
+    digest = "8d1ff9c21041e526adf18801760f2046ff83c031adaaa321b479413558c44adc"
+    assert read(b'x = f"{a!r} and {b}" # c\n').digest == digest

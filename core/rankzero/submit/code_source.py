@@ -5,7 +5,6 @@ Python. A function counts by the tokens of its source if that compiles to the fu
 """
 
 from __future__ import annotations
-import __future__
 
 import dis
 import functools
@@ -226,18 +225,16 @@ def digest_of_code(code: types.CodeType) -> str:
     The source counts only if it compiles to this code: its file may have been edited since, and code of ``exec`` and
     ``python -c`` has none.
     """
-    if "<lambda>" not in code.co_qualname:
-        linecache.checkcache(code.co_filename)
-        lines = linecache.getlines(code.co_filename)
-        if code in _compiled("".join(lines), code.co_filename, code.co_flags & _FUTURES):
-            words = [*_words("".join(inspect.getblock(lines[code.co_firstlineno - 1 :])).encode())]
-            return hashlib.sha256("\0".join(words[words.index("def") :]).encode()).hexdigest()
+    linecache.checkcache(code.co_filename)
+    lines = linecache.getlines(code.co_filename)
+    if code.co_name != "<lambda>" and code in _compiled("".join(lines), code.co_filename, code.co_flags & _FUTURES):
+        words = [*_words("".join(inspect.getblock(lines[code.co_firstlineno - 1 :])).encode())]
+        return hashlib.sha256("\0".join(words[words.index("def") :]).encode()).hexdigest()
     return hashlib.sha256(repr(_facts(code)).encode(errors="surrogateescape")).hexdigest()
 
 
-_FUTURES = sum(
-    getattr(__future__, name).compiler_flag for name in set(__future__.all_feature_names) - {"nested_scopes"}
-)
+_FUTURES = annotations.compiler_flag
+"""The flag that a cell of a notebook may have by a statement of an earlier one."""
 
 
 @functools.lru_cache(maxsize=64)
