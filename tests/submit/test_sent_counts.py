@@ -128,6 +128,21 @@ def test_names_in_a_pickle_that_no_user_has_written_name_no_package(package: Pat
     assert counted.keys() == {package.name, f"{package.name}.models"}
 
 
+def test_many_texts_cost_no_search_for_a_module_each(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+
+    class Finder:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            searched.append(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    train = defined("def train(paths):\n    return paths\n")
+    paths = [f"image_{number}.jpg" for number in range(10_000)]
+    build(train, ([*paths, f"{package.name}.models"],), {})
+    assert package.name in searched
+    assert not [name for name in searched if name.startswith("image_")]
+
+
 # -- a DAG file --------------------------------------------------------------------------------
 
 

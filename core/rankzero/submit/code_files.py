@@ -16,15 +16,16 @@ import hashlib
 import io
 import logging
 import os
+import pkgutil
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rankzero.errors import InvalidJobError
 from rankzero.store import fingerprint
-from rankzero.submit.code_modules import package_of, parents_of, spec_of
+from rankzero.submit.code_modules import package_of, parents_of, spec_of, top_level_names
 from rankzero.submit.code_source import IMPORTERS, Source, source_of_file
 
 logger = logging.getLogger(__name__)
@@ -124,15 +125,14 @@ class Files:
 
     def _named_by(self, found: Needs | Source) -> set[str]:
         """Returns all modules of the packages that texts name, as "acme.models.Net" does, and "train.csv" does not."""
-        names: set[str] = set()
+        words: dict[str, set[str]] = {}
         for text in found.texts:
             root, _, rest = text.partition(".")
-            word = rest.partition(".")[0]
-            if not (spec := spec_of(root, self._first)):
-                continue
-            # Not a folder without sources, whose name a path of data may have, too.
-            module = spec_of(f"{root}.{word}", self._first)
-            if found.computes or (module and module.origin) or _has(spec.origin, word):
+            words.setdefault(root, set()).add(rest.partition(".")[0])
+        names: set[str] = set()
+        # There may be a million texts.
+        for root in words.keys() & top_level_names(self._first) if words else ():
+            if (spec := spec_of(root, self._first)) and (found.computes or words[root] & _names_in(spec)):
                 self._send(root)
                 names |= {root, *self._modules_below(root)}
         return names
@@ -243,11 +243,12 @@ class Shipped:
     listing: str
 
 
-def _has(path: str | None, word: str) -> bool:
-    """Returns True if a source has a word."""
-    with contextlib.suppress(OSError), open(path or "", "rb") as file:
-        return re.search(rf"\b{word}\b".encode(), file.read()) is not None
-    return False
+def _names_in(spec: Any) -> set[str]:
+    """Returns the names of the modules in a package, and the words of its source."""
+    found = {module.name for module in pkgutil.iter_modules(spec.submodule_search_locations or ())}
+    with contextlib.suppress(OSError), open(spec.origin or "", encoding="utf-8", errors="replace") as file:
+        found.update(re.findall(r"\w+", file.read()))
+    return found
 
 
 @functools.lru_cache(maxsize=4096)

@@ -107,6 +107,16 @@ def _find(name: str, places: tuple[str, ...] | None) -> Any:
     return spec
 
 
+@functools.lru_cache(maxsize=64)
+def top_level_names(first: str | None = None) -> frozenset[str]:
+    """Returns every name that may be a top-level module's, since `spec_of` takes too long to ask for any text."""
+    names = set(sys.modules)
+    for place in {first or "", *sys.path}:
+        with contextlib.suppress(OSError):
+            names.update(name.partition(".")[0] for name in os.listdir(place or "."))
+    return frozenset(names)
+
+
 @functools.lru_cache(maxsize=4096)
 def travels(name: str) -> bool:
     """Returns True for a user module that can be found by its name and imported without an orchestrator."""
@@ -117,6 +127,7 @@ def forget_places() -> None:
     """Makes the next searches find modules where they are now; called before each submission and each pickle."""
     _find.cache_clear()
     travels.cache_clear()
+    top_level_names.cache_clear()
 
 
 def _needs_orchestrator(name: str) -> bool:
