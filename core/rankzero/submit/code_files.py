@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from rankzero.errors import InvalidJobError
 from rankzero.store import fingerprint
-from rankzero.submit.code_modules import package_of, parents_of, spec_of, top_level_names
+from rankzero.submit.code_modules import NEVER_SHIPPED, package_of, parents_of, spec_of, top_level_names
 from rankzero.submit.code_source import IMPORTERS, Source, source_of_file
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,8 @@ class Files:
         words: dict[str, set[str]] = {}
         for text in found.texts:
             root, _, rest = text.partition(".")
-            words.setdefault(root, set()).add(rest.partition(".")[0])
+            if root not in NEVER_SHIPPED:
+                words.setdefault(root, set()).add(rest.partition(".")[0])
         names: set[str] = set()
         # There may be a million texts.
         for root in words.keys() & top_level_names(self._first) if words else ():

@@ -23,7 +23,7 @@ from rankzero.submit.code_source import source_of_file
 _ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
 # Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's.
 _BESIDE = frozenset({"rankzero", "pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"})
-_NEVER_SHIPPED = _BESIDE | _ORCHESTRATORS | sys.stdlib_module_names
+NEVER_SHIPPED = _BESIDE | _ORCHESTRATORS | sys.stdlib_module_names
 
 
 _PLACES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -49,7 +49,7 @@ def _is_install_target(directory: str) -> bool:
 def is_user_module(name: str) -> bool:
     """Returns True for the name of a loaded module of the user: one that no package installer put where it is."""
     root = name.partition(".")[0]
-    if not isinstance(sys.modules.get(name), types.ModuleType) or root in _NEVER_SHIPPED:
+    if not isinstance(sys.modules.get(name), types.ModuleType) or root in NEVER_SHIPPED:
         return False
     file = getattr(sys.modules[name], "__file__", None)
     return is_made_by_hand(root) if file is None else isinstance(file, str) and _is_user_file(file)
@@ -58,7 +58,7 @@ def is_user_module(name: str) -> bool:
 def is_made_by_hand(name: str) -> bool:
     """Returns True for a loaded top-level module without a file, which user code has put into ``sys.modules``."""
     module = sys.modules.get(name)
-    if not isinstance(module, types.ModuleType) or name in _NEVER_SHIPPED:
+    if not isinstance(module, types.ModuleType) or name in NEVER_SHIPPED:
         return False
     return not any(getattr(module, fact, None) for fact in ("__spec__", "__file__", "__path__", "__loader__"))
 
@@ -80,7 +80,7 @@ def spec_of(name: str, first: str | None = None) -> Any:
             changed, since other threads import meanwhile.
     """
     root, *rest = name.split(".")
-    if root in _NEVER_SHIPPED:
+    if root in NEVER_SHIPPED:
         return None
     spec = _find(root, None if first is None else (first, *sys.path))
     if spec is None:
