@@ -56,6 +56,8 @@ class Agent:
         processes.become_subreaper()
         # The task process may be killed first; then only this lock shows that the directories are in use.
         self._locks = [_locked(place) for place in (config["scratch"], config["temporary"]) if place]
+        # Before the ranks, which get the rest of the environment.
+        self._guard = watch_guard()
         self._ranks = [Rank(local_rank, config, self._outbox) for local_rank in range(config["workers"])]
         self._caller_lives = watcher_of(config.get("caller"))
         self._inputs: Inputs | None = None
@@ -198,7 +200,7 @@ class Agent:
                 loop.add_reader(watched, self._on_end_of, watched, self._ending.orphan)
             elif is_gone(process):
                 self._ending.orphan()
-        if (guard := watch_guard()) is not None:
+        if (guard := self._guard) is not None:
             loop.add_reader(guard, self._on_end_of, guard, self._on_guard)
         if hasattr(os, "pidfd_open"):
             # The kernel reports the exit of a rank even if the user's libraries change the handling of SIGCHLD.
