@@ -39,7 +39,7 @@ from rankzero.submit.shipping import Shipped, zip_modules
 from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
 from rankzero.values.pickled import Part, beside, pack, with_qualname
 from rankzero.values.ref import ResultRef, map_refs
-from rankzero.values.tensors import Tensors
+from rankzero.values.tensors import Storages
 
 # cloudpickle's registry of by-value modules is global to the process.
 _REGISTRY_LOCK = fork_safe(threading.RLock())
@@ -89,12 +89,15 @@ def build(
     name = name_of(training)
     parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
     make_pickler = functools.partial(TrainingPickler, is_alone=is_alone)
-    buffer = io.BytesIO()
-    buffers: list[memoryview] = []
-    pickler = make_pickler(buffer, beside(buffers))
+    storages = Storages()
     try:
-        # Pickled last, when it is complete.
-        pickler.dump(parts | extra | {"loaded": pickler.loaded})
+        while True:
+            buffer, buffers = io.BytesIO(), []  # type: ignore[var-annotated]
+            pickler = make_pickler(buffer, beside(buffers), storages)
+            # The modules are pickled last, when they are complete.
+            pickler.dump(parts | extra | {"loaded": pickler.loaded})
+            if not storages.must_repeat():
+                break
     except Exception as error:
         culprit = _find_culprit(training, args, kwargs, make_pickler)
         raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
@@ -158,6 +161,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self,
         file: io.BytesIO,
         on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
+        storages: Storages | None = None,
         *,
         is_alone: bool = True,
     ) -> None:
@@ -167,19 +171,16 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         # Ranks import them. They do not count for the identity: another process may have loaded others.
         self.loaded: list[str] = []
         self._by_value: list[Any] = []
-        self._tensors = Tensors()
+        self._storages = storages or Storages(is_complete=True)
         self._decided: dict[str, bool] = {}
 
     def dump(self, obj: object) -> None:
         """Pickles an object; one thread of this process at a time."""
-        self._tensors = Tensors(obj, self._reduce)
         forget_places()
         with _REGISTRY_LOCK:
             try:
                 super().dump(obj)
             finally:
-                # They refer to each other, and would keep the value until the next collection of garbage.
-                self._tensors = Tensors()
                 for module in self._by_value:
                     cloudpickle.unregister_pickle_by_value(module)
                 self._by_value.clear()
@@ -211,9 +212,8 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces an object like cloudpickle, and collects the modules that it needs."""
-        return self._tensors.reduce(obj) or self._reduce(obj)
-
-    def _reduce(self, obj: Any) -> Any:
+        if reduced := self._storages.reduce(obj):
+            return reduced
         if isinstance(obj, types.ModuleType) and self.travels(obj.__name__):
             self.needed.add(obj.__name__)
             self._note_loaded([obj.__name__])

@@ -19,7 +19,7 @@ from rankzero.errors import ResultError
 from rankzero.host import forks
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
-from rankzero.values.formats import Writable
+from rankzero.values.digest import Writable
 
 READ_AHEAD = 4 << 20
 """Bytes that one request to a store reads, even if fewer are needed."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
 from rankzero.values import formats, pickled, shards
-from rankzero.values.tensors import Tensors, reach
+from rankzero.values.digest import Writable
+from rankzero.values.tensors import Storages, is_dense, is_narrow, reach, view
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
 
     tensors: list[Any] = []
     numbers: dict[int, int] = {}
-    memory = Tensors()
+    storages = Storages(is_complete=True)
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, obj: Any) -> int | None:
@@ -51,7 +52,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
 
         def reducer_override(self, obj: Any) -> Any:
             # Handles storages outside of tensors, and tensors without data.
-            return memory.reduce(obj) or pickled.saved(obj) or super().reducer_override(obj)
+            return storages.reduce(obj) or pickled.saved(obj) or super().reducer_override(obj)
 
     class Unpickler(pickled.Loader):
         def persistent_load(self, number: Any) -> Any:
@@ -72,7 +73,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
         ) from error
 
 
-def write_to(state: Any, file_format: str, file: formats.Writable) -> dict[str, Any]:
+def write_to(state: Any, file_format: str, file: Writable) -> dict[str, Any]:
     """Writes a copy that `take` has made into a file, and returns the facts about the file."""
     if file_format != formats.SHARDS:
         size, sha256 = formats.write_to(state, file_format, file)
@@ -94,7 +95,7 @@ def _copy_all(tensors: list[Any]) -> list[Any]:
         longest[_storage(tensor)] = max(longest.get(_storage(tensor), storage), storage, key=lambda each: each.nbytes())
     copied_storages: dict[Any, torch.UntypedStorage] = {}
 
-    def view(tensor: Any) -> Any:
+    def viewed(tensor: Any) -> Any:
         key = _storage(tensor)
         if key not in copied_storages:
             copied_storages[key] = _copy_storage(longest[key])
@@ -106,7 +107,7 @@ def _copy_all(tensors: list[Any]) -> list[Any]:
             pieces = [(offsets, _copy(local)) for offsets, local in found.pieces]
             return shards.Pieces(found.shape, found.dtype, pieces, found.replicas)
         if is_plain(tensor) and (uses[_storage(tensor)] > 1 or _is_larger_than_its_storage(tensor)):
-            copied = view(tensor)
+            copied = viewed(tensor)
         else:
             copied = _copy(tensor)
         if type(tensor) is torch.nn.Parameter:
@@ -122,21 +123,12 @@ def is_plain(tensor: Any) -> bool:
     """Returns True for a dense tensor, or parameter, of torch's own type with its data in one storage."""
     import torch
 
-    ours = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return ours and tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_dense(tensor)
 
 
 def _is_larger_than_its_storage(tensor: torch.Tensor) -> bool:
     """Returns True for an expanded tensor, whose copy would take more memory than its storage."""
     return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
-
-
-def _without_copy() -> set[torch.dtype]:
-    """Returns the types of less than a byte, which torch cannot copy."""
-    import torch
-
-    names = [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)]
-    return {getattr(torch, name) for name in names if hasattr(torch, name)}
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
@@ -146,7 +138,7 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "meta":
         return tensor
-    if is_plain(tensor) and tensor.dtype in _without_copy():
+    if is_plain(tensor) and is_narrow(tensor.dtype):
         return _view(tensor, _copy_storage(tensor.untyped_storage()))
     return tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
 
@@ -160,8 +152,6 @@ def _copy_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """Returns a tensor like the given one, in a copy of its storage."""
-    import torch
-
     end = (tensor.storage_offset() + reach(tensor.size(), tensor.stride())) * tensor.element_size()
     if tensor.numel() and end > storage.nbytes():
         # torch would resize the storage and read uninitialized memory.
@@ -169,8 +159,4 @@ def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
             f"a tensor of a checkpoint with the shape {tuple(tensor.shape)} ends at byte {end} of a storage of "
             f"{storage.nbytes()} bytes: its memory was freed or made smaller. Give a tensor that has its data"
         )
-    viewed = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    viewed.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    if tensor.is_conj():
-        viewed = viewed.conj()
-    return viewed._neg_view() if tensor.is_neg() else viewed
+    return view(tensor, storage, tensor.storage_offset())

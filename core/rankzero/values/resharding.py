@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -23,18 +21,6 @@ _SHOWN = 5
 """Most names of tensors in one error."""
 
 Copy = Callable[[Any, list[int], Any], None]
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], tensors: Mapping[str, Any]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, name: Any) -> Stored:
-        import torch
-
-        entry = self._tensors[name]
-        return Stored(name, entry["shape"], getattr(torch, entry["dtype"]))
 
 
 class ShardedState:
@@ -76,9 +62,9 @@ class ShardedState:
 
     def _plain(self, rank: str) -> Any:
         index = self._index(rank)
-        rest = io.BytesIO(self._file(rank).read(index["rest"]))
+        rest = self._file(rank).read(index["rest"])
         try:
-            return _Unpickler(rest, index["tensors"]).load()
+            return pickled.unpack(memoryview(rest), pickled.Loader)
         except Exception as error:
             do = pickled.advice(error) or "Give plain values and state dicts"
             what = f"{type(error).__name__}: {error}"

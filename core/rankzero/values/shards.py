@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import io
 import json
-import pickle
 import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
 from rankzero.values import pickled
-from rankzero.values.formats import Writable
-from rankzero.values.tensors import Tensors, dump
+from rankzero.values.digest import Writable
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +48,10 @@ class Pieces:
     dtype: torch.dtype
     pieces: list[tuple[list[int], torch.Tensor]]
     replicas: list[tuple[int, int]] = field(default_factory=list)
+
+    def __reduce__(self) -> str:
+        """Raises ResultError: pieces stand in dicts and lists, from where `write_to` takes them."""
+        raise ResultError("a sharded tensor lies within an object: a checkpoint has them in dicts and lists")
 
     def is_written_here(self, name: str) -> bool:
         """Returns True on one of the ranks with the same pieces, which differs from tensor to tensor."""
@@ -144,7 +145,9 @@ def write_to(state: Any, file: Writable) -> tuple[int, str, str]:
         tensors[name] = {"shape": value.shape, "dtype": dtype, "pieces": pieces}
         return Stored(name, value.shape, value.dtype)
 
-    rest = _pickle(walk(state, place))
+    rest = b"".join(pickled.pickled(plain := walk(state, place)))
+    with pickled.proving(plain):
+        pickled.unpack(memoryview(rest), pickled.Loader)
     index = json.dumps({"tensors": tensors, "rest": writer.bytes(rest)}, separators=(",", ":"))
     facts = writer.bytes(index.encode())
     writer.bytes(LENGTH.pack(facts["length"]))
@@ -176,45 +179,3 @@ class Stored:
     name: str
     shape: list[int]
     dtype: torch.dtype
-
-
-def _pickle(plain: Any) -> memoryview:
-    """Pickles a state without its sharded tensors, and loads the pickle once to prove that it can be read."""
-    file = io.BytesIO()
-    try:
-        _dump(plain, file)
-        file.seek(0)
-        _Prover(file).load()
-    except (OSError, ResultError, MemoryError):
-        raise
-    except Exception as error:
-        raise ResultError(
-            f"a sharded checkpoint holds what cannot be pickled, or not be read back: {type(error).__name__}: {error}. "
-            "Give plain values and state dicts"
-        ) from error
-    return file.getbuffer()
-
-
-class _Prover(pickled.Loader):
-    def persistent_load(self, name: Any) -> Any:
-        return name
-
-
-def _dump(plain: Any, file: IO[bytes]) -> None:
-    import cloudpickle
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        tensors: Tensors
-
-        def persistent_id(self, obj: Any) -> str | None:
-            if isinstance(obj, Pieces):
-                raise ResultError("a sharded tensor lies within an object: a checkpoint has them in dicts and lists")
-            return obj.name if isinstance(obj, Stored) else None
-
-        def reducer_override(self, obj: Any) -> Any:
-            return self.tensors.reduce(obj) or self.rest(obj)
-
-        def rest(self, obj: Any) -> Any:
-            return pickled.saved(obj) or super().reducer_override(obj)
-
-    dump(Pickler(file, protocol=pickle.HIGHEST_PROTOCOL), plain)

@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
 
 class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager):
-    """Stores dicts of tensors as safetensors, JSON values as JSON, anything else with cloudpickle.
+    """Stores tensors in plain containers by torch.save, JSON values as JSON, anything else as a pickle.
 
     A version is committed by its manifest, which is written last: a crash never damages the previous
-    version. Loading verifies the checksum; that of tensors only if their file was changed after it was
-    written. Tensors are mapped into memory, which runs no code and reads only what is used. Loading a
-    cloudpickle file runs code, as with Dagster's default IO manager: set ``allow_pickle`` to False unless
-    you trust all users who can write to ``base_path``.
+    version. Loading verifies the checksum. Tensors are mapped into memory, which runs no code. Loading a
+    pickle runs code, as with Dagster's default IO manager: set ``allow_pickle`` to False unless you trust
+    all users who can write to ``base_path``.
 
     An output that is a `ResultRef` is stored by its file and never loaded: if run directories and
     ``base_path`` share a file system or an object store, no byte passes through the step. An
@@ -50,7 +49,7 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
     )
     allow_pickle: bool = Field(
         default=True,
-        description="Store and load values that need cloudpickle. Loading them runs code from base_path, so all users "
+        description="Store and load values that need pickle. Loading them runs code from base_path, so all users "
         "who can write there must be trusted.",
     )
 

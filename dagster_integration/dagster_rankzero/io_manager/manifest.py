@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rankzero import ResultError, ResultRef, RunHandle, RunNotFoundError
-from rankzero.pipeline import fingerprint_of, formats, split, store, verify
+from rankzero.pipeline import formats, split, store, verify
 
 MANIFEST = "manifest.json"
 
@@ -43,13 +43,12 @@ class Manifest:
 
     Attributes:
         data: Name of the data file in the same directory.
-        format: ``"json"``, ``"safetensors"`` or ``"cloudpickle"``.
+        format: ``"json"``, ``"torch"`` or ``"pickle"``.
         digest: Checksum of the data file, with the name of its algorithm.
         size: Bytes of the data file.
         summary: Type, number of tensors and parameters.
         run_id: Dagster run that stored it.
         superseded: Data file of the previous version, or None.
-        fingerprint: Fingerprint of the `ResultRef`; None if the data file was not verified when it was stored.
         owner: The parts of the asset's key, and the partition's path below it; None for the output of an op, and in
             versions that were stored before this was recorded.
     """
@@ -61,13 +60,12 @@ class Manifest:
     summary: dict[str, Any]
     run_id: str | None
     superseded: str | None
-    fingerprint: str | None = None
     owner: list[str] | None = None
 
     def reference(self, directory: str) -> ResultRef:
         """Returns the handle of the data file."""
         uri = store.join(directory, self.data)
-        return ResultRef(uri, self.format, self.digest, self.size, self.summary, self.fingerprint)
+        return ResultRef(uri, self.format, self.digest, self.size, self.summary)
 
 
 class _DamagedError(ResultError):
@@ -131,7 +129,7 @@ def commit(
         value: A value that rankzero's formats can hold, or a handle.
         directory: Directory of the asset or partition.
         run_id: Id of the Dagster run, for the manifest.
-        allow_pickle: False refuses values that need cloudpickle.
+        allow_pickle: False refuses values that need pickle.
         owner: The parts of the asset's key, and the partition's path, for the manifest.
 
     Returns:
@@ -143,7 +141,7 @@ def commit(
 
     The store copies the file of a handle if it can (a hard link, a copy within S3). The file is then not read here:
     its size is compared, and its checksum, which the handle recorded when the file was written, is verified when the
-    file is opened, unless the file has not changed since. A file that is copied from one store to another is verified
+    file is opened. A file that is copied from one store to another is verified
     during the copy.
     """
     if found := _previous(directory):
@@ -162,13 +160,13 @@ def commit(
             summary = formats.summarize(value)
         name = f"{_PREFIX}{split(digest)[1][:_NAME_DIGITS]}-{secrets.token_hex(4)}.{file_format}"
         target = store.join(directory, name)
-        if not ref:
+        if ref:
+            _take(ref, path, target)
+        else:
             store.upload(path, target)
-        is_known = _take(ref, path, target) if ref else True
     before = _previous(directory)
     superseded, obsolete = (before.data, before.superseded) if before else (None, None)
-    fingerprint = fingerprint_of(target, file_format) if is_known else None
-    manifest = Manifest(name, file_format, digest, size, summary, run_id, superseded, fingerprint, owner)
+    manifest = Manifest(name, file_format, digest, size, summary, run_id, superseded, owner)
     store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode(), durable=True)
     store.sync_directory(os.path.dirname(directory))
     held = _held(directory)
@@ -221,9 +219,9 @@ def _is_living(run_directory: str) -> bool:
 
 def check_format(file_format: str, allow_pickle: bool) -> None:
     """Raises ResultError for a pickle if none is allowed."""
-    if file_format == formats.CLOUDPICKLE and not allow_pickle:
+    if file_format == formats.PICKLE and not allow_pickle:
         raise ResultError(
-            "the value needs cloudpickle, and allow_pickle is False: return a dict of tensors or "
+            "the value needs pickle, and allow_pickle is False: return a dict of tensors or "
             "plain JSON values, or set allow_pickle=True"
         )
 
@@ -235,35 +233,21 @@ def _previous(directory: str) -> Manifest | None:
         return None
 
 
-def _take(ref: ResultRef, path: str, target: str) -> bool:
-    """Copies a handle's file to ``target``, through the local ``path`` if its store cannot copy it there.
-
-    Returns:
-        True if the file is known to have the recorded content.
-    """
-    is_known = False
+def _take(ref: ResultRef, path: str, target: str) -> None:
+    """Copies a handle's file to ``target``, through the local ``path`` if its store cannot copy it there."""
     try:
-        if ref.fingerprint is not None and not store.is_url(ref.uri):
-            is_known = store.fingerprint(ref.uri) == ref.fingerprint
         if store.is_url(target):
             if store.copy_within(ref.uri, target):
                 _check_size(ref, store.size(target))
-                return is_known
+                return
         elif store.copy_within(ref.uri, path):
             _check_size(ref, os.path.getsize(path))
-            # A link changes only the last time of a fingerprint.
-            is_known = is_known and _but_last(store.fingerprint(path)) == _but_last(ref.fingerprint)
             store.upload(path, target)
-            return is_known
+            return
         _fetch(ref, path)
     except FileNotFoundError:
         raise ResultError(f"the result {ref.uri} does not exist; was its run directory deleted?") from None
     store.upload(path, target, durable=True)
-    return True
-
-
-def _but_last(fingerprint: str | None) -> str:
-    return (fingerprint or "").rpartition("-")[0]
 
 
 def _check_size(ref: ResultRef, size: int) -> None:
