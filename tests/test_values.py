@@ -1,6 +1,5 @@
 """What crosses over: every kind of value comes back as it was, as a result, in a checkpoint and as an argument."""
 
-import collections
 import functools
 import gc
 import json
@@ -22,7 +21,7 @@ from tests.kinds_of_values import KINDS, Score, same
 from rankzero import InvalidJobError, Launcher, ResultError, ResultRef
 from rankzero.submit import payload
 from rankzero.submit.content import digest_of
-from rankzero.values import digest, formats, safetensors
+from rankzero.values import digest, formats
 from rankzero.values.pickled import open_packed
 from rankzero.values.plain import is_json
 
@@ -107,8 +106,8 @@ def test_tensors_share_what_they_shared_and_no_more_is_written(tmp_path: Path) -
         first[1] = 7.0
         assert (second.tolist(), last.tolist()) == ([7.0, 2.0], [999_998.0, 999_999.0])
         assert numbers.view(torch.float32)[1] == 7.0
-    assert ResultRef.save([base[:2]], tmp_path).size < 1000
-    assert ResultRef.save([base[:2], base], tmp_path).size < base.nbytes + 1000
+    assert ResultRef.save([base[:2]], tmp_path).size < 3000
+    assert ResultRef.save([base[:2], base], tmp_path).size < base.nbytes + 3000
     assert sum(map(len, payload.build(len, ([base[5:7]],), {}).data)) < 1000
 
 
@@ -153,9 +152,9 @@ def test_what_was_pickled_is_freed_without_a_collection_of_garbage(tmp_path: Pat
 def test_a_dict_of_parts_of_one_memory(tmp_path: Path) -> None:
     base = torch.arange(1_000_000.0)
     apart = ResultRef.save({"a": base[:2], "b": base[2:4]}, tmp_path)
-    assert (apart.format, apart.size < 1000) == ("safetensors", True)
+    assert (apart.format, apart.size < 3000) == ("torch", True)
     over = ResultRef.save({"a": base[:2], "b": base[1:3]}, tmp_path)
-    assert (over.format, over.size < 1000) == ("cloudpickle", True)
+    assert (over.format, over.size < 3000) == ("torch", True)
     loaded = over.load()
     loaded["a"][1] = 7.0
     assert loaded["b"][0] == 7.0
@@ -163,24 +162,9 @@ def test_a_dict_of_parts_of_one_memory(tmp_path: Path) -> None:
 
 def test_a_state_dict_is_a_file_of_tensors_that_runs_no_code(tmp_path: Path) -> None:
     ref = ResultRef.save(torch.nn.BatchNorm1d(2).state_dict(), tmp_path)
-    assert ref.format == "safetensors"
+    assert ref.format == "torch"
     assert ref.load()._metadata == {"": {"version": 2}}
     torch.nn.BatchNorm1d(2).load_state_dict(ref.load())
-
-
-@pytest.mark.parametrize("what", ["an attribute", "text that is no plain data"])
-def test_a_dict_of_tensors_with_more_to_it_keeps_it(what: str, tmp_path: Path) -> None:
-    state = collections.OrderedDict(x=torch.ones(1))
-    extra: Any = {"": {"version": (1, 2)}} if what != "an attribute" else 3
-    state._metadata = collections.OrderedDict(extra) if isinstance(extra, dict) else extra  # type: ignore[attr-defined]
-    ref = ResultRef.save(state, tmp_path)
-    assert (ref.format, ref.load()._metadata) == ("cloudpickle", state._metadata)  # type: ignore[attr-defined]
-
-
-def test_a_header_that_would_be_too_long_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors, "_MAX_HEADER", 1000)
-    state = {f"layer{number}": torch.ones(1) for number in range(20)}
-    assert same(back(state, tmp_path), state)
 
 
 # -- what cannot be loaded -----------------------------------------------------------------------
@@ -236,7 +220,7 @@ def test_a_proof_leaves_classes_as_they_are(tmp_path: Path) -> None:
             return len(made)
 
     method = Mine.method
-    formats.write([Mine()], "cloudpickle", str(tmp_path / "file"))
+    formats.write([Mine()], "pickle", str(tmp_path / "file"))
     assert Mine.method is method
     assert made == ["Mine"]
 
@@ -285,7 +269,7 @@ def test_a_parallel_model_arrives_as_the_model_inside(launcher: Launcher) -> Non
     assert parallel is model
 
 
-@pytest.mark.parametrize("file_format", ["json", "safetensors", "cloudpickle", "made up"])
+@pytest.mark.parametrize("file_format", ["json", "torch", "pickle", "made up"])
 @pytest.mark.parametrize("data", [b"", b"{", b"\0" * 100, b"\x80\x05.", b"\xff" * 100])
 def test_a_file_of_anything_else_is_a_result_error(file_format: str, data: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(data)

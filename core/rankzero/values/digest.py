@@ -80,6 +80,8 @@ class HashingFile(io.RawIOBase):
         self._file = file
         self._hash = hashlib.sha256()
         self.size = 0
+        self.failure: BaseException | None = None
+        """The error of the other file, which torch replaces by one of its own."""
 
     def writable(self) -> bool:
         """Returns True."""
@@ -91,6 +93,9 @@ class HashingFile(io.RawIOBase):
         thread = self._hashing(view)
         try:
             self._file.write(view)
+        except BaseException as error:
+            self.failure = error
+            raise
         finally:
             if thread:
                 thread.join()

@@ -84,7 +84,10 @@ def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]
 
         copy = tensors.prepared(value)
         with _without_crc32(torch.serialization):
-            torch.save(copy, hashing, pickle_protocol=2)  # type: ignore[arg-type]
+            try:
+                torch.save(copy, hashing, pickle_protocol=2)  # type: ignore[arg-type]
+            except RuntimeError as error:
+                raise hashing.failure or error from None
     else:
         for part in pickled.pickled(value):
             hashing.write(part)

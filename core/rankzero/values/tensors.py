@@ -19,12 +19,6 @@ from rankzero.values.plain import MAX_DEPTH, is_atom
 if TYPE_CHECKING:
     import torch
 
-WASTE = 64 << 10
-"""Most bytes of a storage that are written although no tensor of the value uses them."""
-
-_ALIGNMENT = 16
-"""Bytes of the widest element, to which the begin of a part of a storage is rounded down."""
-
 _MAX_BITS = 2032
 """Most bits of an integer that ``torch.load(weights_only=True)`` reads."""
 
@@ -46,7 +40,7 @@ def reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
 
 
 class Storages:
-    """The storages of one value, from which large unused parts are left out.
+    """The storages of one value, without what its tensors do not reach, and on the CPU.
 
     A value is pickled once to note what its tensors use. It is pickled again if `must_repeat` returns True.
     """
@@ -57,8 +51,8 @@ class Storages:
         Args:
             is_complete: True if there is no first turn, so that each storage is written as a whole.
         """
-        self._used: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
-        self._copies: dict[int, torch.UntypedStorage] = {}
+        self._used: dict[int, tuple[torch.UntypedStorage, int, int, int]] = {}
+        self._parts: dict[int, torch.UntypedStorage] = {}
         self._is_complete = is_complete
 
     def must_repeat(self) -> bool:
@@ -66,11 +60,12 @@ class Storages:
         if self._is_complete:
             return False
         self._is_complete = True
-        return any(self._is_cut(*used) for used in self._used.values())
+        return any(map(self._is_cut, self._used.values()))
 
     @staticmethod
-    def _is_cut(storage: torch.UntypedStorage, low: int, high: int) -> bool:
-        return storage.device.type != "cpu" or storage.nbytes() - (high - low) >= WASTE
+    def _is_cut(used: tuple[torch.UntypedStorage, int, int, int]) -> bool:
+        storage, low, high, _ = used
+        return storage.device.type != "cpu" or high - low != storage.nbytes()
 
     def note(self, tensor: torch.Tensor) -> None:
         """Notes the bytes that a tensor uses of its storage."""
@@ -78,22 +73,26 @@ class Storages:
         low = int(tensor.storage_offset()) * width
         high = low + reach(tensor.size(), tensor.stride()) * width
         # The storage is kept, so that no other one gets its address.
-        _, lowest, highest = self._used.get(storage._cdata, (storage, low, high))
-        self._used[storage._cdata] = storage, min(low, lowest), min(max(high, highest), storage.nbytes())
+        _, lowest, highest, widest = self._used.get(storage._cdata, (storage, low, high, width))
+        begin, end = min(low, lowest), min(max(high, highest), storage.nbytes())
+        self._used[storage._cdata] = storage, begin, end, max(width, widest)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor on the CPU like the given one, which it returns itself unless its storage is cut."""
         import torch
 
         storage = tensor.untyped_storage()
-        storage, low, high = self._used.get(storage._cdata, (storage, 0, storage.nbytes()))
-        if not self._is_cut(storage, low, high):
+        used = self._used.get(storage._cdata, (storage, 0, storage.nbytes(), 1))
+        if not self._is_cut(used):
             return tensor
-        low -= low % _ALIGNMENT
-        if storage._cdata not in self._copies:
+        _, low, high, width = used
+        low -= low % width
+        if storage._cdata not in self._parts:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self._copies[storage._cdata] = whole[low:high].to("cpu", copy=True).untyped_storage()
-        viewed = view(tensor, self._copies[storage._cdata], tensor.storage_offset() - low // tensor.element_size())
+            is_here = storage.device.type == "cpu"
+            part = make_storage(_memory(storage)[low:high]) if is_here else whole[low:high].cpu().untyped_storage()
+            self._parts[storage._cdata] = part
+        viewed = view(tensor, self._parts[storage._cdata], tensor.storage_offset() - low // tensor.element_size())
         if type(tensor) is torch.nn.Parameter:
             viewed = torch.nn.Parameter(viewed, tensor.requires_grad)
         viewed.requires_grad_(tensor.requires_grad)
@@ -121,7 +120,7 @@ class Storages:
         if isinstance(obj, torch.TypedStorage):
             return make_typed, (obj._untyped_storage, obj.dtype)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
-            return make_storage, (pickle.PickleBuffer(_memory(obj.cpu())) if obj.nbytes() else b"",)
+            return make_storage, (pickle.PickleBuffer(_memory(obj.cpu())),)
         return None
 
 
@@ -157,11 +156,13 @@ def view(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: Any) -> to
     return viewed._neg_view() if tensor.is_neg() else viewed
 
 
-def _memory(storage: torch.UntypedStorage) -> Any:
+def _memory(storage: torch.UntypedStorage) -> memoryview:
+    """Returns the memory of a storage on the CPU, which keeps the storage alive."""
+    if not storage.nbytes():
+        return memoryview(b"")
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-    # Keeps the storage alive, even if the tensor is freed meanwhile.
     memory.owner = storage  # type: ignore[attr-defined]
-    return memory
+    return memoryview(memory).cast("B")
 
 
 def make_storage(buffer: Any) -> torch.UntypedStorage:
