@@ -45,7 +45,7 @@ def test_a_result_goes_from_task_to_task_also_of_a_deferred_one(
     TorchDistributorOperator(task_id="report", train=total_of, op_args=[train.output], **common)
     outcome = run_dag(dag)
     assert outcome.state == "success", outcome.errors
-    assert outcome.xcom("train").format == "safetensors"
+    assert outcome.xcom("train").format == "torch"
     assert outcome.xcom("report") == 18.0
 
 

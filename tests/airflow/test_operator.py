@@ -73,7 +73,7 @@ def test_values_travel_by_themselves_or_by_reference(
     assert first.state == "success", first.errors
     ref = first.xcom("train")
     assert isinstance(ref, ResultRef)
-    assert ref.format == "safetensors"
+    assert ref.format == "torch"
     assert first.xcom("load") == 18.0
     assert first.xcom("report") == {"sum": 18.0, "word": "report", "lr": "0.25", "mark": f"of {dag.dag_id}"}
     log = capfd.readouterr().out

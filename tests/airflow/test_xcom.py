@@ -181,7 +181,7 @@ def test_a_value_that_cannot_be_taken_apart_spends_no_retry(
 def test_a_handle_that_is_used_as_its_value_says_how_to_load_it() -> None:
     from rankzero import ResultRef
 
-    ref = ResultRef("/store/value.safetensors", "safetensors", "", 1, {"type": "dict"})
+    ref = ResultRef("/store/value.torch", "torch", "", 1, {"type": "dict"})
     for use in (lambda: ref["acc"], lambda: len(ref), lambda: list(ref)):
         with pytest.raises(TypeError, match=r"handle of a stored dict.*\.load\(\)"):
             use()
