@@ -99,19 +99,17 @@ _CRC32_LOCK = fork_safe(threading.Lock())
 
 @contextlib.contextmanager
 def _without_crc32(serialization: Any) -> Iterator[None]:
-    """Switches off torch's own checksums, which take as long as writing. torch.load does not compare them.
-
-    The option is the process's, and torch before 2.6 lacks it.
-    """
-    get = getattr(serialization, "get_crc32_options", lambda: None)
-    choose = getattr(serialization, "set_crc32_options", lambda _: None)
+    """Switches off torch's own checksums, which take as long as writing; torch.load does not compare them."""
     with _CRC32_LOCK:
-        before = get()
-        choose(False)
+        # Older versions of torch lack the option, which counts for the process.
+        is_on = hasattr(serialization, "get_crc32_options") and serialization.get_crc32_options()
+        if is_on:
+            serialization.set_crc32_options(False)
         try:
             yield
         finally:
-            choose(before)
+            if is_on:
+                serialization.set_crc32_options(True)
 
 
 def is_distributed(directory: str) -> bool:
@@ -149,12 +147,7 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
 
 
 def unpack(archive: tarfile.TarFile, target: str | os.PathLike[str]) -> None:
-    """Unpacks an archive that rankzero made and whose checksum was verified.
-
-    Args:
-        archive: The open archive.
-        target: The directory.
-    """
+    """Unpacks an archive that rankzero made, and whose checksum was verified, into a directory."""
     import tarfile
 
     # Python 3.11.0 to 3.11.3, which Debian 12 has, has no filters.
@@ -190,10 +183,13 @@ def read(path: str, file_format: str, digest: str | None) -> Any:
         ResultError: the digest differs, the format is unknown, or an object cannot be created here.
     """
     try:
-        with open(path, "rb") as file:
-            return read_open(file, path, file_format, digest)
-    except IsADirectoryError as error:
+        file = open(path, "rb")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
         raise ResultError(_why_not(path, file_format, error)) from error
+    with file:
+        return read_open(file, path, file_format, digest)
 
 
 def read_open(file: IO[bytes], location: str, file_format: str, digest: str | None) -> Any:
@@ -203,7 +199,7 @@ def read_open(file: IO[bytes], location: str, file_format: str, digest: str | No
         if digest is not None:
             digests.verify(file, digest, location)
         return _read(file, location, file_format)
-    except (FileNotFoundError, ResultError):
+    except ResultError:
         raise
     except Exception as error:
         raise ResultError(_why_not(location, file_format, error)) from error

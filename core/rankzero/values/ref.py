@@ -6,13 +6,13 @@ another run it is opened inside the workers, so the bytes do not pass through th
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 from rankzero import store
 from rankzero.errors import ResultError
@@ -90,12 +90,16 @@ class ResultRef:
         """
         if not store.is_url(self.uri):
             return self.load_from(self.uri)
-        # In a rank, the agent's scratch directory has room.
-        # A file without a name, so that a process that is killed leaves none behind.
+        # In a rank, the agent's scratch directory has room. The file has no name, so that no killed process leaves one.
         with tempfile.TemporaryFile(dir=os.environ.get("RANKZERO_SCRATCH")) as local:
-            with self._reading() as remote:
-                while chunk := remote.read(_COPY_CHUNK):
-                    local.write(chunk)
+            try:
+                with store.open_read(self.uri) as remote:
+                    shutil.copyfileobj(remote, local, _COPY_CHUNK)
+            except FileNotFoundError:
+                raise ResultError(f"the result {self.uri} does not exist; was its run directory deleted?") from None
+            except Exception as error:
+                # Drivers of object stores raise their own exceptions.
+                raise ResultError(f"the result {self.uri} cannot be read: {type(error).__name__}: {error}") from error
             local.seek(0)
             return formats.read_open(local, self.uri, self.format, self.digest)
 
@@ -103,27 +107,13 @@ class ResultRef:
         """Loads the value from a local copy of the file, like `load`."""
         try:
             return formats.read(path, self.format, self.digest)
-        except FileNotFoundError as error:
-            if os.path.exists(path):
-                # The file that does not exist may be another one: torch needs a directory for temporary files.
-                raise ResultError(f"the result {path} cannot be opened here: {error}") from error
+        except FileNotFoundError:
             raise ResultError(f"the result {path} does not exist; was its run directory deleted?") from None
 
     @property
     def sha256(self) -> str:
         """The sha256 of the file, hex, as ``sha256sum`` prints it."""
         return digests.split(self.digest)[1]
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[IO[bytes]]:
-        try:
-            with store.open_read(self.uri) as file:
-                yield file
-        except FileNotFoundError:
-            raise ResultError(f"the result {self.uri} does not exist; was its run directory deleted?") from None
-        except Exception as error:
-            # Drivers of object stores raise their own exceptions.
-            raise ResultError(f"the result {self.uri} cannot be read: {type(error).__name__}: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         """Returns the handle as plain JSON values, for `from_json`."""

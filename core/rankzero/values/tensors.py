@@ -1,9 +1,6 @@
-"""Tensors of a value: which values are plain containers of tensors, and how storages are written.
+"""Tensors of a value: each storage is written once, as far as tensors reach, and shared by those that shared it.
 
-Each storage is written once, without a copy in memory, and only as far as the tensors of the value reach. Tensors that
-shared memory share it when they are loaded. Tensors of a GPU are loaded on the CPU.
-
-Runs inside workers too: standard library and torch only.
+Tensors of a GPU are loaded on the CPU. Runs inside workers too: standard library and torch only.
 """
 
 from __future__ import annotations
@@ -22,9 +19,10 @@ if TYPE_CHECKING:
 _MAX_BITS = 2032
 """Most bits of an integer that ``torch.load(weights_only=True)`` reads."""
 
-_CONTAINERS = (dict, OrderedDict, list, tuple)
+_NARROW = frozenset(f"int{bits}" for bits in range(1, 8))
 
-Reduced = tuple[Any, ...]
+Used = tuple["torch.UntypedStorage", int, int, int]
+"""A storage, the first and last byte that tensors use of it, and the bytes of their widest element."""
 
 
 def reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -42,40 +40,28 @@ def reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
 class Storages:
     """The storages of one value, without what its tensors do not reach, and on the CPU.
 
-    A value is pickled once to note what its tensors use. It is pickled again if `must_repeat` returns True.
+    A value is pickled once to note what its tensors use, and once more if `must_repeat` returns True.
     """
 
     def __init__(self, *, is_complete: bool = False) -> None:
-        """Creates a record.
-
-        Args:
-            is_complete: True if there is no first turn, so that each storage is written as a whole.
-        """
-        self._used: dict[int, tuple[torch.UntypedStorage, int, int, int]] = {}
+        """Creates a record. Without a first turn (``is_complete``) each storage is written as a whole."""
+        self._used: dict[int, Used] = {}
         self._parts: dict[int, torch.UntypedStorage] = {}
         self._is_complete = is_complete
 
     def must_repeat(self) -> bool:
         """Ends the first turn, and returns True if there must be a second one."""
-        if self._is_complete:
-            return False
-        self._is_complete = True
-        return any(map(self._is_cut, self._used.values()))
-
-    @staticmethod
-    def _is_cut(used: tuple[torch.UntypedStorage, int, int, int]) -> bool:
-        storage, low, high, _ = used
-        return storage.device.type != "cpu" or high - low != storage.nbytes()
+        is_first, self._is_complete = not self._is_complete, True
+        return is_first and any(map(_is_cut, self._used.values()))
 
     def note(self, tensor: torch.Tensor) -> None:
         """Notes the bytes that a tensor uses of its storage."""
         storage, width = tensor.untyped_storage(), tensor.element_size()
-        low = int(tensor.storage_offset()) * width
-        high = low + reach(tensor.size(), tensor.stride()) * width
+        begin = int(tensor.storage_offset()) * width
+        end = min(begin + reach(tensor.size(), tensor.stride()) * width, storage.nbytes())
         # The storage is kept, so that no other one gets its address.
-        _, lowest, highest, widest = self._used.get(storage._cdata, (storage, low, high, width))
-        begin, end = min(low, lowest), min(max(high, highest), storage.nbytes())
-        self._used[storage._cdata] = storage, begin, end, max(width, widest)
+        _, low, high, widest = self._used.get(storage._cdata, (storage, begin, end, width))
+        self._used[storage._cdata] = storage, min(begin, low), max(end, high), max(width, widest)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor on the CPU like the given one, which it returns itself unless its storage is cut."""
@@ -83,7 +69,7 @@ class Storages:
 
         storage = tensor.untyped_storage()
         used = self._used.get(storage._cdata, (storage, 0, storage.nbytes(), 1))
-        if not self._is_cut(used):
+        if not _is_cut(used):
             return tensor
         _, low, high, width = used
         low -= low % width
@@ -95,54 +81,51 @@ class Storages:
         viewed = view(tensor, self._parts[storage._cdata], tensor.storage_offset() - low // tensor.element_size())
         if type(tensor) is torch.nn.Parameter:
             viewed = torch.nn.Parameter(viewed, tensor.requires_grad)
-        viewed.requires_grad_(tensor.requires_grad)
-        viewed.__dict__.update(tensor.__dict__)
+        viewed.requires_grad_(tensor.requires_grad).__dict__.update(tensor.__dict__)
         return viewed
 
-    def reduce(self, obj: Any) -> Reduced | None:
-        """Reduces a tensor or storage for pickle's ``reducer_override``; returns None for most other objects.
-
-        A pickler with protocol 5 then has the memory of each storage as a buffer.
-        """
+    def reduce(self, obj: Any) -> tuple[Any, ...] | None:
+        """Reduces a tensor or storage, whose memory then is a buffer of the pickle; returns None for most others."""
         torch = sys.modules.get("torch")
         if torch is None or not hasattr(torch, "UntypedStorage"):
             # torch is not imported, or is being imported.
             return None
-        if type(obj) is torch.Tensor and is_dense(obj):
-            if self._is_complete:
-                obj = self.view(obj)
-            else:
-                self.note(obj)
-                if obj.device.type != "cpu":
-                    # The second turn copies it.
-                    return tuple, ()
-            return _reduced(obj)
         if isinstance(obj, torch.TypedStorage):
             return make_typed, (obj._untyped_storage, obj.dtype)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
             return make_storage, (pickle.PickleBuffer(_memory(obj.cpu())),)
-        return None
+        if type(obj) is not torch.Tensor or not is_dense(obj):
+            return None
+        if self._is_complete:
+            obj = self.view(obj)
+        else:
+            self.note(obj)
+            if obj.device.type != "cpu":
+                # The second turn copies it.
+                return tuple, ()
+        function, arguments, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if function is torch._utils._rebuild_tensor_v3:
+            # The function for newer types fails with requires_grad.
+            storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = arguments
+            typed = make_typed(storage, dtype)
+            return torch._utils._rebuild_tensor_v2, (typed, offset, size, stride, requires_grad, hooks, *metadata)
+        return function, arguments, *rest
 
 
-def _reduced(tensor: torch.Tensor) -> Reduced:
-    import torch
-
-    function, arguments, *rest = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
-    if function is torch._utils._rebuild_tensor_v3:
-        # The function for newer types fails with requires_grad.
-        storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = arguments
-        typed = torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-        function = torch._utils._rebuild_tensor_v2
-        arguments = (typed, offset, size, stride, requires_grad, hooks, *metadata)
-    return function, arguments, *rest
+def _is_cut(used: Used) -> bool:
+    storage, low, high, _ = used
+    return storage.device.type != "cpu" or high - low != storage.nbytes()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Returns True for a tensor with its data in one storage."""
-    import torch
-
-    is_strided = tensor.layout == torch.strided and not tensor.is_nested
+    is_strided = str(tensor.layout) == "torch.strided" and not tensor.is_nested
     return is_strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Returns True for integers of less than a byte, which torch can neither copy nor save."""
+    return str(dtype).removeprefix("torch.").removeprefix("u") in _NARROW
 
 
 def view(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: Any) -> torch.Tensor:
@@ -203,7 +186,7 @@ def tensors_in(value: object) -> list[torch.Tensor]:
                     return []
                 found.append(item)
                 below += vars(item).values()
-            elif type(item) not in _CONTAINERS:
+            elif type(item) not in (dict, OrderedDict, list, tuple):
                 if not is_atom(item) or (type(item) is int and item.bit_length() > _MAX_BITS):
                     return []
             elif id(item) not in seen:
@@ -219,30 +202,20 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 def _is_plain(tensor: torch.Tensor, types: dict[int, torch.dtype]) -> bool:
     """Returns True for a tensor that torch.save writes and reads; ``types`` has those seen before, by address."""
-    import torch
-
     if not is_dense(tensor) or is_narrow(tensor.dtype):
         return False
-    if tensor.requires_grad and tensor.dtype.itemsize == 1 and type(tensor) is torch.Tensor:
+    if tensor.requires_grad and tensor.dtype.itemsize == 1 and type(tensor).__name__ == "Tensor":
         # torch's function for newer types fails.
         return False
     # torch.save refuses views of one memory with several types.
     return types.setdefault(tensor.untyped_storage().data_ptr() or -id(tensor), tensor.dtype) == tensor.dtype
 
 
-def is_narrow(dtype: torch.dtype) -> bool:
-    """Returns True for integers of less than a byte, which torch can neither copy nor save."""
-    return str(dtype).removeprefix("torch.").removeprefix("u") in _NARROW
-
-
-_NARROW = frozenset(f"int{bits}" for bits in range(1, 8))
-
-
 def prepared(value: Any) -> Any:
     """Returns a copy of a value of `tensors_in` for torch.save, which then writes equal bytes for equal values.
 
-    Tensors are on the CPU, and share memory with those of the value unless parts of their storages are left out. Equal
-    strings are one object, and equal tuples of plain values are several: a pickle depends on which are one.
+    Tensors share memory with those of the value, unless they are cut or on a GPU. A pickle depends on which parts are
+    one object: in the copy equal strings are one, and equal tuples of plain values are several.
     """
     import torch
 
@@ -269,8 +242,8 @@ def prepared(value: Any) -> Any:
             elif isinstance(item, dict):
                 copies[id(item)] = table = type(item)()
                 table.update((copy(key), copy(each)) for key, each in item.items())
-                for name, attribute in getattr(item, "__dict__", {}).items():
-                    setattr(table, name, copy(attribute))
+                if type(item) is OrderedDict:
+                    table.__dict__.update(copy(vars(item)))
             else:
                 return item
         return copies[id(item)]
