@@ -42,8 +42,12 @@ def as_argument(value: Any, directory: Path) -> Any:
 def test_it_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     value = KINDS[name]()
     assert same(value, value)
-    assert same(back(value, tmp_path), value)
-    assert same(back({"state": value, "epoch": 1}, tmp_path), {"state": value, "epoch": 1})
+    for each in (value, {"state": value, "epoch": 1}):
+        ref = ResultRef.save(each, tmp_path)
+        assert same(loaded := ref.load(), each)
+        assert name == "exceptions" or ResultRef.save(loaded, tmp_path).digest == ref.digest
+        if ref.format == "torch":
+            assert same(torch.load(ref.uri, weights_only=True, mmap=True), each)
     assert same(as_argument(value, tmp_path), value)
     assert len(digest_of(value)) == 16
 
@@ -107,6 +111,8 @@ def test_tensors_share_what_they_shared_and_no_more_is_written(tmp_path: Path) -
         assert (second.tolist(), last.tolist()) == ([7.0, 2.0], [999_998.0, 999_999.0])
         assert numbers.view(torch.float32)[1] == 7.0
     assert ResultRef.save([base[:2]], tmp_path).size < 3000
+    assert ResultRef.save({"a": base[:2], "b": base[1:3]}, tmp_path).size < 3000
+    assert ResultRef.save([base[:2], {1}], tmp_path).size < 1000
     assert ResultRef.save([base[:2], base], tmp_path).size < base.nbytes + 3000
     assert sum(map(len, payload.build(len, ([base[5:7]],), {}).data)) < 1000
 
@@ -147,24 +153,6 @@ def test_what_was_pickled_is_freed_without_a_collection_of_garbage(tmp_path: Pat
             assert freed() is None
     finally:
         gc.enable()
-
-
-def test_a_dict_of_parts_of_one_memory(tmp_path: Path) -> None:
-    base = torch.arange(1_000_000.0)
-    apart = ResultRef.save({"a": base[:2], "b": base[2:4]}, tmp_path)
-    assert (apart.format, apart.size < 3000) == ("torch", True)
-    over = ResultRef.save({"a": base[:2], "b": base[1:3]}, tmp_path)
-    assert (over.format, over.size < 3000) == ("torch", True)
-    loaded = over.load()
-    loaded["a"][1] = 7.0
-    assert loaded["b"][0] == 7.0
-
-
-def test_a_state_dict_is_a_file_of_tensors_that_runs_no_code(tmp_path: Path) -> None:
-    ref = ResultRef.save(torch.nn.BatchNorm1d(2).state_dict(), tmp_path)
-    assert ref.format == "torch"
-    assert ref.load()._metadata == {"": {"version": 2}}
-    torch.nn.BatchNorm1d(2).load_state_dict(ref.load())
 
 
 # -- what cannot be loaded -----------------------------------------------------------------------

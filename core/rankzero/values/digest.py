@@ -6,7 +6,6 @@ Runs inside workers too: standard library only.
 from __future__ import annotations
 
 import hashlib
-import io
 import threading
 from collections.abc import Sequence
 from typing import IO, Any, Protocol
@@ -72,7 +71,7 @@ def verify(file: IO[bytes], expected: str, location: str = "") -> None:
     file.seek(0)
 
 
-class HashingFile(io.RawIOBase):
+class HashingFile:
     """A file that writes to another one, counts the bytes, and hashes them in a thread meanwhile."""
 
     def __init__(self, file: Writable) -> None:
@@ -82,10 +81,6 @@ class HashingFile(io.RawIOBase):
         self.size = 0
         self.failure: BaseException | None = None
         """The error of the other file, which torch replaces by one of its own."""
-
-    def writable(self) -> bool:
-        """Returns True."""
-        return True
 
     def write(self, data: Any) -> int:
         """Writes all of the bytes; the caller may reuse their memory afterwards."""
@@ -115,6 +110,9 @@ class HashingFile(io.RawIOBase):
             # No thread starts while the interpreter shuts down, or at the system's limit of threads.
             return None
         return thread
+
+    def flush(self) -> None:
+        """Does nothing, since the other file has all bytes."""
 
     @property
     def digest(self) -> str:
