@@ -45,7 +45,9 @@ def test_it_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     for each in (value, {"state": value, "epoch": 1}):
         ref = ResultRef.save(each, tmp_path)
         assert same(loaded := ref.load(), each)
-        assert name == "exceptions" or ResultRef.save(loaded, tmp_path).digest == ref.digest
+        # An exception gets a dict when it is looked at; an array with gaps has none once it is loaded.
+        is_other = name in ("exceptions", "large arrays")
+        assert is_other or ResultRef.save(loaded, tmp_path).digest == ref.digest
         if ref.format == "torch":
             assert same(torch.load(ref.uri, weights_only=True, mmap=True), each)
     assert same(as_argument(value, tmp_path), value)

@@ -138,7 +138,8 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
     with open(path, "wb") as file:
         sink = HashingFile(file)
         # Links are followed: their targets may not exist where the checkpoint is opened.
-        with tarfile.open(fileobj=sink, mode="w|", dereference=True, bufsize=_TAR_WRITES) as archive:
+        writing: Any = {"fileobj": sink, "mode": "w|", "dereference": True, "bufsize": _TAR_WRITES}
+        with tarfile.open(**writing) as archive:
             archive.gettarinfo = functools.partial(_entry, archive.gettarinfo)  # type: ignore[method-assign]
             archive.add(directory, arcname=".")
         file.flush()
