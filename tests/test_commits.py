@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import CheckpointConfig, bounds, store
+from rankzero import CheckpointConfig, store
 from rankzero.driver.commits import Committer
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.directory import RunDirectory
@@ -37,7 +37,7 @@ class Commits:
             return sizes(folder)
 
         monkeypatch.setattr(store, "sizes", fail_once)
-        monkeypatch.setattr(bounds, "WRITE_RETRY_INTERVAL", 0.01)
+        monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
 
         self._gate = threading.Event()
         self.committer = Committer(self._run, 0, world_size, config or CheckpointConfig(), 0)
@@ -55,7 +55,7 @@ class Commits:
         facts = {"id": folder.name, "index": index, "time": 0.0, "metrics": {}, "sharded": sharded}
         if batch is not None:
             file.write_text(f"{batch:02d}")
-            facts["cursors"] = {"train": [0, batch]}
+            facts["positions"] = {"train": [0, batch]}
         self.committer.add(rank, facts | part)
 
     def _poll(self) -> None:
@@ -132,101 +132,38 @@ def test_a_sharded_checkpoint_that_lacks_a_part_of_a_finished_rank_is_given_up(
     assert work.committed == [0]
 
 
-@pytest.mark.parametrize(("kind", "batch", "warns"), [("shards", None, True), ("json", None, True), ("json", 3, False)])
-def test_a_rank_that_gives_no_parts_is_named_and_pieces_that_wait_for_it_are_few(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
-    batch: int | None,
-    warns: bool,
+def test_a_rank_that_gives_no_parts_is_named_and_parts_that_wait_for_it_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rank that holds pieces of tensors trains in step with the others; whole parts may come at any time."""
     work = Commits(tmp_path, monkeypatch, world_size=2)
     work.open()
-    for index in range(2):
-        work.add(index, 0, sharded=True, batch=batch, kind=kind)
-    assert caplog.messages == []
-    for index in range(2, 8):
-        work.add(index, 0, sharded=True, batch=batch, kind=kind)
-    assert work.lost == (list(range(5)) if kind == "shards" else [])
+    for index in range(8):
+        assert (caplog.messages == []) is (index < 3)
+        work.add(index, 0, sharded=True)
+    assert work.lost == list(range(5))
     # The late rank gives the same number of parts, one by one.
     for index in range(6):
-        work.add(index, 1, sharded=True, batch=batch, kind=kind)
+        work.add(index, 1, sharded=True)
     work.await_commit(5)
     work.finish()
     found = sorted(int(file.parent.name[-1]) for file in (tmp_path / "checkpoints").glob("*/rank-0.*"))
-    assert found == [5, 6, 7] or kind != "shards"
-    assert sum("rank 1 has given no part of them" in message for message in caplog.messages) == warns
+    assert found == [5, 6, 7]
+    assert sum("rank 1 has given no part of them" in message for message in caplog.messages) == 1
 
 
-@pytest.fixture
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commits:
-    """Two ranks whose first checkpoint has them at different batches, 3 and 30."""
+def test_a_checkpoint_of_ranks_at_different_batches_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     work = Commits(tmp_path, monkeypatch, world_size=2)
     work.open()
-    work.add(0, 0, sharded=True, batch=3)
-    work.add(0, 1, sharded=True, batch=30)
-    work.await_commit(0)
-    return work
-
-
-@pytest.mark.parametrize("is_late", [False, True], ids=["before it returns", "after"])
-def test_the_last_part_of_a_rank_that_has_returned_stands_where_ranks_are_apart(
-    tmp_path: Path, apart: Commits, is_late: bool
-) -> None:
-    """Ranks that read at their own pace report at their own times: the slower one reports more often."""
-    if is_late:
-        apart.committer.note_over(1)
-    apart.add(1, 0, sharded=True, batch=6)
-    if not is_late:
-        apart.committer.note_over(1)
-    apart.await_commit(1)
-    # By chance both are at the same batch once.
-    for index, batch in ((2, 30), (3, 33)):
-        apart.add(index, 0, sharded=True, batch=batch)
-        apart.await_commit(index)
-    apart.finish()
-    manifest = list_committed(RunDirectory(str(tmp_path)))[-1]
-    assert (manifest.index, manifest.cursors) == (3, {"train": {"0": [0, 33], "1": [0, 30]}})
-    folder = tmp_path / "checkpoints" / manifest.id
-    assert [(folder / f"rank-{rank}.json").read_text() for rank in (0, 1)] == ["33", "30"]
-    assert apart.lost == []
-
-
-def test_a_part_that_stands_outlives_a_commit_that_the_store_refuses(
-    tmp_path: Path, apart: Commits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    apart.committer.note_over(1)
-    make_directory, refused = store.make_directory, threading.Event()
-
-    def refuse(location: str) -> None:
-        if location.endswith("0000-000001"):
-            refused.set()
-            raise OSError("no space")
-        make_directory(location)
-
-    monkeypatch.setattr(store, "make_directory", refuse)
-    apart.add(1, 0, sharded=True, batch=6)
-    assert refused.wait(60)
-    for index in (2, 3):
-        apart.add(index, 0, sharded=True, batch=3 * index)
-        apart.await_commit(index)
-    apart.finish()
-    folder = tmp_path / "checkpoints" / "0000-000003"
-    assert [(folder / f"rank-{rank}.json").read_text() for rank in (0, 1)] == ["09", "30"]
-
-
-def test_no_part_of_an_attempt_before_stands(tmp_path: Path, apart: Commits) -> None:
-    """Its position counts in the shares of that attempt, and a restart divides the rest anew."""
-    apart.finish()
-    later = Committer(RunDirectory(str(tmp_path)), 1, 2, CheckpointConfig(), 0)
-    assert later.newest()
-    later.note_over(1)
-    part = {"id": "0001-000000", "index": 0, "time": 0.0, "metrics": {}, "sharded": True, "file": "rank-0.json"}
-    assert later.add(0, {**part, "format": "json", "size": 2, "sha256": "", "cursors": {"train": [0, 6]}}) is None
-    later.close(60.0)
-    assert [manifest.attempt for manifest in list_committed(RunDirectory(str(tmp_path)))] == [0]
+    for index, batches in ((0, (3, 3)), (1, (6, 30)), (2, (9, None))):
+        for rank, batch in enumerate(batches):
+            work.add(index, rank, sharded=True, batch=batch)
+        if index != 1:
+            work.await_commit(index)
+    work.finish()
+    assert (work.committed, work.lost) == ([0, 2], [1])
+    assert "checkpoint 0000-000001 is left out: the ranks reported it at different batches of a dataset" in caplog.text
 
 
 def test_ranks_in_step_keep_the_last_checkpoint_that_has_all_parts(

@@ -135,7 +135,7 @@ def never(*_: object) -> None:
 def test_ranks_that_hang_while_they_look_around_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a host sees its peers at the rendezvous, and not at the first all-reduce."""
     monkeypatch.setattr("rankzero.doctor.examine.collect_facts", never)
-    monkeypatch.setattr("rankzero.bounds.DOCTOR_HANG_TIMEOUT", 1.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     found = examine(LocalEngine(), store=str(tmp_path))
     assert not found.healthy
     assert "no rank made progress" in found.findings[-1].what

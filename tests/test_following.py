@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import of_ranks
 
 import rankzero.train as rt
-from rankzero import Launcher, bounds, store
+from rankzero import Launcher, store
 from rankzero.run import growing, reports
 from rankzero.run.growing import Position
 
@@ -40,14 +40,14 @@ def test_sizes_that_are_told_late_cost_no_line(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(growing, "has_grown", lambda *_: False)
-    monkeypatch.setattr(bounds, "THOROUGH_INTERVAL", 0.2)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.1")
     assert follow(launcher, tmp_path) == ["[0] one", "[0] two", "[1] one", "[1] two"]
 
 
 def test_a_log_that_has_grown_is_read_at_the_next_look(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "THOROUGH_INTERVAL", 1e9)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "1000")
     assert follow(launcher, tmp_path) == ["[0] one", "[0] two", "[1] one", "[1] two"]
 
 

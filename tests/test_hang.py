@@ -30,12 +30,12 @@ def test_a_rank_that_was_never_heard_of_hangs_from_the_start_on() -> None:
     assert watch.poll(5.0, BOUND) is None
     watch.on_beat(0, 1, 6.0)
     # Until then it may be looking for rank 0.
-    start = 5.0 + MEET_TIMEOUT
+    start = 5.0 + MEET_TIMEOUT()
     assert watch.poll(start + BOUND, BOUND) is None
     assert not asked
     assert watch.poll(start + 0.1 + BOUND, BOUND) is None
     assert asked
-    stacks = watch.poll(start + 0.2 + BOUND + bounds.STACKS_WINDOW, BOUND)
+    stacks = watch.poll(start + 0.2 + BOUND + bounds.STACKS_WINDOW(), BOUND)
     assert stacks is not None
     assert list(stacks) == [0, 1]
 
@@ -56,7 +56,7 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_longer() -> None:
     ranks = Watched()
     assert ranks.poll(BOUND + 1) is None
     ranks.watch.on_stack(1, "there")
-    stacks = ranks.poll(BOUND + 1.1 + bounds.STACKS_WINDOW)
+    stacks = ranks.poll(BOUND + 1.1 + bounds.STACKS_WINDOW())
     assert stacks == {0: "no answer: its agent or the network hangs", 1: "there"}
 
 
@@ -66,7 +66,7 @@ def test_no_run_hangs_while_heartbeats_are_delayed_by_a_broken_connection() -> N
     assert ranks.poll(BOUND + 1) is None
     ranks.disconnected = ["agent"]
     assert ranks.poll(BOUND + 2) is None
-    back = BOUND + 1.1 + bounds.STACKS_WINDOW
+    back = BOUND + 1.1 + bounds.STACKS_WINDOW()
     assert ranks.poll(back) is None
     # Its heartbeats arrive after it is connected again.
     ranks.disconnected = []
@@ -76,7 +76,7 @@ def test_no_run_hangs_while_heartbeats_are_delayed_by_a_broken_connection() -> N
     # Ranks that then make no progress hang.
     hung = back + 0.3 + BOUND
     assert ranks.poll(hung) is None
-    assert ranks.poll(hung + 0.1 + bounds.STACKS_WINDOW)
+    assert ranks.poll(hung + 0.1 + bounds.STACKS_WINDOW())
 
 
 def test_progress_of_one_rank_is_progress_and_a_beat_without_it_is_none() -> None:
@@ -109,7 +109,7 @@ def test_a_returned_rank_without_heartbeats_hangs_unless_it_has_sent_its_last_re
     assert ranks.watch.poll(3 * BOUND, BOUND, over={0}) is None
     assert ranks.watch.poll(3 * BOUND, BOUND) is None
     assert ranks.asked == 1
-    assert ranks.watch.poll(3.1 * BOUND + bounds.STACKS_WINDOW, 2 * BOUND) is not None
+    assert ranks.watch.poll(3.1 * BOUND + bounds.STACKS_WINDOW(), 2 * BOUND) is not None
     assert ranks.watch.silent == [0]
 
 
@@ -121,4 +121,4 @@ def test_a_return_is_progress_and_what_comes_after_it_hides_no_peer_that_hangs()
     assert ranks.asked == 0
     assert ranks.poll(2 * BOUND + 1) is None
     assert ranks.asked == 1
-    assert ranks.poll(2 * BOUND + 1.1 + bounds.STACKS_WINDOW) is not None
+    assert ranks.poll(2 * BOUND + 1.1 + bounds.STACKS_WINDOW()) is not None

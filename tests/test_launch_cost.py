@@ -18,10 +18,10 @@ import pytest
 from tests.conftest import spark_session
 
 import rankzero
-from rankzero import Launcher, RunHandle, SparkEngine, bounds
+from rankzero import Launcher, RunHandle, SparkEngine
 from rankzero.engines.spark.context import known
 from rankzero.engines.spark.stage import make_task
-from rankzero.warm.server import PRELOADED_LATER
+from rankzero.warm.server import PRELOADED_LATER, WARM_LOAD_AFTER
 
 pytestmark = pytest.mark.usefixtures("own_warm_servers", "own_environment")
 
@@ -155,7 +155,7 @@ def test_a_restart_finds_loaded_what_the_first_optimizer_step_imports(launcher: 
     names = list(PRELOADED_LATER)
     # A server of its own, which has had no pause yet. The restart waits for an import that has begun.
     trained = launcher.options(max_restarts=1, env={"TORCH_OF_THIS_TEST": "1"})
-    assert trained.run(loaded, names, bounds.WARM_LOAD_AFTER + 1) == names
+    assert trained.run(loaded, names, WARM_LOAD_AFTER + 1) == names
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from rankzero.errors import KILLED, LOST, MATCHED, PREEMPTED
 REF = ResultRef("/store/value-0.json", "json", "0" * 64, 4)
 
 NOW = 100.0
-JUST, LONG_AGO = NOW - 0.01, NOW - bounds.CAUSE_WINDOW - 0.01
+JUST, LONG_AGO = NOW - 0.01, NOW - bounds.CAUSE_WINDOW() - 0.01
 LONG_BEFORE = LONG_AGO
 
 REFUSAL = ResultError("the store is full")

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from rankzero import bounds, errors
+from rankzero import errors
 from rankzero.channel.messages import Failed
 from rankzero.driver import ending, policy
 from rankzero.driver.ending import Failure
+from rankzero.driver.policy import GROWTH_TIMEOUT
 from rankzero.run import observer
 from rankzero.run.status import RunStatus
 
@@ -161,7 +162,7 @@ def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: fl
     assert observer.driver_is_dead(age, unchanged, observer.dead_after(RunStatus())) is dead
 
 
-NOW, PATIENT = 0.0, bounds.GROWTH_TIMEOUT
+NOW, PATIENT = 0.0, GROWTH_TIMEOUT()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 import pytest
 
-from rankzero.bounds import RETURNED_HANG, RETURNED_NOTICE
 from rankzero.channel.messages import Position
-from rankzero.driver.hangs import RemainingWatch, describe, is_waiting
+from rankzero.driver.hangs import RETURNED_HANG, RETURNED_NOTICE, RemainingWatch, describe, is_waiting
 
 SITE = "/venv/lib/python3.12/site-packages/torch"
 USER = '  File "/home/me/train.py", line 12 in train'
@@ -49,10 +48,10 @@ def watch(
     asked: list[float] = []
     remaining = RemainingWatch(2, lambda _: asked.append(now))
     told, now = [], 0.0
-    while now < 2 * RETURNED_HANG:
+    while now < 2 * RETURNED_HANG():
         if asked:
             cpu = None if cpu_per_second is None else asked[0] * cpu_per_second
-            remaining.note(0, Position(stacks[int(asked.pop() // RETURNED_NOTICE) % len(stacks)], cpu))
+            remaining.note(0, Position(stacks[int(asked.pop() // RETURNED_NOTICE()) % len(stacks)], cpu))
         if line := remaining.poll(now, ONE, now // progress_every * progress_every):
             told.append(line)
         if remaining.is_hung(now):
@@ -66,7 +65,7 @@ def test_a_rank_that_waits_for_one_that_has_returned_is_told_of_and_then_hangs()
     assert told == [
         "rank 1 has returned, without other progress for 30 s: rank 0 waits in all_reduce, train.py:12 in train"
     ]
-    assert RETURNED_HANG <= hung_at < RETURNED_HANG + RETURNED_NOTICE
+    assert RETURNED_HANG() <= hung_at < RETURNED_HANG() + RETURNED_NOTICE()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_a_rank_that_works_alone_never_hangs_and_is_told_of_once(stacks: list[st
 
 
 def test_nothing_is_told_while_there_is_progress_or_before_or_after_the_return() -> None:
-    assert watch([ALL_REDUCE], progress_every=RETURNED_NOTICE - 1) == ([], 0.0)
+    assert watch([ALL_REDUCE], progress_every=RETURNED_NOTICE() - 1) == ([], 0.0)
     remaining = RemainingWatch(2, lambda _: pytest.fail("nothing to look for"))
     assert remaining.poll(1e6, frozenset(), 0.0) is None
     assert remaining.poll(1e6, BOTH, 0.0) is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rankzero.report import curves
-from rankzero.report.history import History
+from rankzero.report.summary import Summary
 from rankzero.run import reports
 
 
@@ -64,10 +64,10 @@ def test_the_wait_for_an_attempt_is_no_training_time() -> None:
     # The second attempt resumes at a checkpoint, the third one behind the last report; the last one reports once.
     trained = [attempt(0, 0, 0, 10, 20), attempt(1, 1000, 10, 20), attempt(2, 5000, 30, 30, 60), attempt(3, 9000, 61)]
     told = [*itertools.chain.from_iterable(trained)]
-    rows, history = reports.rows_of(told), History(0)
+    rows, summary = reports.rows_of(told), Summary(0)
     for event in told:
-        history.add(event)
-    assert history.throughput() == {"steps_per_second": 12.0}
+        summary.add(event)
+    assert summary.facts()["throughput"] == {"steps_per_second": 12.0}
     assert reports.throughput(rows) == {"steps_per_second": 12.0}
     assert curves.table(rows)[0].split() == ["report", "step"]
 

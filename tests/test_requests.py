@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import until
 from tests.s3 import S3Server
 
-from rankzero import RunHandle, bounds
+from rankzero import RunHandle
 from rankzero.driver import recorder as recorders
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import Inbox, Watch
@@ -15,7 +15,8 @@ from rankzero.job import Job
 from rankzero.masking import Mask
 from rankzero.pipeline import Follower, LineWritten
 from rankzero.run.directory import RunDirectory
-from rankzero.run.status import pace
+from rankzero.run.lease import RENEWAL_INTERVAL_REMOTE
+from rankzero.run.status import LONGEST_PACE, pace
 
 RANKS = 64
 DAY = 86400.0
@@ -47,12 +48,9 @@ def run(bucket: str) -> RunDirectory:
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """An old run, whose time goes by faster: every interval is shorter by `SCALE`, the lease of 900 s one of 90 s."""
-    monkeypatch.setattr(recorders, "pace", lambda _: bounds.LONGEST_PACE / SCALE)
-    monkeypatch.setattr("rankzero.bounds.HEARTBEAT_DELAY", 1.0 / SCALE)
-    monkeypatch.setattr("rankzero.driver.recorder.DRIVER_DEAD_AFTER", 15.0 / SCALE)
-    monkeypatch.setattr("rankzero.bounds.LEASE_POLL_INTERVAL_MAX", 30.0 / SCALE)
-    monkeypatch.setattr("rankzero.bounds.RENEWAL_INTERVAL_REMOTE", 60.0 / SCALE)
-    monkeypatch.setattr("rankzero.bounds.FOLLOW_INTERVAL", 0.001)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", str(1 / SCALE))
+    monkeypatch.setattr(recorders, "pace", lambda _: LONGEST_PACE / SCALE)
+    monkeypatch.setattr(recorders, "DRIVER_DEAD_AFTER", lambda: 15.0 / SCALE)
 
 
 class Counts:
@@ -65,7 +63,7 @@ class Counts:
     def end(self) -> None:
         """What comes from here on does not count: the run goes on while we do."""
         self._lines = self._server.log()[self._began :]
-        self.intervals = (time.monotonic() - self._since) / (bounds.LONGEST_PACE / SCALE)
+        self.intervals = (time.monotonic() - self._since) / (LONGEST_PACE / SCALE)
         """How many looks were due meanwhile."""
 
     def of(self, method: str, part: str) -> int:
@@ -125,7 +123,7 @@ def test_a_day_of_64_ranks_costs_less_than_50_000_requests_to_write_and_20_000_t
     to_write = sum(found[key] / (beats if key[0] == "PUT" else due) for key in DRIVERS)
     # The lease comes each minute, also of a slow look, and once at the beginning.
     to_follow = found["GET", "logs/"] / successes + found["GET", "status.json"] / looks
-    to_follow += found["PUT", "lease"] / (due + bounds.RENEWAL_INTERVAL_REMOTE / bounds.LONGEST_PACE)
+    to_follow += found["PUT", "lease"] / (due + RENEWAL_INTERVAL_REMOTE() * SCALE / LONGEST_PACE)
     day = looks_of_a_day()
     print(f"{day} looks a day, each {to_write:.2f} requests to write, {to_follow:.2f} to follow:")
     print(f"{day * to_write:.0f} requests to write and {day * to_follow:.0f} to follow a day of {RANKS} ranks", found)

@@ -12,11 +12,11 @@ from typing import Any
 import fsspec
 import pytest
 
-from rankzero import InvalidJobError, bounds, store
+from rankzero import InvalidJobError, store
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.run.identity import Asked, Identity
-from rankzero.run.retention import ABANDONED, HALF_REMOVED, HIDDEN, Age, collect, is_due
+from rankzero.run.retention import ABANDONED, HALF_REMOVED, HIDDEN, REMOVAL_CLAIM_TIMEOUT, Age, collect, is_due
 from rankzero.run.status import RunStatus
 from rankzero.submit.submission import submit
 
@@ -325,7 +325,7 @@ def test_rows_of_a_submitter_that_died_before_its_claim_are_removed(tmp_path: Pa
     folder.mkdir(parents=True)
     (folder / "_token").write_text("x")
     assert collect(str(tmp_path), 60.0).kept == 1
-    (removed,) = collect(str(tmp_path), 60.0, now=time.time() + 2 * bounds.REMOVAL_CLAIM_TIMEOUT).removed
+    (removed,) = collect(str(tmp_path), 60.0, now=time.time() + 2 * REMOVAL_CLAIM_TIMEOUT).removed
     assert removed.state == "abandoned"
     assert os.listdir(tmp_path) == []
 

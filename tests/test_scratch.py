@@ -12,9 +12,8 @@ import pytest
 from tests.conftest import until
 
 from rankzero import Launcher
-from rankzero.bounds import ABANDONED_AFTER
 from rankzero.driver.storage import Scratch
-from rankzero.task.hold import make_scratch, remove_abandoned
+from rankzero.task.hold import ABANDONED_AFTER, make_scratch, remove_abandoned
 from rankzero.task.start import OWNER
 
 DRIVER = """

@@ -19,7 +19,7 @@ from tests.conftest import until
 from rankzero import EngineError, RunCancelledError, StartTimeoutError, WorkerFailedError, bounds
 from rankzero.channel import messages
 from rankzero.driver.attempt import Attempt
-from rankzero.driver.launched import Final, Starting
+from rankzero.driver.launched import TICK_OF_TRAINING, Final, Starting
 from rankzero.driver.places import Placed, Places, Plan
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.states import State, step
@@ -304,7 +304,7 @@ def hang(stage: Stage) -> None:
     stage.step()
     for rank in range(RANKS):
         stage.say(messages.Stack("stands"), rank=rank)
-    stage.now = bounds.MEET_TIMEOUT + 100.0
+    stage.now = bounds.MEET_TIMEOUT() + 100.0
     stage.step()
     stage.now += 10.0
 
@@ -480,7 +480,7 @@ def test_a_failure_that_is_reported_while_ranks_are_stopped_is_the_cause_of_the_
     scene.start()
     scene.say(messages.Failed(0.0, exception_type="RuntimeError", message="broken", collateral=True), rank=0)
     scene.step()
-    scene.now = bounds.CAUSE_WINDOW
+    scene.now = bounds.CAUSE_WINDOW()
     scene.step()
     assert scene.name == "Running"
     for rank in range(RANKS):
@@ -512,7 +512,7 @@ def test_what_an_agent_said_before_the_engine_reports_its_end_is_heard_first(sta
 def test_ticks_are_rare_only_while_every_rank_trains(stage: Callable[..., Stage], spoken: messages.Message) -> None:
     scene = stage()
     scene.start()
-    assert scene.state.pause == bounds.TICK_OF_TRAINING
+    assert scene.state.pause == TICK_OF_TRAINING
     scene.say(spoken, rank=1)
     scene.step()
     assert scene.name == "Running"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, Unpack, ove
 
 from airflow.sdk.bases.decorator import DecoratedOperator, ExpandableFactory, _TaskDecorator
 
-from airflow_rankzero.call import check_context
 from airflow_rankzero.operators import TorchDistributorOperator
+from airflow_rankzero.templates import check_context
 
 if TYPE_CHECKING:
     from airflow.sdk.bases.decorator import Task

@@ -14,8 +14,9 @@ from urllib.parse import quote
 
 from airflow.sdk import BaseOperatorLink
 
-from airflow_rankzero import config, pages
-from rankzero.pipeline import REPORT_FILE
+from airflow_rankzero import provider_info
+from airflow_rankzero._compat import conf
+from rankzero.pipeline import REPORT_FILE, store
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
@@ -30,12 +31,19 @@ DIRECTORY_KEY = "run_directory"
 _OTHER_S3 = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL")
 
 
+PAGES = "/rankzero"
+"""Path of the plugin's pages below the address of Airflow."""
+
+# Attribute of the task with the addresses that are known, by the key of the link.
+_ADDRESSES = "_rankzero_addresses"
+
+
 class _XComLink(BaseOperatorLink):
     """A link whose address the task pushes while it runs."""
 
     def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
-        """Returns ``""``. Airflow calls this at the end of a task that did not get as far as `push_links`."""
-        return ""
+        """Returns the address, which Airflow pushes once more at the end of the task; ``""`` shows no button."""
+        return str(vars(operator).get(_ADDRESSES, {}).get(self.xcom_key, ""))
 
 
 class SparkUILink(_XComLink):
@@ -61,8 +69,6 @@ class ReportLink(_XComLink):
 
 def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = None) -> None:
     """Pushes the addresses of the buttons that are known, and the run directory as the XCom ``run_directory``."""
-    # Airflow would push every link of the task again when it ends, one without an address as an empty text.
-    ti.task.operator_extra_links = [link for link in ti.task.operator_extra_links if not isinstance(link, _XComLink)]
     addresses: dict[str, Callable[[], str | None]] = {
         DIRECTORY_KEY: lambda: directory,
         SparkUILink.xcom_key: lambda: spark_ui,
@@ -72,6 +78,7 @@ def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = 
     for key, address_of in addresses.items():
         try:
             if address := address_of():
+                vars(ti.task).setdefault(_ADDRESSES, {})[key] = address
                 ti.xcom_push(key=key, value=address)
         except Exception:
             # A button is not worth a training.
@@ -82,39 +89,36 @@ def web_address(directory: str) -> str | None:
     """Returns the address of a directory by ``[rankzero] directory_url``, else in the console of GCS or S3, or None.
 
     Raises InvalidJobError if the option has unknown placeholders.
-
-    Example:
-        >>> web_address("gs://bucket/runs/a")
-        'https://console.cloud.google.com/storage/browser/bucket/runs/a'
     """
-    gcs = "https://console.cloud.google.com/storage/browser/{bucket}/{key}"
-    return _address(
-        directory, config.directory_url(), gcs, "https://s3.console.aws.amazon.com/s3/buckets/{bucket}?prefix={key}/"
-    )
+    return _address(directory, "directory_url", "{bucket}/{key}", "buckets/{bucket}?prefix={key}/")
 
 
 def report_address(directory: str) -> str | None:
     """Returns the address of a report by ``[rankzero] report_url``, else in the console of GCS or S3, or None.
 
     A run of the configured store has a page of Airflow. Raises InvalidJobError if the option has unknown placeholders.
-
-    Example:
-        >>> report_address("gs://bucket/runs/a")
-        'https://console.cloud.google.com/storage/browser/_details/bucket/runs/a/report.html'
     """
-    gcs = f"https://console.cloud.google.com/storage/browser/_details/{{bucket}}/{{key}}/{REPORT_FILE}"
-    s3 = f"https://s3.console.aws.amazon.com/s3/object/{{bucket}}?prefix={{key}}/{REPORT_FILE}"
-    return _address(directory, config.report_url(), gcs, s3) or pages.address_of(directory)
+    gcs, s3 = f"_details/{{bucket}}/{{key}}/{REPORT_FILE}", f"object/{{bucket}}?prefix={{key}}/{REPORT_FILE}"
+    return _address(directory, "report_url", gcs, s3) or _page_address(directory)
 
 
-def _address(directory: str, template: str | None, gcs: str, s3: str) -> str | None:
+def _address(directory: str, option: str, gcs: str, s3: str) -> str | None:
     scheme, _, path = directory.rstrip("/").rpartition("://")
     path = quote(path)
-    if template:
+    if template := provider_info.template(option):
         return template.format(path=path, name=path.rpartition("/")[2])
     bucket, _, key = path.partition("/")
     if scheme in ("gs", "gcs"):
-        return gcs.format(bucket=bucket, key=key)
+        return "https://console.cloud.google.com/storage/browser/" + gcs.format(bucket=bucket, key=key)
     if scheme in ("s3", "s3a") and not any(map(os.environ.get, _OTHER_S3)):
-        return s3.format(bucket=bucket, key=key)
+        return "https://s3.console.aws.amazon.com/s3/" + s3.format(bucket=bucket, key=key)
     return None
+
+
+def _page_address(directory: str) -> str | None:
+    """Returns the address among the plugin's pages; None for another store, or if ``[api] base_url`` is not set."""
+    root, _, name = store.normalize(directory).rpartition("/")
+    base = str(conf.get("api", "base_url", fallback="") or "").rstrip("/")
+    if not base or root != store.normalize(provider_info.store_or_default()):
+        return None
+    return f"{base}{PAGES}/runs/{quote(name)}"

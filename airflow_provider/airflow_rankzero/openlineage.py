@@ -10,7 +10,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import rankzero
@@ -18,29 +17,11 @@ from rankzero.pipeline import map_refs, store
 
 logger = logging.getLogger(__name__)
 
-FACET_NAME = "rankzero_run"
-"""Key of the run facet that holds the run directory."""
-
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
 """Schemes of URLs in which the name of a container precedes the ``@``, instead of a user and a password."""
 
 _QUERY = re.compile(r"\?[\w.-]+=.*")
 """The query of a URL, such as a signature; a pattern such as ``part-?.parquet`` has none."""
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """Facts about a run for OpenLineage, as far as they are known at the time.
-
-    Attributes:
-        inputs: Namespaces and names of the inputs.
-        directory: Run directory, path or URL.
-        result: Location of rank 0's value; None if it is small enough for the status.
-    """
-
-    inputs: tuple[tuple[str, str], ...] = ()
-    directory: str | None = None
-    result: str | None = None
 
 
 def is_installed() -> bool:
@@ -77,46 +58,38 @@ def inputs_of(arguments: Any, dataset: Any) -> tuple[tuple[str, str], ...]:
     return tuple(dict.fromkeys(found))
 
 
-def facets(facts: RunFacts) -> Any:
-    """Returns an ``OperatorLineage`` for the methods ``get_openlineage_facets_on_...``; None without the provider."""
+def facets(inputs: tuple[tuple[str, str], ...] = (), directory: str | None = None, result: str | None = None) -> Any:
+    """Returns an ``OperatorLineage`` for the methods ``get_openlineage_facets_on_...``; None without the provider.
+
+    Args:
+        inputs: Namespaces and names of the inputs.
+        directory: The run directory, if the training has one by now; the run facet ``rankzero_run`` holds it.
+        result: Location of rank 0's value; None if it is small enough for the status.
+    """
     if not is_installed():
         return None
     try:
-        return _build(facts)
+        from airflow.providers.openlineage.extractors import OperatorLineage
+        from attrs import define
+        from openlineage.client.event_v2 import Dataset
+        from openlineage.client.facet_v2 import RunFacet
+
+        @define
+        class RankZeroRunFacet(RunFacet):  # type: ignore[misc]
+            runDirectory: str
+
+        return OperatorLineage(
+            inputs=[Dataset(*name) for name in inputs],
+            outputs=[Dataset(*dataset_name(result))] if result else [],
+            run_facets={"rankzero_run": RankZeroRunFacet(directory)} if directory else {},
+        )
     except Exception:
         logger.warning("the run has no OpenLineage facets", exc_info=True)
         return None
 
 
-def _build(facts: RunFacts) -> Any:
-    from airflow.providers.openlineage.extractors import OperatorLineage
-    from attrs import define
-    from openlineage.client.event_v2 import Dataset
-    from openlineage.client.facet_v2 import RunFacet
-
-    @define
-    class RankZeroRunFacet(RunFacet):  # type: ignore[misc]
-        runDirectory: str
-
-    return OperatorLineage(
-        inputs=[Dataset(*name) for name in facts.inputs],
-        outputs=[Dataset(*dataset_name(facts.result))] if facts.result else [],
-        run_facets={FACET_NAME: RankZeroRunFacet(facts.directory)} if facts.directory else {},
-    )
-
-
 def dataset_name(uri: str) -> tuple[str, str]:
-    """Returns the namespace and name of a file, as OpenLineage's naming has them, without a user and credentials.
-
-    Args:
-        uri: Path or URL.
-
-    Example:
-        >>> dataset_name("s3://bucket/runs/a/result/value.json")
-        ('s3://bucket', 'runs/a/result/value.json')
-        >>> dataset_name("/data/runs/a/result/value.json")
-        ('file', '/data/runs/a/result/value.json')
-    """
+    """Returns the namespace and name of a file, as OpenLineage's naming has them, without a user and credentials."""
     if not store.is_url(uri):
         return "file", store.normalize(uri)
     scheme, _, path = uri.partition("://")

@@ -7,14 +7,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-from airflow.sdk import BaseOperator
+from airflow.sdk import BaseOperator, get_current_context
 
 import rankzero
-from airflow_rankzero import config, log_groups, openlineage, paths, templates, tries
+from airflow_rankzero import openlineage, provider_info, templates, tries, xcom
 from airflow_rankzero._compat import (
     AirflowFailException,
     AirflowNotFoundException,
@@ -25,27 +24,27 @@ from airflow_rankzero._compat import (
     TaskDeferred,
     conf,
 )
-from airflow_rankzero.call import RANK_ENVIRONMENT, by_map_index, check_context, keyword, positional
-from airflow_rankzero.connection.target import Target, as_text, mask_secrets
+from airflow_rankzero.hooks.rankzero import Target, as_text, mask_secrets
 from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink, push_links
-from airflow_rankzero.outlets import record
-from airflow_rankzero.tries import TaskTry, run_id_of
-from airflow_rankzero.xcom import value_of
+from airflow_rankzero.secrets import RANK_ENVIRONMENT
+from airflow_rankzero.tries import TaskLog, TaskTry, run_id_of
 from rankzero import CheckpointConfig, Launcher
 from rankzero.errors import InvalidJobError, RankZeroError, WorkerFailedError, error_from_json
-from rankzero.pipeline import attempt, described, detaching, end, may_retry
+from rankzero.pipeline import attempt, describe_world, described, detaching, end, may_retry
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from airflow_rankzero.arguments import OperatorArguments
-    from airflow_rankzero.task_run import TaskLog
     from rankzero import RunHandle
     from rankzero.pipeline import Opened
 
 _GENERATION = "generation"
 
 _DAG_PREFIX = re.compile("unusual_prefix_[0-9a-f]{40}_")
+
+_TASK_CONTAINER_MARKS = ("AIRFLOW_IS_K8S_EXECUTOR_POD", "AIRFLOW_IS_EXECUTOR_CONTAINER")
+# Set by executors that start a container for each task: Kubernetes; AWS ECS and Batch.
 
 
 @described(templates.OPTIONS)
@@ -110,7 +109,6 @@ class TorchDistributorOperator(BaseOperator):
     }
     shallow_copy_attrs: Sequence[str] = ("train",)
     operator_extra_links = (SparkUILink(), RunDirectoryLink(), ReportLink())
-    ui_color = "#f4e3d7"
 
     num_processes: Any
     env: Mapping[str, Any] | None
@@ -154,16 +152,19 @@ class TorchDistributorOperator(BaseOperator):
         self.skip_on_exit_code: Any = [skip_on_exit_code] if is_one else skip_on_exit_code
         self.log_ranks: Any = log_ranks
         self.deferrable = deferrable is not None and deferrable
-        self._killed = False
-        self._facts = openlineage.RunFacts()
+        self.is_killed = False
+        # Arguments of `openlineage.facets`, as far as they are known.
+        self._lineage: dict[str, Any] = {}
         try:
             templates.check_early(self)
-            check_context(self.train, self.op_args, self.op_kwargs)
+            templates.check_context(self.train, self.op_args, self.op_kwargs)
         except InvalidJobError as error:
-            # A mapped task is created from its values in each try; Airflow's own decorators read this attribute, too.
-            if getattr(self, "_BaseOperator__from_mapped", False):
-                raise AirflowFailException(f"{type(error).__name__}: {error}") from error
-            raise
+            try:
+                get_current_context()
+            except RuntimeError:
+                raise error from None
+            # A mapped task is created from its values in each try.
+            raise _failure(error) from error
         # The trigger's arguments are JSON.
         self.log_ranks = templates.as_list(self.log_ranks)
         self.skip_on_exit_code = templates.as_list(self.skip_on_exit_code) or []
@@ -178,7 +179,7 @@ class TorchDistributorOperator(BaseOperator):
         fields = templates.fields_to_render(self, template_fields)
         group = self.get_closest_mapped_task_group()
         for name in fields:
-            setattr(self, name, by_map_index(getattr(self, name), group))
+            setattr(self, name, templates.by_map_index(getattr(self, name), group))
         if getattr(context.get("ti"), "try_number", 1) == 1 and (names := templates.unsteady(self, context, jinja_env)):
             self.log.warning(
                 "each rendering of %s gives another value, so a try after a failure begins from scratch: use what is "
@@ -193,30 +194,26 @@ class TorchDistributorOperator(BaseOperator):
             if isinstance(pairs, Mapping):
                 mask_secrets(pairs)
         dag_file = context["dag"].fileloc
-        self.train = paths.beside(dag_file, self.train)
-        self.working_dir = paths.path_beside(dag_file, self.working_dir)
-        self.py_files = paths.path_beside(dag_file, self.py_files)
-        self.dataset = paths.dataset_beside(dag_file, self.dataset)
+        self.train = templates.beside(dag_file, self.train)
+        self.working_dir = templates.path_beside(dag_file, self.working_dir)
+        self.py_files = templates.path_beside(dag_file, self.py_files)
+        self.dataset = templates.dataset_beside(dag_file, self.dataset)
         try:
             for name in fields:
                 setattr(self, name, templates.convert(name, getattr(self, name)))
         except InvalidJobError as error:
-            raise AirflowFailException(f"{type(error).__name__}: {error}") from error
-        inputs = openlineage.inputs_of((self.op_args, self.op_kwargs), self.dataset)
-        self._facts = replace(self._facts, inputs=inputs)
+            raise _failure(error) from error
+        self._lineage["inputs"] = openlineage.inputs_of((self.op_args, self.op_kwargs), self.dataset)
 
     def execute(self, context: Context) -> Any:
         """Starts the training, or attaches to what an earlier try started; returns rank 0's value or its handle."""
-        # Before the training starts: an upgrade of the worker meanwhile must not end it.
-        from airflow_rankzero.task_run import interrupts_end
-
-        with interrupts_end(TaskTry(context["ti"])):
+        with tries.interrupts_end():
             return self._execute(context)
 
     def _execute(self, context: Context) -> Any:
         task_try = TaskTry(context["ti"])
         try:
-            args, kwargs = positional(self.op_args), keyword(self.op_kwargs)
+            args, kwargs = templates.positional(self.op_args), templates.keyword(self.op_kwargs)
             launcher = self._launcher(context)
             self._end_cleared(launcher, task_try)
             while True:
@@ -237,7 +234,7 @@ class TorchDistributorOperator(BaseOperator):
                 # A secrets backend may be back at the next try.
                 raise
             raise self._final(error, has_checkpoint=False) from error
-        return self._deliver(context, opened.handle, (args, kwargs))
+        return self._deliver(context, opened.handle)
 
     def _end_cleared(self, launcher: Launcher, task_try: TaskTry) -> None:
         """Ends the run of a try that a user has cleared while it was deferred, if its trigger has not ended it."""
@@ -253,9 +250,17 @@ class TorchDistributorOperator(BaseOperator):
         """Follows the run to its end, here or in the triggerer."""
         handle = opened.handle
         push_links(task_try.ti, directory=handle.directory)
-        lease = launcher.orphan_timeout if task_try.is_followed_by_another else None
-        log_groups.show(self.log, "Training run", log_groups.describe(handle, launcher, lease))
-        task_log = self._task_log(handle, task_try, attached=opened.attached)
+        assert launcher.engine
+        facts = {
+            "run directory": handle.directory,
+            "engine": ", ".join(str(word) for word in launcher.engine.to_spec()[0].values() if word),
+            "ranks": describe_world(launcher.num_processes),
+            "GPUs": describe_world(launcher.num_processes) if launcher.use_gpu else None,
+            "attempt": handle.status().attempt,
+            "continues without a follower, s": launcher.orphan_timeout if task_try.is_followed_by_another else None,
+        }
+        tries.show(self.log, "Training run", facts)
+        task_log = TaskLog(handle, task_try, self, attached=opened.attached)
         if self.deferrable and not handle.status().final:
             task_log.detach_if_killed()
             from airflow_rankzero.triggers import RunTrigger
@@ -270,21 +275,13 @@ class TorchDistributorOperator(BaseOperator):
             )
         task_log.follow()
 
-    def _task_log(self, handle: RunHandle[Any], task_try: TaskTry, *, attached: bool) -> TaskLog:
-        # Imported by `execute`, since a DAG file that is only parsed does not need them.
-        from airflow_rankzero.task_run import TaskLog
-        from rankzero.pipeline import Follower
-
-        follower = Follower(handle, ranks=self.log_ranks, attached=attached)
-        return TaskLog(handle, follower, task_try, self.stop_grace, lambda: self._killed, self.log)
-
     def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
         """Returns what `execute` does, after the trigger has seen the end of the run."""
         if error := event.get("error"):
             self.log.warning("the trigger could not follow the run: %s", error)
         # Another process than that of `execute`: what the connection holds must not be shown here either.
         try:
-            Target.from_conn_id(self.conn_id).engine(as_text("spark_conf", self.spark_conf))
+            Target.from_conn_id(self.conn_id)
         except Exception as problem:
             # The training has an end of its own, whatever becomes of the secrets backend meanwhile.
             self.log.warning("the connection's secrets cannot be masked: %s", type(problem).__name__)
@@ -297,17 +294,15 @@ class TorchDistributorOperator(BaseOperator):
             if not handle.status().final:
                 # The trigger cannot follow the run. If an earlier triggerer was blocked, it finds out by this record.
                 attempt(self.log, "the record of the follower", lambda: handle.offer(task_try.receiver), None)
-                self._task_log(handle, task_try, attached=True).follow()
+                TaskLog(handle, task_try, self, attached=True).follow()
         if task_try.is_replaced(handle):
             return self._execute(context)
-        return self._deliver(context, handle, (positional(self.op_args), keyword(self.op_kwargs)))
+        return self._deliver(context, handle)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """Resumes like every operator; a final failure of the deferral ends the run, like a failure in `execute`."""
-        from airflow_rankzero.task_run import interrupts_end
-
         try:
-            with interrupts_end(TaskTry(context["ti"])):
+            with tries.interrupts_end():
                 return super().resume_execution(next_method, next_kwargs, context)
         except (TaskDeferralError, TaskDeferralTimeout) as error:
             ti = context["ti"]
@@ -320,35 +315,31 @@ class TorchDistributorOperator(BaseOperator):
                     end(rankzero.RunHandle.attach(directory), self.stop_grace, None, why)
             raise
 
-    def _final(self, error: RankZeroError, *, has_checkpoint: bool) -> Exception:
-        """The error as Airflow is to see it: one that no retry can help costs none."""
-        if may_retry(error, has_checkpoint=has_checkpoint, retry_user_errors=self.retry_user_errors):
-            return error
-        return AirflowFailException(f"{type(error).__name__}: {error}")
-
     def on_kill(self) -> None:
         """Makes `execute` determine why this process was asked to exit, and react.
 
         Airflow calls this both for a user's action and for a worker's shutdown, inside its signal handler, which
         interrupts the thread of `execute` anywhere: so this neither blocks nor sends requests to Airflow.
         """
-        self._killed = True
+        self.is_killed = True
 
-    def get_openlineage_facets_on_start(self) -> Any:
-        """Returns the inputs for the OpenLineage provider; None without that provider."""
-        return openlineage.facets(self._facts)
+    def get_openlineage_facets_on_start(self, task_instance: Any = None) -> Any:
+        """Returns what is known of inputs, run directory and result for the OpenLineage provider; None without it."""
+        return openlineage.facets(**self._lineage)
 
-    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
-        """Returns inputs, run directory and result for the OpenLineage provider; None without that provider."""
-        return openlineage.facets(self._facts)
+    get_openlineage_facets_on_complete = get_openlineage_facets_on_failure = get_openlineage_facets_on_start
 
-    get_openlineage_facets_on_failure = get_openlineage_facets_on_complete
+    def _final(self, error: RankZeroError, *, has_checkpoint: bool) -> Exception:
+        """Returns the error for Airflow: one that no retry can help costs none."""
+        if may_retry(error, has_checkpoint=has_checkpoint, retry_user_errors=self.retry_user_errors):
+            return error
+        return _failure(error)
 
-    def _deliver(self, context: Context, handle: RunHandle[Any], arguments: tuple[Any, ...]) -> Any:
-        inputs = openlineage.inputs_of(arguments, self.dataset)
-        self._facts = replace(self._facts, directory=handle.directory, inputs=inputs)
+    def _deliver(self, context: Context, handle: RunHandle[Any]) -> Any:
+        arguments = templates.positional(self.op_args), templates.keyword(self.op_kwargs)
+        self._lineage |= {"directory": handle.directory, "inputs": openlineage.inputs_of(arguments, self.dataset)}
         try:
-            value = value_of(handle, self, context["ti"])
+            value = xcom.value_of(handle, self, context["ti"])
         except RankZeroError as error:
             if isinstance(error, WorkerFailedError):
                 # Airflow imports a DAG file under another name.
@@ -357,14 +348,18 @@ class TorchDistributorOperator(BaseOperator):
                 raise AirflowSkipException(f"rank {error.rank} exited with code {error.exit_code}") from error
             final = self._final(error, has_checkpoint=handle.status().checkpoint is not None)
             raise final from (error.__cause__ if final is error else error)
-        self._facts = replace(self._facts, result=record(self, context, handle))
+        self._lineage["result"] = xcom.record(self, context, handle)
         return value
 
     def _launcher(self, context: Context) -> Launcher:
         target = Target.from_conn_id(self.conn_id) if self.conn_id is not None else Target(master=self.master)
         engine = target.engine(as_text("spark_conf", self.spark_conf))
-        if self.deferrable and not engine.drives_elsewhere:
-            self.deferrable = not config.warn_if_container_ends_with_task(self.log)
+        if self.deferrable and not engine.drives_elsewhere and any(map(os.environ.get, _TASK_CONTAINER_MARKS)):
+            self.deferrable = False
+            self.log.warning(
+                "not deferred, although deferrable=True: this container ends when the task defers, and the driver of "
+                "the training with it; the task follows the training instead"
+            )
         ti = context["ti"]
         map_index = -1 if ti.map_index is None else ti.map_index
         names = {"dag_id": ti.dag_id, "dag_run_id": ti.run_id, "task_id": ti.task_id, "map_index": str(map_index)}
@@ -374,8 +369,8 @@ class TorchDistributorOperator(BaseOperator):
             "checkpoints": CheckpointConfig(),
             "orphan_timeout": tries.lease(self, ti, deferred=self.deferrable),
         }
-        store = self.store or target.store or config.store_or_default()
-        paths.check_store(store)
+        store = self.store or target.store or provider_info.store_or_default()
+        templates.check_store(store)
         options = {name: getattr(self, name) for name in templates.OPTIONS}
         options |= {"env": {**RANK_ENVIRONMENT, **as_text("env", self.env)}, "store": store}
         options |= {name: value for name, value in decided_here.items() if options[name] is None}
@@ -383,3 +378,8 @@ class TorchDistributorOperator(BaseOperator):
         task_id = ti.task_id if ti.task_id == self.task_id else f"{ti.task_id}.{self.task_id}"
         run_id = run_id_of(ti.dag_id, ti.run_id, task_id, map_index)
         return Launcher(**options, engine=engine, run_id=run_id, labels=names)
+
+
+def _failure(error: RankZeroError) -> Exception:
+    """Returns the exception of Airflow for an error that no retry can help."""
+    return AirflowFailException(f"{type(error).__name__}: {error}")

@@ -1,32 +1,85 @@
-"""The plugin: every task may pull a `ResultRef`; listeners for successes and marks; pages of Airflow's web server."""
+"""The plugin: every task may pull a `ResultRef`; the listeners; the page of a run in Airflow's web server."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from airflow_rankzero import config
+from airflow_rankzero import provider_info
 
-if TYPE_CHECKING or config.is_airflow_3():
-    from airflow_rankzero import delivery, marks, pages
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+if TYPE_CHECKING or provider_info.is_airflow_3():
+    from airflow_rankzero import links
+    from airflow_rankzero import listeners as hooks
     from airflow_rankzero._compat import AirflowPlugin, allow_class
-
-    LISTENERS: list[Any] = [delivery, marks]
-    APPS = [{"app": pages.LazyApp(), "url_prefix": pages.PREFIX, "name": "rankzero"}]
-    MIDDLEWARES = [{"middleware": marks.Deletions, "args": [], "kwargs": {}, "name": "rankzero"}]
 else:
     # Airflow 2 loads what it finds installed, and shows the error of a plugin at every command.
     from airflow.plugins_manager import AirflowPlugin
 
-    LISTENERS, APPS, MIDDLEWARES = [], [], []
+
+class RunPages:
+    """The page of a run: its report, if it is of the configured store. Read only.
+
+    Airflow's login protects it: a user sees only the runs of the DAGs whose task logs the user may read. Runs that
+    belong to no DAG are shown to users who may read the logs of all DAGs.
+
+    It is an ASGI application, created at the first request, since Airflow loads plugins in every task's process, too.
+    """
+
+    def __init__(self) -> None:
+        self._app: Callable[..., Awaitable[None]] | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serves one request of a web browser by the application."""
+        if self._app is None:
+            self._app = _create_app()
+        await self._app(scope, receive, send)
+
+
+def _create_app() -> Any:
+    from airflow.api_fastapi.core_api.security import get_user
+    from fastapi import Depends, FastAPI, Response
+
+    from rankzero.pipeline import pages, store
+
+    app = FastAPI(title="rankzero", openapi_url=None)
+
+    # No coroutine: it reads a store and queries a database, in a thread of FastAPI.
+    @app.get("/runs/{name:path}", response_model=None)
+    def show(name: str, user: Any = Depends(get_user)) -> Any:  # noqa: B008
+        """Serves the report of a run to a user who is logged in."""
+        location = store.normalize(provider_info.store_or_default())
+        code, kind, text = pages.answer(location, f"/runs/{name}", {}, lambda job: _may_read_logs(user, job))
+        return Response(text.encode("utf-8", "replace"), code, dict(pages.HEADERS), f"{kind}; charset=utf-8")
+
+    return app
+
+
+def _may_read_logs(user: Any, job: Any) -> bool:
+    from airflow.api_fastapi.app import get_auth_manager
+    from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
+    from airflow.models.dag import DagModel
+
+    label = job.labels.get("dag_id")
+    dag_id = label if isinstance(label, str) else None
+    details = DagDetails(id=dag_id)
+    # Airflow 3.2 and later.
+    if dag_id is not None and hasattr(DagModel, "get_team_name"):
+        details = DagDetails(id=dag_id, team_name=DagModel.get_team_name(dag_id))
+    return get_auth_manager().is_authorized_dag(
+        method="GET", access_entity=DagAccessEntity.TASK_LOGS, details=details, user=user
+    )
 
 
 class RankZeroPlugin(AirflowPlugin):
     """Loaded by Airflow in every task process, by its entry point."""
 
     name = "rankzero"
-    listeners = LISTENERS
-    fastapi_apps = APPS
-    fastapi_root_middlewares = MIDDLEWARES
+
+    if TYPE_CHECKING or provider_info.is_airflow_3():
+        listeners = [hooks]
+        fastapi_apps = [{"app": RunPages(), "url_prefix": links.PAGES, "name": "rankzero"}]
 
     @classmethod
     def on_load(cls, *args: Any, **kwargs: Any) -> None:
@@ -34,7 +87,7 @@ class RankZeroPlugin(AirflowPlugin):
 
         By default Airflow gives back only its own (``[core] allowed_deserialization_classes``).
         """
-        if not LISTENERS:
+        if not provider_info.is_airflow_3():
             return
         from rankzero import ResultRef
 

@@ -1,14 +1,131 @@
-"""What Airflow's provider manager reads about this package."""
+"""Facts that Airflow's managers read about this package, and the section ``[rankzero]`` of Airflow's configuration.
+
+Airflow imports this module while it configures itself, so nothing here imports Airflow before a function is called.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
-from airflow_rankzero import config
-from airflow_rankzero.connection.fields import CONN_FIELDS, UI_FIELD_BEHAVIOUR
 from rankzero import __version__
+from rankzero.errors import InvalidJobError
+from rankzero.pipeline import store as stores
 
-_INTEGRATION = "rankzero"
+SECTION = "rankzero"
+
+SPARK, LOCAL = "spark", "local"
+"""Engines of a connection."""
+
+CLIENT, CLUSTER = "client", "cluster"
+"""Deploy modes of a connection."""
+
+
+def _field(label: str, description: str, kind: str | list[str], **schema: Any) -> dict[str, Any]:
+    return {"label": label, "description": description, "schema": {"type": kind, **schema}}
+
+
+CONN_FIELDS = {
+    "engine": _field(
+        "Engine",
+        "spark: a barrier stage on the Spark master above. local: processes of the Airflow worker.",
+        "string",
+        enum=[SPARK, LOCAL],
+        default=SPARK,
+    ),
+    "store": _field(
+        "Store",
+        "Root of the run directories: a path that every host sees, or a URL such as s3://bucket/runs.",
+        ["string", "null"],
+    ),
+    "deploy_mode": _field(
+        "Deploy mode",
+        "client: the driver of a training runs beside the Airflow task. cluster: on the Spark cluster, "
+        "where it outlives the task's pod; the store must be one that the cluster sees.",
+        "string",
+        enum=[CLIENT, CLUSTER],
+        default=CLIENT,
+    ),
+    "use_gpu": _field(
+        "Use GPUs", "Give every rank one GPU, unless the task says otherwise.", ["boolean", "null"], default=False
+    ),
+    "processes_per_task": _field(
+        "Ranks per Spark task",
+        "How many ranks share one Spark task, unless the task says otherwise.",
+        ["integer", "null"],
+        minimum=1,
+    ),
+    "conf": _field(
+        "Spark configuration",
+        'A JSON object: {"spark.executor.memory": "8g"}. A task\'s spark_conf wins.',
+        ["object", "null"],
+    ),
+}
+"""Fields below the standard ones, as Airflow's connection form takes them; they are stored as JSON in ``extra``."""
+
+UI_FIELD_BEHAVIOUR: dict[str, Any] = {
+    "hidden-fields": ["schema", "login", "password", "extra"],
+    "relabeling": {"host": "Spark master", "port": "Port"},
+    "placeholders": {"host": "spark://head, k8s://https://api, yarn or local[4]; empty with engine local"},
+}
+
+
+def _option(description: str, example: str) -> dict[str, Any]:
+    facts = {"description": description, "example": example, "default": ""}
+    return {**facts, "version_added": "0.1.0", "type": "string"}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "store": _option(
+        "Root of the run directories, a path or an fsspec URL, for tasks whose operator and connection name none. "
+        "Empty: the environment variable RANKZERO_STORE, else ~/.rankzero/runs of the worker.",
+        "s3://bucket/rankzero",
+    ),
+    "directory_url": _option(
+        "Where a web browser finds a run directory, for the button 'Run directory' of a task. {path} stands for the "
+        "directory without its scheme, {name} for the run's name. Empty: the console of Google Cloud or AWS for gs:// "
+        "and s3://, and no button for other stores.",
+        "https://minio.example.com/browser/{path}/",
+    ),
+    "report_url": _option(
+        "Where a web browser finds the report of a run, for the button 'Report' of a task: of `rankzero serve`, or of "
+        "the file report.html in the run directory. {path} stands for the directory without its scheme, {name} for the "
+        "run's name. Empty: the console of Google Cloud or AWS for gs:// and s3://, and no button for other stores.",
+        "https://reports.example.com/runs/{name}",
+    ),
+}
+"""The options as Airflow's provider information describes them."""
+
+
+def is_airflow_3() -> bool:
+    """Returns False in Airflow 2, in which this package is inactive and logs nothing."""
+    return importlib.util.find_spec("airflow.sdk") is not None
+
+
+def store() -> str | None:
+    """Returns the configured root of run directories for tasks without ``store``; None if there is none."""
+    return _text("store") or None
+
+
+def store_or_default() -> str:
+    """Returns the root of run directories for tasks without ``store``, with core's default."""
+    return stores.root_of(store())
+
+
+def template(option: str) -> str | None:
+    """Returns the template of a web address, or None. Raises InvalidJobError for other placeholders than its two."""
+    text = _text(option)
+    try:
+        text.format(path="", name="")
+    except (KeyError, IndexError, ValueError, AttributeError):
+        raise InvalidJobError(f"[{SECTION}] {option} is {text!r}; only {{path}} and {{name}} can stand in it") from None
+    return text or None
+
+
+def _text(option: str) -> str:
+    from airflow_rankzero._compat import conf
+
+    return str(conf.get(SECTION, option, fallback="") or "").strip()
 
 
 def get_provider_info() -> dict[str, Any]:
@@ -22,14 +139,15 @@ def get_provider_info() -> dict[str, Any]:
         "description": "Distributed PyTorch as barrier Spark jobs; rank 0's result goes to the next task.",
         "versions": [__version__],
     }
-    if not config.is_airflow_3():
+    if not is_airflow_3():
         return named
     return {
         **named,
-        "integrations": [{"integration-name": _INTEGRATION, "tags": ["apache", "ml"]}],
-        "operators": [{"integration-name": _INTEGRATION, "python-modules": ["airflow_rankzero.operators"]}],
-        "hooks": [{"integration-name": _INTEGRATION, "python-modules": ["airflow_rankzero.hooks.rankzero"]}],
-        "triggers": [{"integration-name": _INTEGRATION, "python-modules": ["airflow_rankzero.triggers"]}],
+        "integrations": [{"integration-name": "rankzero", "tags": ["apache", "ml"]}],
+        **{
+            kind: [{"integration-name": "rankzero", "python-modules": [f"airflow_rankzero.{module}"]}]
+            for kind, module in (("operators", "operators"), ("hooks", "hooks.rankzero"), ("triggers", "triggers"))
+        },
         "connection-types": [
             {
                 "connection-type": "rankzero",
@@ -40,12 +158,7 @@ def get_provider_info() -> dict[str, Any]:
             }
         ],
         "extra-links": [f"airflow_rankzero.links.{name}" for name in ("SparkUILink", "RunDirectoryLink", "ReportLink")],
-        "config": {
-            config.SECTION: {
-                "description": "Options of the tasks that run distributed PyTorch.",
-                "options": config.OPTIONS,
-            }
-        },
+        "config": {SECTION: {"description": "Options of the tasks that run distributed PyTorch.", "options": OPTIONS}},
         "task-decorators": [
             {"name": "torch_distributor", "class-name": "airflow_rankzero.decorators.torch_distributor"}
         ],

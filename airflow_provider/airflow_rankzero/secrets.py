@@ -1,4 +1,7 @@
-"""The secrets backend of ranks, which refuses every look-up: Airflow's own way to deny one, and the same everywhere."""
+"""The secrets backend of ranks, which refuses every look-up: Airflow's own way to deny one, and the same everywhere.
+
+A rank may run where no Airflow is reachable. It imports this module while it configures Airflow, so it stands alone.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,19 @@ try:
 except ImportError:
     # Before Airflow 3.2.2, which passes over every Exception of a backend.
     AccessDenied = BaseException  # type: ignore[misc, assignment]
+
+
+_DATABASE = ("DATABASE__SQL_ALCHEMY_CONN", "DATABASE__SQL_ALCHEMY_CONN_ASYNC", "CORE__SQL_ALCHEMY_CONN")
+_BACKEND = ("SECRETS__BACKEND", "WORKERS__SECRETS_BACKEND")
+
+RANK_ENVIRONMENT = {
+    # Importing Airflow opens no database.
+    "_AIRFLOW__AS_LIBRARY": "1",
+    **{f"AIRFLOW__{name}": "ranks-have-no-database-of-airflow://" for name in _DATABASE},
+    **{f"AIRFLOW__{name}": f"{__name__}.NoSecrets" for name in _BACKEND},
+    **{f"AIRFLOW__{name}_KWARGS": "" for name in _BACKEND},
+}
+"""Variables of every rank, in place of the worker's."""
 
 
 class LookupInRankError(AccessDenied):

@@ -1,4 +1,4 @@
-"""`TaskTry`: one try of a task instance, which answers core's questions about Airflow.
+"""One try of a task instance: the facts about Airflow that core needs (`TaskTry`), and the log of the task (`TaskLog`).
 
 Core (`rankzero.submit.durable`) decides what a try does with an existing run, and queries the try: whether another try
 follows, whether a user has ended the task.
@@ -6,16 +6,30 @@ follows, whether a user has ended the task.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import os
 import re
-from collections.abc import Callable, Mapping
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from airflow_rankzero import _compat
-from airflow_rankzero._compat import AirflowRescheduleException, TaskDeferred, conf
+from airflow_rankzero._compat import (
+    AirflowException,
+    AirflowFailException,
+    AirflowRescheduleException,
+    TaskDeferred,
+    conf,
+)
+from airflow_rankzero.links import push_links
+from rankzero.errors import RunCancelledError
+from rankzero.pipeline import end
 from rankzero.pipeline import lease as leases
 
 if TYPE_CHECKING:
@@ -31,10 +45,24 @@ MAX_RETRY_DELAY = timedelta(hours=24)
 STEM_LIMIT = 180
 """Characters before the checksum; core allows 200 in all."""
 
-_HEARTBEAT_TIMEOUT = 300
-
 STATES_OF_USERS = ("failed", "success", "skipped", "upstream_failed", "removed", "restarting", None)
 """States of a task instance that a user has marked or cleared while its process was running."""
+
+FOLLOW_INTERVAL = 0.1
+"""Seconds between two polls of a run directory on a local disk."""
+
+LONGEST_WAIT = 1.0
+"""Most seconds until this process notices that it was asked to exit."""
+
+PROGRESS_INTERVAL = 60.0
+"""Seconds without a line after which the log shows the training's progress."""
+
+RESCHEDULE_AFTER = timedelta(seconds=60)
+"""Pause before Airflow schedules a drained task on another worker: until this process's exit has reached its executor,
+which would else count as the death of the new process. (Airflow's own reschedules pause as long.)"""
+
+MAX_RESCHEDULES = 20
+"""Most drains of one try that cost no retry; further ones do, so that a task cannot be rescheduled without end."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +90,8 @@ class TaskTry:
 
     @property
     def is_followed_by_another(self) -> bool:
-        """Returns True where a worker runs the task: a drained one costs no try, so even the last try may come back.
-
-        In ``airflow tasks test`` and the like the run ends with the process, unless it is deferred.
-        """
-        return not self.is_in_process or bool(getattr(self.ti.task, "deferrable", False))
-
-    @property
-    def is_in_process(self) -> bool:
-        """Returns True if this process was started by a user or a script, and not by a worker."""
-        return _compat.is_in_process()
+        """Returns True where a worker runs the task (a drained one costs no try), or if the task is deferred."""
+        return not _compat.is_in_process() or bool(getattr(self.ti.task, "deferrable", False))
 
     @property
     def lease_when_attached(self) -> float | None:
@@ -96,7 +116,7 @@ class TaskTry:
         return f"{self.ti.run_id}#{max(0, before)}"
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
-        """Returns False: Airflow's listener (`airflow_rankzero.delivery`) has already acknowledged a stored result."""
+        """Returns False: Airflow's listener (`airflow_rankzero.listeners`) has already acknowledged a stored result."""
         return False
 
     def repeats(self, receiver: Mapping[str, Any]) -> bool:
@@ -131,14 +151,11 @@ class TaskTry:
 
 
 def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
-    """Returns the seconds that a run may continue without a follower.
-
-    The lease is long enough for Airflow to notice that a try and its supervisor were killed, and to start the next one.
-    """
+    """Returns the seconds without a follower in which Airflow notices that a try was killed, and starts the next one."""
     least = leases.DETACHED_LEASE if deferred else leases.SCHEDULING_SLACK
     if not TaskTry(ti).is_retried:
         return least
-    unnoticed = conf.getint("scheduler", "task_instance_heartbeat_timeout", fallback=_HEARTBEAT_TIMEOUT)
+    unnoticed = conf.getint("scheduler", "task_instance_heartbeat_timeout", fallback=300)
     return leases.lease(_longest_delay(task, ti.max_tries), unnoticed=unnoticed, least=least)
 
 
@@ -165,12 +182,7 @@ def _own_delay(task: BaseOperator, tries: int) -> float:
 def state_of(ti: Any, ask: Callable[..., dict[str, Any]]) -> str | None:
     """Queries the current state of a task instance; None after a clear, or if its DAG run was deleted.
 
-    Args:
-        ti: The task instance.
-        ask: ``get_task_states`` of the process's own task instances.
-
-    Raises:
-        Exception: the request to Airflow failed.
+    ``ask`` is ``get_task_states`` of the process's own task instances. Raises its exceptions.
     """
     mapped = {"map_index": ti.map_index} if ti.map_index is not None and ti.map_index >= 0 else {}
     states = ask(dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], **mapped)
@@ -179,17 +191,10 @@ def state_of(ti: Any, ask: Callable[..., dict[str, Any]]) -> str | None:
 
 
 def run_id_of(dag_id: str, dag_run_id: str, task_id: str, map_index: int) -> str:
-    """A name for the run of one task instance, the same in all its tries.
+    """Returns a name for the run of one task instance, the same in all its tries; -1 is the index of an unmapped task.
 
-    Args:
-        dag_id: Id of the DAG.
-        dag_run_id: Id of the DAG run.
-        task_id: Id of the task.
-        map_index: Index of a mapped task, -1 for any other.
-
-    Returns:
-        ``dag__run__task[__map]-`` and a checksum of the four, since what cannot stand in the name of a directory is
-        replaced there, and long names are cut.
+    It is ``dag__run__task[__map]-`` and a checksum of the four, since what cannot stand in the name of a directory is
+    replaced there, and long names are cut.
 
     Example:
         >>> run_id_of("digits", "manual__2026-01-01T00:00:00+00:00", "train", -1)
@@ -199,3 +204,133 @@ def run_id_of(dag_id: str, dag_run_id: str, task_id: str, map_index: int) -> str
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     stem = re.sub(r"[^A-Za-z0-9._=+-]+", "-", "__".join(parts)).lstrip("._=+-") or "task"
     return f"{stem[:STEM_LIMIT]}-{digest[:16]}"
+
+
+def has_set(state: str | None) -> str:
+    """Returns the reason for the end of a training whose task Airflow has in a state; None: it has none."""
+    return f"Airflow has set the task to {state}" if state else "Airflow has no state of the task, as after a clear"
+
+
+# -- the log of a task -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def interrupts_end() -> Iterator[None]:
+    """Context manager in which Ctrl-C ends the process where no worker runs the task.
+
+    Airflow takes an interrupt for a failure there: its loop would start the next try or task in this process.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if _compat.is_in_process():
+            _exit_by(signal.SIGINT)
+        raise
+
+
+def _exit_by(signum: int) -> None:
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+
+
+class TaskLog:
+    """Shows a run in the log of its task, to its end or until ``operator.is_killed``: Airflow ends the process.
+
+    An earlier try has shown lines of a run that is ``attached``.
+    """
+
+    def __init__(self, handle: RunHandle[Any], task_try: TaskTry, operator: Any, *, attached: bool) -> None:
+        # Imported here, since a DAG file that is only parsed does not need it.
+        from rankzero.pipeline import Follower
+
+        self._handle = handle
+        self._follower = Follower(handle, ranks=operator.log_ranks, attached=attached)
+        self._try = task_try
+        self._operator = operator
+        self._log = operator.log
+        self._tick = threading.Event()
+
+    def follow(self) -> None:
+        """Shows the run's lines until the run has ended.
+
+        Raises:
+            AirflowRescheduleException: this worker is shut down; the training continues.
+            AirflowFailException: Airflow has set the task to failed, which ended the training.
+            rankzero.RunCancelledError: Airflow has set the task to another state, or a user cleared it; the same.
+        """
+        from rankzero.pipeline import EngineOpened, LineWritten
+
+        shown = time.monotonic()
+        while True:
+            for event in self._follower.poll():
+                if isinstance(event, EngineOpened):
+                    push_links(self._try.ti, spark_ui=event.url)
+                elif isinstance(event, LineWritten):
+                    show_line(self._log, event.text)
+                    shown = time.monotonic()
+                if self._operator.is_killed:
+                    break
+            if self._follower.ended:
+                return
+            self.detach_if_killed()
+            self._pause()
+            if time.monotonic() - shown > PROGRESS_INTERVAL and (status := self._follower.status):
+                shown = time.monotonic()
+                self._log.info(
+                    "%s for %.0f s %s", status.state, time.time() - self._handle.created, status.metrics or ""
+                )
+
+    def _pause(self) -> None:
+        until = time.monotonic() + max(FOLLOW_INTERVAL, self._handle.pace)
+        while not self._operator.is_killed and (left := until - time.monotonic()) > 0:
+            # An Event, not a sleep: exceptions of signal handlers are raised immediately.
+            self._tick.wait(min(left, LONGEST_WAIT))
+
+    def detach_if_killed(self) -> None:
+        """Detaches from the run or ends it if this process was asked to exit; else a no-op. Raises like `follow`."""
+        if not self._operator.is_killed:
+            return
+        if (state := self._try.state()) in STATES_OF_USERS:
+            what = has_set(state)
+            end(self._handle, self._operator.stop_grace, self._try.receiver, what)
+            why = f"{what}, which ended the run in {self._handle.directory}"
+            if state == "failed":
+                # With tries left, Airflow would else notify of a retry, which never comes.
+                raise AirflowFailException(why) from RunCancelledError(why, requested=True)
+            # After any other mark and after a clear the task has neither failed, nor is this try retried.
+            task = self._try.ti.task
+            task.on_retry_callback = task.on_failure_callback = ()
+            task.email = None
+            raise RunCancelledError(why, requested=True)
+        if _compat.is_in_process():
+            self._log.warning("this process was asked to exit, and the run in %s ends with it", self._handle.directory)
+            end(self._handle, self._operator.stop_grace, None, "the process of the Airflow task was asked to exit")
+            # Airflow's loop would start the next try or task in this process.
+            _exit_by(signal.SIGTERM)
+        self._log.warning(
+            "this process was asked to exit; the run in %s continues until its lease ends, or a process of this task "
+            "attaches to it",
+            self._handle.directory,
+        )
+        # Airflow counts them for each try.
+        if int(self._try.ti.get_template_context().get("task_reschedule_count") or 0) >= MAX_RESCHEDULES:
+            raise AirflowException(f"the workers of this task were shut down {MAX_RESCHEDULES} times, and now again")
+        # Not a failure: it costs no try.
+        raise AirflowRescheduleException(datetime.now(UTC) + RESCHEDULE_AFTER)  # type: ignore[no-untyped-call]
+
+
+def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
+    """Writes facts that are not empty as a group of lines, which Airflow's UI shows as its title until it is opened."""
+    log.info("::group::%s", title)
+    for name, value in facts.items():
+        if value not in (None, "", {}, []):
+            log.info("%s: %s", name, value)
+    log.info("::endgroup::")
+
+
+def show_line(log: Any, text: str) -> None:
+    """Writes a line of a rank, with the level at its beginning; a group that it would open or end is only a text."""
+    from rankzero.pipeline import level_of
+
+    # An invisible character within, since Airflow's page searches whole lines.
+    log.log(level_of(text), "%s", re.sub(r"::(?=(?:end)?group::)", ":\u200b:", text))

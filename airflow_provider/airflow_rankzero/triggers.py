@@ -14,9 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from airflow_rankzero import log_groups, tries
-from airflow_rankzero.connection.target import Target
-from airflow_rankzero.marks import has_set
+from airflow_rankzero import tries
+from airflow_rankzero.hooks.rankzero import Target
 from rankzero import RunHandle
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.pipeline import Follower, LineWritten
@@ -69,17 +68,12 @@ class RunTrigger(BaseTrigger):
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """Returns the class and arguments from which Airflow recreates this trigger."""
-        arguments = {
-            "directory": self.directory,
-            "nonce": self.nonce,
-            "conn_id": self.conn_id,
-            "log_ranks": self.log_ranks,
-            "attached": self.attached,
-        }
-        return "airflow_rankzero.triggers.RunTrigger", arguments
+        names = ("directory", "nonce", "conn_id", "log_ranks", "attached")
+        return "airflow_rankzero.triggers.RunTrigger", {name: getattr(self, name) for name in names}
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Yields one event: ``directory``, ``nonce`` and, if the run can no longer be read, ``error``."""
+        event = {"directory": self.directory, "nonce": self.nonce}
         try:
             handle = await self._in_thread(self._attach)
             leaseholder = RunHandle[Any](self.directory)
@@ -89,7 +83,8 @@ class RunTrigger(BaseTrigger):
             keeping = asyncio.create_task(self._keep_alive(leaseholder, interval))
             try:
                 await self._in_thread(self._mask_secrets)
-                follower = await self._in_thread(self._follower, handle)
+                follow = functools.partial(Follower, handle, ranks=self.log_ranks, attached=self.attached)
+                follower = await self._in_thread(follow)
                 self.log.info("following the run in %s", self.directory)
                 while not await self._in_thread(self._show_new, follower):
                     await asyncio.sleep(max(POLL_INTERVAL, handle.pace))
@@ -97,9 +92,8 @@ class RunTrigger(BaseTrigger):
                 keeping.cancel()
         except Exception as error:
             # The task reports it, with its own retries.
-            yield self._event(error=f"{type(error).__name__}: {error}")
-            return
-        yield self._event()
+            event["error"] = f"{type(error).__name__}: {error}"
+        yield TriggerEvent(event)  # type: ignore[no-untyped-call]
 
     def _attach(self) -> RunHandle[Any]:
         """Returns the run. Raises RunNotFoundError if it was submitted again, because another try has it then."""
@@ -126,19 +120,10 @@ class RunTrigger(BaseTrigger):
             self.log.warning("the lease of the run in %s was not renewed: %s", self.directory, error)
 
     def _mask_secrets(self) -> None:
-        """Registers the connection's secrets in this process, so that Airflow masks them in its log.
-
-        The run's driver has already masked those of its environment and Spark configuration.
-        """
+        """Registers the connection's secrets in this process; the run's driver has masked those of the environment."""
         # The connection may only be readable on workers.
         with contextlib.suppress(Exception):
             Target.from_conn_id(self.conn_id)
-
-    def _follower(self, handle: RunHandle[Any]) -> Follower:
-        return Follower(handle, ranks=self.log_ranks, attached=self.attached)
-
-    def _event(self, **facts: str) -> TriggerEvent:
-        return TriggerEvent({"directory": self.directory, "nonce": self.nonce, **facts})  # type: ignore[no-untyped-call]
 
     async def on_kill(self) -> None:
         """Ends the run after a user has marked or cleared the task.
@@ -162,7 +147,7 @@ class RunTrigger(BaseTrigger):
                 # and ends the run.
                 self.log.info("the run in %s is left to the task's next process", self.directory)
                 return
-            handle.cancel(receiver, has_set(state))
+            handle.cancel(receiver, tries.has_set(state))
 
     async def _in_thread(self, action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls ``action`` in a thread of the run's store with the task's context, like `asyncio.to_thread`."""
@@ -174,7 +159,7 @@ class RunTrigger(BaseTrigger):
         """Logs the lines since the last call, and returns True if the run has ended."""
         for event in follower.poll():
             if isinstance(event, LineWritten):
-                log_groups.show_line(self.log, event.text)
+                tries.show_line(self.log, event.text)
         return follower.ended
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
-from rankzero import store
+from rankzero import bounds, store
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job, world_bounds
 from rankzero.kinds import COUNT_FROM_ONE
@@ -125,11 +126,18 @@ class Launcher(Options):
         Raises:
             RankZeroError: the same errors as `run`.
         """
-        from rankzero.report import notebook
-        from rankzero.run.printing import print_line
+        from rankzero.run.printing import in_notebook, print_line
 
-        with notebook.showing() as show, self.owned(train, args, kwargs) as handle:
-            show(handle)
+        with contextlib.ExitStack() as around:
+            show = None
+            if in_notebook():
+                from rankzero.report import card
+
+                # Entered first, so that the card's last update follows the end of the run.
+                show = around.enter_context(card.showing())
+            handle = around.enter_context(self.owned(train, args, kwargs))
+            if show is not None:
+                show(handle)
             for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
                 (on_line or print_line)(line, handle.id)
         value = handle.result()
@@ -351,7 +359,7 @@ class Launcher(Options):
         least, most = world_bounds(world)
         own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
         env = dict(self.env or {})
-        env |= log_level.environment(env)
+        env |= log_level.environment(env) | bounds.environment(env)
         decided = {
             "run_id": self.run_id or "",
             "num_processes": most,

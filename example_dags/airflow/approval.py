@@ -17,7 +17,7 @@ import digits
 from airflow.providers.standard.operators.hitl import ApprovalOperator
 from airflow.sdk import Param, dag, task
 
-from airflow_rankzero import TorchDistributorOperator, config
+from airflow_rankzero import TorchDistributorOperator, store_or_default
 from rankzero import ResultRef
 
 RESPONSE_TIMEOUT = timedelta(days=3)
@@ -36,7 +36,7 @@ def digits_approval() -> None:
 
     @task
     def prepare() -> ResultRef:
-        return ResultRef.save(digits.prepare(), f"{config.store_or_default()}/digits-data")
+        return ResultRef.save(digits.prepare(), f"{store_or_default()}/digits-data")
 
     @task
     def evaluate(data: ResultRef, model: ResultRef) -> float:

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 import digits
 from airflow.sdk import Param, dag, task
 
-from airflow_rankzero import TorchDistributorOperator, config
+from airflow_rankzero import TorchDistributorOperator, store_or_default
 from rankzero import ResultRef
 
 
@@ -34,7 +34,7 @@ def deferred_training() -> None:
 
     @task
     def prepare() -> ResultRef:
-        return ResultRef.save(digits.prepare(), f"{config.store_or_default()}/digits-data")
+        return ResultRef.save(digits.prepare(), f"{store_or_default()}/digits-data")
 
     @task
     def evaluate(data: ResultRef, model: ResultRef) -> float:

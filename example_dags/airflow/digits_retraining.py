@@ -20,7 +20,7 @@ import digits
 from airflow.sdk import Asset, dag, task
 from airflow.sdk.exceptions import AirflowFailException
 
-from airflow_rankzero import TorchDistributorOperator, config
+from airflow_rankzero import TorchDistributorOperator, store_or_default
 from rankzero import ResultRef
 
 CHAMPION = Asset("digits_champion")
@@ -32,7 +32,7 @@ def digits_retraining() -> None:
 
     @task
     def prepare() -> ResultRef:
-        return ResultRef.save(digits.prepare(), f"{config.store_or_default()}/digits-data")
+        return ResultRef.save(digits.prepare(), f"{store_or_default()}/digits-data")
 
     @task
     def evaluate(data: ResultRef, model: ResultRef) -> float:

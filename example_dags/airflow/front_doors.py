@@ -11,7 +11,7 @@ import digits
 import digits_doors
 from airflow.sdk import dag, task
 
-from airflow_rankzero import TorchDistributorOperator, config
+from airflow_rankzero import TorchDistributorOperator, store_or_default
 from rankzero import ResultRef
 
 EPOCHS = int(os.environ.get("DIGITS_EPOCHS", "25"))
@@ -23,7 +23,7 @@ def front_doors() -> None:
 
     @task
     def prepare() -> ResultRef:
-        return ResultRef.save(digits.prepare(), f"{config.store_or_default()}/digits-data")
+        return ResultRef.save(digits.prepare(), f"{store_or_default()}/digits-data")
 
     @task
     def ray_train(data: ResultRef) -> float:

@@ -11,7 +11,7 @@ import digits
 import digits_hvd
 from airflow.sdk import Param, dag, task
 
-from airflow_rankzero import TorchDistributorOperator, config
+from airflow_rankzero import TorchDistributorOperator, store_or_default
 from rankzero import ResultRef
 
 
@@ -27,7 +27,7 @@ def horovod_training() -> None:
 
     @task
     def prepare() -> ResultRef:
-        return ResultRef.save(digits.prepare(), f"{config.store_or_default()}/digits-data")
+        return ResultRef.save(digits.prepare(), f"{store_or_default()}/digits-data")
 
     @task
     def evaluate(data: ResultRef, model: ResultRef) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 from airflow.sdk import Param, dag, task
 
-from airflow_rankzero import config
+from airflow_rankzero import store_or_default
 from rankzero.run.retention import collect
 
 DAY = 86400.0
@@ -41,7 +41,7 @@ def rankzero_maintenance() -> None:
 
     @task(retries=2)
     def collect_runs(params: dict[str, Any]) -> dict[str, Any]:
-        collection = collect(config.store_or_default(), older_than=params["days"] * DAY, dry_run=params["dry_run"])
+        collection = collect(store_or_default(), older_than=params["days"] * DAY, dry_run=params["dry_run"])
         for removed in collection.removed:
             logger.info("%s, %s, %s bytes", removed.directory, removed.state, removed.size)
         for directory, problem in collection.problems.items():

@@ -24,8 +24,7 @@ import digits
 from airflow.sdk import Param, dag, task
 
 import rankzero.train as rt
-from airflow_rankzero import TorchDistributorOperator
-from airflow_rankzero.config import store_or_default
+from airflow_rankzero import TorchDistributorOperator, store_or_default
 from rankzero import ResultRef
 
 NUM_PROCESSES = 2

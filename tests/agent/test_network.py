@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import pytest
 from tests.conftest import free_port
 
-from rankzero import bounds
 from rankzero.host import network
 from rankzero.host.network import first_reachable, socket_environment
 
@@ -148,7 +147,7 @@ def test_the_first_host_that_accepts(listener: int) -> None:
 
 
 def test_the_order_is_a_preference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "CONNECT_HEAD_START", LONG)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "40")
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         hosts = [f"127.0.0.{number}" for number in range(1, 6)]

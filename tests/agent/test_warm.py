@@ -445,10 +445,10 @@ def test_a_module_that_hangs_while_it_is_loaded_ahead_delays_no_request(tmp_path
 
 
 @pytest.fixture
-def lonely(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
     """A server that is content with little idling."""
-    changes = "warm.bounds.WARM_IDLE_TIMEOUT = 5.0; warm.PRELOADED_LATER = ()"
-    with server_of(os.getpid(), tmp_path / "server", changes) as process:
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
+    with server_of(os.getpid(), tmp_path / "server", "warm.PRELOADED_LATER = ()") as process:
         yield process
 
 

@@ -7,6 +7,8 @@ other rooms' tests never import it.
 import os
 import re
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from typing import Any
 import pytest
 from tests.airflow import versions
 from tests.airflow.database import migrate
-from tests.conftest import restore_signal_handlers, signal_handlers
+from tests.conftest import restore_signal_handlers, signal_handlers, until
+
+from rankzero import Launcher
 
 # Deleted when the object is, at the end of the test process.
 _home = tempfile.TemporaryDirectory(prefix="rankzero-airflow-", ignore_cleanup_errors=True)
@@ -124,3 +128,72 @@ def register(dag: Any) -> None:
 
     DagBundlesManager().sync_bundles_to_db()
     versions.write(dag)
+
+
+def wait_long() -> None:
+    time.sleep(120)
+
+
+class Watched:
+    """A task instance without a process, whose training runs, and what the scheduler's thread does about it."""
+
+    def __init__(self, dag_id: str, run_id: str, launcher: Launcher) -> None:
+        from airflow_rankzero import listeners
+
+        self._listeners = listeners
+        self.dag_id, self.run_id = dag_id, run_id
+        self.set_state("up_for_retry")
+        self.launcher = launcher
+        self.handle = launcher.submit(wait_long)
+        until(lambda: self.handle.status().state == "running", 60, "the training")
+        self._before = listeners.poll({})
+
+    def set_state(self, state: str | None) -> None:
+        from airflow.models.taskinstance import TaskInstance
+        from airflow.utils.session import create_session
+        from sqlalchemy import update
+
+        with create_session(scoped=False) as session:
+            session.execute(update(TaskInstance).where(TaskInstance.run_id == self.run_id).values(state=state))
+
+    def delete_run(self) -> None:
+        from airflow.models.dagrun import DagRun
+        from airflow.utils.session import create_session
+        from sqlalchemy import delete
+
+        with create_session(scoped=False) as session:
+            session.execute(delete(DagRun).where(DagRun.run_id == self.run_id))
+
+    def delete_dag(self) -> None:
+        """What the web page, the REST API and the command do."""
+        from airflow.api.common.delete_dag import delete_dag
+
+        delete_dag(self.dag_id)
+
+    def poll(self) -> None:
+        """Polls once, and waits for what is ended then."""
+        self._before = self._listeners.poll(self._before)
+        for thread in threading.enumerate():
+            if thread.name == "rankzero-watch":
+                thread.join(60)
+
+
+@pytest.fixture
+def watched(
+    dag: Any, run_dag: Callable[..., DagOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Watched]:
+    from airflow.sdk import task
+
+    from airflow_rankzero import listeners
+
+    monkeypatch.setattr(listeners, "FOLLOWER_GRACE", 0.1)
+
+    @task(task_id="train")
+    def note(**context: Any) -> None:
+        context["ti"].xcom_push(key="run_directory", value=str(tmp_path / "left"))
+
+    note()
+    made = Watched(dag.dag_id, run_dag(dag).run_id, Launcher(1, store=tmp_path, run_id="left"))
+    yield made
+    made.launcher.find().cancel()
+    assert made.launcher.find().wait(60)

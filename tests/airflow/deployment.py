@@ -144,9 +144,9 @@ class Deployment:
         with self._open(method, path, body) as answer:
             return json.load(answer)
 
-    def delete(self, path: str) -> None:
-        """Deletes a DAG or a DAG run."""
-        self._open("DELETE", path).close()
+    def command(self, *words: str) -> None:
+        """Runs ``airflow`` with words, as an administrator does."""
+        subprocess.run([sys.executable, "-m", "airflow", *words], env=self._env, cwd=ROOT, check=True)
 
     def _open(self, method: str, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
         request = urllib.request.Request(
@@ -224,6 +224,11 @@ class Deployment:
     def log(self, dag_id: str, run_id: str, task_id: str, try_number: int = 1) -> str:
         """The log of a try."""
         return str(self.call("GET", self.task(dag_id, run_id, task_id) + f"/logs/{try_number}?full_content=true"))
+
+    def await_watch(self, dag_id: str, run_id: str) -> None:
+        """Waits until the scheduler knows of the training of a DAG run."""
+        words = f"the training of ('{dag_id}', '{run_id}'"
+        wait_until(lambda: words in (self._home / "scheduler.log").read_text(), RUN_TIMEOUT, words)
 
     # -- what it started -----------------------------------------------------------------------
 

@@ -45,13 +45,13 @@ def given() -> dict[str, Any]:
 
 def look_at(shown: Mapping[str, str] | str) -> None:
     """A connection in the environment is one that our hook takes; an option in a file is one that there is."""
-    from airflow_rankzero import config
+    from airflow_rankzero import provider_info
     from airflow_rankzero.hooks.rankzero import RankZeroHook
 
     if isinstance(shown, str):
         parser = configparser.ConfigParser(interpolation=None)
         parser.read_string(shown)
-        assert set(parser[config.SECTION]) <= set(config.OPTIONS)
+        assert set(parser[provider_info.SECTION]) <= set(provider_info.OPTIONS)
         return
     for name, value in shown.items():
         with pytest.MonkeyPatch.context() as patch:

@@ -6,11 +6,11 @@ from rankzero import InvalidJobError
 
 
 def test_options_have_defaults_and_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from airflow_rankzero import config
+    from airflow_rankzero import provider_info
 
-    assert (config.store(), config.directory_url()) == (None, None)
+    assert (provider_info.store(), provider_info.template("directory_url")) == (None, None)
     monkeypatch.setenv("AIRFLOW__RANKZERO__STORE", "s3://bucket/runs")
-    assert config.store() == "s3://bucket/runs"
+    assert provider_info.store() == "s3://bucket/runs"
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ def test_options_have_defaults_and_are_read_from_the_environment(monkeypatch: py
     ],
 )
 def test_wrong_values_are_named(monkeypatch: pytest.MonkeyPatch, option: str, value: str, words: str) -> None:
-    from airflow_rankzero import config
+    from airflow_rankzero import provider_info
 
     monkeypatch.setenv(f"AIRFLOW__RANKZERO__{option.upper()}", value)
     with pytest.raises(InvalidJobError) as caught:
-        getattr(config, option)()
+        provider_info.template(option)
     assert words in str(caught.value)

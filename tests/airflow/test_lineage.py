@@ -31,10 +31,10 @@ def present(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_provider_nothing_changes(absent: None) -> None:
-    from airflow_rankzero.openlineage import RunFacts, facets, inputs_of
+    from airflow_rankzero.openlineage import facets, inputs_of
 
     assert inputs_of(("/a",), "/rows") == ()
-    assert facets(RunFacts((), "/runs/a", "/runs/a/result/value.json")) is None
+    assert facets((), "/runs/a", "/runs/a/result/value.json") is None
 
 
 @with_provider
@@ -42,10 +42,10 @@ def test_facets_describe_the_run() -> None:
     from openlineage.client.event_v2 import Dataset
     from openlineage.client.serde import Serde
 
-    from airflow_rankzero.openlineage import RunFacts, facets
+    from airflow_rankzero.openlineage import facets
 
     inputs = (("file", "/data/b/result/value.json"),)
-    found = facets(RunFacts(inputs, "s3://bucket/runs/a", "s3a://bucket/runs/a/result/value.json"))
+    found = facets(inputs, "s3://bucket/runs/a", "s3a://bucket/runs/a/result/value.json")
     assert found.outputs == [Dataset("s3://bucket", "runs/a/result/value.json")]
     assert found.inputs == [Dataset(*inputs[0])]
     assert Serde.to_dict(found.run_facets["rankzero_run"])["runDirectory"] == "s3://bucket/runs/a"

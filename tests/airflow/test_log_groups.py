@@ -19,18 +19,18 @@ import pytest
     ],
 )
 def test_a_line_has_the_level_that_it_begins_with(caplog: pytest.LogCaptureFixture, line: str, level: int) -> None:
-    from airflow_rankzero import log_groups
+    from airflow_rankzero import tries
 
     caplog.set_level(logging.INFO)
-    log_groups.show_line(logging.getLogger("task"), line)
+    tries.show_line(logging.getLogger("task"), line)
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(level, line)]
 
 
 @pytest.mark.parametrize("word", ["::group::", "::endgroup::"])
 def test_a_line_of_a_rank_opens_and_ends_no_group(caplog: pytest.LogCaptureFixture, word: str) -> None:
-    from airflow_rankzero import log_groups
+    from airflow_rankzero import tries
 
     caplog.set_level(logging.INFO)
-    log_groups.show_line(logging.getLogger("task"), f"[0] {word} of a rank")
+    tries.show_line(logging.getLogger("task"), f"[0] {word} of a rank")
     assert word not in caplog.text
     assert caplog.records[0].getMessage().replace("\u200b", "") == f"[0] {word} of a rank"

@@ -127,7 +127,7 @@ def test_metrics_of_any_name_and_size_fail_no_task(
         "reports.rows_of",
         "describe",
         "fill_outlets",
-        "log_groups.show_reports",
+        "show_reports",
         "offer",
     ],
 )
@@ -137,7 +137,7 @@ def test_what_cannot_be_recorded_fails_no_task(
     import logging
     from types import SimpleNamespace
 
-    from airflow_rankzero.outlets import record
+    from airflow_rankzero.xcom import record
     from rankzero import Launcher
 
     def fail(*_args: object) -> None:
@@ -145,7 +145,7 @@ def test_what_cannot_be_recorded_fails_no_task(
 
     handle = Launcher(1, store=tmp_path).submit(len, "abc")
     assert handle.result() == 3
-    monkeypatch.setattr(f"airflow_rankzero.outlets.{broken}", fail)
+    monkeypatch.setattr(f"airflow_rankzero.xcom.{broken}", fail)
     task = SimpleNamespace(log=logging.getLogger("task"))
     ti = SimpleNamespace(id="1", try_number=1, task=task)
     context: Any = {"outlets": [], "ti": ti}

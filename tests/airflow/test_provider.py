@@ -34,16 +34,16 @@ back = serde.deserialize(json.loads(json.dumps(serde.serialize(ref), allow_nan=F
 shown["reference"] = [back == ref, back.summary, "airflow_rankzero.operators" in sys.modules]
 
 from airflow_rankzero import TorchDistributorOperator, torch_distributor
-import airflow_rankzero.plugin, airflow_rankzero.links, airflow_rankzero.connection.target
+import airflow_rankzero.plugin, airflow_rankzero.links, airflow_rankzero.hooks.rankzero
 import airflow_rankzero.hooks.rankzero, airflow_rankzero.openlineage
 heavy = {"torch", "pyspark", "py4j", "cloudpickle", "numpy", "pandas"}
 shown["heavy"] = sorted(heavy & (set(sys.modules) - before))
 
 from airflow_rankzero._compat import conf
-from airflow_rankzero import config
+from airflow_rankzero import provider_info
 
 def options():
-    return [[conf.get("rankzero", name) for name in config.OPTIONS], config.store()]
+    return [[conf.get("rankzero", name) for name in provider_info.OPTIONS], provider_info.store()]
 
 shown["options"] = options()
 os.environ.update(AIRFLOW__RANKZERO__STORE="/data")

@@ -44,7 +44,7 @@ def test_the_credentials_of_addresses_are_masked_as_they_are_rendered(
     dag: Any, monkeypatch: pytest.MonkeyPatch, field: str, template: Any
 ) -> None:
     from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero.connection import target
+    from airflow_rankzero.hooks import rankzero as target
 
     masked: list[str] = []
     monkeypatch.setattr(target, "mask_secret", masked.append)

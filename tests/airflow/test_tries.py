@@ -10,7 +10,6 @@ import pytest
 from tests.airflow import versions
 
 from rankzero import Launcher, RunCancelledError
-from rankzero.pipeline import Follower
 from rankzero.run.directory import RunDirectory
 
 
@@ -160,7 +159,7 @@ def test_a_user_s_mark_notifies_of_a_failure_only_if_it_is_one(
     from airflow.sdk import BaseOperator
 
     from airflow_rankzero import TaskTry
-    from airflow_rankzero.task_run import TaskLog
+    from airflow_rankzero.tries import TaskLog
 
     task = BaseOperator(task_id="train", email="me", on_retry_callback=print, on_failure_callback=print)
     ti = SimpleNamespace(
@@ -168,7 +167,8 @@ def test_a_user_s_mark_notifies_of_a_failure_only_if_it_is_one(
     )
     ti.get_task_states = lambda **_: {"r": {"train": state}}
     handle = Launcher(1, store=tmp_path).submit(wait_long)
-    log = TaskLog(handle, Follower(handle), TaskTry(ti), 0.1, lambda: True, logging.getLogger("task"))
+    operator = SimpleNamespace(is_killed=True, log_ranks=None, stop_grace=0.1, log=logging.getLogger("task"))
+    log = TaskLog(handle, TaskTry(ti), operator, attached=False)
     expected = versions.exception("AirflowFailException") if notified else RunCancelledError
     what = f"set the task to {state}" if state else "no state of the task, as after a clear"
     with pytest.raises(expected, match=what):

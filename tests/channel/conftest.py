@@ -135,10 +135,10 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A channel that notices and gives up within a second or two."""
     for name, value in {
         "PING_INTERVAL": 0.1,
-        "CONNECTION_SILENCE": 1.0,
-        "CONNECTION_LOST_AFTER": 2.0,
-        "CONNECT_TRY_TIMEOUT": 0.3,
-        "HANDSHAKE_REPLY_TIMEOUT": 1.0,
+        "CONNECTION_SILENCE": lambda: 1.0,
+        "CONNECTION_LOST_AFTER": lambda: 2.0,
+        "CONNECT_TRY_TIMEOUT": lambda: 0.3,
+        "HANDSHAKE_REPLY_TIMEOUT": lambda: 1.0,
         "CONNECT_PAUSE_MIN": 0.02,
         "CONNECT_PAUSE_MAX": 0.1,
     }.items():

@@ -74,7 +74,7 @@ def test_a_cut_is_noticed_and_resumed(serving: Any, proxy: Any, receive: Receive
 def test_nothing_is_lost_doubled_or_reordered(
     serving: Any, proxy: Any, receive: Receive, cutting: Any, fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "CONNECTION_LOST_AFTER", 20.0)
+    monkeypatch.setattr(bounds, "CONNECTION_LOST_AFTER", lambda: 20.0)
     client = serving.client(port=proxy.port)
     client.queue({"type": "join"})
     serving.await_type("join")
@@ -125,7 +125,7 @@ def test_files_on_their_way_arrive_whole_over_several_cuts(
 def test_silence_breaks_a_connection_and_the_next_one_goes_on(
     serving: Any, proxy: Any, receive: Receive, fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "CONNECTION_LOST_AFTER", 20.0)
+    monkeypatch.setattr(bounds, "CONNECTION_LOST_AFTER", lambda: 20.0)
     client = serving.client(port=proxy.port)
     client.queue({"type": "join"})
     serving.await_type("join")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.channel.conftest import Proxy, Serving
 
-from rankzero import EngineError, InvalidJobError, Launcher, bounds
+from rankzero import EngineError, InvalidJobError, Launcher
 from rankzero.channel.client import ChannelClosed
 from rankzero.channel.frames import Message
 from rankzero.channel.tls import make_identity
@@ -60,7 +60,7 @@ def test_another_certificate_is_not_the_drivers(
     serve: Callable[..., Serving], receive: Receive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The last try counts: none ends because the driver is slow.
-    monkeypatch.setattr(bounds, "HANDSHAKE_REPLY_TIMEOUT", 60.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "12")
     serving = serve(identity=make_identity())
     client = serving.client(certificate=make_identity().certificate, connect_timeout=1.0)
     with pytest.raises(ChannelClosed, match="has another certificate than the run's"):

@@ -58,7 +58,7 @@ def test_close_delivers_everything_and_is_not_a_loss(
     serving: Any, tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A machine that stands still for a second cuts nothing here.
-    monkeypatch.setattr(bounds, "CONNECTION_SILENCE", 20.0)
+    monkeypatch.setattr(bounds, "CONNECTION_SILENCE", lambda: 20.0)
     path = write(tmp_path / "value", 5 << 20)
     client = serving.client()
     for number in range(200):
@@ -75,7 +75,7 @@ def test_close_delivers_everything_and_is_not_a_loss(
     other = serving.client(1)
     other.queue({"type": "later"})
     # Longer than it takes to be lost: the other agent's word is the only one.
-    time.sleep(bounds.CONNECTION_LOST_AFTER + 0.5)
+    time.sleep(bounds.CONNECTION_LOST_AFTER() + 0.5)
     assert serving.next() == (1, {"type": "later"})
     assert serving.inbox.empty()
 
@@ -117,7 +117,7 @@ def test_an_agent_that_dies_is_disconnected_and_then_lost(
     serving: Any, fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The agent, another process, pings each second only.
-    monkeypatch.setattr(bounds, "CONNECTION_SILENCE", 20.0)
+    monkeypatch.setattr(bounds, "CONNECTION_SILENCE", lambda: 20.0)
     with subprocess.Popen([sys.executable, "-c", JOIN, serving.host, str(serving.port), serving.secret]) as agent:
         try:
             assert serving.next() == (3, {"type": "join"})
@@ -155,7 +155,7 @@ def test_a_server_that_closes_while_agents_come_and_go_ends_well(serve: Any) -> 
                 client.close(0.0)
         serving.server.close()
         # A thread says that it is done before it has ended.
-        serving.server._thread.join(bounds.CHANNEL_CLOSE_TIMEOUT)
+        serving.server._thread.join(bounds.CHANNEL_CLOSE_TIMEOUT())
         assert not serving.server._thread.is_alive()
 
 
@@ -327,7 +327,7 @@ def test_an_agent_whose_drivers_process_lives_takes_silence_for_a_pause(
     client.queue({"type": "join"})
     assert serving.next() == (0, {"type": "join"})
     proxy.hole()
-    time.sleep(bounds.CONNECTION_LOST_AFTER + 1.0)
+    time.sleep(bounds.CONNECTION_LOST_AFTER() + 1.0)
     assert client.receive() == []
     lives.clear()
     with pytest.raises(ChannelClosed, match="nothing was received from the driver"):
@@ -340,10 +340,10 @@ def test_a_driver_that_stood_still_loses_no_agent(
     def stand_still() -> None:
         # What an agent had sent meanwhile would be received before its silence is counted.
         serving.server._peers[0].connection.drop("cut")
-        time.sleep(bounds.CONNECTION_LOST_AFTER + bounds.CONNECTION_SILENCE)
+        time.sleep(bounds.CONNECTION_LOST_AFTER() + bounds.CONNECTION_SILENCE())
         # After some looks at its agents. This one may need longer to come back.
         serving.server._loop.call_later(
-            bounds.PING_INTERVAL, monkeypatch.setattr, bounds, "CONNECTION_LOST_AFTER", 20.0
+            bounds.PING_INTERVAL, monkeypatch.setattr, bounds, "CONNECTION_LOST_AFTER", lambda: 20.0
         )
 
     client = serving.client(driver_lives=lambda: True)

@@ -98,7 +98,7 @@ def test_an_answer_with_a_wrong_field_is_dropped(serving: Any, wrong: dict[str, 
 
 
 def test_peers_that_say_little_or_nothing_are_dropped_in_time(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "HANDSHAKE_TIMEOUT", 0.5)
+    monkeypatch.setattr(bounds, "HANDSHAKE_TIMEOUT", lambda: 0.5)
     monkeypatch.setattr(bounds, "PING_INTERVAL", 0.2)
     with strangers(serving, 2) as (silent, slow):
         slow.sendall(struct.pack(">I", 4000))
@@ -118,7 +118,7 @@ def test_200_idle_strangers_do_not_stop_an_agent(serving: Any) -> None:
 
 def test_more_strangers_than_places_go_oldest_first(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_UNPROVED", 20)
-    monkeypatch.setattr(bounds, "UNPROVED_GRACE", 0.2)
+    monkeypatch.setattr("rankzero.channel.server.UNPROVED_GRACE", 0.2)
     with strangers(serving, 60) as peers:
         assert serving.hears()
         assert all(is_dropped(peer) for peer in peers[:20])

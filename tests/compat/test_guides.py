@@ -4,6 +4,7 @@ What the guides leave out is filled in: the model, the data, a loop; typing erro
 """
 
 import os
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -184,12 +185,49 @@ def test_a_converted_loop_of_ray_train(local_mode: bool, tmp_path: Path) -> None
     assert result.metrics_dataframe["loss"].tolist() == [result.metrics["loss"]]
     assert (result.error, result.checkpoint) == (None, None)
 
-    with pytest.warns(DeprecationWarning, match="torch_backend is called torch_config"):
-        trainer = TorchTrainer(
-            train_func,
-            torch_backend=TorchConfig(),
-            scaling_config=ScalingConfig(num_workers=2),
-            run_config=place,
-            launcher=launcher,
-        )
+    trainer = TorchTrainer(
+        train_func,
+        torch_backend=TorchConfig(),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=place,
+        launcher=launcher,
+    )
     assert trainer.fit().metrics is not None
+
+
+def get_started() -> None:
+    import rankzero.compat.ray_train as ray
+
+    model = ray.train.torch.prepare_model(NeuralNetwork())
+    criterion = nn.MSELoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    train_loader: Any = DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 1)), batch_size=4, shuffle=True)
+    train_loader = ray.train.torch.prepare_data_loader(train_loader)
+    for epoch in range(2):
+        if ray.train.get_context().get_world_size() > 1:
+            train_loader.sampler.set_epoch(epoch)
+        for images, labels in train_loader:
+            loss = criterion(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        metrics = {"loss": loss.item(), "epoch": epoch}
+        with tempfile.TemporaryDirectory() as temp_checkpoint_dir:
+            torch.save(model.module.state_dict(), os.path.join(temp_checkpoint_dir, "model.pt"))
+            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(temp_checkpoint_dir))
+        if ray.train.get_context().get_world_rank() == 0:
+            print(metrics)
+
+
+def test_rays_page_for_pytorch(local_mode: bool, tmp_path: Path) -> None:
+    import rankzero.compat.ray_train as ray
+
+    trainer = ray.train.torch.TorchTrainer(
+        get_started,
+        scaling_config=ray.train.ScalingConfig(num_workers=2, use_gpu=False),
+        run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
+    )
+    result = trainer.fit()
+    assert (result.metrics["epoch"], result.error, len(result.best_checkpoints)) == (1, None, 2)
+    with result.checkpoint.as_directory() as checkpoint_dir:
+        NeuralNetwork().load_state_dict(torch.load(os.path.join(checkpoint_dir, "model.pt")))

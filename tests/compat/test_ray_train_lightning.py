@@ -56,15 +56,16 @@ def loop(config: dict[str, Any]) -> list[list[str]]:
     return rt.all_gather_object(left)
 
 
-@pytest.mark.parametrize("one_host", [True, False])
-def test_a_checkpoint_has_the_parts_of_all_hosts(tmp_path: Path, one_host: bool) -> None:
-    if not one_host and subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+@pytest.mark.parametrize("hosts", ["one task", "one host", "two hosts"])
+def test_a_checkpoint_has_the_parts_of_all_hosts(tmp_path: Path, request: pytest.FixtureRequest, hosts: str) -> None:
+    if hosts == "two hosts" and subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
         pytest.skip("needs the right to mount")
-    root = tmp_path / "local"
-    root.mkdir()
+    (root := tmp_path / "local").mkdir()
+    if hosts != "one task":
+        request.getfixturevalue("session")
     trainer = TorchTrainer(
         loop,
-        train_loop_config={"root": str(root), "one_host": one_host},
+        train_loop_config={"root": str(root), "one_host": hosts != "two hosts"},
         scaling_config=ScalingConfig(num_workers=4),
         run_config=RunConfig(storage_path=tmp_path / "runs"),
     )
@@ -74,4 +75,4 @@ def test_a_checkpoint_has_the_parts_of_all_hosts(tmp_path: Path, one_host: bool)
     assert sorted(os.listdir(saved)) == ["part-0", "part-1", "part-2", "part-3"]
     every = [f"of-{rank}" for rank in range(4)]
     of_each = [["of-0", "of-2"], ["of-1"], ["of-0", "of-2"], ["of-3"]]
-    assert result.return_value == ([every] * 4 if one_host else of_each), "no files are left"
+    assert result.return_value == (of_each if hosts == "two hosts" else [every] * 4), "no files are left"

@@ -177,7 +177,7 @@ def test_what_killed_writers_left_goes_after_an_hour(
         folder.mkdir(parents=True)
     for name in ("killed", "slow"):
         (folders[name] / "data").write_text("half of it")
-    long_ago = time.time() - 2 * UNFINISHED_AFTER
+    long_ago = time.time() - 2 * UNFINISHED_AFTER()
     for path in (folders["killed"] / "data", folders["killed"], folders["slow"]):
         os.utime(path, (long_ago, long_ago))
     store({"a": 1}, manager, instance)
@@ -406,7 +406,7 @@ def test_files_that_no_version_names_go_after_an_hour(
     store({"version": 2}, manager, instance)
     assert len(list((assets_path / "stored").glob("data-*"))) == 5
     now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 2 * UNFINISHED_AFTER)
+    monkeypatch.setattr(time, "time", lambda: now() + 2 * UNFINISHED_AFTER())
     store({"version": 3}, manager, instance)
     assert load(manager, instance) == {"version": 3}
     assert len(list((assets_path / "stored").glob("data-*"))) == 4

@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 import pytest
 from tests.conftest import until
 
-from rankzero import bounds
 from rankzero.data import reader
 from rankzero.submit.paths import manifest_of_path
 from rankzero.train import DatasetShard, TrainContext
@@ -112,7 +111,7 @@ def test_one_whose_process_was_killed_meanwhile_is_decoded_here(tasks: list[Path
 
 
 def test_one_whose_process_hangs_is_decoded_here(tasks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "DECODE_LOCK_TIMEOUT", 0.1)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.001")
     first, second = (task / "group.arrow" for task in tasks[:2])
     with decoding_elsewhere(first):
         assert reader.place_decoded(str(second), lambda: batch_of(2)) is None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import rankzero.train as rt
-from rankzero import Launcher, ResultError, RetryableError, Table, store
-from rankzero.train.context import await_checkpoint
+from rankzero import Launcher, ResultError, Table, store
+from rankzero.train import rows
 
 
 def _flaky(*batches: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -41,9 +39,9 @@ def test_columns_of_a_call_that_raised_are_not_in_the_table() -> None:
 
 
 def test_columns_of_the_calls_before_stay_when_a_call_raises() -> None:
-    rt.write_rows({"id": [1], "empty": [None]}, "before")
-    _raises("before", {"id": [2], "empty": [None]})
-    assert rt.write_rows([], "before").to_arrow().to_table().to_pydict() == {"id": [1], "empty": [None]}
+    rt.write_rows({"id": [1], "extra": [0.5]}, "before")
+    _raises("before", {"id": [2], "extra": [0.5]})
+    assert rt.write_rows([], "before").to_arrow().to_table().to_pydict() == {"id": [1], "extra": [0.5]}
 
 
 def test_rows_that_the_store_does_not_remove_are_not_silently_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +55,7 @@ def test_rows_that_the_store_does_not_remove_are_not_silently_kept(monkeypatch: 
         remove(location)
 
     monkeypatch.setattr(store, "remove", remove_when_up)
+    monkeypatch.setattr(rows, "GROUP_BYTES", 1)
     _raises("refused", *batches)
     with pytest.raises(ResultError, match="of a call that raised cannot be removed.*no such device"):
         rt.write_rows(batches, "refused")
@@ -69,7 +68,7 @@ def _returns_what_raised() -> Table:
     def refuse(_: str) -> None:
         raise OSError("no such device")
 
-    store.remove = refuse
+    store.remove, rows.GROUP_BYTES = refuse, 1
     with pytest.raises(ConnectionError):
         rt.write_rows(_flaky({"id": [1]}, {"id": [2], "extra": ["x"]}))
     return rt.write_rows([])
@@ -80,30 +79,11 @@ def test_a_result_does_not_hold_rows_of_a_call_that_raised(launcher: Launcher) -
         launcher.options(num_processes=1).run(_returns_what_raised)
 
 
-def _kept_by_a_checkpoint() -> Table:
-    def batches() -> Iterator[dict[str, Any]]:
-        yield {"id": [1]}
-        yield {"id": [2], "extra": ["x"]}
-        rt.report({}, checkpoint={"rows": 2})
-        yield {"id": [3], "extra": ["y"]}
-        yield {"id": [4], "more": ["z"]}
-        raise ConnectionError("the source is gone")
-
-    with pytest.raises(ConnectionError):
-        rt.write_rows(batches())
-    return rt.write_rows({"id": [3]})
-
-
-def test_rows_of_before_a_checkpoint_stay_when_a_call_raises(launcher: Launcher) -> None:
-    table = launcher.options(num_processes=1).run(_kept_by_a_checkpoint).to_arrow().to_table().sort_by("id")
-    assert table.to_pydict() == {"id": [1, 2, 3], "extra": [None, "x", None]}
-
-
 def _one_rank_raises() -> Table:
     context = rt.get_context()
 
     def batches() -> Iterator[dict[str, Any]]:
-        yield {"id": [context.rank], "empty": [None]}
+        yield {"id": [context.rank], "extra": [0.5]}
         rt.barrier()
         if context.rank == 1:
             # Behind the rank that wrote the same columns.
@@ -120,87 +100,4 @@ def _one_rank_raises() -> Table:
 
 
 def test_columns_of_another_rank_stay_when_a_call_raises(launcher: Launcher) -> None:
-    assert launcher.run(_one_rank_raises).to_arrow().to_table().to_pydict() == {"id": [0], "empty": [None]}
-
-
-def _writes_on_rank_1() -> None:
-    context = rt.get_context()
-    if context.rank == 1:
-        rt.write_rows({"attempt": [context.attempt]})
-    rt.report({}, checkpoint={}, sharded=True)
-    await_checkpoint()
-    rt.barrier()
-    if context.attempt == 0:
-        raise RetryableError("preempted")
-
-
-@pytest.mark.soak
-def test_a_rank_that_does_not_ask_for_the_checkpoint_does_not_write_rows_twice(launcher: Launcher) -> None:
-    with pytest.raises(ResultError, match="would get them twice: call get_checkpoint"):
-        launcher.options(max_restarts=1).run(_writes_on_rank_1)
-
-
-def test_a_repetition_after_a_refused_checkpoint_writes_each_row_once(launcher: Launcher) -> None:
-    def rows(checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        for number in range(4):
-            yield {"id": [number]}
-            if number == 1:
-                rt.report({}, checkpoint=checkpoint)
-
-    def train() -> Table:
-        with pytest.raises(ResultError, match="cannot pickle"):
-            rt.write_rows(rows({"lock": threading.Lock()}))
-        return rt.write_rows(rows({"id": 1}))
-
-    table = launcher.options(num_processes=1).run(train)
-    assert sorted(table.to_arrow().to_table()["id"].to_pylist()) == [0, 1, 2, 3]
-
-
-def test_a_checkpoint_from_a_signal_handler_loses_no_row_that_is_being_taken(launcher: Launcher) -> None:
-    """The handler comes when the generator has counted a batch, and the batch is not written yet."""
-
-    class Column:
-        """Stands for a conversion that takes time, in which the signal arrives."""
-
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def __len__(self) -> int:
-            return 1
-
-        def __arrow_array__(self, type: object = None) -> Any:
-            import pyarrow as pa
-
-            if self.number == 3 and rt.get_context().attempt == 0:
-                signal.raise_signal(signal.SIGUSR1)
-            return pa.array([self.number])
-
-    def train() -> Table:
-        checkpoint = rt.get_checkpoint()
-        state = checkpoint.load() if checkpoint else {"next": 0}
-
-        def save_and_end(*_: object) -> None:
-            rt.report({}, checkpoint=dict(state))
-            await_checkpoint()
-            raise RetryableError("preempted")
-
-        signal.signal(signal.SIGUSR1, save_and_end)
-
-        def rows() -> Iterator[dict[str, Any]]:
-            while state["next"] < 6:
-                number = state["next"]
-                state["next"] += 1
-                yield {"id": Column(number)}
-                if number == 1:
-                    rt.report({}, checkpoint=dict(state))
-                    await_checkpoint()
-
-        return rt.write_rows(rows())
-
-    launcher = launcher.options(num_processes=1, max_restarts=1, run_id="handler")
-    table = launcher.run(train)
-    assert sorted(table.to_arrow().to_table()["id"].to_pylist()) == list(range(6))
-    handle = launcher.find()
-    assert handle
-    assert any("is left out" in line for line in handle.logs(rank=0))
-    assert [event["id"] for event in handle.events() if event["type"] == "checkpoint"] == ["0000-000000"]
+    assert launcher.run(_one_rank_raises).to_arrow().to_table().to_pydict() == {"id": [0], "extra": [0.5]}

@@ -1,4 +1,4 @@
-"""Datasets through the front doors: TorchDistributor, Ray Train, Dagster."""
+"""Datasets through the front doors: TorchDistributor, Dagster."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,6 @@ import pytest
 
 import rankzero.train as rt
 from rankzero import InvalidJobError, Launcher, TorchDistributor, WorkerFailedError
-from rankzero.compat.ray_train import ScalingConfig, TorchTrainer, train
 from rankzero.compat.torch_distributor import _get_spark_partition_data_loader
 
 
@@ -20,25 +19,6 @@ def numbers(tmp_path: Path) -> str:
     pairs = pa.array([[float(number), 1.0] for number in range(10)], pa.list_(pa.float64(), 2))
     pq.write_table(pa.table({"id": range(10), "x": pairs}), tmp_path / "t.parquet")
     return str(tmp_path / "t.parquet")
-
-
-def loop() -> Any:
-    shard = train.get_dataset_shard("numbers")
-    batches = list(shard.iter_torch_batches(batch_size=2))
-    with pytest.raises(KeyError, match="gave: numbers, plain"):
-        train.get_dataset_shard("other")
-    plain = next(iter(train.get_dataset_shard("plain").iter_torch_batches(batch_size=2)))
-    return [batch["id"].tolist() for batch in batches], plain.tolist()
-
-
-def test_ray_train_iterates_over_a_table(numbers: str, tmp_path: Path) -> None:
-    trainer = TorchTrainer(
-        loop,
-        scaling_config=ScalingConfig(num_workers=2),
-        datasets={"numbers": numbers, "plain": list(range(4))},
-        launcher=Launcher(store=tmp_path / "runs"),
-    )
-    assert trainer.fit().return_value == ([[0, 1], [2, 3], [4]], [0, 2])
 
 
 def partition_loader(num_samples: int, workers: int, is_prepared: bool = False) -> list[Any]:

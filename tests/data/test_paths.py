@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -490,40 +489,6 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
         loader.load_state_dict({**state, "rows": 7})
     with pytest.raises(TypeError, match="batch_size=None"):
         rt.prepare_data_loader(DataLoader(loader.dataset))
-
-
-@pytest.mark.parametrize("is_loader", [False, True])
-def test_a_rank_without_a_batch_in_a_resumed_epoch_loses_none_if_another_has_ended_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loader: bool
-) -> None:
-    pq.write_table(pa.table({"id": list(range(45))}), tmp_path / "rows.parquet")
-    manifest = manifest_of_path(str(tmp_path / "rows.parquet"), "train")
-    seen: list[int] = []
-
-    def attempt(resume: Any, counts: list[int | None]) -> Any:
-        """Each rank reads some batches (None: all) and reports; returns rank 0's state of the checkpoint."""
-        session, states = context.current(), []
-        positions: dict[str, list[Any]] = {}
-        for rank, count in enumerate(counts):
-            world = TrainContext(rank=rank, world_size=len(counts))
-            monkeypatch.setattr(data_loader, "get_context", lambda world=world: world)
-            source: Any = DatasetShard(manifest, world, str(tmp_path), "train")
-            loader = rt.prepare_data_loader(DataLoader(source.to_torch(6), batch_size=None)) if is_loader else None
-            if resume:
-                (loader or source).load_state_dict(resume)
-            rows = iter(loader) if loader else source.iter_batches(6)
-            seen.extend(ids_of(itertools.islice(rows, count)))
-            states.append((loader or source).state_dict())
-            [positions[str(rank)]] = session.tables.take_cursors().values()
-        cursors = {state["cursor"]: positions for state in states}
-        session.writer = SimpleNamespace(cursors=cursors, carried=set(), busy=False)
-        return states[0]
-
-    monkeypatch.setattr(context, "_session", None)
-    first = attempt(None, [4])
-    second = attempt(first, [None, 0])
-    attempt(second, [None, None])
-    assert sorted(seen) == list(range(45))
 
 
 def test_what_would_stack_batches_or_rows_says_what_to_call(parquet: Path, tmp_path: Path) -> None:

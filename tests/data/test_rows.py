@@ -1,11 +1,6 @@
 """Rows that ranks write: a table that is there when the run has succeeded, and nothing of what failed."""
 
-import contextlib
-import itertools
-import json
 import os
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.faults.kit import SlotsEngine
 
 import rankzero.train as rt
-from rankzero import InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, bounds, store
+from rankzero import CheckpointConfig, InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, store
 from rankzero.data.columns import Ragged
 from rankzero.data.table import file_of
 from rankzero.driver.storage import remove_leftovers, remove_values
-from rankzero.driver.tables import carry_rows, remove_rows
+from rankzero.driver.tables import remove_rows
 from rankzero.run.directory import RunDirectory
-from rankzero.store import remote
 from rankzero.train import rows
 
 
@@ -53,7 +44,7 @@ def test_a_table_is_complete_and_nothing_of_a_failed_attempt_is_left(launcher: L
     table = ref.load()
     assert isinstance(table, Table)
     assert table.uri == f"{handle.directory}/tables/0001/rows"
-    assert os.listdir(f"{handle.directory}/tables") == ["0001"]
+    assert [path.parts[-3] for path in Path(handle.directory).rglob("*.parquet")] == ["0001"] * 2
     frame = table.to_pandas().sort_values("id")
     assert frame["id"].tolist() == [
         100 * rank + 10 * number + row for rank in (0, 1) for number in range(3) for row in range(4)
@@ -72,295 +63,85 @@ def _count(table: Table) -> int:
 def test_a_run_that_fails_leaves_no_rows(launcher: Launcher, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailedError, match="SIGKILL"):
         launcher.options(run_id="failed").run(score, True)
-    assert os.listdir(tmp_path / "store" / "failed" / "tables") == []
+    assert not [*(tmp_path / "store" / "failed").rglob("*.parquet")]
 
 
-ROWS = 100
-DEATHS = [
-    # Slots, the rank that dies, its batch, and where: before its rows, behind them, the checkpoint, or its commit.
-    (2, 0, 1, "committed"),
-    (3, 1, 3, "rows"),
-    (1, 0, 2, "before"),
-    (2, 1, 2, "checkpoint"),
-]
-
-
-def _scored_by_changing_worlds(slots: str) -> tuple[Table, Table]:
-    world, shard = rt.get_context(), rt.get_dataset_shard()
-    if checkpoint := rt.get_checkpoint():
-        shard.load_state_dict(checkpoint.load(rank=0))
-
-    def passed(batch: int, place: str) -> None:
-        if world.attempt < len(DEATHS) and DEATHS[world.attempt][1:] == (world.rank, batch, place):
-            following = DEATHS[world.attempt + 1 :] or [(2,)]
-            Path(slots).write_text(str(following[0][0]))
-            os.kill(os.getpid(), 9)
-
-    def scored() -> Any:
-        for number, batch in enumerate(shard.iter_batches(3, shuffle=True, pad=False)):
-            passed(number, "before")
-            rt.write_rows({"id": batch["id"]}, "calls")
-            yield {"id": batch["id"], "attempt": [world.attempt] * len(batch["id"])}
-            passed(number, "rows")
-            before = rt.get_checkpoint()
-            rt.report({}, checkpoint=shard.state_dict(), sharded=True)
-            passed(number, "checkpoint")
-            while world.attempt < len(DEATHS) and getattr(rt.get_checkpoint(), "id", "") == getattr(before, "id", ""):
-                rt.report({})
-                time.sleep(0.01)
-            passed(number, "committed")
-
-    table = rt.write_rows(scored())
-    return table, rt.write_rows([], "calls")
-
-
-def test_every_row_is_scored_once_however_often_ranks_die_and_worlds_change(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bounds, "GROWTH_TIMEOUT", 0.2)
-    monkeypatch.setattr(bounds, "RESTART_PAUSE_MAX", 0.1)
-    pq.write_table(pa.table({"id": list(range(ROWS))}), tmp_path / "ids.parquet")
-    slots = tmp_path / "slots"
-    slots.write_text(str(DEATHS[0][0]))
-    elastic = launcher.options(
-        num_processes=(1, 3),
-        engine=SlotsEngine(str(slots)),
-        dataset=str(tmp_path / "ids.parquet"),
-        max_restarts=len(DEATHS),
-        run_id="scored",
-    )
-    generated, called = elastic.run(_scored_by_changing_worlds, str(slots))
-    for table in (generated, called):
-        assert sorted(table.to_pandas()["id"]) == list(range(ROWS))
-    # Rows of several attempts, and nothing but the table that was returned.
-    assert len(set(generated.to_pandas()["attempt"])) > 2
-    assert os.listdir(tmp_path / "store" / "scored" / "tables") == [f"{len(DEATHS):04d}"]
-
-
-def _begins_anew(slots: str) -> Table:
-    table = rt.write_rows({"id": [rt.get_context().attempt]})
-    rt.report({}, checkpoint={"epoch": 1})
-    while rt.get_checkpoint() is None and rt.get_context().attempt == 0:
-        time.sleep(0.01)
-    if rt.get_context().attempt == 0:
-        os.kill(os.getpid(), 9)
-    return table
-
-
-def test_an_attempt_that_begins_anew_does_not_write_rows_twice(launcher: Launcher) -> None:
-    with pytest.raises(ResultError, match="would get them twice: call get_checkpoint"):
-        launcher.options(num_processes=1, max_restarts=1).run(_begins_anew, "")
-
-
-def _whole() -> None:
-    rt.write_rows({"id": [rt.get_context().rank]})
-    rt.barrier()
-    if rt.get_context().rank:
-        rt.report({}, checkpoint={})
-    rt.barrier()
-
-
-@pytest.mark.soak
-def test_rows_of_all_ranks_do_not_belong_to_a_checkpoint_of_rank_0(launcher: Launcher) -> None:
-    with pytest.raises(WorkerFailedError, match=r"rank 1 has written rows.*sharded=True"):
-        launcher.run(_whole)
-
-
-def _scored_in_epochs() -> Table:
-    world, checkpoint = rt.get_context(), rt.get_checkpoint()
-    for epoch in range(checkpoint.load()["epoch"] + 1 if checkpoint else 0, 3):
-        table = rt.write_rows({"epoch": [epoch] * 3})
+def _restarted(rows_from: int) -> tuple[Table, str | None]:
+    """Reports three checkpoints, with rows from one of them on, and is killed; returns where the restart began."""
+    context, checkpoint = rt.get_context(), rt.get_checkpoint()
+    table = None
+    for step in range(checkpoint.load()["step"] + 1 if checkpoint else 0, 4):
+        if step >= rows_from and (rows_from < 3 or context.rank == 1 or context.attempt):
+            table = rt.write_rows({"step": [step], "rank": [context.rank]})
         rt.barrier()
-        if world.rank == 0:
-            rt.report({}, checkpoint={"epoch": epoch})
+        if step < 3:
+            rt.report({}, checkpoint={"step": step})
             rt.context.await_checkpoint()
-            if (world.attempt, epoch) == (0, 1):
-                os.kill(os.getpid(), 9)
         rt.barrier()
-    return table
-
-
-def test_rows_of_ranks_that_report_nothing_are_not_lost_at_a_restart(launcher: Launcher) -> None:
-    with pytest.raises(WorkerFailedError, match=r"rank 1 has written rows.*sharded=True") as raised:
-        launcher.options(max_restarts=1).run(_scored_in_epochs)
-    assert (raised.value.rank, raised.value.exception_type) == (0, "ValueError")
-
-
-@pytest.mark.soak
-def test_rows_of_ranks_that_report_nothing_are_not_lost_on_an_object_store(bucket: str) -> None:
-    with pytest.raises(WorkerFailedError, match=r"rank 1 has written rows.*sharded=True"):
-        Launcher(2, store=f"{bucket}/runs", max_restarts=1).run(_scored_in_epochs)
-
-
-def test_each_client_lists_the_files_below_a_directory(bucket: str) -> None:
-    for name in ("a/x.txt", "a/b/y.txt", "c/z.txt"):
-        store.write_bytes(f"{bucket}/{name}", b"1")
-    clients = list(remote.clients(bucket))
-    assert len(clients) == 2
-    for client in clients:
-        assert {name for name in client.names_below(f"{bucket}/a") if name} >= {"x.txt", "y.txt"}
-        assert "z.txt" not in client.names_below(f"{bucket}/a")
-        assert client.names_below(f"{bucket}/none") == []
-
-
-def _trained_then_scored() -> Table:
-    if rt.get_checkpoint() is None and rt.get_context().rank == 0:
-        rt.report({}, checkpoint={"epoch": 1})
-    rt.barrier()
-    table = rt.write_rows({"id": [rt.get_context().rank]})
-    rt.barrier()
-    if rt.get_context().rank == 0 and rt.get_context().attempt == 0:
-        rt.context.await_checkpoint()
+    if context.attempt == 0:
         os.kill(os.getpid(), 9)
-    rt.barrier()
-    return table
+    assert table
+    return table, checkpoint.id if checkpoint else None
 
 
-@pytest.mark.soak
-def test_all_ranks_write_rows_after_the_last_checkpoint_of_rank_0(launcher: Launcher) -> None:
-    table = launcher.options(max_restarts=1).run(_trained_then_scored)
-    assert sorted(table.to_pandas()["id"]) == [0, 1]
-    assert "/0001/" in table.uri
+@pytest.mark.parametrize(("rows_from", "begins"), [(3, "0000-000002"), (2, "0000-000001"), (0, None)])
+def test_a_restart_begins_before_the_rows_of_its_attempt_and_writes_them_again(
+    launcher: Launcher, caplog: pytest.LogCaptureFixture, rows_from: int, begins: str | None
+) -> None:
+    keeping = launcher.options(max_restarts=1, run_id="again", checkpoints=CheckpointConfig(num_to_keep=None))
+    table, began = keeping.run(_restarted, rows_from)
+    assert began == begins
+    steps = [step for step in range(rows_from, 4) for _ in (0, 1)]
+    assert sorted(table.to_pandas()["step"]) == steps
+    handle = keeping.find()
+    assert handle
+    assert "rows" not in os.listdir(f"{handle.directory}/tables/0000")
 
 
-def _whole_beside_a_rank_without_rows() -> Table:
-    table = rt.write_rows([{"id": [1]}] if rt.get_context().rank == 0 else [])
-    rt.report({}, checkpoint={"step": 1})
-    rt.barrier()
-    return table
-
-
-@pytest.mark.soak
-def test_a_checkpoint_of_rank_0_is_taken_where_the_others_had_no_row_to_write(launcher: Launcher) -> None:
-    assert launcher.run(_whole_beside_a_rank_without_rows).to_arrow().count_rows() == 1
-
-
-def _score_behind_a_cursor(file: str) -> Table | None:
-    """Rank 0 scores a batch in each attempt, behind the cursor in its checkpoint, or in a newer file."""
-    shard, checkpoint = rt.get_dataset_shard(), rt.get_checkpoint()
-    if checkpoint:
-        shard.load_state_dict(json.loads(Path(file).read_text()) if file else checkpoint.load())
-    batches = shard.iter_batches(10)
-    ids = next(batches)["id"]
-    if rt.get_context().rank:
-        return None
-    if checkpoint is None and file:
-        rt.report({}, checkpoint={})
-    table = rt.write_rows({"id": ids})
-    if checkpoint is None:
-        if file:
-            Path(file).write_text(json.dumps(shard.state_dict()))
-        else:
-            rt.report({}, checkpoint=shard.state_dict())
-        rt.context.await_checkpoint()
-        os.kill(os.getpid(), 9)
-    return table
+def test_rows_on_an_object_store_are_written_again_by_a_restart(bucket: str) -> None:
+    table, began = Launcher(2, store=f"{bucket}/runs", max_restarts=1).run(_restarted, 3)
+    assert (began, sorted(table.to_pandas()["step"])) == ("0000-000002", [3, 3])
+    assert "/tables/0001/" in table.uri
 
 
 @pytest.fixture
 def ids(launcher: Launcher, tmp_path: Path) -> Launcher:
     """A launcher with a dataset of numbers."""
-    pq.write_table(pa.table({"id": list(range(ROWS))}), tmp_path / "ids.parquet")
+    pq.write_table(pa.table({"id": list(range(100))}), tmp_path / "ids.parquet")
     return launcher.options(dataset=str(tmp_path / "ids.parquet"), max_restarts=1)
-
-
-def test_a_table_does_not_lack_the_rows_of_before_its_cursor(ids: Launcher, tmp_path: Path) -> None:
-    with pytest.raises(ResultError, match="'rows' would lack rows"):
-        ids.run(_score_behind_a_cursor, str(tmp_path / "cursor.json"))
-
-
-@pytest.mark.soak
-def test_rows_of_rank_0_alone_belong_to_its_whole_checkpoint(ids: Launcher) -> None:
-    table = ids.run(_score_behind_a_cursor, "")
-    assert table
-    found = table.to_pandas()["id"].tolist()
-    assert (len(found), len(set(found))) == (20, 20)
 
 
 def test_a_driver_that_seemed_dead_leaves_the_rows_of_its_heir(tmp_path: Path) -> None:
     for attempt in ("0000", "0001", "0002", ".stray"):
         (tmp_path / "tables" / attempt / "rows").mkdir(parents=True)
+        (tmp_path / "tables" / attempt / "rows" / file_of(0, 0, pa.schema([]))).touch()
     (tmp_path / "result").mkdir()
     (tmp_path / "result" / "value-0.json").touch()
     # The attempt 1 fails late: 0 is an earlier result, and another driver has begun with 2.
-    remove_rows(RunDirectory(str(tmp_path)), range(1, 2), {})
-    assert sorted(os.listdir(tmp_path / "tables")) == [".stray", "0000", "0002"]
+    remove_rows(RunDirectory(str(tmp_path)), range(1, 2))
+    assert [name for name in sorted(os.listdir(tmp_path / "tables")) if os.listdir(tmp_path / "tables" / name)] == [
+        ".stray",
+        "0000",
+        "0002",
+    ]
 
 
 def test_files_of_the_user_beside_rows_and_values_stay(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path))
-    schema = f"_schema-{'0a' * 8}-0000-00000-000000.arrow"
     unfinished = f".writing-{'0a' * 8}"
-    ours = [f"0000/rows/{name}" for name in (file_of(0, 0, 0), file_of(0, 1, 0), schema, unfinished)]
-    mine = ["0000/notes.txt", "0000/rows/part-of-a-book.parquet", "0000/rows/_schema-of-it.txt", "0000/a/b/c.txt"]
-    for name in [*ours, "0001/rows/" + file_of(1, 0, 0), *mine]:
+    ours = [f"0000/rows/{name}" for name in (file_of(0, 0, pa.schema([])), file_of(1, 0, pa.schema([])), unfinished)]
+    mine = ["0000/notes.txt", "0000/rows/part-of-a-book.parquet", "0000/a/b/c.txt"]
+    for name in [*ours, *mine]:
         (tmp_path / "tables" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tables" / name).write_text("text")
     (tmp_path / "result").mkdir()
     for name in (unfinished, ".committing-12.json", ".upload-0-checkpoint-1-0", ".env", "value-0.of-gold.txt"):
         (tmp_path / "result" / name).write_text("text")
-
-    carry_rows(run, 2, {"rows": {"0": {"0": 1}}})
-    assert store.list_files(run.path("tables", "0002", "rows")) == [schema, file_of(0, 0, 0)]
     remove_leftovers(run, range(2))
     assert store.list_files(run.path("result")) == [".env", "value-0.of-gold.txt"]
     remove_values(run, range(2))
     assert store.list_files(run.path("result")) == [".env", "value-0.of-gold.txt"]
-    assert sorted(os.listdir(tmp_path / "tables")) == ["0000", "0002"]
     assert store.list_files(run.path("tables", "0000")) == sorted(name[5:] for name in mine)
-
-
-FILES = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 4)), max_size=12)
-KEPT = st.dictionaries(st.integers(0, 2), st.dictionaries(st.integers(0, 2), st.integers(0, 5)))
-
-
-@given(FILES, KEPT, st.integers(0, 12))
-def test_a_driver_that_dies_while_it_carries_rows_loses_none(
-    files: set[tuple[int, int, int]], kept: dict[int, dict[int, int]], moves: int
-) -> None:
-    """Files are attempt, rank and number; attempt 3 carries some of them and dies, and attempt 4 carries all."""
-    written = {"t": {str(attempt): {str(rank): n for rank, n in of.items()} for attempt, of in kept.items()}}
-    with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patched:
-        run = RunDirectory(home)
-        for file in files:
-            path = Path(run.path("tables", f"{file[0]:04d}", "t", file_of(*file)))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        left = iter(range(moves))
-        upload = store.upload
-        patched.setattr(store, "upload", lambda *paths: upload(*paths) if next(left, None) is not None else _die())
-        with contextlib.suppress(ZeroDivisionError):
-            carry_rows(run, 3, written)
-            remove_rows(run, range(3), {})
-        patched.undo()
-        remove_rows(run, range(3, 4), written)
-        carry_rows(run, 4, written)
-        remove_rows(run, range(4), {})
-        found = {str(path.relative_to(home)) for path in Path(home).rglob("*.parquet")}
-    expected = [file for file in files if file[2] < kept.get(file[0], {}).get(file[1], 0)]
-    assert found == {f"tables/0004/t/{file_of(*file)}" for file in expected}
-
-
-def _die() -> None:
-    raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("place", ["local", "without links", "object store"])
-def test_rows_of_a_delivered_table_are_copied_into_a_later_attempt(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if place == "without links":
-        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError("no links")))
-    run = RunDirectory(f"memory://{tmp_path.name}/run" if place == "object store" else str(tmp_path))
-    for path in (run.path("result", "value-0.json"), run.path("tables", "0000", "t", file_of(0, 0, 0))):
-        store.make_directory(path.rpartition("/")[0])
-        store.write_bytes(path, b"rows")
-    # As in Ray Train, where a run that has succeeded resumes by its name.
-    for attempt in (1, 1, 2):
-        carry_rows(run, attempt, {"t": {"0": {"0": 1}}})
-        for folder in ("0000", f"{attempt:04d}"):
-            assert store.read_bytes(run.path("tables", folder, "t", file_of(0, 0, 0))) == b"rows"
-    assert store.list_names(run.path("tables", "0002", "t")) == [file_of(0, 0, 0)]
 
 
 def _failing(count: int) -> Any:
@@ -419,50 +200,6 @@ def test_the_named_index_of_a_frame_is_a_column() -> None:
         rt.write_rows(frame.rename_axis("x"))
 
 
-def _score_at_a_pace_of_its_own(cadence: list[int], part: int, through: str) -> Table:
-    """Each rank reports after batches of its own, and rank 0 dies in the first attempt."""
-    context = rt.get_context()
-    shard, checkpoint = rt.get_dataset_shard(), rt.get_checkpoint()
-    if through == "loader":
-        loader = torch.utils.data.DataLoader(shard.to_torch(2, pad=False), batch_size=None)
-        source: Any = rt.prepare_data_loader(loader)
-    else:
-        source = shard
-    if checkpoint:
-        source.load_state_dict(checkpoint.load(rank=part))
-
-    def scored() -> Any:
-        reported = 0
-        for number, batch in enumerate(source if through == "loader" else shard.iter_batches(2, pad=False), 1):
-            yield {"id": batch["id"]}
-            if number % cadence[context.rank] == 0:
-                rt.report({}, checkpoint=source.state_dict(), sharded=True)
-                reported += 1
-                if reported == 2 and context.attempt == 0:
-                    rt.context.await_checkpoint()
-                    if context.rank == 0:
-                        os.kill(os.getpid(), 9)
-                    time.sleep(60)
-
-    return rt.write_rows(scored())
-
-
-@pytest.mark.parametrize(
-    ("cadence", "part", "through"),
-    [
-        ([2, 1], 0, "shard"),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in (([2, 1], 1, "shard"), ([1, 3], 0, "shard"))),
-        pytest.param([1, 2], 0, "loader", marks=pytest.mark.soak),
-    ],
-)
-def test_ranks_that_report_at_different_batches_lose_and_double_no_row(
-    ids: Launcher, cadence: list[int], part: int, through: str
-) -> None:
-    table = ids.run(_score_at_a_pace_of_its_own, cadence, part, through)
-    found = table.to_pandas()["id"].tolist()
-    assert sorted(found) == list(range(ROWS))
-
-
 def test_categories_of_many_batches_are_their_values() -> None:
     import pandas
 
@@ -470,42 +207,6 @@ def test_categories_of_many_batches_are_their_values() -> None:
     found = rt.write_rows(frames, "categories").to_arrow().to_table()
     assert found.schema.field("c").type in (pa.string(), pa.large_string())
     assert found["c"].to_pylist() == [f"{part}-{n}" for part in range(3) for n in range(100)]
-
-
-def _score_two_datasets(directory: str) -> tuple[Table, Table]:
-    """Reads two datasets at paces of their own; each rank reports after each round, and rank 0 dies once."""
-    context, checkpoint = rt.get_context(), rt.get_checkpoint()
-    shards = {name: rt.get_dataset_shard(name) for name in ("a", "b")}
-    if checkpoint:
-        for name, state in checkpoint.load(rank=0).items():
-            shards[name].load_state_dict(state)
-    batches = {name: iter(shard.iter_batches(2, pad=False)) for name, shard in shards.items()}
-
-    def rows(name: str, count: int) -> Any:
-        for batch in itertools.islice(batches[name], count):
-            rt.write_rows({"id": batch["id"]}, name)
-
-    for number in range(30):
-        # Rank 1 is ahead in one dataset, where it is as rank 0 in the other.
-        rows("a", 2 if context.rank == 0 else 1)
-        rows("b", 1 if context.rank == 0 else 2)
-        rt.report({}, checkpoint={name: shard.state_dict() for name, shard in shards.items()}, sharded=True)
-        if context.attempt == 0 and number == 3:
-            rt.context.await_checkpoint()
-            if context.rank == 0:
-                os.kill(os.getpid(), 9)
-            time.sleep(60)
-    return rt.write_rows([], "a"), rt.write_rows([], "b")
-
-
-@pytest.mark.soak
-def test_each_dataset_of_a_checkpoint_has_its_own_positions(launcher: Launcher, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        pq.write_table(pa.table({"id": list(range(60))}), tmp_path / f"{name}.parquet")
-    datasets = {name: str(tmp_path / f"{name}.parquet") for name in ("a", "b")}
-    tables = launcher.options(dataset=datasets, max_restarts=1).run(_score_two_datasets, str(tmp_path))
-    for table in tables:
-        assert sorted(table.to_pandas()["id"].tolist()) == list(range(60))
 
 
 def test_every_kind_of_batch_is_rows() -> None:
@@ -581,7 +282,8 @@ OTHER_COLUMNS: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = [
     ({"a": torch.tensor([1], dtype=torch.int32)}, {"a": torch.tensor([1 << 40])}, [(1,), (1 << 40,)]),
     ({"a": torch.tensor([0.5])}, {"a": torch.tensor([0.1], dtype=torch.float64)}, [(0.5,), (0.1,)]),
     ({"a": [None, None]}, {"a": ["x"]}, [(None,), (None,), ("x",)]),
-    ({"a": [1], "b": [None]}, {"a": [2], "b": [None]}, [(1, None), (2, None)]),
+    # A column without any value is in no table.
+    ({"a": [1], "b": [None]}, {"a": [2], "b": [None]}, [(1,), (2,)]),
     ({"a": {"x": torch.ones(1)}}, {"a": [{"x": 0.1}]}, [({"x": 1.0},), ({"x": 0.1},)]),
 ]
 """The rows of rank 0, those of rank 1, and what the table holds."""
@@ -660,24 +362,6 @@ def test_rows_reach_an_object_store(bucket: str) -> None:
     assert table.to_arrow().count_rows() == 24
     launcher = Launcher(2, store=f"{bucket}/runs", dataset=table)
     assert launcher.run(_read) == [24, 24]
-
-
-def _killed_behind_a_checkpoint() -> Table:
-    is_new = rt.get_checkpoint() is None
-    table = rt.write_rows({"attempt": [rt.get_context().attempt]})
-    if is_new:
-        rt.report({}, checkpoint={"rows": 1})
-        while rt.get_checkpoint() is None:
-            time.sleep(0.01)
-        rt.write_rows({"attempt": [-1]})
-        os.kill(os.getpid(), 9)
-    return table
-
-
-def test_rows_of_before_a_checkpoint_are_carried_on_an_object_store(bucket: str) -> None:
-    table = Launcher(1, store=f"{bucket}/runs", max_restarts=1).run(_killed_behind_a_checkpoint)
-    assert sorted(table.to_pandas()["attempt"]) == [0, 1]
-    assert "/tables/0001/" in table.uri
 
 
 @pytest.mark.soak

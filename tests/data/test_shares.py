@@ -1,11 +1,9 @@
 """Every row of an epoch once, and the same number of batches on every rank, whatever the world does meanwhile."""
 
-from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.data.shares import Batches, Stretch, cut, length, remaining, share, split, united
+from rankzero.data.shares import Batches, Stretch, cut, length, remaining, share, split
 
 rows = st.integers(0, 300)
 worlds = st.integers(1, 9)
@@ -63,35 +61,3 @@ def test_every_row_comes_once_in_an_epoch_of_changing_worlds(
     assert sorted(seen) == list(range(total))
     assert remaining(total, consumed) == []
     assert [Stretch.from_json(stretch.to_json()) for stretch in consumed] == consumed
-
-
-@given(rows, st.lists(st.tuples(sizes, st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=1, max_size=9))))
-def test_ranks_that_report_at_different_batches_of_an_epoch_lose_no_row(
-    total: int, attempts: list[tuple[int, list[tuple[int, bool]]]]
-) -> None:
-    seen: list[int] = []
-    consumed: list[Stretch] = []
-    for size, ranks in attempts:
-        world, left = len(ranks), remaining(total, consumed)
-        before = [stretch.to_json() for stretch in consumed]
-        found: list[Any] = []
-        for rank, (wanted, is_at_end) in enumerate(ranks):
-            plan = Batches.of(length(left), world, rank, size, drop_last=False)
-            done = min(wanted, plan.count)
-            seen.extend(positions(cut(share(left, world, rank), 0, plan.done(done))))
-            now = [[world, size, 0, done]] if done else []
-            is_over = is_at_end and done == plan.count
-            found.append((1, [], 0) if is_over else (0, before + now, len(before)))
-        if all(epoch for epoch, *_ in found):
-            assert sorted(seen) == list(range(total))
-            return
-        epoch, consumed = united(found)
-        assert epoch == 0
-        assert sorted(seen + positions(remaining(total, consumed))) == list(range(total))
-
-
-def test_a_position_without_a_batch_leaves_the_next_attempt_its_choice_of_an_order() -> None:
-    assert united([(1, [], 0)] * 2) == (1, [])
-    assert united([(0, [[3, 8, 0, [2, 2, 1]]], 1)] * 2)[1] == [Stretch(3, 8, False, (2, 2, 1))]
-    # Of an earlier version.
-    assert united([(0, [[3, 8, 0, [2, 2, 1]]])] * 2)[1] == [Stretch(3, 8, False, (2, 2, 1))]

@@ -29,9 +29,9 @@ from rankzero import (
     SparkEngine,
     TorchDistributor,
     WorkerFailedError,
-    bounds,
 )
 from rankzero.doctor.examine import examine
+from rankzero.engines.connect.client import CONNECT_SESSION_WINDOW
 from rankzero.job import Job
 
 WAIT = 90.0
@@ -112,9 +112,9 @@ def test_launches_of_fresh_processes_share_what_is_warm(
         lines = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.splitlines()
         return json.loads(lines[-2]), lines[-1]
 
-    window = time.time() // bounds.CONNECT_SESSION_WINDOW
+    window = time.time() // CONNECT_SESSION_WINDOW
     launches = [launch(), launch()]
-    if time.time() // bounds.CONNECT_SESSION_WINDOW != window:
+    if time.time() // CONNECT_SESSION_WINDOW != window:
         # They may have got a session each, but not this one, too.
         launches.append(launch())
     assert {total for (total, *_), _ in launches} == {30.0}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import EngineError, Launcher, LocalEngine, StartTimeoutError, bounds
+from rankzero import EngineError, Launcher, LocalEngine, StartTimeoutError
 from rankzero.engines.base import EngineSession
 from rankzero.job import Job
 
@@ -27,7 +27,7 @@ def test_its_run_fails_all_the_same(launcher: Launcher, monkeypatch: pytest.Monk
         raise MuteError
 
     monkeypatch.setattr(LocalEngine, "open", fail)
-    monkeypatch.setattr(bounds, "ENGINE_ERROR_TIMEOUT", 0.2)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     with pytest.raises(EngineError, match="could not be opened: MuteError"):
         launcher.options(num_processes=1).run(int)
 
@@ -42,7 +42,7 @@ def test_whoever_waits_for_an_engine_sees_what_for(
         return open_engine(engine, job)
 
     monkeypatch.setattr(LocalEngine, "open", answer_late)
-    monkeypatch.setattr(bounds, "WAITING_INTERVAL", 0.1)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     lines = tmp_path / "store" / "run" / "logs" / "rank-0.log"
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(launcher.options(num_processes=1, run_id="run").run, int)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.conftest import spark_session, until
 
-from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine, bounds
+from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
 from rankzero import Launcher as AnyLauncher
 from rankzero.engines.spark.conf import TaskResources, task_resources
 from rankzero.job import Job
@@ -127,8 +127,7 @@ def test_gpus_that_the_session_does_not_give_its_tasks(launcher: Launcher, fair:
 def test_a_run_waits_for_the_jobs_of_others_and_says_so(
     launcher: Launcher, fair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    monkeypatch.setattr(bounds, "WAITING_INTERVAL", 1.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.03")
     go_on = tmp_path / "go-on"
 
     def hold_a_slot(_: int) -> None:

@@ -27,7 +27,6 @@ from rankzero import (
     SparkEngine,
     StartTimeoutError,
     WorkerFailedError,
-    bounds,
 )
 from rankzero.engines.base import AgentGroup
 from rankzero.engines.spark.stage import with_own_python
@@ -245,7 +244,7 @@ def test_cancelling_the_spark_job_ends_the_run_with_that_cause(
     on_session: Launcher, session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The words of Spark may come long after the end of its tasks.
-    monkeypatch.setattr(bounds, "CAUSE_WINDOW", 30.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "15")
 
     def train() -> None:
         while True:

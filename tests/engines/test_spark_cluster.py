@@ -14,7 +14,7 @@ from tests import servers
 from tests.conftest import spark_session, until
 from tests.engines.conftest import Standalone
 
-from rankzero import InvalidJobError, Launcher, SparkEngine, SparkSubmitEngine, StartTimeoutError, bounds
+from rankzero import InvalidJobError, Launcher, SparkEngine, SparkSubmitEngine, StartTimeoutError
 
 WAIT = 120.0
 
@@ -102,8 +102,7 @@ def on_session(
     launcher: Launcher, cluster: Standalone, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Launcher]]:
     """Makes a launcher on a session of this process, so that the test may hurry what waits."""
-    monkeypatch.setattr(bounds, "WAITING_INTERVAL", 1.0)
-    monkeypatch.setattr(bounds, "GROWTH_TIMEOUT", 1.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.03")
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     conf = {"spark.executor.memory": "1g"}
     if os.path.exists("/proc/net/if_inet6"):

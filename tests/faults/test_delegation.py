@@ -210,7 +210,7 @@ def test_a_submitter_that_must_exit_leaves_the_stage_running(tmp_path: Path, poo
 def test_a_stage_that_does_not_end_after_its_driver_is_cancelled(
     tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankzero.bounds.STAGE_END_TIMEOUT", 0.2)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.04")
     submitted = Submitted(tmp_path, pool)
     assert submitted.run.claim_driver(0)
     put(submitted.engine.configs[0]["stage"]["folder"], OVER, "")
@@ -283,7 +283,7 @@ def test_the_error_of_a_stage_without_a_driver_counts_as_that_of_the_first_attem
 def test_a_stage_that_waits_for_slots_is_reported_to_followers(
     tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankzero.bounds.WAITING_INTERVAL", 0.1)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.01")
     submitted = Submitted(tmp_path, pool)
     until(submitted.lines, WAIT, "a line about the wait")
     assert submitted.run.claim_driver(0)

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import ROOT, until, wait_until_gone
 from tests.faults import kit
 
-from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError, RunHandle, bounds
+from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError, RunHandle
 from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
@@ -166,8 +166,8 @@ def test_a_driver_that_was_stopped_loses_its_ranks_and_its_run(single: Launcher,
     driver = strike_driver(handle, signal.SIGSTOP)
     try:
         # Its ranks end when they have not heard of it for so long, whatever it may do later.
-        assert wait_until_gone(f"MARK={marker}", DRIVER_DEAD_AFTER + 5.0) == []
-        assert handle.wait(DRIVER_DEAD_AFTER)
+        assert wait_until_gone(f"MARK={marker}", DRIVER_DEAD_AFTER() + 5.0) == []
+        assert handle.wait(DRIVER_DEAD_AFTER())
         assert handle.status().state == "failed"
         (tmp_path / "go").touch()
         heir = single.submit(count_and_wait, str(tmp_path))
@@ -221,7 +221,7 @@ def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -
 def test_a_submitter_that_died_half_way_does_not_block_the_run_id(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.3)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
 
     def die(self: RunDirectory, job: Job, *_: object) -> None:
         raise KeyboardInterrupt
@@ -283,7 +283,7 @@ getattr(Launcher(store=sys.argv[2], run_id="one"), sys.argv[4])(count_and_wait, 
 def test_the_run_id_of_a_killed_submitter_is_taken_over(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, how: str
 ) -> None:
-    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 3600.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "180")
     (tmp_path / "go").touch()
     earlier = 1 if before == "Job.to_json" else 0
     for _ in range(earlier):
@@ -343,7 +343,7 @@ print(handle.result(), handle.submission)
 def test_a_submitter_that_was_held_up_does_not_write_over_the_one_who_came_after_it(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.3)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     command = [sys.executable, "-c", LATE, str(tmp_path), str(single.store)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as late:
         try:
@@ -381,7 +381,7 @@ def test_an_interrupt_while_the_files_are_written_frees_the_run_id(
 def test_a_submission_that_waits_for_another_says_for_whom(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.5)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.025")
     assert RunDirectory(str(tmp_path / "store" / "one")).claim(0)
     (tmp_path / "go").touch()
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
@@ -399,7 +399,7 @@ def test_submitters_whose_files_take_long_do_not_overtake_each_other_for_ever(
         write(self, *what)  # type: ignore[arg-type]
 
     monkeypatch.setattr(RunDirectory, "write_files", slowly)
-    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.5)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.025")
     (tmp_path / "go").touch()
     with ThreadPoolExecutor(3) as threads:
         handles = [threads.submit(single.submit, count_and_wait, str(tmp_path)) for _ in range(3)]
@@ -458,7 +458,7 @@ def test_who_has_watched_a_driver_elsewhere_does_not_ask_the_clock_of_the_wall(
 def test_a_dead_driver_whose_clock_was_ahead_is_replaced(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankzero.run.observer.DRIVER_DEAD_AFTER", 2.0)
+    monkeypatch.setattr("rankzero.run.observer.DRIVER_DEAD_AFTER", lambda: 2.0)
     (tmp_path / "go").touch()
     run = RunDirectory(single.submit(count_and_wait, str(tmp_path)).directory)
     RunHandle.attach(run.directory).result(WAIT)

@@ -22,7 +22,6 @@ from rankzero import (
     RunTimeoutError,
     StartTimeoutError,
     WorkerFailedError,
-    bounds,
 )
 from rankzero.job import Job
 from rankzero.kinds import RESTART_ON
@@ -41,8 +40,7 @@ def slots(tmp_path: Path) -> Path:
 @pytest.fixture
 def growing(launcher: Launcher, slots: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
     """A run on as many slots as the file says."""
-    monkeypatch.setattr(bounds, "WAITING_INTERVAL", 0.05)
-    monkeypatch.setattr(bounds, "GROWTH_TIMEOUT", 0.2)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     return launcher.options(engine=SlotsEngine(str(slots)), run_id="growing")
 
 
@@ -113,7 +111,7 @@ def test_a_wait_can_be_cancelled(growing: Launcher, slots: Path) -> None:
 def test_what_keeps_a_launched_attempt_from_starting_is_said(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "WAITING_INTERVAL", 0.05)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     block, go = tmp_path / "torch_waits", tmp_path / "go"
     block.mkdir()
     (block / "torch.py").write_text(
@@ -185,7 +183,7 @@ def test_a_world_that_is_too_small_is_waited_for(growing: Launcher, slots: Path)
 def test_a_world_that_is_large_enough_starts_within_the_bound(
     growing: Launcher, slots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "GROWTH_TIMEOUT", WAIT)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "1")
     slots.write_text("3")
     # Whether the ranks of a slow machine start in the time that is left is another matter.
     with contextlib.suppress(StartTimeoutError):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.conftest import wait_until_gone
 
-from rankzero import HangError, Launcher, WorkerFailedError, bounds
+from rankzero import HangError, Launcher, WorkerFailedError
 
 WAIT = 90.0
 HANG_TIMEOUT = 4.0
@@ -199,7 +199,7 @@ def leave_rank_zero(does: str, witness: str) -> str:
     if does == "waits":
         dist.all_reduce(ones)
     # As an evaluation by rank 0 alone, or the upload of a model.
-    time.sleep(10.0)
+    time.sleep(12.0)
     return "evaluated"
 
 
@@ -208,11 +208,10 @@ def test_a_rank_that_returns_early_is_named_and_whoever_waits_for_it_hangs(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
     """Whatever ``hang_timeout`` is: None by default."""
-    monkeypatch.setattr(bounds, "RETURNED_NOTICE", 3.0)
-    monkeypatch.setattr(bounds, "RETURNED_HANG", 4.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.03")
     launcher = launcher.options(run_id="left", timeout=WAIT)
     if does == "waits":
-        with pytest.raises(HangError, match="rank 1 returned, and rank 0 waited for 4 s in a collective") as caught:
+        with pytest.raises(HangError, match="rank 1 returned, and rank 0 waited for 9 s in a collective") as caught:
             launcher.run(leave_rank_zero, does, str(tmp_path / "witness"))
         assert "all_reduce" in (caught.value.stacks or {})["0"]
     else:

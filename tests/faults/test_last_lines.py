@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import until
 
-from rankzero import RunHandle, bounds, store
+from rankzero import RunHandle, store
 from rankzero.driver import recorder as recorders
 from rankzero.driver.recorder import Recorder
 from rankzero.job import Job
@@ -56,7 +56,7 @@ class Store:
 def pieces_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     made = Store()
     monkeypatch.setattr(store, "write_bytes", made.write_bytes)
-    monkeypatch.setattr(bounds, "WRITE_RETRY_INTERVAL", 0.02)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.04")
     monkeypatch.setattr(recorders, "pace", lambda _: 0.05)
     yield made
     made.away = False
@@ -107,7 +107,7 @@ def test_an_outage_while_a_run_ends_loses_no_lines(run: RunDirectory, pieces_sto
 def test_a_piece_that_lands_late_replaces_no_later_one(
     run: RunDirectory, pieces_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(recorders, "STORE_OUTAGE", 5.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.0167")
     recorder = Recorder(run, run.job(), Mask())
     pieces_store.open.clear()
     recorder.log(0, ["the first line"])

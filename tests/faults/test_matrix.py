@@ -43,6 +43,7 @@ from rankzero import (
 )
 from rankzero.engines.base import Engine
 from rankzero.run.status import RunStatus
+from rankzero.submit.submission import CLAIM_TIMEOUT
 from rankzero.task.start import OWNER
 
 WAIT = 120.0
@@ -56,7 +57,7 @@ SPARK_NAMED = 20.0
 """The same through Spark, which takes its time to give up a barrier stage."""
 
 HANG_TIMEOUT = 3.0
-HUNG = HANG_TIMEOUT + bounds.STACKS_WINDOW + NAMED
+HUNG = HANG_TIMEOUT + bounds.STACKS_WINDOW() + NAMED
 """From a stop to the `HangError`: the timeout, the wait for stacks."""
 
 LOST = 15.0 + 2.0 + 4.0 + NAMED
@@ -676,7 +677,7 @@ def refused(stage: Stage) -> None:
     stage.note_strike()
     stage.assert_whole(stage.start().result(WAIT))
     # Nobody waits for the submission that failed.
-    stage.assert_in_time(bounds.CLAIM_TIMEOUT)
+    stage.assert_in_time(CLAIM_TIMEOUT())
 
 
 def no_room(stage: Stage) -> None:

@@ -38,7 +38,7 @@ PROGRAM = """
 from rankzero.driver import recorder
 from rankzero.run import observer
 recorder.HEARTBEAT_INTERVAL = 0.5
-observer.DRIVER_DEAD_AFTER, observer._MISSED = 3.0, 1.0
+observer.DRIVER_DEAD_AFTER, observer._MISSED = lambda: 3.0, 1.0
 from rankzero.cli import main
 main()
 """

@@ -47,9 +47,9 @@ def full_store(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         write(run, status)
 
     monkeypatch.setattr(RunDirectory, "write_status", write_if_there_is_room)
-    monkeypatch.setattr(observer, "DRIVER_STALE_AFTER", 0.5)
+    monkeypatch.setattr(observer, "DRIVER_STALE_AFTER", lambda: 0.5)
     monkeypatch.setattr(observer, "dead_after", lambda _: 0.5)
-    monkeypatch.setattr(drivers, "CANCEL_TIMEOUT", 0.5)
+    monkeypatch.setattr(drivers, "CANCEL_TIMEOUT", lambda: 0.5)
     return room
 
 
@@ -116,7 +116,7 @@ def test_a_driver_that_is_stopped_is_not_said_to_have_died(
     until(lambda: handle.status().state == "running", WAIT, "ranks")
     pid = handle.status().driver_pid
     assert pid not in (None, os.getpid())
-    monkeypatch.setattr(observer, "DRIVER_DEAD_AFTER", 0.2)
+    monkeypatch.setattr(observer, "DRIVER_DEAD_AFTER", lambda: 0.2)
     monkeypatch.setattr(observer, "_MISSED", 0)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -139,7 +139,7 @@ def test_a_driver_that_starts_slowly_is_alive_as_long_as_its_process(
     slow = tmp_path / "python"
     slow.write_text(f'#!/bin/sh\nsleep 3\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
-    monkeypatch.setattr(observer, "DRIVER_DEAD_AFTER", 0.2)
+    monkeypatch.setattr(observer, "DRIVER_DEAD_AFTER", lambda: 0.2)
     monkeypatch.setattr(observer, "_MISSED", 0)
     named = launcher.options(run_id="run")
     with monkeypatch.context() as starting:
@@ -159,7 +159,7 @@ def test_a_driver_that_ends_before_its_first_heartbeat_is_dead(
         first = launcher.options(run_id="run").submit(max, 1, 2)
     reader = RunHandle[int].attach(first.directory)
     # Long before a heartbeat would have been missed.
-    until(lambda: reader.status().state == "failed", observer.DRIVER_DEAD_AFTER / 2, "the end of the driver")
+    until(lambda: reader.status().state == "failed", observer.DRIVER_DEAD_AFTER() / 2, "the end of the driver")
     assert "died without ending the run" in str(reader.status().error)
 
 

@@ -58,7 +58,7 @@ def hold_the_lock(_: psutil.Process, folder: Path, seconds: float) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("pause", [stop, hold_the_lock])
 def test_a_caller_that_stands_still_for_long_loses_nothing(tmp_path: Path, pause: object) -> None:
-    seconds = bounds.CONNECTION_LOST_AFTER + 2.0
+    seconds = bounds.CONNECTION_LOST_AFTER() + 2.0
     command = [sys.executable, "-c", CALLER, str(tmp_path), str(int(seconds))]
     caller = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -126,7 +126,7 @@ def test_a_caller_that_is_late_gets_no_result_of_another_training(
     launcher: Launcher, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch, late: str, answer: str
 ) -> None:
     """A stopped caller counts as dead after a while, and one that is only slow is a living process."""
-    monkeypatch.setattr(observer, "DRIVER_DEAD_AFTER", 0.5)
+    monkeypatch.setattr(observer, "DRIVER_DEAD_AFTER", lambda: 0.5)
     monkeypatch.setattr(observer, "_MISSED", 0)
     program = LATE_CALLER.format(late=late)
     command = [sys.executable, "-c", program, "max", str(tmp_path)]

@@ -199,7 +199,6 @@ def test_a_rank_uses_the_store_again_after_a_refusal(
         import torch
 
         import rankzero.train as rt
-        from rankzero import bounds
         from rankzero.store import remote
 
         begin = remote.Upload.__init__
@@ -208,13 +207,13 @@ def test_a_rank_uses_the_store_again_after_a_refusal(
             remote.Upload.__init__ = begin  # type: ignore[method-assign]
             raise PermissionError("the token has expired")
 
-        bounds.REFUSAL_PAUSE = 0.0
         remote.Upload.__init__ = refuse  # type: ignore[assignment,method-assign]
         for step in range(3):
             rt.report({"step": step}, checkpoint={"w": torch.arange(float(NUMBERS))})
             rt.context.await_checkpoint()
 
-    launcher.options(num_processes=1, store=f"{bucket}/runs", run_id="run").run(refused_once)
+    env = {**(launcher.env or {}), "RANKZERO_TIME_SCALE": "0.0001"}
+    launcher.options(num_processes=1, store=f"{bucket}/runs", run_id="run", env=env).run(refused_once)
     assert through_driver == ["checkpoint-0-0", "value"]
 
 

@@ -72,7 +72,7 @@ def newest(handle: RunHandle[Any]) -> int:
 def test_a_run_outlives_an_outage_of_its_store(
     launcher: Launcher, tmp_path: Path, outage: Outage, monkeypatch: pytest.MonkeyPatch, moment: str, seconds: float
 ) -> None:
-    monkeypatch.setattr(observer, "STORE_PATIENCE", 1.0)
+    monkeypatch.setattr(observer, "STORE_PATIENCE", lambda: 1.0)
     launcher = launcher.options(num_processes=1, store=f"memory://{tmp_path.name}", run_id="run")
     with ThreadPoolExecutor(1) as executor:
         value = executor.submit(lambda: launcher.run(train, str(tmp_path), moment))
@@ -300,18 +300,13 @@ def fail_once() -> int:
     return rt.get_context().attempt
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that repeats refused reads immediately."""
-    monkeypatch.setattr("rankzero.bounds.STORE_RETRY_INTERVAL", 0.01)
-
-
 READ_AT_A_RESTART = ("checkpoints", "tables", "result", "token")
 
 
 def test_a_store_that_refuses_what_a_restart_reads_delays_the_restart(
-    launcher: Launcher, tmp_path: Path, restarts: logging.Logger, soon: None, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, tmp_path: Path, restarts: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.1")
     refusal = Refusal(rf"(?<=/run/)({'|'.join(READ_AT_A_RESTART)})$", 1)
     restarts.addHandler(refusal)
     monkeypatch.setattr(files, "filesystem_of", refusal.filesystem)
@@ -322,8 +317,9 @@ def test_a_store_that_refuses_what_a_restart_reads_delays_the_restart(
 
 @pytest.mark.soak
 def test_a_run_can_be_cancelled_while_the_store_refuses_what_its_restart_reads(
-    launcher: Launcher, tmp_path: Path, restarts: logging.Logger, soon: None, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, tmp_path: Path, restarts: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.1")
     refusal = Refusal(r"/run/checkpoints$", math.inf)
     restarts.addHandler(refusal)
     monkeypatch.setattr(files, "filesystem_of", refusal.filesystem)

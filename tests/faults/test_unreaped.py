@@ -104,7 +104,7 @@ class StuckAgent(AgentGroup):
 def test_samples_of_a_host_do_not_delay_the_end_of_a_run_whose_rank_cannot_be_reaped(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankzero.bounds.SUCCESS_END_TIMEOUT", 20 * SAMPLE_INTERVAL)
+    monkeypatch.setattr("rankzero.bounds.SUCCESS_END_TIMEOUT", lambda: 20 * SAMPLE_INTERVAL)
     launcher = launcher.options(num_processes=1, engine=StuckEngine(folder=str(tmp_path)), exit_timeout=0.1)
     with ThreadPoolExecutor(1) as executor:
         value = executor.submit(lambda: launcher.run(int))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import InvalidJobError, Launcher, WorkerFailedError, bounds
+from rankzero import InvalidJobError, Launcher, WorkerFailedError
 from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
 
 
@@ -70,8 +70,7 @@ def test_a_rank_that_works_alone_after_lightnings_fit_succeeds(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Trainer restores all handlers of signals, without those of faulthandler, which write a rank's stack."""
-    monkeypatch.setattr(bounds, "RETURNED_NOTICE", 1.0)
-    monkeypatch.setattr(bounds, "RETURNED_HANG", 2.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
 
     def train() -> str | None:
         import time

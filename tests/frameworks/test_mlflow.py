@@ -25,7 +25,7 @@ mlflow = pytest.importorskip("mlflow", reason="make test-frameworks")
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """To import mlflow takes seconds, and a busy machine has no ten of them."""
-    monkeypatch.setattr("rankzero.bounds.TRACKERS_TIMEOUT", 60.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "6")
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_names_that_mlflow_does_not_tell_apart_stay_different(server: str, clien
 
 
 def test_a_server_that_is_away_costs_the_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankzero.bounds.TRACKERS_TIMEOUT", 0.5)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.05")
     tracker = MLflow(f"http://127.0.0.1:{free_port()}")
     assert Launcher(1, store=tmp_path, trackers=[tracker]).run(float, "0.5") == 0.5
 

@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tests.frameworks.test_frameworks import needs
 
-from rankzero import Launcher
+from rankzero import Launcher, SparkEngine
 from rankzero.compat.ray_train import (
     CheckpointConfig,
     FailureConfig,
@@ -22,9 +24,10 @@ from rankzero.compat.ray_train import (
 )
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Launcher:
-    return Launcher(env={"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)})
+@pytest.fixture(params=["here", "spark"])
+def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Launcher:
+    engine = SparkEngine(master="local[2]") if request.param == "spark" else None
+    return Launcher(engine=engine, env={"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)})
 
 
 def lightning_loop(config: dict[str, Any]) -> Any:
@@ -100,7 +103,9 @@ def test_a_trainer_of_lightning_that_would_train_alone_is_refused(launcher: Laun
 
         train.lightning.prepare_trainer(lightning.Trainer(accelerator="cpu", devices=1, logger=False))  # type: ignore[attr-defined]
 
-    with pytest.raises(TrainingFailedError, match="strategy is a SingleDeviceStrategy; give one of RayDDPStrategy"):
+    with pytest.raises(
+        TrainingFailedError, match=r"the trainer has a SingleDeviceStrategy; give it strategy=RayDDPStrategy\(\)"
+    ):
         TorchTrainer(loop, run_config=RunConfig(storage_path=tmp_path / "runs"), launcher=launcher).fit()
 
 
@@ -147,9 +152,9 @@ def transformers_loop(config: dict[str, Any]) -> Any:
 @needs("transformers", "accelerate")
 @pytest.mark.parametrize("shards", [False, True], ids=["data set", "shards of the trainer"])
 def test_transformers_reports_checkpoints(launcher: Launcher, tmp_path: Path, shards: bool) -> None:
-    import torch
-
-    rows = [{"input_ids": torch.arange(6) + index % 8, "labels": torch.tensor(index % 5)} for index in range(32)]
+    ids = pa.array([[row % 8 + place for place in range(6)] for row in range(32)], pa.list_(pa.int64(), 6))
+    pq.write_table(pa.table({"input_ids": ids, "labels": [row % 5 for row in range(32)]}), tmp_path / "rows.parquet")
+    rows = str(tmp_path / "rows.parquet")
     trainer = TorchTrainer(
         transformers_loop,
         train_loop_config={"output": str(tmp_path / "output"), "shards": shards},
@@ -168,4 +173,7 @@ def test_transformers_reports_checkpoints(launcher: Launcher, tmp_path: Path, sh
     assert len(result.best_checkpoints) == 2
     assert result.checkpoint is not None
     with result.checkpoint.as_directory() as folder:
-        assert "model.safetensors" in os.listdir(Path(folder, "checkpoint"))
+        assert {"model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= set(
+            os.listdir(Path(folder, "checkpoint"))
+        )
+    assert [path.name for path in (tmp_path / "output").iterdir() if "run" in path.name] == []

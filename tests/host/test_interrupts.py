@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from tests import interrupted
 
-from rankzero import bounds
 from rankzero.driver.driver import DriverThread
 from rankzero.engines.base import Flag
 from rankzero.host.forks import held
@@ -54,7 +53,7 @@ def test_a_wait_for_a_driver_thread_may_be_interrupted_anywhere() -> None:
 
 
 def test_a_hold_against_forks_may_be_interrupted_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "FORK_TIMEOUT", 60.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "2")
 
     def hold_and_fork() -> None:
         with held():

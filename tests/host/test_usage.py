@@ -5,18 +5,18 @@ import os
 import threading
 import time
 
-from rankzero import Launcher, RunHandle, bounds
-from rankzero.host.usage import UsageSampler
+from rankzero import Launcher, RunHandle
+from rankzero.host.usage import USAGE_FIRST_SAMPLE, USAGE_INTERVAL_MAX, USAGE_INTERVAL_MIN, UsageSampler
 
 
 def test_work_and_memory_show() -> None:
     before = time.monotonic()
     sampler = UsageSampler(use_gpu=False, now=before)
-    assert sampler.sample(before + bounds.USAGE_FIRST_SAMPLE / 2) is None
+    assert sampler.sample(before + USAGE_FIRST_SAMPLE / 2) is None
     ended = threading.Event()
     worker = threading.Thread(target=lambda: [None for _ in iter(ended.is_set, True)])
     worker.start()
-    time.sleep(bounds.USAGE_FIRST_SAMPLE)
+    time.sleep(USAGE_FIRST_SAMPLE)
     sample = sampler.sample(time.monotonic())
     ended.set()
     worker.join()
@@ -35,8 +35,8 @@ def test_a_long_run_is_sampled_ever_less() -> None:
         assert sampler.sample(now)
         moments.append(now)
     gaps = [after - before for before, after in itertools.pairwise(moments)]
-    assert min(gaps) >= bounds.USAGE_INTERVAL_MIN
-    assert max(gaps) <= bounds.USAGE_INTERVAL_MAX + 1e-6
+    assert min(gaps) >= USAGE_INTERVAL_MIN
+    assert max(gaps) <= USAGE_INTERVAL_MAX + 1e-6
     assert len(moments) < 2_000
 
 
@@ -51,4 +51,4 @@ def test_one_agent_of_a_host_samples_for_all(tmp_path: object) -> None:
     samples = [event for event in RunHandle.attach(f"{tmp_path}/sampled").events() if event["type"] == "usage"]
     assert samples
     gaps = [after["time"] - before["time"] for before, after in itertools.pairwise(samples)]
-    assert all(gap > bounds.USAGE_INTERVAL_MIN / 2 for gap in gaps), "two of them sample"
+    assert all(gap > USAGE_INTERVAL_MIN / 2 for gap in gaps), "two of them sample"

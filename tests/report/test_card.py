@@ -15,10 +15,9 @@ from rankzero import InvalidJobError, Launcher, RunHandle
 from rankzero.driver.recorder import Recorder
 from rankzero.job import Job
 from rankzero.masking import Mask
-from rankzero.report import card, cost, notebook
-from rankzero.report.progress import Progress, RankProgress
+from rankzero.report import card, cost
+from rankzero.report.summary import RankProgress, Summary
 from rankzero.run.directory import RunDirectory
-from rankzero.run.growing import Position
 from rankzero.run.status import RunStatus
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -43,32 +42,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunHandle[None]:
 
 
 def test_progress_is_that_of_each_rank_and_the_slowest_decides(run: RunHandle[None]) -> None:
-    progress = Progress(run)
-    progress.read(run.status())
-    assert {rank: found.done for rank, found in progress.ranks.items()} == {0: 8, 1: 7}
-    assert (progress.unit, progress.total, progress.slowest) == ("steps", 10, 1)
-    rate = progress.ranks[1].rate
+    summary = Summary(0)
+    summary.read(run, run.status())
+    assert {rank: found.done for rank, found in summary.ranks.items()} == {0: 8, 1: 7}
+    assert (summary.unit, summary.total, summary.slowest) == ("steps", 10, summary.ranks[1])
+    rate = summary.ranks[1].rate
     assert rate
-    assert progress.seconds_left == pytest.approx(3 / rate)
+    assert summary.seconds_left == pytest.approx(3 / rate)
     # What was read once is not counted again.
-    progress.read(run.status())
-    assert [row["report"] for row in progress.rows] == list(range(1, 9))
-
-
-class Told:
-    """A handle of a run whose events are these."""
-
-    id, directory, fresh_since, pace = "told", "", 0, 0.0
-
-    def __init__(self, events: list[dict[str, Any]]) -> None:
-        self._events = events
-        self.output = self
-
-    def status(self) -> RunStatus:
-        return RunStatus()
-
-    def read_events(self, position: Position, status: RunStatus | None = None) -> tuple[list[dict[str, Any]], Position]:
-        return ([], position) if position.offset else (self._events, Position(offset=1))
+    summary.read(run, run.status())
+    assert [row["report"] for row in summary.rows] == list(range(1, 9))
 
 
 def test_a_rank_that_is_gone_after_a_restart_does_not_count() -> None:
@@ -80,11 +63,12 @@ def test_a_rank_that_is_gone_after_a_restart_does_not_count() -> None:
         ]
 
     restart = {"type": "state", "state": "starting", "attempt": 1, "time": 10.0}
-    progress = Progress(Told([*reports(4, range(10)), restart, *reports(2, range(5, 50))]))
-    progress.read(RunStatus())
-    assert {rank: found.done for rank, found in progress.ranks.items()} == {0: 49, 1: 49}
-    assert progress.seconds_left == pytest.approx(51)
-    assert len(progress.rows) == 55
+    summary = Summary(0)
+    for event in [*reports(4, range(10)), restart, *reports(2, range(5, 50))]:
+        summary.add(event)
+    assert {rank: found.done for rank, found in summary.ranks.items()} == {0: 49, 1: 49}
+    assert summary.seconds_left == pytest.approx(51)
+    assert len(summary.rows) == 55
 
 
 def test_a_store_that_refuses_does_not_end_the_run_whose_card_is_drawn(
@@ -105,7 +89,7 @@ def test_a_store_that_refuses_does_not_end_the_run_whose_card_is_drawn(
         return status(handle)
 
     monkeypatch.setattr(RunHandle, "status", refuse_once)
-    with notebook.showing() as show:
+    with card.showing() as show:
         show(run)
         until(lambda: "the store is away" in caplog.text, 30, "the first look has failed")
     assert "succeeded" in drawn[-1]
@@ -113,8 +97,9 @@ def test_a_store_that_refuses_does_not_end_the_run_whose_card_is_drawn(
 
 def test_nothing_of_a_run_is_markup_in_its_card(run: RunHandle[None]) -> None:
     error = {"type": HOSTILE, "message": HOSTILE}
-    failed = card.Facts(HOSTILE, HOSTILE, "2", HOSTILE, RunStatus(state="failed", error=error), 0.0, used=HOSTILE)
-    for shown in (run._repr_html_(), card.render(failed)):
+    job = replace(RunDirectory(run.directory).job(), run_id=HOSTILE, name=HOSTILE)
+    failed = card.render(job, HOSTILE, RunStatus(state="failed", error=error), Summary(0), 0.0)
+    for shown in (run._repr_html_(), failed):
         assert shown is not None
         assert "alert(1)" in shown
         assert set(re.findall(r"</?([a-z]+)", shown)) <= {"div", "b", "span", "svg", "polyline", "pre"}
@@ -188,9 +173,10 @@ def test_of_many_ranks_the_slowest_and_the_fastest_are_named() -> None:
     assert card.describe_ranks({0: ranks[0], 1: ranks[1]}) == "0: 100, 1: 99"
 
 
-def test_a_long_error_keeps_its_first_lines_and_its_last() -> None:
+def test_a_long_error_keeps_its_first_lines_and_its_last(run: RunHandle[None]) -> None:
     error = {"type": "WorkerFailedError", "message": "\n".join(f"line {number}." for number in range(500))}
-    shown = card.render(card.Facts("a", "train", "2", "/runs/a", RunStatus(state="failed", error=error), 0.0))
+    status = RunStatus(state="failed", error=error)
+    shown = card.render(RunDirectory(run.directory).job(), "/runs/a", status, Summary(0), 0.0)
     assert "line 0." in shown
     assert "line 499." in shown
     assert "line 250." not in shown

@@ -12,7 +12,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from threading import Thread
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -23,10 +23,9 @@ from tests.conftest import until
 from rankzero import Launcher, RunHandle, RunNotFoundError, WorkerFailedError
 from rankzero.cli import main
 from rankzero.job import Job
-from rankzero.report import history, page, pages
-from rankzero.report.history import History
+from rankzero.report import page, pages, summary
 from rankzero.report.pages import ReportServer
-from rankzero.report.progress import Progress
+from rankzero.report.summary import Summary
 from rankzero.run.directory import RunDirectory
 from rankzero.run.names import EVENTS
 
@@ -119,7 +118,7 @@ def test_the_curves_keep_their_ends_and_few_points(collected: dict[str, Any]) ->
     curve = next(curve for curve in collected["curves"] if curve["name"] == "loss")
     assert [one["rank"] for one in curve["ranks"]] == [0, 1]
     for one in curve["ranks"]:
-        assert len(one["v"]) <= history.MAX_POINTS
+        assert len(one["v"]) <= summary.MAX_POINTS
         assert (one["s"][0], one["v"][0]) == (0, 1.0)
         # The second attempt went through the same steps.
         assert (one["s"][-1], one["v"][-1]) == (899, pytest.approx(1 / 900, rel=1e-5))
@@ -168,11 +167,11 @@ def test_progress_and_what_names_the_whole_work_are_no_results(tmp_path: Path) -
 
 
 def test_progress_of_a_run_that_lives_has_the_time_left() -> None:
-    progress = Progress(cast(Any, None))
+    told = Summary(0)
     for number in range(5):
         metrics = {"step": number, "total_steps": 10}
-        progress.add({"type": "metric", "rank": 0, "time": 100.0 + 2 * number, "metrics": metrics})
-    assert page._progress(progress) == {"done": 4, "total": 10, "unit": "steps", "seconds_left": pytest.approx(12.0)}
+        told.add({"type": "metric", "rank": 0, "time": 100.0 + 2 * number, "metrics": metrics})
+    assert told.facts()["progress"] == {"done": 4, "total": 10, "unit": "steps", "seconds_left": pytest.approx(12.0)}
 
 
 def test_a_run_writes_its_report_by_itself(store: Path) -> None:
@@ -252,41 +251,41 @@ def test_a_hostile_status_is_no_traceback(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_does_not_answer_leaves_the_others_in_the_report() -> None:
-    history = History(0)
+    told = Summary(0)
     gpus = [
         [{"use": 0.5, "memory": 1, "memory_total": 8}, {"use": 0.6, "memory": 2, "memory_total": 8}],
         [None, {"use": 0.7, "memory": 3, "memory_total": 8}],
         [],
     ]
     for number, found in enumerate(gpus):
-        history.add({"type": "usage", "time": float(number), "host": "a", "cpu": 1.0, "gpus": found})
-    (host,) = history.hosts()
+        told.add({"type": "usage", "time": float(number), "host": "a", "cpu": 1.0, "gpus": found})
+    (host,) = told.facts()["hosts"]
     assert host["columns"]["gpu 0 use"]["v"] == [0.5]
     assert host["columns"]["gpu 1 use"]["v"] == [0.6, 0.7]
     assert host["gpu_memory_total"] == 8
 
 
 def test_a_long_history_takes_little_memory() -> None:
-    history = History(0)
+    told = Summary(0)
     for number in range(50_000):
         metrics = {"loss": float(number % 97), "lr": 0.1}
-        history.add({"type": "metric", "rank": number % 8, "time": float(number), "metrics": metrics})
-        history.add({"type": "checkpoint", "time": float(number), "id": str(number)})
-        history.add({"type": "usage", "time": float(number), "host": "a", "cpu": 1.0})
-    text = json.dumps([history.curves(), history.marks(), history.hosts(), history.ranks()])
-    assert len(text) < 600_000
-    loss = history.curves()[0]["ranks"]
+        told.add({"type": "metric", "rank": number % 8, "time": float(number), "metrics": metrics})
+        told.add({"type": "checkpoint", "time": float(number), "id": str(number)})
+        told.add({"type": "usage", "time": float(number), "host": "a", "cpu": 1.0})
+    facts = told.facts()
+    assert len(json.dumps(facts)) < 600_000
+    loss = facts["curves"][0]["ranks"]
     assert [one["rank"] for one in loss] == list(range(8))
     assert max(loss[0]["v"]) == 96.0
     assert (loss[7]["t"][0], loss[7]["t"][-1]) == (7.0, 49_999.0)
 
 
 def test_the_events_of_another_training_of_the_run_id_do_not_count() -> None:
-    history = History(2)
+    told = Summary(2)
     for attempt in (0, 1, 2):
-        history.add({"type": "state", "time": 0.0, "state": "starting", "attempt": attempt})
-        history.add({"type": "metric", "rank": 0, "time": 0.0, "metrics": {"loss": float(attempt)}})
-    assert history.curves()[0]["ranks"][0]["v"] == [2.0]
+        told.add({"type": "state", "time": 0.0, "state": "starting", "attempt": attempt})
+        told.add({"type": "metric", "rank": 0, "time": 0.0, "metrics": {"loss": float(attempt)}})
+    assert told.facts()["curves"][0]["ranks"][0]["v"] == [2.0]
 
 
 def test_only_the_last_lines_of_a_long_log_are_read(tmp_path: Path) -> None:
@@ -306,8 +305,8 @@ Points = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e6), st.floats(-1e9
 
 # A busy machine is slow in making them up.
 @given(Points, st.integers(4, 50))
-def test_thinning_keeps_ends_and_extremes(points: list[history.Point], limit: int) -> None:
-    thin = history.thin(points, limit)
+def test_thinning_keeps_ends_and_extremes(points: list[summary.Point], limit: int) -> None:
+    thin = summary.thin(points, limit)
     assert len(thin) <= max(limit, 4)
     assert (thin[0], thin[-1]) == (points[0], points[-1])
     assert set(thin) <= set(points)
@@ -316,15 +315,15 @@ def test_thinning_keeps_ends_and_extremes(points: list[history.Point], limit: in
 
 
 @given(Points, st.integers(4, 50))
-def test_thinning_keeps_the_order(points: list[history.Point], limit: int) -> None:
+def test_thinning_keeps_the_order(points: list[summary.Point], limit: int) -> None:
     numbered = [(float(index), 0.0, point[2]) for index, point in enumerate(points)]
-    thin = history.thin(numbered, limit)
+    thin = summary.thin(numbered, limit)
     assert thin == sorted(thin)
 
 
 @pytest.fixture(scope="module")
 def served(store: Path) -> Iterator[str]:
-    with ReportServer(str(store), 0, "") as server:
+    with ReportServer(str(store), 0, "chosen") as server:
         thread = Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server.url
@@ -348,47 +347,9 @@ def test_serve_shows_the_store_each_run_and_several(served: str) -> None:
     assert len(data_of(get(f"{served}compare?run=failed&run=restarted")[1])["runs"]) == 2
 
 
-def test_the_list_of_a_store_has_pages_and_a_search(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "RUNS_OF_PAGE", 1)
-
-    def listed(**query: str) -> tuple[list[str], int, int]:
-        found = data_of(pages.answer(str(store), "/", {name: [value] for name, value in query.items()})[2])
-        return [one["id"] for one in found["list"]], found["page"], found["pages"]
-
-    assert listed() == listed(page="1") == (["failed"], 1, 2)
-    assert listed(page="2") == listed(page="9") == (["restarted"], 2, 2)
-    assert listed(search="RESTART") == (["restarted"], 1, 1)
-    assert pages.answer(str(store), "/", {"page": ["x"]})[0] == 404
-
-
-@pytest.mark.parametrize("root", ["reports", "/reports/"])
-def test_a_proxy_may_show_the_pages_below_a_path(store: Path, root: str) -> None:
-    with ReportServer(str(store), 0, "", root_path=root) as server:
-        thread = Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            assert server.url.endswith("/reports/")
-            top = server.url.removesuffix("reports/")
-            # With the path, without it, and without the slash by which the links of the page are found.
-            for address in (server.url, top, server.url.rstrip("/")):
-                assert len(data_of(get(address)[1])["list"]) == 2
-            assert json.loads(get(f"{server.url}runs/failed.json")[1])["state"] == "failed"
-            assert get(f"{top}reportsruns/failed.json")[0] == 404
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_the_path_of_a_proxy_without_its_slash_keeps_the_token(store: Path) -> None:
-    with ReportServer(str(store), 0, root_path="reports") as server:
-        thread = Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            code, text = get(server.url.replace("/reports/?", "/reports?page=1&"))
-            assert (code, len(data_of(text)["list"])) == (200, 2)
-        finally:
-            server.shutdown()
-            thread.join()
+def test_the_list_of_a_store_has_its_newest_runs(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MAX_RUNS", 1)
+    assert [one["id"] for one in data_of(pages.answer(str(store), "/", {})[2])["list"]] == ["failed"]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node")
@@ -470,46 +431,22 @@ def test_serve_gives_nothing_but_runs(served: str, path: str) -> None:
     assert "Traceback" not in text
 
 
-def test_serve_answers_no_other_site(served: str) -> None:
-    code, text = get(served, Host="evil.example")
-    assert (code, text.split(",")[0]) == (403, "ask for this page at 127.0.0.1")
+def test_serve_answers_nobody_without_the_token(served: str) -> None:
+    top = served.removesuffix("chosen/")
+    for path in ("", "runs/failed.json", "guessed/", "chosen.json", "?token=chosen"):
+        assert get(top + path)[0] == 403
+    assert get(f"{top}chosen")[0] == 200
+    request = urllib.request.Request(served, method="HEAD")
+    with urllib.request.urlopen(request) as reply:
+        assert (reply.status, reply.read()) == (200, b"")
+        assert int(reply.headers["Content-Length"]) > 1000
 
 
-def test_a_proxy_may_ask_by_its_own_name(store: Path) -> None:
-    with ReportServer(str(store), 0, "", names=["Reports.example.com"]) as server:
-        thread = Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            for host in ("reports.example.com", "reports.example.com:443", "localhost"):
-                assert get(server.url, Host=host)[0] == 200
-            assert get(server.url, Host="evil.example")[0] == 403
-            request = urllib.request.Request(server.url, method="HEAD")
-            with urllib.request.urlopen(request) as reply:
-                assert (reply.status, reply.read()) == (200, b"")
-                assert int(reply.headers["Content-Length"]) > 1000
-            with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\)"):
-                ReportServer(str(store), server.server_address[1])
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_serve_answers_who_knows_the_token_and_then_by_a_cookie(store: Path) -> None:
+def test_a_token_is_made_up_and_a_taken_port_is_named(store: Path) -> None:
     with ReportServer(str(store), 0) as server:
-        thread = Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            plain = server.url.partition("?")[0]
-            assert get(plain)[0] == 403
-            assert get(f"{plain}?token=guessed")[0] == 403
-            assert get(plain, Cookie="rankzero-1=x; other")[0] == 403
-            with urllib.request.urlopen(server.url, timeout=30) as answer:
-                cookie = answer.headers["Set-Cookie"]
-            assert "HttpOnly; SameSite=Strict" in cookie
-            assert get(f"{plain}runs/failed.json", Cookie=cookie.partition(";")[0])[0] == 200
-        finally:
-            server.shutdown()
-            thread.join()
+        assert len(server.token) > 20
+        with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\)"):
+            ReportServer(str(store), server.server_address[1])
 
 
 def test_serve_listens_on_this_machine_alone(served: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero import Launcher, WorkerFailedError
+from rankzero import Launcher
 from rankzero.run.checkpoints import list_committed
 from rankzero.run.directory import RunDirectory
 from rankzero.run.retention import EARLIER, collect
@@ -22,35 +22,6 @@ def train(lr: float) -> float:
     for number in range(3):
         rt.report({"number": number}, checkpoint={"lr": lr, "number": number})
     return lr
-
-
-def write(count: int) -> float:
-    """Writes rows that belong to a checkpoint, and fails."""
-    import rankzero.train as rt
-
-    rt.write_rows({"id": list(range(count))}, "scored")
-    rt.report({}, checkpoint={"count": count})
-    rt.context.await_checkpoint()
-    raise ValueError("failed")
-
-
-def test_a_fresh_training_leaves_the_rows_of_the_checkpoints_of_the_one_before(launcher: Launcher) -> None:
-    launcher = launcher.options(num_processes=1, run_id="same")
-    for count in (5, 7, 9):
-        with pytest.raises(WorkerFailedError):
-            launcher.run(write, count)
-    handle = launcher.find()
-    assert handle
-    tables = Path(handle.directory) / "tables"
-    rows = {path.name: sum(1 for _ in path.rglob("*.parquet")) for path in sorted(tables.iterdir())}
-    assert rows == {"0000": 1, "0001": 1, "0002": 1}
-    collected = collect(str(Path(handle.directory).parent), DAY, now=time.time() + 2 * DAY, dry_run=True)
-    assert collected.removed
-    run = RunDirectory(handle.directory)
-    run.write_status(handle.status().__class__(**{**vars(handle.status()), "ended": time.time() + 10 * DAY}))
-    collect(str(Path(handle.directory).parent), DAY, now=time.time() + 2 * DAY)
-    assert [path.relative_to(tables).parts[0] for path in tables.rglob("*.parquet")] == ["0002"]
-    assert len(handle.checkpoints()) == 1
 
 
 def test_a_fresh_training_leaves_the_checkpoints_of_the_one_before(

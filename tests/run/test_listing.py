@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.s3 import S3Server
 
-from rankzero import bounds, store
+from rankzero import store
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.run.listing import list_runs
@@ -58,7 +58,7 @@ def test_a_request_that_fails_once_is_no_damaged_run(tmp_path: Path, monkeypatch
         failed.add(path)
         raise OSError("503 Slow Down")
 
-    monkeypatch.setattr(bounds, "SHORTEST_PACE", 0.001)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.001")
     monkeypatch.setattr(store, "read_bytes", fails_once)
     assert [one.status.state for one in list_runs(f"{bucket}/runs")] == ["running"]
 

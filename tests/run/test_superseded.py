@@ -17,7 +17,6 @@ from rankzero import (
     RunHandle,
     RunNotFoundError,
     WorkerFailedError,
-    bounds,
     store,
 )
 
@@ -133,7 +132,7 @@ def test_a_run_whose_job_is_gone_leaves_its_checkpoints_to_no_other_training(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As long as the removed job is waited for.
-    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.3)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     one = single.submit(report_twice, str(tmp_path / "one"))
     assert one.result(60) is None
     # As an interrupted removal leaves it.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rankzero import bounds
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.run.identity import Asked, Comparison, Decision, Identity
@@ -68,7 +67,7 @@ def test_a_later_claim_that_is_withdrawn_ends_no_submission(
         self.release(1)
         return found
 
-    monkeypatch.setattr(bounds, "CLAIM_TIMEOUT", 0.2)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.01")
     monkeypatch.setattr(RunDirectory, "newest_claim", overtaken)
     submitted = submit(run, Asked(Identity.of(train="ab")), job, {})
     assert submitted is not None

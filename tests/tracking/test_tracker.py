@@ -211,7 +211,7 @@ def test_a_tracker_that_is_late_gets_the_events_of_its_own_submission(
 def test_a_tracker_that_hangs_does_not_hold_the_result(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankzero.bounds.TRACKERS_TIMEOUT", 0.5)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.05")
     notes = tmp_path / "notes"
     assert Launcher(1, store=tmp_path, trackers=[Hanging(), Notes(notes)]).run(train, 1) == "done"
     # The other one has its own thread, which may take longer than that bound on a busy machine.

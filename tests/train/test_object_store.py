@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero import Launcher, ResultError
+from rankzero import Launcher, ResultError, store
 from rankzero.store import remote
 
 WAIT = 90.0
@@ -97,10 +97,10 @@ print(in_child(lambda: __import__("slow")))
 
 def test_a_fork_waits_for_a_limited_time_and_its_child_refuses_new_clients() -> None:
     text = """
-from rankzero import bounds
+import os
 from rankzero.host import forks
 
-bounds.FORK_TIMEOUT = 0.1
+os.environ["RANKZERO_TIME_SCALE"] = "0.01"
 entered, leave = threading.Event(), threading.Event()
 
 def hold():
@@ -122,7 +122,7 @@ leave.set()
 thread.join()
 print(in_child(forks.check))
 """
-    refused = "while a request to an object store was in flight, which the fork awaited for 0.1 s"
+    refused = "while a request to an object store was in flight, which the fork awaited for 0.3 s"
     first, *rest = script(text).splitlines()
     assert first.startswith(refused)
     assert rest == ["0", "0"]
@@ -175,7 +175,7 @@ def test_a_part_that_a_removed_directory_refuses_does_not_appear(bucket: str, si
     with pytest.raises(ResultError, match="removed"):
         upload()
     gc.collect()
-    assert client.names_below(bucket) == []
+    assert store.list_files(bucket) == []
 
 
 def write_without_token(directory: str) -> list[str]:

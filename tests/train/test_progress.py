@@ -10,14 +10,13 @@ import pytest
 from tests.conftest import ROOT
 
 import rankzero.train as rt
-from rankzero import bounds
 from rankzero.train import context
 
 LOOP = "import rankzero.train as rt\nfor _ in rt.progress(range(50), 'epoch 1'): pass\n"
 
 
 def test_a_log_gets_lines_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "PROGRESS_LINE_INTERVAL", 600.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "120")
     assert list(rt.progress(range(1000), "epoch 1")) == list(range(1000))
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("epoch 1: 1000/1000 (100%), ")

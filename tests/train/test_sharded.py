@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import until
 from tests.faults.kit import SlotsEngine
 
-from rankzero import Launcher, ResultError, RetryableError, RunHandle, bounds
+from rankzero import Launcher, ResultError, RetryableError, RunHandle
 
 WRITERS = 2
 
@@ -269,7 +269,7 @@ def test_an_elastic_training_goes_on_with_what_another_number_of_ranks_wrote(
         dist.barrier()
         raise RetryableError("the cluster has another size now")
 
-    monkeypatch.setattr(bounds, "GROWTH_TIMEOUT", 0.2)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     slots.write_text(str(sizes[0]))
     elastic = launcher.options(num_processes=(1, 3), engine=SlotsEngine(str(slots)), max_restarts=2)
     assert elastic.run(train, str(slots)) == [sizes, [2.0] * 5]

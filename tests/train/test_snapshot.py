@@ -12,11 +12,10 @@ import numpy
 import pytest
 import torch
 
-from rankzero import ResultError, bounds
+from rankzero import ResultError
 from rankzero.channel.messages import Start, decode, encode
 from rankzero.train import snapshot
 from rankzero.train.parts import Parts
-from rankzero.train.tables import RankTables
 from rankzero.train.writer import CheckpointWriter
 from rankzero.values import formats
 
@@ -118,7 +117,7 @@ def test_a_rank_that_reports_late_has_the_checkpoint_that_was_committed_before(t
     writer.committed({**facts, "id": "0001-000000", "attempt": 1, "index": 0})
     assert writer.last is not None
     assert writer.last.id == "0000-000003"
-    writer.write({"step": 4}, {}, 0.0, RankTables(), sharded=False)
+    writer.write({"step": 4}, {}, 0.0, sharded=False)
     assert writer.last.id == "0001-000000"
 
 
@@ -133,13 +132,13 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
     parts = Parts(Start(str(tmp_path), run_token="", shared=True, scratch=""), str)
     writer = CheckpointWriter(parts, 1, 0, 1, sent.append)
     with pytest.raises(MemoryError, match="no room"):
-        writer.write({}, {}, 0.0, RankTables(), sharded=False)
+        writer.write({}, {}, 0.0, sharded=False)
     assert [encode(message) for message in sent] == [
         {"type": "checkpoint-begun", "index": 0},
         {"type": "checkpoint-failed", "index": 0},
     ]
     # The driver alone knows whether the checkpoint before this one is committed.
-    monkeypatch.setattr(bounds, "CHECKPOINT_COMMIT_TIMEOUT", 0.01)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.0001")
     writer.await_settled()
     assert "checkpoint 0001-000000 is not complete" in capsys.readouterr().out
     writer.on_message(decode({"type": "checkpoint-lost", "index": 0}))
@@ -150,18 +149,18 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
 def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bounds, "CHECKPOINT_COMMIT_TIMEOUT", 0.05)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.0001")
     sent: list[Any] = []
     parts = Parts(Start(str(tmp_path / "run"), run_token="", shared=False, scratch=str(tmp_path)), str)
     writer = CheckpointWriter(parts, 0, 0, 2, sent.append)
     for step in range(3):
-        writer.write({"step": step}, {}, 0.0, RankTables(), sharded=True)
+        writer.write({"step": step}, {}, 0.0, sharded=True)
         writer.finish()
     assert [message.index for message in sent if message.kind == "checkpoint-failed"] == [2]
-    assert "0000-000002 of rank 0 is left out: after 0.05 s 0000-000000, 0000-000001 is" in capsys.readouterr().out
+    assert "0000-000002 of rank 0 is left out: after 0.06 s 0000-000000, 0000-000001 is" in capsys.readouterr().out
     # The peers have reported at last.
     writer.on_message(decode({"type": "checkpoint-lost", "index": 1}))
-    writer.write({"step": 3}, {}, 0.0, RankTables(), sharded=True)
+    writer.write({"step": 3}, {}, 0.0, sharded=True)
     writer.finish()
     assert sent[-1].index == 3
 
@@ -178,10 +177,10 @@ def test_a_report_returns_when_the_agent_has_the_part_before(tmp_path: Path) -> 
 
     parts = Parts(Start(str(tmp_path), run_token="", shared=True, scratch=""), str)
     writer = CheckpointWriter(parts, 0, 0, 1, sent.append, flush)
-    writer.write({"step": 0}, {}, 0.0, RankTables(), sharded=False)
+    writer.write({"step": 0}, {}, 0.0, sharded=False)
     assert not delivered
     threading.Timer(0.2, may_deliver.set).start()
-    writer.write({"step": 1}, {}, 0.0, RankTables(), sharded=False)
+    writer.write({"step": 1}, {}, 0.0, sharded=False)
     assert delivered[0] == [0]
     writer.finish()
     assert delivered == [[0], [0, 1]]
@@ -198,7 +197,7 @@ def test_a_signal_handler_that_reports_or_raises_leaves_no_report_waiting(
     def handle(*_: object) -> None:
         if raises:
             raise RuntimeError("of the user's handler")
-        writer.write({"step": 1}, {}, 0.0, RankTables(), sharded=False)
+        writer.write({"step": 1}, {}, 0.0, sharded=False)
 
     start = threading.Thread.start
 
@@ -211,7 +210,7 @@ def test_a_signal_handler_that_reports_or_raises_leaves_no_report_waiting(
     try:
         monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
         with pytest.raises(RuntimeError) if raises else contextlib.nullcontext():
-            writer.write({"step": 0}, {}, 0.0, RankTables(), sharded=False)
+            writer.write({"step": 0}, {}, 0.0, sharded=False)
     finally:
         signal.signal(signal.SIGUSR1, before)
     ended = threading.Event()

@@ -18,11 +18,9 @@ from rankzero.channel.client import ChannelClient
 from rankzero.channel.messages import FINISHED, Message, decode, encode
 from rankzero.worker.control import next_delivery
 
-DRAIN_READS = 16
-"""Most reads that drain a pipe; a limit, because a child may write without end."""
-
-READ_SIZE = 1 << 18
-"""Most bytes of one read."""
+CUT_OFF_GRACE = bounds.stretched(5.0)  # To exit for a rank that has closed its connection too early
+DRAIN_READS = 16  # Most reads that drain a pipe; a limit, because a child may write without end
+READ_SIZE = 1 << 18  # Most bytes of one read
 
 
 class Loop(selectors.DefaultSelector):
@@ -109,7 +107,7 @@ class Forwarder:
             data = b""
         if not data:
             self._loop.unwatch(rank.control)
-            self._cut_off[rank] = time.monotonic() + bounds.CUT_OFF_GRACE
+            self._cut_off[rank] = time.monotonic() + CUT_OFF_GRACE()
             return False
         rank.decoder.feed(data)
         for message in rank.decoder:
@@ -154,7 +152,7 @@ class Forwarder:
         if not rank.alive or rank.outcome:
             return
         text = (
-            f"it closed the connection to its agent and did not end within {bounds.CUT_OFF_GRACE:g} s: a rank must not "
+            f"it closed the connection to its agent and did not end within {CUT_OFF_GRACE():g} s: a rank must not "
             "replace its program (exec) or close descriptors that it has not opened"
         )
         self._on_rank_message(rank, messages.Failed(time.time(), message=text, exit_code=1))

@@ -22,25 +22,18 @@ from rankzero.bounds import LOG_TAIL, LOG_TAIL_WIDTH
 from rankzero.channel import messages
 from rankzero.channel.client import ChannelClient
 
-HIGH_WATER = 8 << 20
-"""Bytes waiting for the driver above which lines are spooled to disk."""
-
-BEHIND = 32 << 10
-"""Bytes in flight to the driver above which it counts as behind: each message costs it processor time."""
-
-BATCH = 256 << 10
-"""Characters of lines that are gathered into one message when the driver is behind."""
-
-SPOOL_LIMIT = 8 << 30
-"""Bytes of one rank's spool on disk above which lines are dropped and counted."""
+REDRAW_INTERVAL = 10.0  # Seconds in which one redraw of a progress bar becomes a line: below 1000 an hour for two ranks
+HIGH_WATER = 8 << 20  # Bytes waiting for the driver above which lines are spooled to disk
+BEHIND = 32 << 10  # Bytes in flight to the driver above which it counts as behind: each message costs it processor time
+BATCH = 256 << 10  # Characters of lines that are gathered into one message when the driver is behind
+SPOOL_LIMIT = 8 << 30  # Bytes of one rank's spool on disk above which lines are dropped and counted
 
 _BLOCK = 1 << 20
 
 QUIET_BYTES = 40 << 10
 """Most bytes of output in about two `DELIVERY_INTERVAL` of a quiet rank: the smallest usual pipe holds 64 KiB."""
 
-MAX_LINE = 2 << 20
-"""Characters after which an unfinished line is passed on in pieces."""
+MAX_LINE = 2 << 20  # Characters after which an unfinished line is passed on in pieces
 
 _OWN_FRAME = re.compile(r'  File "(?:.*rankzero/(?:agent|host|task|warm|worker)/\w+\.py|<string>)", line \d+ in ')
 
@@ -191,7 +184,7 @@ def is_own_frame(line: str) -> bool:
 class LineSplitter:
     r"""Decodes UTF-8 incrementally and cuts at ``\n`` and ``\r\n``. A line that arrives in pieces is returned whole.
 
-    A progress bar redraws its line with ``\r``. Of the texts that a redraw replaces, one in `bounds.REDRAW_INTERVAL`
+    A progress bar redraws its line with ``\r``. Of the texts that a redraw replaces, one in `REDRAW_INTERVAL`
     seconds becomes a line, and so does the last one. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
@@ -240,7 +233,7 @@ class LineSplitter:
         self._drawn = self._take() or self._drawn
         if not self._drawn or (now := self._clock()) < self._draw_at:
             return []
-        self._draw_at = now + bounds.REDRAW_INTERVAL
+        self._draw_at = now + REDRAW_INTERVAL
         text, self._drawn, self._was_drawn = self._drawn, "", True
         return [text]
 

@@ -29,8 +29,9 @@ from rankzero.host.processes import cpu_seconds, process_state, signal_main_thre
 from rankzero.worker import main as worker
 from rankzero.worker.call import cut_off_message
 
-PIPE_SIZE = 1 << 20
-"""Capacity of the pipe for a rank's output, where the system allows it (macOS does not)."""
+FLUSH_TIMEOUT = bounds.stretched(1.0)  # For stopped ranks to send reports that they hold; native code may not answer
+LAST_LINES_POLL_INTERVAL = 0.001  # Seconds until the driver is first polled for the last lines; the interval doubles
+PIPE_SIZE = 1 << 20  # Capacity of the pipe for a rank's output, where the system allows it (macOS does not)
 
 # rankzero and its cloudpickle are imported from the given path, which is then moved to the end of the search path.
 _BOOTSTRAP = (
@@ -314,7 +315,7 @@ class Ending:
         self.is_early = True
         if not self.has_begun:
             self.has_begun = True
-            self.flush_by = now + min(bounds.FLUSH_TIMEOUT, (deadline - now) / 2)
+            self.flush_by = now + min(FLUSH_TIMEOUT(), (deadline - now) / 2)
             for rank in self._ranks:
                 rank.begun = frozenset(rank.writing)
                 rank.tell(messages.Flush())
@@ -360,7 +361,7 @@ class Ending:
             rank.tell(messages.End())
         self.has_begun = True
         if not self.is_early:
-            self.kill_at = time.monotonic() + self._exit_timeout + bounds.WORKER_EXIT_MARGIN
+            self.kill_at = time.monotonic() + self._exit_timeout + bounds.WORKER_EXIT_MARGIN()
 
     def kill_overdue(self, now: float) -> None:
         """Sends SIGKILL to all ranks once `kill_at` has passed."""
@@ -378,9 +379,9 @@ class Ending:
             dispatch: Handles the events of the agent's loop that arrive within the given seconds.
         """
         deadline = progress_at = now = time.monotonic()
-        deadline += bounds.STOPPED_LINES_TIMEOUT if self.is_early else bounds.LAST_LINES_TIMEOUT
-        left, pause = self._waiting(), bounds.LAST_LINES_POLL_INTERVAL
-        while left and now < min(deadline, progress_at + bounds.LAST_LINES_STALL_TIMEOUT):
+        deadline += bounds.STOPPED_LINES_TIMEOUT() if self.is_early else bounds.LAST_LINES_TIMEOUT()
+        left, pause = self._waiting(), LAST_LINES_POLL_INTERVAL
+        while left and now < min(deadline, progress_at + bounds.LAST_LINES_STALL_TIMEOUT()):
             for rank in self._ranks:
                 rank.output.pump()
             dispatch(pause)
@@ -388,13 +389,13 @@ class Ending:
             now = time.monotonic()
             if self.is_early:
                 # A stop, or the death of the task process, may have arrived in this loop.
-                deadline = min(deadline, now + bounds.STOPPED_LINES_TIMEOUT)
+                deadline = min(deadline, now + bounds.STOPPED_LINES_TIMEOUT())
             if (waiting := self._waiting()) != left:
                 left, progress_at = waiting, now
         for rank in self._ranks:
             rank.output.drop_rest()
         has_parts = self.has_parts and not self.is_orphaned
-        self._client.close(max(bounds.STOPPED_LINES_TIMEOUT, self._stop_by - time.monotonic() if has_parts else 0.0))
+        self._client.close(max(bounds.STOPPED_LINES_TIMEOUT(), self._stop_by - time.monotonic() if has_parts else 0.0))
 
     def _waiting(self) -> int:
         """Returns the bytes of lines that the driver has not accepted."""

@@ -177,11 +177,11 @@ class Agent:
         elif isinstance(message, messages.Dump):
             for rank in self._ranks:
                 rank.ask_for_stack()
-            self._stacks_at = time.monotonic() + bounds.STACKS_TIMEOUT
+            self._stacks_at = time.monotonic() + bounds.STACKS_TIMEOUT()
         elif isinstance(message, messages.Peek):
             for rank in self._ranks:
                 rank.peek()
-            self._positions_at = time.monotonic() + bounds.STACKS_TIMEOUT
+            self._positions_at = time.monotonic() + bounds.STACKS_TIMEOUT()
         elif isinstance(message, messages.Stop):
             for rank in self._ranks:
                 # A rank may just have reported a checkpoint that it is writing.
@@ -315,4 +315,6 @@ def main() -> None:
             sys.exit("the process that started this agent died before it sent the configuration")
         line += piece
     allow_open_files()
-    Agent(json.loads(line)).run()
+    config = json.loads(line)
+    os.environ.update(bounds.environment(config["env"]))
+    Agent(config).run()

@@ -14,6 +14,8 @@ from rankzero.channel.frames import Message
 from rankzero.channel.keeper import Keeper
 from rankzero.channel.session import BULK, CONTROL, LOGS, message_body
 
+CHANNEL_JOIN_MARGIN = bounds.stretched(0.5)  # Beyond its timeout that `close` waits for a thread in a name lookup
+
 __all__ = ["ChannelClient", "ChannelClosed"]
 
 
@@ -52,7 +54,7 @@ class ChannelClient:
                 driver that sends nothing is paused, not lost.
         """
         self._exchange = Exchange()
-        connect_timeout = connect_timeout or bounds.AGENT_CONNECT_TIMEOUT
+        connect_timeout = connect_timeout or bounds.AGENT_CONNECT_TIMEOUT()
         keeper = Keeper(self._exchange, hosts, port, secret, task, connect_timeout, certificate, driver_lives)
         self._thread = threading.Thread(target=keeper.run, name=f"rankzero-channel-{task}", daemon=True)
 
@@ -137,5 +139,5 @@ class ChannelClient:
         """
         self._exchange.close_within(timeout)
         if self._thread.ident is not None:
-            self._thread.join(timeout + bounds.CHANNEL_JOIN_MARGIN)
+            self._thread.join(timeout + CHANNEL_JOIN_MARGIN())
         self._exchange.close()

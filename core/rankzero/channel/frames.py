@@ -14,14 +14,9 @@ import json
 import struct
 from typing import Any
 
-MAX_FRAME = 64 << 20
-"""Largest frame in bytes that is accepted after the handshake."""
-
-MAX_HANDSHAKE_FRAME = 4096
-"""Largest frame in bytes that is accepted before the peer has proved the secret."""
-
-CHUNK = 1 << 20
-"""Bytes of file content per frame."""
+MAX_FRAME = 64 << 20  # Largest frame in bytes that is accepted after the handshake
+MAX_HANDSHAKE_FRAME = 4096  # Largest frame in bytes that is accepted before the peer has proved the secret
+CHUNK = 1 << 20  # Bytes of file content per frame
 
 _LENGTH = struct.Struct(">I")
 _MAC_SIZE = 16

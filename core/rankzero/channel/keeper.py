@@ -91,14 +91,14 @@ def dial(address: Address, secret: str, hello: Hello, wait: Wait, certificate: b
 def _connect(connection: socket.socket, address: Any, wait: Wait) -> None:
     problem = connection.connect_ex(address)
     if problem == errno.EINPROGRESS:
-        wait(connection, selectors.EVENT_WRITE, time.monotonic() + bounds.CONNECT_TRY_TIMEOUT)
+        wait(connection, selectors.EVENT_WRITE, time.monotonic() + bounds.CONNECT_TRY_TIMEOUT())
         problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if problem:
         raise OSError(problem, os.strerror(problem))
 
 
 def _shake_hands(connection: socket.socket | TlsSocket, secret: str, hello: Hello, wait: Wait) -> Link:
-    deadline = time.monotonic() + bounds.HANDSHAKE_REPLY_TIMEOUT
+    deadline = time.monotonic() + bounds.HANDSHAKE_REPLY_TIMEOUT()
     decoder = Decoder()
 
     def receive() -> Message:
@@ -259,8 +259,8 @@ class Keeper:
         if not self._received_at and now - self._started >= self._connect_timeout:
             text = f"no driver was found on port {self._port} within {self._connect_timeout:g} s: {problems}"
             raise _OverError(text)
-        if self._received_at and now - self._received_at >= bounds.CONNECTION_LOST_AFTER and not self._driver_lives():
-            text = f"nothing was received from the driver for {bounds.CONNECTION_LOST_AFTER:g} s: {problems}"
+        if self._received_at and now - self._received_at >= bounds.CONNECTION_LOST_AFTER() and not self._driver_lives():
+            text = f"nothing was received from the driver for {bounds.CONNECTION_LOST_AFTER():g} s: {problems}"
             raise _OverError(text)
 
     # -- one connection ------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class Keeper:
                     key = selector.modify(link.socket, events)
                 until = min(
                     pinged + bounds.PING_INTERVAL,
-                    self._received_at + bounds.CONNECTION_SILENCE,
+                    self._received_at + bounds.CONNECTION_SILENCE(),
                     self._exchange.give_up_at,
                 )
                 for ready, mask in selector.select(max(0.0, until - time.monotonic())):
@@ -291,7 +291,7 @@ class Keeper:
                         is_whole = self._receive(link)
                 self._check_end()
                 now = time.monotonic()
-                if now - self._received_at >= bounds.CONNECTION_SILENCE:
+                if now - self._received_at >= bounds.CONNECTION_SILENCE():
                     return
                 if now - pinged >= bounds.PING_INTERVAL:
                     pinged = now

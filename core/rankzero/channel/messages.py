@@ -116,8 +116,7 @@ class Part(Message, kind="checkpoint"):
     Attributes:
         index: Number of the checkpoint within the attempt.
         shared: True if ``path`` is in the run directory or its object store.
-        tables: Number of files of each table whose rows belong to the checkpoint.
-        cursors: Positions of this rank in datasets whose states the checkpoint may hold: `RankTables.cursor`.
+        positions: Positions in datasets that the checkpoint may hold.
         pieces: Index of a sharded state.
         has_result: True if this rank had set the value of the run by then: `rankzero.train.set_result`.
         upload: Name under which the agent sends the part over the channel.
@@ -134,8 +133,7 @@ class Part(Message, kind="checkpoint"):
     sharded: bool
     metrics: dict[str, Any]
     time: float
-    tables: dict[str, int] = field(default_factory=dict)
-    cursors: dict[str, list[Any]] = field(default_factory=dict)
+    positions: dict[str, Any] = field(default_factory=dict)
     pieces: str | None = None
     has_result: bool = False
     upload: str | None = None

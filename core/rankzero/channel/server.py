@@ -25,6 +25,9 @@ from rankzero.channel.peer import Connection, OnMessage, Peer
 from rankzero.channel.session import CONTROL, message_body
 from rankzero.channel.tls import Identity
 
+UNPROVED_GRACE = 1.0  # Age before which an unproved connection is not closed for a new one: many may come together
+DISCONNECT_TIMEOUT = bounds.stretched(1.0)  # For agents to receive the server's disconnect
+
 logger = logging.getLogger(__name__)
 
 DISCONNECTED = "disconnected"
@@ -33,8 +36,7 @@ DISCONNECTED = "disconnected"
 RECONNECTED = "reconnected"
 """Type of the message that the server synthesizes when a disconnected agent is connected again."""
 
-LOST = "lost"
-"""Type of the message that the server synthesizes when an agent is lost without having disconnected."""
+LOST = "lost"  # Type of the message that the server synthesizes when an agent is lost without having disconnected
 
 
 class ChannelServer:
@@ -110,7 +112,7 @@ class ChannelServer:
 
         def begin() -> None:
             self._when_alone.append(act)
-            self._loop.call_later(bounds.LAST_READ_TIMEOUT, self._act_alone)
+            self._loop.call_later(bounds.LAST_READ_TIMEOUT(), self._act_alone)
             self._stop_when_alone()
 
         try:
@@ -126,7 +128,7 @@ class ChannelServer:
             return
         self._call(self._begin_close)
         if threading.current_thread() is not self._thread:
-            self._stopped.wait(bounds.CHANNEL_CLOSE_TIMEOUT)
+            self._stopped.wait(bounds.CHANNEL_CLOSE_TIMEOUT())
 
     def _call(self, act: Callable[[], None]) -> None:
         # The loop is closed after the end of the thread.
@@ -173,7 +175,7 @@ class ChannelServer:
         for peer in self._peers.values():
             if peer.is_live:
                 peer.confirm_disconnect()
-        self._loop.call_later(bounds.DISCONNECT_TIMEOUT, self._ended.set)
+        self._loop.call_later(DISCONNECT_TIMEOUT(), self._ended.set)
         self._stop_when_alone()
 
     def _stop_when_alone(self) -> None:
@@ -225,7 +227,7 @@ class ChannelServer:
 
     async def _make_room(self) -> None:
         oldest = next(iter(self._unproved))
-        left = oldest.made + bounds.UNPROVED_GRACE - time.monotonic()
+        left = oldest.made + UNPROVED_GRACE - time.monotonic()
         if left <= 0:
             oldest.drop("too many connections that prove nothing")
             self._unproved.pop(oldest, None)
@@ -240,18 +242,18 @@ class ChannelServer:
         self._forgive(now - self._swept - bounds.PING_INTERVAL / 4)
         self._swept = now
         for connection in list(self._unproved):
-            if now - connection.made >= bounds.HANDSHAKE_TIMEOUT:
+            if now - connection.made >= bounds.HANDSHAKE_TIMEOUT():
                 connection.drop("it did not prove the secret in time")
         for peer in list(self._peers.values()):
             if peer.connection is not None:
-                if now - peer.received_at >= bounds.CONNECTION_SILENCE:
-                    peer.connection.drop(f"agent {peer.task} sent nothing for {bounds.CONNECTION_SILENCE:g} s")
+                if now - peer.received_at >= bounds.CONNECTION_SILENCE():
+                    peer.connection.drop(f"agent {peer.task} sent nothing for {bounds.CONNECTION_SILENCE():g} s")
                 elif now - peer.pinged >= bounds.PING_INTERVAL:
                     peer.pinged = now
                     peer.session.ping()
                     peer.pump()
-            elif peer.is_live and now - peer.received_at >= bounds.CONNECTION_LOST_AFTER:
-                self.lose(peer, f"nothing was received from agent {peer.task} for {bounds.CONNECTION_LOST_AFTER:g} s")
+            elif peer.is_live and now - peer.received_at >= bounds.CONNECTION_LOST_AFTER():
+                self.lose(peer, f"nothing was received from agent {peer.task} for {bounds.CONNECTION_LOST_AFTER():g} s")
 
     def _forgive(self, pause: float) -> None:
         """Extends all time-outs by a pause of this process itself, which was stopped or did not get the GIL."""

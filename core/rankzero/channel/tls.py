@@ -21,6 +21,8 @@ from rankzero.channel.frames import FrameError
 from rankzero.errors import EngineError
 from rankzero.host.network import Wait
 
+CERTIFICATE_TIMEOUT = bounds.stretched(30.0)  # For the openssl command
+
 _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 _COMMAND = ("openssl", "req", "-x509", *_CURVE, "-nodes", "-days", "3650", "-subj", "/CN=rankzero")
 
@@ -51,7 +53,7 @@ def make_identity() -> Identity:
                 [*_COMMAND, "-keyout", key.name],
                 capture_output=True,
                 stdin=subprocess.DEVNULL,
-                timeout=bounds.CERTIFICATE_TIMEOUT,
+                timeout=CERTIFICATE_TIMEOUT(),
                 check=True,
             )
             certificate = ssl.PEM_cert_to_DER_cert(made.stdout.decode())
@@ -184,7 +186,7 @@ def encrypt(connection: socket.socket, certificate: bytes, wait: Wait) -> TlsSoc
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     encrypted = context.wrap_socket(connection, do_handshake_on_connect=False)
-    deadline = time.monotonic() + bounds.HANDSHAKE_REPLY_TIMEOUT
+    deadline = time.monotonic() + bounds.HANDSHAKE_REPLY_TIMEOUT()
     try:
         while True:
             try:

@@ -194,7 +194,7 @@ def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
     from rich.text import Text
 
     from rankzero.report.card import duration
-    from rankzero.report.progress import Progress
+    from rankzero.report.summary import Summary
     from rankzero.run.printing import print_line
 
     console = Console(stderr=True, highlight=False)
@@ -202,26 +202,28 @@ def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield show
         return
-    progress, ended, shown = Progress(handle), threading.Event(), "pending"
-    pause = bounds.PROGRESS_LINE_INTERVAL if console.is_dumb_terminal else bounds.POLL_INTERVAL_LONG
+    ended, shown = threading.Event(), "pending"
+    pause = bounds.PROGRESS_LINE_INTERVAL() if console.is_dumb_terminal else bounds.POLL_INTERVAL_LONG
 
     def line() -> Text:
         return Text(shown, style="cyan", no_wrap=True, overflow="ellipsis")
 
     def poll() -> None:
         nonlocal shown
+        summary: Summary | None = None
         while not ended.wait(max(pause, handle.pace)):
             # An error while progress is read must not stop the training.
             with contextlib.suppress(Exception):
                 status = handle.status()
-                progress.read(status)
-                left = progress.seconds_left
+                summary = summary or Summary(handle.fresh_since)
+                summary.read(handle, status)
+                left = summary.seconds_left
                 facts = [status.shown, *([f"attempt {status.attempt}"] if status.attempt else [])]
-                if progress.slowest is not None:
-                    of = "" if progress.total is None else f"/{progress.total:g}"
-                    facts.append(f"{progress.ranks[progress.slowest].done:g}{of} {progress.unit}")
+                if summary.slowest is not None:
+                    of = "" if summary.total is None else f"/{summary.total:g}"
+                    facts.append(f"{summary.slowest.done:g}{of} {summary.unit}")
                 facts += [] if left is None else [f"{duration(round(left))} left"]
-                numbers = [(name, value) for name, value in progress.last.items() if type(value) in (int, float)]
+                numbers = [(name, value) for name, value in summary.last.items() if type(value) in (int, float)]
                 shown = "  ".join([*facts, *(f"{name} {value:.4g}" for name, value in numbers[:5])])
                 if console.is_dumb_terminal:
                     console.print(line())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rankzero import bounds, store
+from rankzero import store
 from rankzero.cli import words
 from rankzero.report import cost, pages
 from rankzero.report.card import duration
@@ -28,6 +28,7 @@ from rankzero.run.status import STATES
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+WATCH_INTERVAL = 2.0  # Seconds between two listings of a store with --watch
 
 COLORS = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "blue", "starting": "cyan"}
 
@@ -86,16 +87,14 @@ def report(run: tuple[str, ...], output: str | None, link: float | None, as_json
 @click.option(
     "--host", default=pages.HOST, show_default=True, help="Address to listen on, such as 0.0.0.0 in a container."
 )
-@click.option("--allow-host", multiple=True, metavar="NAME", help="A name by which a proxy asks; several times.")
-@click.option("--root-path", default="", metavar="PATH", help="Path below which a proxy shows the pages: /reports.")
-@click.option("--no-token", is_flag=True, help="Serve every process of this machine, such as a proxy with a login.")
-def serve(store: str | None, port: int, host: str, allow_host: tuple[str, ...], root_path: str, no_token: bool) -> None:
+@click.option("--token", envvar="RANKZERO_SERVE_TOKEN", help="First part of every path, for a proxy with a login.")
+def serve(store: str | None, port: int, host: str, token: str | None) -> None:
     """Show the runs of a STORE in a browser of this machine, until interrupted. Read only.
 
     The printed address contains a token, which keeps out other users of this machine.
     """
     root = words.existing_store(store)
-    with pages.ReportServer(root, port, "" if no_token else None, host, allow_host, root_path) as server:
+    with pages.ReportServer(root, port, token, host) as server:
         click.echo(f"the runs of {root}, until Ctrl-C, at\n{server.url}")
         try:
             server.serve_forever()
@@ -275,7 +274,7 @@ def runs(
         return sorted(chosen, key=lambda one: one.job.created)
 
     if sys.stdout.isatty() and not as_json:
-        _show_table(found, bounds.WATCH_INTERVAL if watch else None)
+        _show_table(found, WATCH_INTERVAL if watch else None)
         return
     while True:
         if as_json:
@@ -285,7 +284,7 @@ def runs(
             click.echo("\n".join(_plain(found())))
         if not watch:
             break
-        time.sleep(bounds.WATCH_INTERVAL)
+        time.sleep(WATCH_INTERVAL)
 
 
 def _as_json(one: Listed) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from rankzero.data.manifest import ARROW, File, Manifest
 from rankzero.data.schemas import fit
 from rankzero.errors import ResultError
 
+DECODE_LOCK_TIMEOUT = bounds.scaled(120.0)  # For another rank to decode a group; then this rank decodes it, too
+
 FILES = 64
 """Most Arrow files that stay open, so that their footers are not read for every group."""
 
@@ -351,7 +353,7 @@ def _locked(path: str) -> Iterator[None]:
     if not os.path.exists(name):
         # Two tasks that come here at the same moment create a lock file each, and both decode.
         _link(name, os.path.exists)
-    end = time.monotonic() + bounds.DECODE_LOCK_TIMEOUT
+    end = time.monotonic() + DECODE_LOCK_TIMEOUT()
     with open(name, "ab") as lock:
         while time.monotonic() < end:
             try:

@@ -1,36 +1,15 @@
-"""The schema of a table that several ranks write: each rank's schemas are small files beside the data files.
-
-A rank publishes its schema before its first row, and then reads the schemas of the other ranks. If the columns of two
-ranks do not fit together, at least one of the ranks gets the error while it writes. Readers need no footer of a data
-file. `schema_of_files` finds the schema of a table whose files have different ones.
-"""
+"""The schemas of tables whose files have different ones: of what ranks have written, and of a dataset's files."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import IO, Any
+from typing import Any
 
-from rankzero import store
 from rankzero.data import kinds, widening
-from rankzero.data.files import filesystem_of
 from rankzero.data.manifest import ARROW, File
 from rankzero.errors import InvalidJobError
-
-PREFIX = "_schema-"
-"""Prefix of the names of schema files. Spark and pyarrow ignore files whose names begin with an underscore."""
-
-_DIGITS = 16
-"""Digits of a schema's digest in its file name, by which files of several ranks with the same schema are read once."""
-
-_FILE = re.compile(rf"{PREFIX}[0-9a-f]{{{_DIGITS}}}-(\d+)-(\d+)-\d+\.arrow")
-
-OpenWrite = Callable[[str], AbstractContextManager[IO[bytes]]]
 
 _ADVICE = "rewrite the table, or have Spark read it: dataset=a query or a DataFrame, which chooses columns and types"
 
@@ -41,8 +20,8 @@ def unify(schemas: Iterable[Any], *, exact: bool = False) -> Any:
     Args:
         schemas: The schemas.
         exact: Whether to refuse a type that holds some values only approximately (such as the common type of 64-bit
-            integers and floats), and columns whose names differ only in case. Tables that earlier versions wrote are
-            read with False.
+            integers and floats), and columns whose names differ only in case. A reader passes
+            False.
 
     Raises:
         pyarrow.ArrowException: the types of a column have no common type.
@@ -161,66 +140,6 @@ def nulls(schema: Any) -> list[str]:
     import pyarrow as pa
 
     return [field.name for field in schema if pa.types.is_null(field.type)]
-
-
-def publish(folder: str, schema: Any, owner: tuple[int, int, int], own: Collection[str], open_write: OpenWrite) -> Any:
-    """Adds a rank's schema to those of a table.
-
-    Every rank has its own files, so that a call that raises leaves no column behind: its rank removes its file, and
-    other ranks with the same columns keep theirs.
-
-    Args:
-        folder: The table's directory, as a path or a URL.
-        schema: The columns of the rows that the rank is about to write.
-        owner: Attempt, rank, and a number that is unique among the rank's calls; part of the file's name.
-        own: Paths or URLs of schema files of this rank that stay.
-        open_write: Opens a file that is written atomically.
-
-    Returns:
-        The unified schema of all ranks that have published theirs.
-
-    Raises:
-        pyarrow.ArrowException: the schema does not fit to another rank's.
-        OSError: the store failed.
-    """
-    found = unify([*published(folder).values(), schema], exact=True)
-    data = found.serialize().to_pybytes()
-    path = store.join(folder, f"{PREFIX}{hashlib.sha256(data).hexdigest()[:_DIGITS]}-")
-    if any(each.startswith(path) for each in own):
-        return found
-    attempt, rank, number = owner
-    with open_write(f"{path}{attempt:04d}-{rank:05d}-{number:06d}.arrow") as file:
-        file.write(data)
-    # Another rank may have published between the first listing and the write.
-    return unify([*published(folder).values(), found], exact=True)
-
-
-def published(folder: str) -> dict[str, Any]:
-    """Returns the distinct schemas that were published for a table, by their digests."""
-    import pyarrow as pa
-    from pyarrow import fs
-
-    filesystem, path = filesystem_of(folder)
-    schemas: dict[str, Any] = {}
-    for info in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True)):
-        digest = info.base_name[len(PREFIX) :][:_DIGITS]
-        if info.type != fs.FileType.File or not is_schema(info.base_name) or digest in schemas:
-            continue
-        # The rank removes the file if the call that has published it raises.
-        with contextlib.suppress(FileNotFoundError), filesystem.open_input_file(info.path) as file:
-            schemas[digest] = pa.ipc.read_schema(pa.py_buffer(file.read()))
-    return schemas
-
-
-def rank_of(name: str, attempt: int) -> int | None:
-    """Returns the rank that published a schema file in an attempt; None for every other file."""
-    found = _FILE.fullmatch(name)
-    return int(found[2]) if found and int(found[1]) == attempt else None
-
-
-def is_schema(name: str) -> bool:
-    """Returns True for the name of a schema file."""
-    return _FILE.fullmatch(name) is not None
 
 
 def schema_of_files(first: Any, schemas: Sequence[Any], where: str) -> Any:

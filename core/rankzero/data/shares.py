@@ -12,8 +12,7 @@ however often the world size changes.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,30 +62,23 @@ class Stretch:
         world_size: Number of ranks.
         batch_size: Rows of a batch.
         drop_last: Whether a smaller last batch was left out.
-        batches: Number of batches that every rank has consumed; if they differ, the number of each rank.
+        batches: Number of batches that every rank has consumed.
     """
 
     world_size: int
     batch_size: int
     drop_last: bool
-    batches: int | tuple[int, ...]
+    batches: int
 
     def to_json(self) -> list[Any]:
         """Returns the stretch as a list of plain JSON values."""
-        batches = list(self.batches) if isinstance(self.batches, tuple) else int(self.batches)
-        return [int(self.world_size), int(self.batch_size), int(self.drop_last), batches]
+        return [int(self.world_size), int(self.batch_size), int(self.drop_last), int(self.batches)]
 
     @staticmethod
     def from_json(values: list[Any]) -> Stretch:
         """Returns the stretch from the values of `to_json`."""
         world_size, batch_size, drop_last, batches = values
-        return Stretch(
-            world_size, batch_size, bool(drop_last), tuple(batches) if isinstance(batches, list) else batches
-        )
-
-    def of_rank(self, rank: int) -> int:
-        """Returns the number of batches that a rank has consumed."""
-        return self.batches[rank] if isinstance(self.batches, tuple) else self.batches
+        return Stretch(world_size, batch_size, bool(drop_last), batches)
 
 
 def split(total: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -134,50 +126,9 @@ def remaining(rows: int, consumed: list[Stretch]) -> Spans:
         for rank in range(stretch.world_size):
             mine, total = share(spans, stretch.world_size, rank), length(spans)
             batches = Batches.of(total, stretch.world_size, rank, stretch.batch_size, drop_last=stretch.drop_last)
-            left += cut(mine, batches.done(stretch.of_rank(rank)), batches.own)
+            left += cut(mine, batches.done(stretch.batches), batches.own)
         spans = merged(left)
     return spans
-
-
-ALL = 1 << 40
-"""Number of batches of a rank that has consumed its whole part, more than any part has."""
-
-
-def united(of_ranks: Sequence[tuple[Any, ...]]) -> tuple[int, list[Stretch]]:
-    """Returns the epoch and its consumed parts from the positions of all ranks.
-
-    Args:
-        of_ranks: For each rank its epoch, the JSON of its stretches, and the number of stretches with which its
-            iteration began. A rank has one stretch more if it has consumed a batch since, and is in the next epoch if
-            it has consumed all.
-
-    Raises:
-        ValueError: the ranks are in epochs that are not one after the other, so there is no common position.
-
-    Example:
-        >>> united([(0, [[2, 8, 0, 5]], 0), (0, [[2, 8, 0, 3]], 0)])
-        (0, [Stretch(world_size=2, batch_size=8, drop_last=False, batches=(5, 3))])
-    """
-    epoch = min(position[0] for position in of_ranks)
-    running = [position for position in of_ranks if position[0] == epoch]
-    if any(position[0] != epoch and position[:2] != (epoch + 1, []) for position in of_ranks):
-        raise ValueError(
-            "the ranks reported the checkpoint in different epochs of a dataset, so it has no common position: report "
-            "it at the same batch on every rank, or begin the epoch at its first batch"
-        )
-    longest = max((position[1] for position in running), key=len)
-    # Positions of earlier versions lack the number. Equal ones of these are the common position.
-    differ = any(position[:2] != (epoch, longest) for position in of_ranks)
-    began_with = running[0][2] if len(running[0]) > 2 else max(0, len(longest) - differ)
-    # If no rank has consumed a part of its rest, the size of a batch does not matter.
-    now = Stretch.from_json(longest[began_with] if longest[began_with:] else [len(of_ranks), 1, 0, 0])
-    batches = []
-    for rank, (of_rank, stretches, *_) in enumerate(of_ranks):
-        own = Stretch.from_json(stretches[began_with]).of_rank(rank) if stretches[began_with:] else 0
-        batches.append(own if of_rank == epoch else ALL)
-    earlier = [*map(Stretch.from_json, longest[:began_with])]
-    # Where no rank has consumed a batch, the next attempt may choose another order, as at the end of an epoch.
-    return epoch, [*earlier, replace(now, batches=tuple(batches))] if any(batches) else earlier
 
 
 def merged(spans: Spans) -> Spans:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,28 +29,33 @@ def folder_of(attempt: int) -> str:
     return f"{attempt:04d}"
 
 
-Written = Mapping[str, Mapping[str, Mapping[str, int]]]
-"""Rows that belong to a checkpoint: by table, attempt and rank (as text) how many files the rank had begun."""
-
-_FILE = re.compile(r"part-(\d+)-(\d+)-(\d+)\.parquet")
+_FILE = re.compile(r"part-\d+-\d+-([0-9a-f]{16})\.parquet")
 
 
-def file_of(attempt: int, rank: int, number: int) -> str:
-    """Returns the name of a table's file, unique over all attempts: a later attempt's folder may get the file, too."""
-    return f"part-{attempt:04d}-{rank:05d}-{number:06d}.parquet"
+def file_of(rank: int, number: int, schema: Any) -> str:
+    """Returns the name of a rank's file, which has a digest of its schema: of files with the same one is read once."""
+    digest = hashlib.sha256(schema.serialize().to_pybytes()).hexdigest()[:16]
+    return f"part-{rank:05d}-{number:06d}-{digest}.parquet"
 
 
 def is_file(name: str) -> bool:
-    """Returns True for the name of a file of a table: of rows, a schema, or one that is being written."""
-    return bool(_FILE.fullmatch(name) or schemas.is_schema(name) or store.is_unfinished(name))
+    """Returns True for the name of a file of a table, complete or not."""
+    return bool(_FILE.fullmatch(name) or store.is_unfinished(name))
 
 
-def belongs(file: str, table: str, written: Written) -> bool:
-    """Returns True if a file of a table holds rows that belong to a checkpoint."""
-    if not (found := _FILE.fullmatch(file)):
-        return False
-    attempt, rank, number = (int(digits) for digits in found.groups())
-    return number < written.get(table, {}).get(str(attempt), {}).get(str(rank), 0)
+def read_schemas(folder: str) -> list[Any]:
+    """Returns the distinct schemas of the files of a table."""
+    import pyarrow.parquet as pq
+    from pyarrow import fs
+
+    found: dict[str, Any] = {}
+    filesystem, path = filesystem_of(folder)
+    for info in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True)):
+        if (match := _FILE.fullmatch(info.base_name)) and match[1] not in found:
+            # A rank removes the files of a call that raises.
+            with contextlib.suppress(FileNotFoundError):
+                found[match[1]] = pq.read_schema(info.path, filesystem=filesystem).remove_metadata()
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -85,21 +90,10 @@ class Table:
         """
         from pyarrow import dataset
 
-        if not any(_FILE.fullmatch(name) for name in store.list_names(self.uri)):
+        if not (found := read_schemas(self.uri)):
             raise ResultError(f"the table {self.uri} has no files: no rank had rows, or its run directory was removed")
         filesystem, path = filesystem_of(self.uri)
-        open_dataset = functools.partial(dataset.dataset, path, format="parquet", filesystem=filesystem)
-        return open_dataset(schema=self._schema(open_dataset))
-
-    def _schema(self, open_dataset: Callable[[], pyarrow.dataset.Dataset]) -> Any:
-        """Returns the columns of all files."""
-        import pyarrow as pa
-
-        with contextlib.suppress(pa.ArrowException):
-            if known := schemas.published(self.uri):
-                return schemas.unify(known.values())
-        # The schema of a rank whose rows were refused does not count, so the schemas of the data files decide.
-        return schemas.unify(fragment.physical_schema for fragment in open_dataset().get_fragments())
+        return dataset.dataset(path, format="parquet", filesystem=filesystem, schema=schemas.unify(found))
 
     def to_pandas(self) -> pandas.DataFrame:
         """Returns all rows as a pandas DataFrame. Raises ResultError as `to_arrow`."""
@@ -118,7 +112,7 @@ class Table:
 
         table = self.to_arrow()
         files: dict[Any, list[str]] = {}
-        for fragment in table.get_fragments() if len(schemas.published(self.uri)) != 1 else ():
+        for fragment in table.get_fragments() if len(read_schemas(self.uri)) != 1 else ():
             files.setdefault(fragment.physical_schema.remove_metadata(), []).append(fragment.path.rsplit("/", 1)[-1])
         # Spark would look for a path without a scheme in the cluster's default file system.
         uri = self.uri.replace("s3://", "s3a://", 1) if store.is_url(self.uri) else f"file://{self.uri}"

@@ -26,6 +26,10 @@ from rankzero.job import Job, new_run_id
 from rankzero.launcher import Launcher
 from rankzero.run.handle import RunHandle
 
+DOCTOR_CONNECT_TIMEOUT = bounds.scaled(3.0)  # For one address of a Spark master to resolve and to accept a connection
+DOCTOR_STORE_TIMEOUT = bounds.stretched(15.0)  # For a store, whose client may retry for minutes, to take an object
+DOCTOR_HANG_TIMEOUT = bounds.scaled(60.0)  # Without progress after which the ranks hang; short, since a user waits
+
 _HTTPS_PORT, _HTTP_PORT = 443, 80
 
 
@@ -90,7 +94,7 @@ def examine(
         processes_per_task=processes_per_task,
         store=root,
         start_timeout=start_timeout,
-        hang_timeout=bounds.DOCTOR_HANG_TIMEOUT,
+        hang_timeout=DOCTOR_HANG_TIMEOUT(),
         run_id=f"doctor-{secrets.token_hex(4)}",
         labels={"doctor": "1"},
     )
@@ -113,7 +117,7 @@ def examine(
                 for rank in range(num_processes):
                     stores.remove(f"{url}/.doctor-{nonce}-{rank}")
     # An examination removes its run. The driver must have written the report before, or would write it again.
-    handle.await_driver(bounds.DOCTOR_STORE_TIMEOUT)
+    handle.await_driver(DOCTOR_STORE_TIMEOUT())
     with contextlib.suppress(Exception):
         stores.remove(handle.directory)
     return Examination(findings, ranks)
@@ -162,7 +166,7 @@ def _check_job(engine: Engine, use_gpu: bool, processes_per_task: int) -> str | 
                 use_gpu=use_gpu,
                 backend=None,
                 timeout=None,
-                start_timeout=bounds.DOCTOR_CONNECT_TIMEOUT,
+                start_timeout=DOCTOR_CONNECT_TIMEOUT(),
                 engine=engine.to_spec()[0],
             )
         )
@@ -176,11 +180,11 @@ def _check_master(master: str) -> str | None:
     reasons = []
     for host, port in addresses:
         try:
-            _within(bounds.DOCTOR_CONNECT_TIMEOUT, functools.partial(_connect, host, port))
+            _within(DOCTOR_CONNECT_TIMEOUT(), functools.partial(_connect, host, port))
             # A cluster with several masters needs only one of them.
             return None
         except TimeoutError:
-            reasons.append(f"{host}:{port} did not answer within {bounds.DOCTOR_CONNECT_TIMEOUT:g} s")
+            reasons.append(f"{host}:{port} did not answer within {DOCTOR_CONNECT_TIMEOUT():g} s")
         except OSError as error:
             reasons.append(f"{host}:{port} does not answer ({error})")
     if not reasons:
@@ -210,18 +214,18 @@ def master_addresses(master: str) -> list[tuple[str, int]]:
 
 
 def _connect(host: str, port: int) -> None:
-    socket.create_connection((host, port), timeout=bounds.DOCTOR_CONNECT_TIMEOUT).close()
+    socket.create_connection((host, port), timeout=DOCTOR_CONNECT_TIMEOUT()).close()
 
 
 def _check_store(root: str) -> str | None:
     try:
         location = stores.normalize(root)
         if stores.is_url(location):
-            _within(bounds.DOCTOR_STORE_TIMEOUT, functools.partial(stores.prove, location))
+            _within(DOCTOR_STORE_TIMEOUT(), functools.partial(stores.prove, location))
         else:
             _check_directory(location)
     except TimeoutError:
-        bound = bounds.DOCTOR_STORE_TIMEOUT
+        bound = DOCTOR_STORE_TIMEOUT()
         return f"store {root!r} did not accept a file within {bound:g} s; check its address and credentials"
     except Exception as error:
         return f"store {root!r} cannot be written ({type(error).__name__}: {error}); check path and rights"

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankzero import bounds
 from rankzero.bounds import CLOCK_SKEW
+
+SKEW_WARNING = 5.0  # Seconds between two clocks above which logs and metrics of hosts are hard to compare
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
@@ -108,7 +109,7 @@ def _clocks(ranks: Sequence[dict[str, Any]], started: float | None) -> Iterator[
     what, mend = f"{fast} is {apart:.0f} s ahead of {slow}", "keep the hosts' clocks right (chrony, systemd-timesyncd)"
     if apart > CLOCK_SKEW:
         yield Finding(PROBLEM, "clocks", f"{what}: a driver that runs may seem dead", mend)
-    elif apart > bounds.SKEW_WARNING:
+    elif apart > SKEW_WARNING:
         yield Finding(WARNING, "clocks", what, mend)
     else:
         yield Finding(OK, "clocks", f"within {max(0.1, apart):.1f} s")

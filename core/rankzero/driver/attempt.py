@@ -23,7 +23,6 @@ from rankzero.driver.places import Placed
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
 from rankzero.driver.storage import Scratch, Storage, files_of, remove_leftovers
-from rankzero.driver.tables import carry_rows
 from rankzero.driver.watch import Mailbox, Received, Watch
 from rankzero.engines.base import EngineSession, within
 from rankzero.errors import EngineError, RunTimeoutError, StartTimeoutError
@@ -103,7 +102,7 @@ class Attempt:
         try:
             began = time.monotonic()
             self.resume, self._token = store.patiently(
-                self._read_store, STORE_OUTAGE, bounds.STORE_RETRY_INTERVAL, self._gives_up
+                self._read_store, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), self._gives_up
             )
             # An outage of the store takes no time from the ranks' start.
             self.start_deadline += time.monotonic() - began
@@ -153,7 +152,6 @@ class Attempt:
     def _read_store(self) -> tuple[Manifest | None, str]:
         """Returns the checkpoint to start from and the token; removes what earlier attempts left. May be repeated."""
         resume = self.committer.newest()
-        carry_rows(self._run, self._number, self.committer.tables)
         remove_leftovers(self._run, range(self.job.first_attempt, self._number), self.job.fresh_since)
         return resume, self._run.token()
 
@@ -255,9 +253,9 @@ class Attempt:
     def cancel(self) -> None:
         """Ends the agents without their cooperation."""
         logger.warning("agents did not end in time; cancelling them at the engine")
-        within(bounds.STOP_MARGIN, self._group.cancel)
+        within(bounds.STOP_MARGIN(), self._group.cancel)
         self._server.close()
-        self._group.wait(bounds.STOP_MARGIN)
+        self._group.wait(bounds.STOP_MARGIN())
 
     # -- messages ------------------------------------------------------------------------------
 

@@ -6,14 +6,12 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rankzero import bounds, store
 from rankzero.channel.messages import NEVER
-from rankzero.data.table import Written
-from rankzero.driver.tables import carry
 from rankzero.engines.base import ActionThread
 from rankzero.job import CheckpointConfig
 from rankzero.run.checkpoints import (
@@ -21,7 +19,6 @@ from rankzero.run.checkpoints import (
     MANIFEST,
     PIECES,
     Manifest,
-    are_apart,
     damage_of,
     list_committed,
     list_folders,
@@ -30,15 +27,14 @@ from rankzero.run.checkpoints import (
     remove_uncommitted,
     to_remove,
     up_to_whole,
+    without_rows,
 )
 from rankzero.run.directory import RunDirectory
 from rankzero.run.observer import owns
-from rankzero.values import formats
 
 logger = logging.getLogger(__name__)
 
-MAX_AHEAD = 3
-"""Sharded checkpoints of one rank that may wait for their first part of another rank."""
+MAX_AHEAD = 3  # Sharded checkpoints of one rank that may wait for their first part of another rank
 
 T = TypeVar("T")
 
@@ -80,7 +76,7 @@ class Committer:
         self._wake = wake
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
         self._newest: dict[int, dict[str, Any]] = {}
-        self._is_apart = self._has_warned = False
+        self._has_warned = False
         self._commits: dict[int, Future[Manifest]] = {}
         self._lost: list[int] = []
         self.dropped: set[int] = set()
@@ -93,14 +89,12 @@ class Committer:
         self._is_released = False
         self._kept: list[Manifest] | None = None
         """The committed checkpoints of this training, which only this object writes; None until they were read."""
-        self.tables: Written = {}
-        """The rows that belong to the newest committed checkpoint."""
         self._thread = ActionThread("rankzero-checkpoints")
 
     def newest(self) -> Manifest | None:
         """Returns the checkpoint that this attempt starts from, and removes folders that can no longer be committed.
 
-        It is the newest one that has all its files.
+        It is the newest one that has all its files, and that no rows precede.
 
         Raises:
             OSError: the store cannot be read.
@@ -108,13 +102,12 @@ class Committer:
         committed = [manifest for manifest in self._sweep("") if manifest.attempt >= self.fresh_since]
         # Damaged checkpoints are not pruned: `rankzero gc` removes them with their run.
         self._kept = kept = up_to_whole(self._run, committed)
-        if not kept:
+        if not (found := without_rows(self._run, kept)):
             return None
-        self._in_use = kept[-1].id
-        self.tables = kept[-1].tables
+        self._in_use = found[-1].id
         # The previous attempt may have died before it pruned.
         self.do(self._prune)
-        return kept[-1]
+        return found[-1]
 
     def _sweep(self, begin: str) -> list[Manifest]:
         """Deletes uncommitted folders whose names start with ``begin``; returns the committed ones, oldest first."""
@@ -149,8 +142,9 @@ class Committer:
             parts = {rank: part}
         if len(parts) < (self._world_size if part["sharded"] else 1):
             if self._over - set(parts):
-                return self._commit_without(part["index"])
-            self._limit_waiting(rank, part)
+                self._give_up(part["index"])
+            else:
+                self._limit_waiting(rank, part)
             return None
         return self._commit_of(part["index"], parts)
 
@@ -159,10 +153,17 @@ class Committer:
             # A report of another thread, or of a signal handler, overtook this one: its rows are the newer ones.
             self.drop(given)
             return None
+        found: dict[str, Any] = {}
+        positions = (pair for part in parts.values() for pair in part.get("positions", {}).items())
+        if any(found.setdefault(name, position) != position for name, position in positions):
+            lead = parts[min(parts)]["id"]
+            logger.warning("checkpoint %s is left out: the ranks reported it at different batches of a dataset", lead)
+            self.drop(given)
+            return None
         for index in sorted(index for index in self._incoming if index < given):
             self.drop(index)
         del self._incoming[given]
-        self._newest, self._is_apart = parts, self._is_apart or _are_apart(parts)
+        self._newest = parts
         commit = self._commits[given] = self.submit(functools.partial(self._commit_parts, parts))
         self.do(self._prune)
         return commit
@@ -180,13 +181,11 @@ class Committer:
     def _limit_waiting(self, rank: int, part: dict[str, Any]) -> None:
         """Warns once about ranks that gave no part of a rank's last checkpoints, and gives up its oldest ones.
 
-        Ranks may report at their own pace if each part is complete by itself, with a position in a dataset. Ranks that
-        hold pieces of the same tensors train in step, so the newest checkpoints are enough.
+        Ranks train in step, so the newest checkpoints are enough.
         """
         waiting = sorted(index for index, parts in self._incoming.items() if rank in parts)
         absent = set(range(self._world_size)).difference(*(self._incoming[index] for index in waiting))
-        has_pieces = _has_pieces(part)
-        if len(waiting) < MAX_AHEAD or not absent or (part.get("cursors") and not has_pieces):
+        if len(waiting) < MAX_AHEAD or not absent:
             return
         if not self._has_warned:
             self._has_warned = True
@@ -197,45 +196,28 @@ class Committer:
                 len(waiting) - 1,
                 ", ".join(map(str, sorted(absent))),
             )
-        if has_pieces:
-            for index in waiting[:-MAX_AHEAD]:
-                self.drop(index)
+        for index in waiting[:-MAX_AHEAD]:
+            self.drop(index)
 
     def note_over(self, rank: int) -> None:
-        """Records that a rank has sent all its parts, and decides about sharded checkpoints that lack one of them."""
+        """Records that a rank has sent all its parts, and gives up sharded checkpoints that lack one of them."""
         self._over.add(rank)
-        # The newest first, which replaces those before it.
-        for index in sorted(self._incoming, reverse=True):
-            parts = self._incoming.get(index, {})
+        for index in sorted(self._incoming):
+            parts = self._incoming[index]
             if rank not in parts and any(part["sharded"] for part in parts.values()):
-                self._commit_without(index)
+                self._give_up(index)
 
-    def _commit_without(self, index: int) -> Future[Manifest] | None:
-        """Commits a sharded checkpoint with the last parts of ranks that have returned, or gives it up.
-
-        Ranks that read datasets at their own pace report more or less often, and each part is complete by itself: a
-        rank whose last part stands continues from there after a restart. Ranks that were at the same batch in each
-        checkpoint train in step, and parts of different moments would not fit together.
-        """
-        parts, last = self._incoming[index], self._newest
-        lacking = set(range(self._world_size)) - set(parts)
-        lead = parts[min(parts)]
-        if not lacking <= self._over:
-            return None
-        if not (self._is_apart and lacking <= last.keys() and _fit({**last, **parts})):
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "checkpoint %s is left out, and so may be later ones: rank %s has returned without its part",
-                    lead["id"],
-                    ", ".join(map(str, sorted(lacking))),
-                )
-            self.drop(index)
-            return None
-        moment = {name: lead[name] for name in ("id", "index", "time")}
-        # The part stays the rank's own, whichever checkpoint it stands in.
-        stood = {rank: {"own": last[rank]["id"], **last[rank], **moment} for rank in lacking}
-        return self._commit_of(index, {**parts, **stood})
+    def _give_up(self, index: int) -> None:
+        """Drops a sharded checkpoint that lacks the part of a rank which has returned."""
+        parts = self._incoming[index]
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "checkpoint %s is left out, and so may be later ones: rank %s has returned without its part",
+                parts[min(parts)]["id"],
+                ", ".join(map(str, sorted(self._over - set(parts)))),
+            )
+        self.drop(index)
 
     def note_last(self) -> None:
         """Records that every checkpoint was added that will be."""
@@ -314,15 +296,14 @@ class Committer:
         try:
             manifest = store.patiently(
                 lambda: self._commit(parts),
-                bounds.CHECKPOINT_RETRY_TIMEOUT,
-                bounds.WRITE_RETRY_INTERVAL,
+                bounds.CHECKPOINT_RETRY_TIMEOUT(),
+                bounds.WRITE_RETRY_INTERVAL(),
                 is_outdated,
             )
         except Exception as error:
             # The previous checkpoint is complete, and a lost one must not end the training.
             logger.warning("a checkpoint could not be committed: %s: %s", type(error).__name__, error)
             raise
-        self.tables = manifest.tables
         if self._kept is not None:
             self._kept.append(manifest)
         return manifest
@@ -331,19 +312,16 @@ class Committer:
         lead = parts[min(parts)]
         folder = self._run.path(FOLDER, lead["id"])
         self.check_owner()
-        for rank, part in parts.items():
+        for part in parts.values():
             uploaded = part.get("uploaded")
             # The file is gone if an earlier try of this commit has moved it.
             if uploaded and os.path.exists(uploaded):
                 store.make_directory(folder)
                 store.upload(uploaded, store.join(folder, part["file"]), durable=True)
                 store.remove(uploaded)
-            if "own" in part and not store.exists(target := store.join(folder, part["file"])):
-                store.make_directory(folder)
-                carry(self._run.path(FOLDER, self._folder_with(rank, part), part["file"]), target, keep=True)
         if damage := damage_of(folder, parts.values()):
             raise OSError(damage)
-        manifest = Manifest.of_parts(self._attempt, self._world_size, parts, self.tables)
+        manifest = Manifest.of_parts(self._attempt, self._world_size, parts)
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")
         self.check_owner()
@@ -353,11 +331,6 @@ class Committer:
         store.write_bytes(store.join(folder, MANIFEST), json.dumps(manifest.to_json()).encode(), durable=True)
         store.sync_directory(self._run.path(FOLDER))
         return manifest
-
-    def _folder_with(self, rank: int, part: dict[str, Any]) -> str:
-        """Returns the folder that has a part: that of the newest committed checkpoint with it, else the rank's own."""
-        found = (one.id for one in reversed(self._kept or []) if one.has_part(rank, part))
-        return next(found, str(part["own"]))
 
     def check_owner(self) -> None:
         """Raises NotOwnerError if the run directory belongs to another submission or another run by now."""
@@ -378,23 +351,3 @@ class Committer:
                 self._kept.remove(manifest)
         except Exception as error:
             logger.warning("an old checkpoint could not be removed: %s: %s", type(error).__name__, error)
-
-
-def _fit(parts: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Returns True if each part is complete by itself, with positions in the same datasets."""
-    return (
-        not any(map(_has_pieces, parts.values()))
-        and len({frozenset(part.get("cursors", {})) for part in parts.values()}) == 1
-    )
-
-
-def _has_pieces(part: Mapping[str, Any]) -> bool:
-    """Returns True if a part has pieces of tensors, of which other ranks have the other ones."""
-    return part["format"] in (formats.SHARDS, formats.DISTRIBUTED)
-
-
-def _are_apart(parts: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Returns True if the ranks were at different positions in a dataset when they reported the parts."""
-    cursors = [part.get("cursors", {}) for part in parts.values()]
-    names = {name for each in cursors for name in each}
-    return any(are_apart(each.get(name) for each in cursors) for name in names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -36,14 +35,12 @@ from rankzero.errors import (
 from rankzero.host.processes import allow_open_files
 from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
-from rankzero.report import page
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.names import REPORT_FILE
 from rankzero.run.status import RunStatus
 
 logger = logging.getLogger(__name__)
-
 
 MANY_AGENTS = 256
 """Number of agents above which the driver raises the limit of open files of its process, which may be the caller's."""
@@ -99,13 +96,12 @@ class Driver:
             ResultError: the store does not take the outcome.
         """
         self._recorder.note_thread()
-        reporter = Reporter(self._run)
         self._trackers.start()
         try:
             self._run_to_its_end(refused)
         finally:
             self._trackers.close()
-            reporter.close()
+            write_report(self._run)
 
     def _run_to_its_end(self, refused: Exception | None) -> None:
         try:
@@ -287,52 +283,23 @@ class DriverThread(threading.Thread):
         return b""
 
 
-COST_SHARE = 500
-"""Least interval between two reports as a multiple of the time that one took: 0.2 % of a core."""
+def write_report(run: RunDirectory) -> None:
+    """Writes the page of a run that has ended. An error is only logged, and a silent store is not waited for."""
 
+    def write() -> None:
+        # Imported here, since no launch waits for it.
+        from rankzero.report import page
 
-class Reporter:
-    """A thread that writes the report. Its errors are only logged, and never fail the run.
-
-    A run in an object store gets its report at its end only, since each report takes many requests.
-    """
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._collector = page.Collector(RunHandle(run.directory, follows=False))
-        self._ended = threading.Event()
-        self._is_failing = False
-        self._thread = threading.Thread(target=self._refresh, name="rankzero-report", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Writes the report of the whole run, which has ended."""
-        self._ended.set()
-        self._thread.join(bounds.REPORT_TIMEOUT)
-        if self._thread.is_alive():
-            logger.warning(
-                "the report of the run takes more than %g s; `rankzero report` makes it", bounds.REPORT_TIMEOUT
-            )
-            # In an object store there is no earlier report, and a removal could block as long as the write does.
-            with contextlib.suppress(OSError):
-                if not self._run.is_remote:
-                    store.remove(self._run.path(REPORT_FILE))
-
-    def _refresh(self) -> None:
-        interval = bounds.REPORT_INTERVAL
-        while not self._ended.wait(None if self._run.is_remote else interval):
-            interval = max(bounds.REPORT_INTERVAL, COST_SHARE * self._write())
-        self._write()
-
-    def _write(self) -> float:
-        began = time.thread_time()
         try:
-            text = page.render([self._collector.collect()])
-            store.write_bytes(self._run.path(REPORT_FILE), text.encode("utf-8", "replace"))
+            text = page.render([page.collect(RunHandle(run.directory, follows=False))])
+            store.write_bytes(run.path(REPORT_FILE), text.encode("utf-8", "replace"))
         except Exception as error:
-            if not self._is_failing:
-                logger.warning("the report of the run could not be written: %s; trying again", error)
-            self._is_failing = True
-        else:
-            self._is_failing = False
-        return time.thread_time() - began
+            logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
+
+    thread = threading.Thread(target=write, name="rankzero-report", daemon=True)
+    thread.start()
+    thread.join(bounds.REPORT_TIMEOUT())
+    if thread.is_alive():
+        logger.warning(
+            "the report of the run takes more than %g s; `rankzero report` makes it", bounds.REPORT_TIMEOUT()
+        )

@@ -15,6 +15,7 @@ from rankzero import bounds
 from rankzero.advice import known
 from rankzero.channel.messages import Failed
 from rankzero.driver import policy
+from rankzero.driver.hangs import RETURNED_HANG
 from rankzero.driver.policy import name_ranks
 from rankzero.driver.roster import Member
 from rankzero.errors import (
@@ -188,7 +189,7 @@ def judge(
     if facts.success:
         return Verdict(success=facts.success)
     missing = suspects(facts) if failures else []
-    if missing and now - facts.failed_at < bounds.CAUSE_WINDOW:
+    if missing and now - facts.failed_at < bounds.CAUSE_WINDOW():
         stacks = None
     else:
         # An agent's reply follows all that it knew before. One that is gone explains the failures, and may not reply.
@@ -210,7 +211,7 @@ def judge(
             return _lost(left[0][0], facts, explain)
         error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
         return Verdict(error=explain(error))
-    overdue = next((member for member, at in left if now - at > bounds.CAUSE_WINDOW), None)
+    overdue = next((member for member, at in left if now - at > bounds.CAUSE_WINDOW()), None)
     return _lost(overdue, facts, explain) if overdue else None
 
 
@@ -353,7 +354,7 @@ def left_waiting(returned: Collection[int], stacks: Mapping[int, str], directory
     names = name_ranks(sorted(returned))
     others = name_ranks(sorted(set(stacks) - set(returned)))
     why = (
-        f"{names} returned, and {others} waited for {bounds.RETURNED_HANG:g} s in a collective that never ends without "
+        f"{names} returned, and {others} waited for {RETURNED_HANG():g} s in a collective that never ends without "
         f"{names}: a training must call every collective in every rank equally often"
     )
     return _hang_error(why, stacks, sorted(returned), directory)

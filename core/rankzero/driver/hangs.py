@@ -10,16 +10,16 @@ from rankzero.channel.messages import Dump, Message, Peek, Position
 from rankzero.driver import policy
 from rankzero.driver.policy import name_ranks
 
-IDLE_SHARE = 0.1
-"""Largest share of a core that a waiting rank uses, for its heartbeat and its threads."""
+RETURNED_NOTICE = bounds.scaled(30.0)  # Without progress, after some ranks have returned, until a line names the others
+RETURNED_HANG = bounds.scaled(300.0)  # After which ranks that then wait in a collective hang, whatever hang_timeout is
+IDLE_SHARE = 0.1  # Largest share of a core that a waiting rank uses, for its heartbeat and its threads
 
 _FRAME = re.compile(r'File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", "/rankzero/", "/lib/python3")
 _WAITING = ("/torch/distributed/", "/torch/nn/parallel/distributed")
 _NOT_WAITING = "/torch/distributed/checkpoint/"
 _HOROVOD = "/rankzero/compat/horovod/"
-_HOROVOD_DEPTH = 4
-"""Number of innermost calls in which a call of hvd shows that a rank waits in an operation of hvd."""
+_HOROVOD_DEPTH = 4  # Number of innermost calls in which a call of hvd shows that a rank waits in an operation of hvd
 
 
 class HangWatch:
@@ -89,7 +89,7 @@ class HangWatch:
             self._began = now
         for rank in self._ranks:
             # A rank without any heartbeat may hang, too. It has `MEET_TIMEOUT` more, to reach rank 0.
-            self._progress.setdefault(rank, (-1, self._began + bounds.MEET_TIMEOUT))
+            self._progress.setdefault(rank, (-1, self._began + bounds.MEET_TIMEOUT()))
         if self._returned.issuperset(self._ranks):
             silent = [rank for rank in self._ranks if rank not in over and now - self._beats[rank] > bound]
             is_hung = bool(silent)
@@ -100,7 +100,7 @@ class HangWatch:
             self._stacks_deadline = None
         elif self._stacks_deadline is None:
             self._stacks.clear()
-            self._stacks_deadline = now + bounds.STACKS_WINDOW
+            self._stacks_deadline = now + bounds.STACKS_WINDOW()
             self._broadcast(Dump())
         elif now > self._stacks_deadline or len(self._stacks) == len(self._ranks):
             return {rank: self._stacks.get(rank, "no answer: its agent or the network hangs") for rank in self._ranks}
@@ -144,17 +144,17 @@ class RemainingWatch:
             progress_at: Monotonic time of the last progress or return of any rank.
         """
         remaining = self._ranks - returned
-        if not returned or not remaining or now - progress_at < bounds.RETURNED_NOTICE:
+        if not returned or not remaining or now - progress_at < RETURNED_NOTICE():
             self._peeked_at = self._waiting_since = None
             self._is_open = False
             self._before.clear()
             return None
-        if self._peeked_at is None or (not self._is_open and now - self._peeked_at >= bounds.RETURNED_NOTICE):
+        if self._peeked_at is None or (not self._is_open and now - self._peeked_at >= RETURNED_NOTICE()):
             self._before, self._before_at = dict(self._positions) if self._peeked_at else {}, self._peeked_at or now
             self._positions.clear()
             self._peeked_at, self._is_open = now, True
             self._broadcast(Peek())
-        elif self._is_open and (remaining <= set(self._positions) or now - self._peeked_at > bounds.STACKS_WINDOW):
+        elif self._is_open and (remaining <= set(self._positions) or now - self._peeked_at > bounds.STACKS_WINDOW()):
             self._is_open = False
             self._judge(now, remaining)
             if not self._has_reported:
@@ -165,7 +165,7 @@ class RemainingWatch:
     def is_hung(self, now: float) -> bool:
         """True if the remaining ranks have waited in collectives for `RETURNED_HANG`, since the last progress."""
         since = self._waiting_since
-        return since is not None and now - since >= bounds.RETURNED_HANG - bounds.RETURNED_NOTICE
+        return since is not None and now - since >= RETURNED_HANG() - RETURNED_NOTICE()
 
     def _judge(self, now: float, remaining: frozenset[int]) -> None:
         elapsed = (self._peeked_at or now) - self._before_at

@@ -13,6 +13,8 @@ from rankzero.driver.states import State
 from rankzero.driver.watch import Received
 from rankzero.errors import RunCancelledError
 
+TICK_OF_TRAINING = 0.5  # As `bounds.TICK`, while every rank trains
+
 
 class _Training(State):
     """The part that Starting and Running share: the attempt may still succeed, and any error stops its agents."""
@@ -42,7 +44,7 @@ class Starting(_Training):
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
-        self._report_at = time.monotonic() + bounds.WAITING_INTERVAL
+        self._report_at = time.monotonic() + bounds.WAITING_INTERVAL()
 
     def on(self, received: Received) -> State:
         """Applies the message, which may complete the start."""
@@ -55,7 +57,7 @@ class Starting(_Training):
         if after is self and now > self._attempt.start_deadline:
             raise self._attempt.start_timeout()
         if after is self and now > self._report_at:
-            self._report_at = now + bounds.WAITING_INTERVAL
+            self._report_at = now + bounds.WAITING_INTERVAL()
             self._attempt.report_waiting()
         return after
 
@@ -72,7 +74,7 @@ class Running(_Training):
     @property
     def pause(self) -> float:
         """More seconds while every rank trains: each tick takes processor time that the ranks could use."""
-        return bounds.TICK_OF_TRAINING if self._attempt.is_undisturbed else bounds.TICK
+        return TICK_OF_TRAINING if self._attempt.is_undisturbed else bounds.TICK
 
     def tick(self, now: float) -> State:
         """Raises the error of ranks that hang."""
@@ -85,7 +87,7 @@ class Running(_Training):
 def _stopped(attempt: Attempt, verdict: Verdict) -> Leaving:
     """Stops the agents of an attempt that cannot succeed any more."""
     attempt.broadcast(messages.Stop(attempt.job.stop_grace))
-    return Leaving(attempt, verdict, attempt.job.stop_grace + bounds.STOP_MARGIN)
+    return Leaving(attempt, verdict, attempt.job.stop_grace + bounds.STOP_MARGIN())
 
 
 class _Ending(State):
@@ -113,7 +115,7 @@ class Recording(_Ending):
     """Success becomes durable first: disconnects and exit handlers take time, and the driver may die meanwhile."""
 
     def __init__(self, attempt: Attempt, verdict: Verdict) -> None:
-        super().__init__(attempt, verdict, STORE_OUTAGE)
+        super().__init__(attempt, verdict, STORE_OUTAGE())
         self._recorded = attempt.record(verdict)
 
     def tick(self, now: float) -> State:
@@ -123,7 +125,7 @@ class Recording(_Ending):
             return self
         self._attempt.broadcast(messages.End())
         return Leaving(
-            self._attempt, self._verdict, self._attempt.job.exit_timeout + bounds.SUCCESS_END_TIMEOUT, is_patient=True
+            self._attempt, self._verdict, self._attempt.job.exit_timeout + bounds.SUCCESS_END_TIMEOUT(), is_patient=True
         )
 
 
@@ -158,13 +160,14 @@ class Leaving(_Ending):
             attempt.broadcast(messages.End())
         if self._is_patient and attempt.watch.is_called_off():
             attempt.broadcast(messages.Stop(attempt.job.stop_grace))
-            self._deadline, self._is_patient = now + attempt.job.stop_grace + bounds.STOP_MARGIN, False
+            self._deadline, self._is_patient = now + attempt.job.stop_grace + bounds.STOP_MARGIN(), False
         if not attempt.facts.engine_ended and now < self._deadline:
             return self
         if not attempt.facts.engine_ended:
             attempt.cancel()
         is_cancelled = isinstance(self._verdict.error, RunCancelledError)
-        return Storing(attempt, self._verdict, bounds.STOP_MARGIN if is_cancelled else bounds.CHECKPOINT_COMMIT_TIMEOUT)
+        bound = bounds.STOP_MARGIN if is_cancelled else bounds.CHECKPOINT_COMMIT_TIMEOUT
+        return Storing(attempt, self._verdict, bound())
 
 
 class Storing(_Ending):
@@ -202,7 +205,7 @@ class Storing(_Ending):
         if self._attempt.mailbox.is_empty and not self._attempt.committer.is_busy:
             return False
         if self._attempt.watch.is_called_off():
-            self._deadline = min(self._deadline, now + bounds.STOP_MARGIN)
+            self._deadline = min(self._deadline, now + bounds.STOP_MARGIN())
         return now < self._deadline
 
 

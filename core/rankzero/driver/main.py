@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero import bounds, store
-from rankzero.bounds import STORE_OUTAGE
+from rankzero.bounds import STORE_OUTAGE, STORE_RETRY_INTERVAL
 from rankzero.channel.auth import new_secret
 from rankzero.driver.driver import Driver
 from rankzero.driver.places import Placed, Places, Plan
@@ -48,10 +48,11 @@ from rankzero.task.stage import OVER
 if TYPE_CHECKING:
     from rankzero.engines.connect.session import ConnectGroup, ConnectSession
 
+STAGE_END_TIMEOUT = bounds.scaled(5.0)  # For a stage to end after its driver; then it is cancelled
+
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-"""Format of the lines in a driver's own log."""
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"  # Format of the lines in a driver's own log
 
 
 def when_gone(process: dict[str, Any] | None, then: Callable[[], None], *pipes: int) -> None:
@@ -118,15 +119,16 @@ def drive(
     from rankzero.engines.specs import engine_from_spec
 
     # A store that fails for a moment must not end the run.
-    job = store.patiently(lambda: _job(run, submission), STORE_OUTAGE, bounds.STORE_RETRY_INTERVAL, store.is_missing)
+    job = store.patiently(lambda: _job(run, submission), STORE_OUTAGE(), STORE_RETRY_INTERVAL(), store.is_missing)
     if job.submission != submission:
         sys.exit(f"{run.directory} was submitted again before this driver started")
     private = read_private()
     if private.get("nonce", job.nonce) != job.nonce:
         sys.exit(f"{run.directory} was removed and submitted again before this driver started")
     engine = engine or engine_from_spec(job.engine, private["engine"])
+    os.environ.update(bounds.environment(private["env"]))
     may_delegate = engine.can_host_driver(run, job)
-    if not (may_delegate or run.claim_driver(job.submission, STORE_OUTAGE)):
+    if not (may_delegate or run.claim_driver(job.submission, STORE_OUTAGE())):
         sys.exit(f"{run.directory} has a driver already")
     allow_open_files()
     trackers = private.get("trackers")
@@ -299,7 +301,7 @@ class Delegation:
         if not self.has_claimed:
             return False
         if self._group:
-            within(bounds.STOP_MARGIN, self._group.cancel)
+            within(bounds.STOP_MARGIN(), self._group.cancel)
         self._places.close()
         return True
 
@@ -323,7 +325,7 @@ class Delegation:
         }
         config = {"env": env, "use_gpu": job.use_gpu, "stage": stage}
         self._group = session.host_driver(num_tasks, config, self._on_end)
-        say_at = began + bounds.WAITING_INTERVAL
+        say_at = began + bounds.WAITING_INTERVAL()
         while not (self._run.has_driver(job.submission) or self._ended.wait(bounds.TICK)):
             self._watch.check()
             now = time.monotonic()
@@ -334,7 +336,7 @@ class Delegation:
                     missing=[f"task {task}" for task in range(num_tasks)],
                 )
             if now > say_at:
-                say_at = now + bounds.WAITING_INTERVAL
+                say_at = now + bounds.WAITING_INTERVAL()
                 what = f"waiting for {session.place} to begin {num_tasks} tasks, for {now - began:.0f} s"
                 self._recorder.announce("waiting", what)
 
@@ -348,8 +350,8 @@ class Delegation:
         while not self._ended.wait(bounds.TICK):
             if over_at == math.inf and store.exists(store.join(self._folder, OVER)):
                 over_at = time.monotonic()
-            if time.monotonic() - over_at > bounds.STAGE_END_TIMEOUT:
-                within(bounds.STOP_MARGIN, self._group.cancel)
+            if time.monotonic() - over_at > STAGE_END_TIMEOUT():
+                within(bounds.STOP_MARGIN(), self._group.cancel)
                 return
             if self._inbox.interrupted:
                 logger.info("this process exits (%s), and the stage continues", self._inbox.interrupted)

@@ -28,6 +28,7 @@ from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 
+SLOTS_TIMEOUT = bounds.stretched(2.0)  # To wait for slots that are asked for as start_timeout ends
 T = TypeVar("T")
 
 
@@ -73,7 +74,7 @@ class Places:
         if self.session is None:
             return False
         reply = self._thread.submit(self.session.is_usable)
-        if not wait([reply], bounds.SESSION_CLOSE_TIMEOUT).done:
+        if not wait([reply], bounds.SESSION_CLOSE_TIMEOUT()).done:
             self.abandon()
             return True
         return reply.exception() is not None or not reply.result()
@@ -82,7 +83,7 @@ class Places:
         """Closes the session, if there is one."""
         session, self.session = self.session, None
         if session:
-            self.left_nothing = within(bounds.SESSION_CLOSE_TIMEOUT, session.close, self._thread)
+            self.left_nothing = within(bounds.SESSION_CLOSE_TIMEOUT(), session.close, self._thread)
         self.abandon()
 
 
@@ -126,7 +127,7 @@ class _Asking(State):
     def _ask(self) -> None:
         self._asked_at = time.monotonic()
         # A question without a deadline reports its own progress.
-        self._report_at = math.inf if self._deadline == math.inf else self._asked_at + bounds.WAITING_INTERVAL
+        self._report_at = math.inf if self._deadline == math.inf else self._asked_at + bounds.WAITING_INTERVAL()
         self._reply = self._plan.places.request(self._question)
 
     @abc.abstractmethod
@@ -141,7 +142,7 @@ class _Asking(State):
         spec, bound = self._plan.job.engine, self._plan.job.start_timeout
         engine = spec.get("master") or spec.get("server") or spec.get("kind")
         if now > self._report_at:
-            self._report_at = now + bounds.WAITING_INTERVAL
+            self._report_at = now + bounds.WAITING_INTERVAL()
             waited = f"{now - self._asked_at:.0f} s"
             self._plan.recorder.announce("waiting", f"waiting for the engine {engine} to answer, for {waited}")
         if now > self._answer_by:
@@ -203,7 +204,7 @@ class Reading(_Asking):
 
     def fail(self, error: BaseException) -> State:
         """Stops the engine's work, too."""
-        self._tables.stop(bounds.SESSION_CLOSE_TIMEOUT)
+        self._tables.stop(bounds.SESSION_CLOSE_TIMEOUT())
         return super().fail(error)
 
 
@@ -215,7 +216,7 @@ class WaitingForSlots(_Asking):
     def __init__(self, plan: Plan, session: EngineSession) -> None:
         self._session = session
         self._began = self._changed = time.monotonic()
-        self._say_at, self._before, self._ask_at = self._began + bounds.WAITING_INTERVAL, -1, math.inf
+        self._say_at, self._before, self._ask_at = self._began + bounds.WAITING_INTERVAL(), -1, math.inf
         super().__init__(plan, functools.partial(_count_slots, session), plan.deadline)
 
     def tick(self, now: float) -> State:
@@ -227,7 +228,7 @@ class WaitingForSlots(_Asking):
             self._ask_at = math.inf
             self._ask()
             # What the engine says is a better reason than that it has not said it yet.
-            self._answer_by = max(self._deadline, now + bounds.SLOTS_TIMEOUT)
+            self._answer_by = max(self._deadline, now + SLOTS_TIMEOUT())
         return self
 
     def on_reply(self, reply: Any, now: float) -> State:
@@ -247,7 +248,7 @@ class WaitingForSlots(_Asking):
             missing = [f"task {task}" for task in range(slots, least)]
             raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
         if now > self._say_at:
-            self._say_at = now + bounds.WAITING_INTERVAL
+            self._say_at = now + bounds.WAITING_INTERVAL()
             self._plan.recorder.announce("waiting", what)
         self._ask_at = now + bounds.POLL_INTERVAL
         return self

@@ -15,8 +15,10 @@ from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import PREEMPTED
 from rankzero.job import Job
 
-FAILURES_OF_A_BAD_HOST = 2
-"""Failures of one host after which the run's lines name it."""
+RESTART_PAUSE_MAX = bounds.scaled(60.0)  # Longest pause in seconds before a restart
+AGENT_CONNECT_TIMEOUT_MIN = bounds.stretched(1.0)  # That an agent has at least to find its driver
+GROWTH_TIMEOUT = bounds.scaled(30.0)  # Most seconds without a new slot until an elastic attempt starts
+FAILURES_OF_A_BAD_HOST = 2  # Failures of one host after which the run's lines name it
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Restarts:
         if count >= (self.max_preemptions if cause == PREEMPTED else self.max_restarts):
             return None
         left = replace(self, preemptions=count + 1) if cause == PREEMPTED else replace(self, restarts=count + 1)
-        return left, min(2.0 ** min(count, 10) - 1, bounds.RESTART_PAUSE_MAX)
+        return left, min(2.0 ** min(count, 10) - 1, RESTART_PAUSE_MAX())
 
 
 def place(slots: int, least: int, most: int, unchanged: float, waited: float, bound: float) -> int | None:
@@ -56,7 +58,7 @@ def place(slots: int, least: int, most: int, unchanged: float, waited: float, bo
         waited: Seconds since the attempt began.
         bound: Seconds within which its ranks must have started.
     """
-    may_grow = unchanged < min(bounds.GROWTH_TIMEOUT, bound / 4) and waited < bound / 2
+    may_grow = unchanged < min(GROWTH_TIMEOUT(), bound / 4) and waited < bound / 2
     return None if slots < least or (slots < most and may_grow) else min(slots, most)
 
 
@@ -97,7 +99,7 @@ def connect_timeout(left: float) -> float:
 
     An agent gets less than all of them, so that its own error comes first: it lists the addresses that it tried.
     """
-    return max(bounds.AGENT_CONNECT_TIMEOUT_MIN, left * 0.9)
+    return max(AGENT_CONNECT_TIMEOUT_MIN(), left * 0.9)
 
 
 def beat_interval(hang_timeout: float | None) -> float:

@@ -16,7 +16,14 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
+from rankzero.bounds import (
+    DRIVER_DEAD_AFTER,
+    HEARTBEAT_INTERVAL,
+    LOG_TAIL,
+    LOG_TAIL_WIDTH,
+    STORE_OUTAGE,
+    WRITE_RETRY_INTERVAL,
+)
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.job import Job
@@ -30,6 +37,8 @@ from rankzero.run.reports import CHECK_PREFIX, MOST_METRICS
 from rankzero.run.status import RunStatus, pace
 from rankzero.values.ref import ResultRef
 
+OUTCOME_RETRY_INTERVAL = bounds.scaled(0.25)  # Between two writes of a status whose outcome is certain
+HEARTBEAT_DELAY = bounds.scaled(1.0)  # For a write of lines to an object store to carry the heartbeat
 logger = logging.getLogger(__name__)
 
 
@@ -153,7 +162,7 @@ class Recorder:
             # This also writes a heartbeat and the position up to which followers may read.
             self._writer.change(**self._progress())
         try:
-            store.patiently(self._flush_streams, STORE_OUTAGE, bounds.WRITE_RETRY_INTERVAL, lambda _: self.superseded)
+            store.patiently(self._flush_streams, STORE_OUTAGE(), WRITE_RETRY_INTERVAL(), lambda _: self.superseded)
         except Exception as error:
             logger.warning("lines are lost: %s", error)
 
@@ -228,12 +237,12 @@ class Recorder:
         if self._run.is_remote:
             if not self._flusher.ident:
                 self._flusher.start()
-            self._flusher.join(STORE_OUTAGE)
+            self._flusher.join(STORE_OUTAGE())
             if self._flusher.is_alive():
-                logger.warning("lines are lost: the store has not taken them for %g s", STORE_OUTAGE)
+                logger.warning("lines are lost: the store has not taken them for %g s", STORE_OUTAGE())
         ended = max(time.time(), self.status.started or 0.0)
         written = self._writer.change(**changes, **self._progress(), ended=ended)
-        if not wait([written], STORE_OUTAGE).done:
+        if not wait([written], STORE_OUTAGE()).done:
             problem = self._writer.problem
             what = f"the run ended as {changes['state']}, but its status could not be written"
             raise ResultError(f"{what}: {problem or 'the store does not answer'}") from problem
@@ -324,7 +333,7 @@ class StatusWriter:
                 status = self.status = replace(self.status, heartbeat=time.time())
             try:
                 # Wall-clock time, since it also advances while a machine sleeps. It may also be set back.
-                is_due = not 0 <= time.time() - checked_at < DRIVER_DEAD_AFTER
+                is_due = not 0 <= time.time() - checked_at < DRIVER_DEAD_AFTER()
                 if status.certain or not self._run.is_remote or is_due:
                     self.check_superseded()
                     # Each check is a request to an object store, and no driver is replaced sooner while it writes.
@@ -336,9 +345,7 @@ class StatusWriter:
                 if self.problem is None:
                     logger.warning("the status could not be written: %s: %s; trying again", type(error).__name__, error)
                 self.problem = error
-                next_beat = time.monotonic() + (
-                    bounds.OUTCOME_RETRY_INTERVAL if status.certain else self._beat_interval()
-                )
+                next_beat = time.monotonic() + (OUTCOME_RETRY_INTERVAL() if status.certain else self._beat_interval())
                 continue
             self.problem = None
             next_beat = time.monotonic() + self._beat_interval()
@@ -351,7 +358,7 @@ class StatusWriter:
 
     def _beat_interval(self) -> float:
         """Returns the seconds between heartbeats, longer on an object store, where writes of lines carry most."""
-        return self.status.interval + (bounds.HEARTBEAT_DELAY if self._run.is_remote else 0.0)
+        return self.status.interval + (HEARTBEAT_DELAY() if self._run.is_remote else 0.0)
 
     def check_superseded(self) -> None:
         """Checks whether another submission or another run has the directory by now."""

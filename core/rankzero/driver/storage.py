@@ -162,7 +162,7 @@ class Storage:
             return isinstance(error, NotOwnerError) or not store.is_url(uri)
 
         try:
-            store.patiently(place, STORE_OUTAGE, bounds.WRITE_RETRY_INTERVAL, gives_up)
+            store.patiently(place, STORE_OUTAGE(), bounds.WRITE_RETRY_INTERVAL(), gives_up)
         except Exception as error:
             raise not_stored(f"{type(error).__name__}: {error}") from error
         summary = {**result["summary"], "metrics": metrics}
@@ -173,13 +173,10 @@ class Storage:
         self._facts.is_given_up = True
         self._committer.sweep()
         attempts = range(self._number, self._number + 1)
-        # In the committer's thread, after its pending commits: only then is it known which rows a checkpoint covers.
-        self._committer.do(functools.partial(self._remove_rows, attempts), as_owner=True)
+        remove = functools.partial(remove_rows, self._run, attempts, self._committer.fresh_since)
+        self._committer.do(remove, as_owner=True)
         if self._run.is_remote:
             self._committer.do(functools.partial(remove_values, self._run, attempts), as_owner=True)
-
-    def _remove_rows(self, attempts: range) -> None:
-        remove_rows(self._run, attempts, self._committer.tables, self._committer.fresh_since)
 
     def abort_uploads(self) -> None:
         """Schedules the abort of uploads that ranks of this attempt began and repeated after an outage of the store."""
@@ -199,7 +196,7 @@ def files_of(run: RunDirectory, checkpoint: Manifest | None) -> dict[str, str]:
 
 def remove_leftovers(run: RunDirectory, attempts: range, fresh_since: int = 0) -> None:
     """Removes files that ranks of earlier attempts had begun to write when the ranks or their driver died."""
-    remove_rows(run, attempts, {}, fresh_since)
+    remove_rows(run, attempts, fresh_since)
     if run.is_remote:
         remove_values(run, attempts)
         return

@@ -24,6 +24,8 @@ from rankzero.run.names import EVENTS
 from rankzero.run.reports import OfTraining
 from rankzero.tracking.tracker import Tracker
 
+TRACKER_POLL_INTERVAL = 1.0  # Seconds before each poll of the events, the first too: imports slow the ranks' start
+TRACKER_PAUSE_MAX = bounds.scaled(60.0)  # Most seconds until a tracker that keeps failing is called again
 logger = logging.getLogger(__name__)
 
 
@@ -61,11 +63,11 @@ class Trackers:
     def close(self) -> None:
         """Calls each tracker for the last time, and waits for that, at most `TRACKERS_TIMEOUT` seconds."""
         self.end()
-        deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT
+        deadline = time.monotonic() + bounds.TRACKERS_TIMEOUT()
         for feed in self._feeds:
             feed.join(max(0.0, deadline - time.monotonic()))
             if feed.is_alive():
-                logger.warning("%s has not taken the end of the run within %g s", feed.what, bounds.TRACKERS_TIMEOUT)
+                logger.warning("%s has not taken the end of the run within %g s", feed.what, bounds.TRACKERS_TIMEOUT())
 
 
 class _Feed(threading.Thread):
@@ -91,15 +93,15 @@ class _Feed(threading.Thread):
 
     def run(self) -> None:
         """Polls the events until the run has ended, and then once more."""
-        pause, has_ended = bounds.TRACKER_POLL_INTERVAL, False
+        pause, has_ended = TRACKER_POLL_INTERVAL, False
         while not has_ended:
             has_ended = self._ended.wait(max(pause, self._handle.pace))
             try:
                 self._poll()
-                pause = bounds.TRACKER_POLL_INTERVAL
+                pause = TRACKER_POLL_INTERVAL
             except Exception as error:
                 self._note(error)
-                pause = min(2 * pause, bounds.TRACKER_PAUSE_MAX)
+                pause = min(2 * pause, TRACKER_PAUSE_MAX())
         if self._tracker and self._has_begun:
             try:
                 self._tracker.end(self._handle, self._handle.status())

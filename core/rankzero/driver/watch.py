@@ -19,14 +19,10 @@ from rankzero.run.lease import interval_of
 
 logger = logging.getLogger(__name__)
 
-LEASE_SHARE = 0.1
-"""Share of the lease's time between two reads of it on an object store, where each is a request."""
-
-MISSED_RENEWALS = 3
-"""Renewals that a follower may miss once no other try can come: half a minute, three minutes on an object store."""
-
-BACKLOG = 256
-"""Most messages that wait for the driver before agents have to hold back their log lines."""
+LEASE_POLL_INTERVAL_MAX = bounds.scaled(30.0)  # Most seconds between two reads of a lease on an object store
+LEASE_SHARE = 0.1  # Share of the lease's time between two of them, where each is a request
+MISSED_RENEWALS = 3  # Renewals that the last follower may miss: half a minute, three minutes on an object store
+BACKLOG = 256  # Most messages that wait for the driver before agents have to hold back their log lines
 
 
 class Received(NamedTuple):
@@ -172,11 +168,11 @@ class Watch:
 
     def _interrupted_end(self, reason: str) -> RunCancelledError:
         # A cancel from this host writes the request, then wakes its driver by a signal.
-        deadline = time.monotonic() + 2 * bounds.CANCEL_REQUEST_TIMEOUT
+        deadline = time.monotonic() + 2 * bounds.CANCEL_REQUEST_TIMEOUT()
         if self._poller:
             # The store may have executed its read before the request came.
-            self._poller.join(bounds.CANCEL_REQUEST_TIMEOUT)
-        self._poll(bounds.CANCEL_REQUEST_TIMEOUT)
+            self._poller.join(bounds.CANCEL_REQUEST_TIMEOUT())
+        self._poll(bounds.CANCEL_REQUEST_TIMEOUT())
         while self._is_unreadable and time.monotonic() < deadline:
             time.sleep(bounds.POLL_INTERVAL_SHORT)
             self._poll(bounds.POLL_INTERVAL_SHORT)
@@ -218,7 +214,7 @@ class Watch:
             if self._orphan_timeout and time.monotonic() >= self._next_lease:
                 if self._run.is_remote:
                     self._next_lease = time.monotonic() + min(
-                        self._orphan_timeout * LEASE_SHARE, bounds.LEASE_POLL_INTERVAL_MAX
+                        self._orphan_timeout * LEASE_SHARE, LEASE_POLL_INTERVAL_MAX()
                     )
                 self._check_lease(time.monotonic(), self._orphan_timeout)
             self._is_unreadable = False

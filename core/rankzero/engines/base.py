@@ -19,6 +19,8 @@ from rankzero.job import Job
 if TYPE_CHECKING:
     from rankzero.run.directory import RunDirectory
 
+ENGINE_ERROR_TIMEOUT = bounds.scaled(10.0)  # To get the text of an engine's error
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -231,7 +233,7 @@ class AgentGroup(abc.ABC):
 def words_of(error: BaseException) -> str:
     """Returns the text of an engine's error. An error of py4j gets it from the JVM, which may be too dead to answer."""
     words: list[str] = []
-    within(bounds.ENGINE_ERROR_TIMEOUT, lambda: words.append(str(error)))
+    within(ENGINE_ERROR_TIMEOUT(), lambda: words.append(str(error)))
     return words[0] if words else f"{type(error).__name__}, whose text the JVM did not return: see driver.log"
 
 

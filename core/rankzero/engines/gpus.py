@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from rankzero import bounds
 from rankzero.errors import InsufficientSlotsError
 
+GPU_LISTING_TIMEOUT = bounds.stretched(60.0)  # For nvidia-smi, or torch in its own interpreter, to list the GPUs
+
 logger = logging.getLogger(__name__)
 
 CLAIMS = "/tmp/rankzero-gpus"
@@ -55,7 +57,7 @@ def _counted_by_torch(program: str) -> int:
 
 def _output(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=bounds.GPU_LISTING_TIMEOUT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_LISTING_TIMEOUT())
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

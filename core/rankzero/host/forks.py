@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 
 from rankzero import bounds
 
+FORK_TIMEOUT = bounds.scaled(30.0)  # For which a fork waits for imports and requests to a store of rankzero's threads
+
 # Re-entrant, since a signal handler of the thread that has it may report, too. `with _lock`, and not `with _changed`: a
 # handler's exception inside Condition.__enter__ leaves the lock held.
 _lock = threading.RLock()
@@ -58,7 +60,7 @@ def check() -> None:
     if _is_unsafe:
         raise RuntimeError(
             f"process {os.getpid()} was forked while a request to an object store was in flight, which the fork "
-            f"awaited for {bounds.FORK_TIMEOUT:g} s: its own requests would block. Fork later, or use no processes"
+            f"awaited for {FORK_TIMEOUT():g} s: its own requests would block. Fork later, or use no processes"
         )
 
 
@@ -85,7 +87,7 @@ def _before() -> None:
     global _forking
     with _lock:
         _forking += 1
-        _changed.wait_for(lambda: not _others(), bounds.FORK_TIMEOUT)
+        _changed.wait_for(lambda: not _others(), FORK_TIMEOUT())
 
 
 def _after_in_parent() -> None:

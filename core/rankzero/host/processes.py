@@ -23,17 +23,17 @@ from typing import Any, TypeVar
 
 from rankzero import bounds
 
-T = TypeVar("T")
-
+KILL_TIMEOUT = bounds.stretched(5.0)  # To exit after SIGKILL; a process may be stuck in the kernel
+REAP_INTERVAL = 0.01  # Seconds between two polls for killed processes
+CLEANERS_TIMEOUT = bounds.stretched(1.0)  # For processes to remove the shared memory of killed ranks
+OPEN_FILES = 1 << 16  # Most open files of a process: some libraries iterate over all that a container allows, a billion
 _START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
 _USER = 11  # utime and stime are fields 14 and 15.
 STOPPED = frozenset("tT")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-OPEN_FILES = 1 << 16
-"""Limit of open files of a run's processes, where the system allows it. Some containers allow a billion, which is too
-many for libraries that iterate over all possible descriptors."""
+T = TypeVar("T")
 
 
 def allow_open_files() -> None:
@@ -360,19 +360,19 @@ def kill_descendants(but: Collection[int] = (), groups: Collection[int] = ()) ->
             with contextlib.suppress(OSError):
                 os.killpg(leader, signal.SIGKILL)
     start = time.monotonic()
-    while time.monotonic() < start + bounds.KILL_TIMEOUT:
+    while time.monotonic() < start + KILL_TIMEOUT():
         if not but and not _reap():
             return
         family = find_descendants(but)
         if but and not family:
             return
-        spares_cleaners = time.monotonic() < start + bounds.CLEANERS_TIMEOUT
+        spares_cleaners = time.monotonic() < start + CLEANERS_TIMEOUT()
         cleaners = {pid for pid in family if spares_cleaners and _is_cleaner(pid)}
         for pid in family:
             if pid not in cleaners:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(bounds.REAP_INTERVAL)
+        time.sleep(REAP_INTERVAL)
 
 
 def _is_cleaner(pid: int) -> bool:

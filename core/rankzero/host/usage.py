@@ -15,7 +15,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rankzero import bounds
+USAGE_FIRST_SAMPLE = 1.0  # Seconds until the first sample of a host
+USAGE_INTERVAL_MIN = 5.0  # Least seconds between two samples
+USAGE_INTERVAL_MAX = 60.0  # Most seconds between two samples
 
 GROUPS = "/proc/self/cgroup"
 MOUNT = "/sys/fs/cgroup"
@@ -74,7 +76,7 @@ class UsageSampler:
 
     def __init__(self, *, use_gpu: bool, now: float) -> None:
         self._began = self._sampled = now
-        self.next_at = now + bounds.USAGE_FIRST_SAMPLE
+        self.next_at = now + USAGE_FIRST_SAMPLE
         """Monotonic time of the next sample."""
         self._gpus = _Gpus() if use_gpu else None
         self._busy, self._bytes = _busy_seconds(), _network_bytes()
@@ -91,9 +93,7 @@ class UsageSampler:
         if now < self.next_at:
             return None
         seconds, self._sampled = max(1e-3, now - self._sampled), now
-        self.next_at = now + min(
-            bounds.USAGE_INTERVAL_MAX, max(bounds.USAGE_INTERVAL_MIN, (now - self._began) / _SHARE)
-        )
+        self.next_at = now + min(USAGE_INTERVAL_MAX, max(USAGE_INTERVAL_MIN, (now - self._began) / _SHARE))
         sample: dict[str, Any] = {"time": time.time(), "cores": os.cpu_count() or 1}
         busy, moved = _busy_seconds(), _network_bytes()
         if busy is not None and self._busy is not None:

@@ -1,17 +1,24 @@
 """The card of a run, a small piece of HTML for notebooks: state, progress, curves, the first cause. No script, no link.
 
-Pure functions. Text that comes from a run is escaped, so it is never markup.
+`showing` renews it while the run lives. Text that comes from a run is escaped, so it is never markup.
 """
 
 from __future__ import annotations
 
+import contextlib
 import html
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rankzero.report import curves
-from rankzero.report.progress import COUNTED, RankProgress
+from rankzero import bounds
+from rankzero.job import Job
+from rankzero.report import cost, curves
+from rankzero.report.summary import COUNTED, RankProgress, Summary
+from rankzero.run.directory import RunDirectory
+from rankzero.run.handle import RunHandle
 from rankzero.run.reports import is_number
 from rankzero.run.status import RunStatus
 
@@ -26,54 +33,77 @@ _COLORS = {"succeeded": "#1a7f4b", "failed": "#c0322b", "cancelled": "#a76a00", 
 _OTHER = "#6b7280"
 _SOFT = "opacity:.7"
 
-
-@dataclass(frozen=True)
-class Facts:
-    """The facts that a card shows.
-
-    Attributes:
-        id: The name of the run.
-        name: The display name of the function or script.
-        world: The number of ranks as display text.
-        directory: The run directory.
-        status: The state of the run.
-        now: The current Unix time.
-        rows: The reports of rank 0, as `rankzero.run.reports.rows_of` returns them.
-        unit: The unit in which ``ranks`` count.
-        total: The number of units of the whole training, or None.
-        ranks: The progress of each rank.
-        seconds_left: Seconds until the end, or None.
-        used: Display text of the hours and the cost of the run; may be empty.
-    """
-
-    id: str
-    name: str
-    world: str
-    directory: str
-    status: RunStatus
-    now: float
-    rows: Sequence[Mapping[str, Any]] = ()
-    unit: str = "reports"
-    total: float | None = None
-    ranks: Mapping[int, RankProgress] = field(default_factory=dict)
-    seconds_left: float | None = None
-    used: str = ""
+logger = logging.getLogger(__name__)
 
 
-def render(facts: Facts) -> str:
+class Card:
+    """Renders the card of a run repeatedly, and reads only new events each time."""
+
+    def __init__(self, handle: RunHandle[Any]) -> None:
+        self._handle = handle
+        self._summary = Summary(handle.fresh_since)
+
+    def html(self) -> str:
+        """Returns the card of this moment. Raises OSError or RankZeroError if the run cannot be read."""
+        job, status = RunDirectory(self._handle.directory).job(), self._handle.status()
+        self._summary.read(self._handle, status)
+        return render(job, self._handle.directory, status, self._summary, time.time())
+
+
+@contextlib.contextmanager
+def showing() -> Iterator[Callable[[RunHandle[Any]], None]]:
+    """Yields a function that shows a run's card in a notebook and keeps it up to date, last behind the block."""
+    ended = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def show(handle: RunHandle[Any]) -> None:
+        from IPython.display import HTML, display
+
+        place = display(HTML(""), display_id=True)
+        # A thread draws it, also the first time: a store that does not answer must not end a run that has begun.
+        threads.append(
+            threading.Thread(target=_refresh, args=(place, handle, ended), name="rankzero-card", daemon=True)
+        )
+        threads[-1].start()
+
+    try:
+        yield show
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(bounds.REPORT_TIMEOUT())
+
+
+def _refresh(place: Any, handle: RunHandle[Any], ended: threading.Event) -> None:
+    from IPython.display import HTML
+
+    card: Card | None = None
+    is_last = False
+    while not is_last:
+        is_last = card is not None and ended.wait(max(bounds.POLL_INTERVAL_LONGEST, handle.pace))
+        try:
+            card = card or Card(handle)
+            place.update(HTML(card.html()))
+        except Exception:
+            # A card that cannot be drawn must not fail a training.
+            logger.warning("the card of the run could not be drawn", exc_info=True)
+
+
+def render(job: Job, directory: str, status: RunStatus, summary: Summary, now: float) -> str:
     """Returns the card as HTML."""
-    state = facts.status.state
-    badge = f"color:#fff;background:{_COLORS.get(state, _OTHER)};border-radius:999px;padding:1px 10px;font-size:12px"
-    head = f'<b>{_text(facts.id)}</b> <span style="{badge}">{_text(facts.status.shown)}</span>'
-    what = f"{facts.name} on {facts.world} ranks"
+    badge = (
+        f"color:#fff;background:{_COLORS.get(status.state, _OTHER)};border-radius:999px;padding:1px 10px;font-size:12px"
+    )
+    head = f'<b>{_text(job.run_id)}</b> <span style="{badge}">{_text(status.shown)}</span>'
+    what = f"{job.name} on {status.world_size or job.world} ranks"
     parts = [
         f'<div style="display:flex;gap:10px;align-items:center;flex-wrap:wrap">{head}'
         f'<span style="{_SOFT}">{_text(what)}</span></div>',
-        _progress(facts),
-        _line(" · ".join(_facts_of(facts))),
-        _curves(facts.rows),
-        _error(facts.status.error),
-        _line(facts.directory, mono=True),
+        "" if status.final else _progress(summary),
+        _line(" · ".join(_facts_of(job, status, summary, now))),
+        _curves(summary.rows),
+        _error(status.error),
+        _line(directory, mono=True),
     ]
     style = "border:1px solid rgba(128,128,128,.35);border-radius:8px;padding:10px 14px;max-width:820px"
     return f'<div style="{style};font-size:13px;line-height:1.5">{"".join(parts)}</div>'
@@ -96,33 +126,32 @@ def describe_ranks(ranks: Mapping[int, RankProgress]) -> str:
     return f"{ranks[slowest].done:g} (rank {slowest}) to {ranks[fastest].done:g} (rank {fastest})"
 
 
-def _facts_of(facts: Facts) -> list[str]:
-    status = facts.status
-    said = []
+def _facts_of(job: Job, status: RunStatus, summary: Summary, now: float) -> list[str]:
+    ranks, said = summary.ranks, []
     if status.started is not None:
-        said.append(duration((status.ended or facts.now) - status.started))
+        said.append(duration((status.ended or now) - status.started))
     if status.attempt:
         said.append(f"attempt {status.attempt}")
-    if found := next(iter(facts.ranks.values()), None):
-        said += [f"{found.rate:.4g} {facts.unit} a second"] if found.rate else []
-    if len(facts.ranks) > 1 and not status.final:
-        said.append(f"{facts.unit} by rank {describe_ranks(facts.ranks)}")
-    if facts.used:
-        said.append(facts.used)
+    if (found := next(iter(ranks.values()), None)) and found.rate:
+        said.append(f"{found.rate:.4g} {summary.unit} a second")
+    if len(ranks) > 1 and not status.final:
+        said.append(f"{summary.unit} by rank {describe_ranks(ranks)}")
+    if used := cost.usage(job, status, now):
+        said.append(str(used))
     return said
 
 
-def _progress(facts: Facts) -> str:
+def _progress(summary: Summary) -> str:
     """Returns a progress bar if the reports name a total, else an empty text."""
-    if not facts.total or not facts.ranks or facts.status.final:
+    if not summary.total or summary.slowest is None:
         return ""
-    done = min(found.done for found in facts.ranks.values())
-    share = 100 * min(1.0, max(0.0, done / facts.total))
-    left = "" if facts.seconds_left is None else f", {duration(facts.seconds_left)} left"
+    done, left = summary.slowest.done, summary.seconds_left
+    share = 100 * min(1.0, max(0.0, done / summary.total))
     outer = "background:rgba(128,128,128,.25);border-radius:4px;height:8px;margin:8px 0 4px"
     inner = f"background:#2563c9;border-radius:4px;height:8px;width:{share:.1f}%"
     bar = f'<div style="{outer}"><div style="{inner}"></div></div>'
-    return bar + _line(f"{done:g} of {facts.total:g} {facts.unit}{left}")
+    rest = "" if left is None else f", {duration(left)} left"
+    return bar + _line(f"{done:g} of {summary.total:g} {summary.unit}{rest}")
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> str:

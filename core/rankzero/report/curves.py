@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rankzero.run.reports import UNSHOWN, is_number
@@ -28,38 +27,12 @@ _BLUE, _GRAY = "#2563c9", "#8a8f98"
 _COLORS = ("#4f43dd", "#d9622b", "#13915c", "#b0226f")
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """The rectangle of an SVG in which curves are drawn, and the values at its edges."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-    x: tuple[float, float]
-    y: tuple[float, float]
-
-    @classmethod
-    def around(cls, lines: Sequence[Points], left: float, top: float, width: float, height: float) -> _Frame:
-        xs, ys = [x for points in lines for x, _ in points], [y for points in lines for _, y in points]
-        return cls(left, top, width, height, (min(xs), max(xs)), (min(ys), max(ys)))
-
-    def polyline(self, points: Points, color: str) -> str:
-        """Returns the element that draws one curve."""
-        places = " ".join(
-            f"{self.left + self.width * height_of(x, *self.x):.1f},"
-            f"{self.top + self.height * (1 - height_of(y, *self.y)):.1f}"
-            for x, y in points
-        )
-        return f'<polyline points="{places}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-
-
 def sparkline(rows: Sequence[Row], name: str, width: int = 180, height: int = 44) -> str | None:
     """Returns a metric's curve as an SVG without axes; None if it has no two different finite values."""
     points = _points(rows, name, SPARKLINE_POINTS)
     if len({y for _, y in points}) < 2:
         return None
-    line = _Frame.around([points], 3, 3, width - 6, height - 6).polyline(points, _BLUE)
+    (line,) = _polylines({_BLUE: points}, 3, 3, width - 6, height - 6)
     return f'<svg width="{width}" height="{height}" role="img">{line}</svg>'
 
 
@@ -75,13 +48,13 @@ def chart(rows: Sequence[Row], names: Sequence[str], width: int = 560, height: i
     Returns:
         ``![loss](data:image/svg+xml;base64,...)``, a few kB; None if no metric has two finite values.
     """
-    lines = {name: _points(rows, name, CHART_POINTS) for name in names[: len(_COLORS)]}
-    lines = {name: points for name, points in lines.items() if len(points) > 1}
-    if not lines:
+    drawn = {name: _points(rows, name, CHART_POINTS) for name in names[: len(_COLORS)]}
+    drawn = {name: points for name, points in drawn.items() if len(points) > 1}
+    if not drawn:
         return None
+    lines = dict(zip(_COLORS, drawn.values(), strict=False))
+    (first, last), (low, high) = _edges(lines)
     left, top, right, bottom = 80, 28, width - 12, height - 30
-    frame = _Frame.around(list(lines.values()), left, top, right - left, bottom - top)
-    (first, last), (low, high) = frame.x, frame.y
     text = f'font-family="sans-serif" font-size="11" fill="{_GRAY}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">',
@@ -90,16 +63,33 @@ def chart(rows: Sequence[Row], names: Sequence[str], width: int = 560, height: i
         f'<text x="{left - 6}" y="{bottom}" text-anchor="end" {text}>{low:.4g}</text>',
         f'<text x="{left}" y="{height - 10}" {text}>report {first:g}</text>',
         f'<text x="{right}" y="{height - 10}" text-anchor="end" {text}>{last:g}</text>',
+        *_polylines(lines, left, top, right - left, bottom - top),
     ]
     across = left
-    for color, (name, points) in zip(_COLORS, lines.items(), strict=False):
-        parts.append(frame.polyline(points, color))
+    for color, name in zip(_COLORS, drawn, strict=False):
         parts.append(f'<text x="{across}" y="16" {text.replace(_GRAY, color)}>{html.escape(name)}</text>')
         across += 14 + 7 * len(name)
     svg = base64.b64encode(encodable("\n".join([*parts, "</svg>"])).encode()).decode()
     # Brackets in a name would end the image's text.
-    title = ", ".join(lines).replace("[", "(").replace("]", ")")
+    title = ", ".join(drawn).replace("[", "(").replace("]", ")")
     return f"![{title}](data:image/svg+xml;base64,{svg})"
+
+
+def _edges(lines: Mapping[str, Points]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Returns the lowest and highest x, and the lowest and highest y."""
+    xs, ys = zip(*(point for points in lines.values() for point in points), strict=True)
+    return (min(xs), max(xs)), (min(ys), max(ys))
+
+
+def _polylines(lines: Mapping[str, Points], left: float, top: float, width: float, height: float) -> Iterator[str]:
+    """Yields the elements that draw curves, by their colors, in a rectangle."""
+    x_edges, y_edges = _edges(lines)
+    for color, points in lines.items():
+        places = " ".join(
+            f"{left + width * height_of(x, *x_edges):.1f},{top + height * (1 - height_of(y, *y_edges)):.1f}"
+            for x, y in points
+        )
+        yield f'<polyline points="{places}" fill="none" stroke="{color}" stroke-width="1.5"/>'
 
 
 def text(rows: Sequence[Row], name: str) -> str | None:

@@ -433,14 +433,6 @@
       });
       if (!found.length) add(body, "p", { class: "note" }, "No run.");
     };
-    const go = (where) => { location.search = new URLSearchParams({ search: data.search, ...where }).toString(); };
-    search.value = data.search;
-    search.addEventListener("keydown", (event) => { if (event.key === "Enter") go({ search: search.value }); });
-    const pages = add(page, "div", { class: "tools", style: "margin-top: 16px" });
-    const turn = (text, number) => add(pages, "button", { type: "button" }, text).addEventListener("click", () => go({ page: number }));
-    if (data.page > 1) turn("newer", data.page - 1);
-    if (data.page < data.pages) turn("older", data.page + 1);
-    if (data.pages > 1) add(pages, "span", {}, `page ${data.page} of ${data.pages}; press Enter to search in all`);
     compare.addEventListener("click", () => { location.href = `compare?${[...chosen].map((id) => `run=${encodeURIComponent(id)}`).join("&")}`; });
     search.addEventListener("input", draw);
     draw();

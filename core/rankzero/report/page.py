@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import html
 import json
 import math
 import pkgutil
@@ -19,12 +20,10 @@ from typing import Any
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.report.cost import usage
-from rankzero.report.history import History
-from rankzero.report.progress import Progress
+from rankzero.report.summary import Summary
 from rankzero.run.directory import RunDirectory
-from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
-from rankzero.run.reports import TOTALS, OfTraining, is_number
+from rankzero.run.reports import TOTALS, is_number
 from rankzero.run.status import RunStatus
 
 LOG_CHARACTERS = 2_000_000
@@ -45,46 +44,15 @@ _NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeErr
 
 
 def collect(handle: RunHandle[Any]) -> dict[str, Any]:
-    """Everything that the page shows of one run, as JSON. Reads neither values nor the data of checkpoints.
+    """Returns everything that the page shows of one run, as JSON. Reads neither values nor the data of checkpoints.
 
     Raises:
         RunNotFoundError: no run lives there, or what lies there was not written by rankzero.
     """
-    return Collector(handle).collect()
-
-
-class Collector:
-    """Collects again and again, and reads only what is new: a run that lives is looked at for days."""
-
-    def __init__(self, handle: RunHandle[Any]) -> None:
-        self._handle = handle
-        self._position = Position()
-        self._history: History | None = None
-        self._progress = Progress(handle)
-        self._is_ours: OfTraining | None = None
-
-    def collect(self) -> dict[str, Any]:
-        """See the function `collect`."""
-        try:
-            return self._collect()
-        except _NO_RUN as error:
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise RunNotFoundError(f"{self._handle.directory} cannot be read as a run of rankzero ({what})") from error
-
-    def _collect(self) -> dict[str, Any]:
-        handle = self._handle
+    try:
         job, status = RunDirectory(handle.directory).job(), handle.status()
-        history = self._history = self._history or History(job.fresh_since)
-        is_ours = self._is_ours = self._is_ours or OfTraining(job.fresh_since)
-        while True:
-            before = self._position
-            events, self._position = handle.output.read_events(before, None if status.final else status)
-            for event in events:
-                history.add(event)
-                if isinstance(event, dict) and is_ours(event):
-                    self._progress.add(event)
-            if self._position == before:
-                break
+        summary = Summary(job.fresh_since)
+        summary.read(handle, status)
         return {
             "id": handle.id,
             "directory": handle.directory,
@@ -104,26 +72,17 @@ class Collector:
             "result": status.result,
             "used": used_of(job, status),
             "last": {name: value for name, value in status.metrics.items() if is_number(value) and name not in TOTALS},
-            "progress": _progress(self._progress),
-            "throughput": history.throughput(),
             "config": _config(vars(job), status),
-            "steps": history.step_name,
-            "curves": history.curves(),
-            "not_drawn": history.not_drawn(),
-            "ranks": history.ranks(),
-            "straggler": history.straggler(),
-            "marks": history.marks(),
-            "hosts": history.hosts(),
+            **summary.facts(),
             "checkpoints": [
-                {
-                    "id": manifest.id,
-                    "metrics": manifest.metrics,
-                    "size": sum(_size(part) for part in manifest.parts.values()),
-                }
-                for manifest in handle.checkpoints()
+                {"id": one.id, "metrics": one.metrics, "size": sum(_size(part) for part in one.parts.values())}
+                for one in handle.checkpoints()
             ],
             "logs": _logs(handle, job, status),
         }
+    except _NO_RUN as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise RunNotFoundError(f"{handle.directory} cannot be read as a run of rankzero ({what})") from error
 
 
 def used_of(job: Job, status: RunStatus) -> dict[str, str]:
@@ -145,14 +104,6 @@ def _config(job: Mapping[str, Any], status: RunStatus) -> dict[str, Any]:
 def _size(part: Mapping[str, Any]) -> int:
     size = part.get("size")
     return size if isinstance(size, int) else 0
-
-
-def _progress(progress: Progress) -> dict[str, Any] | None:
-    """Returns the progress of the slowest rank; None before the first report."""
-    if progress.slowest is None:
-        return None
-    done = progress.ranks[progress.slowest].done
-    return {"done": done, "total": progress.total, "unit": progress.unit, "seconds_left": progress.seconds_left}
 
 
 def _logs(handle: RunHandle[Any], job: Job, status: RunStatus) -> list[dict[str, Any]]:
@@ -189,25 +140,22 @@ def render(runs: list[dict[str, Any]]) -> str:
     return _page(title, {"runs": runs})
 
 
-def render_list(store: str, runs: list[dict[str, Any]], page: int = 1, pages: int = 1, search: str = "") -> str:
-    """The page of a store: its runs, each with a link to its report.
+def render_list(location: str, runs: list[dict[str, Any]]) -> str:
+    """The page of a store: its newest runs, each with a link to its report.
 
     Args:
-        store: Where they are.
-        runs: Of each ``id``, ``name``, ``state``, ``world``, ``created``, ``started``, ``ended`` and the ``last``
-            metrics.
-        page: Number of this page, from 1.
-        pages: Number of all pages.
-        search: The text by which the runs were chosen.
+        location: The root of their directories.
+        runs: Of each ``id``, ``name``, ``state``, ``world``, ``created``, ``started``, ``ended``, ``used`` and the
+            ``last`` metrics.
     """
-    return _page(store, {"store": store, "list": runs, "page": page, "pages": pages, "search": search})
+    return _page(location, {"store": location, "list": runs})
 
 
 def _page(title: str, facts: dict[str, Any]) -> str:
     script = _part("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
-        "TITLE": _escaped(title),
+        "TITLE": html.escape(title),
         "POLICY": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; {_NOTHING_ELSE}",
         "STYLE": _part("page.css"),
         "SCRIPT": script,
@@ -241,7 +189,3 @@ def plain(value: Any) -> Any:
 def _inside_script(data: str) -> str:
     """JSON that ends no ``<script>`` element, whatever is in it."""
     return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

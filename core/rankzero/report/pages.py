@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import hmac
 import http
-import http.cookies
 import http.server
 import json
 import logging
-import math
-import re
 import secrets
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rankzero import bounds, store
+from rankzero import store
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.job import Job
 from rankzero.report import page
@@ -40,13 +37,11 @@ MaySee = Callable[[Job], bool]
 
 logger = logging.getLogger(__name__)
 
-RUNS_OF_PAGE = 100
-"""Runs on one page of the list."""
+MAX_RUNS = 500
+"""Newest runs that the list of a store shows."""
 
 HOST = "127.0.0.1"
 """The address unless another one is given: what runs print is for those who may log in here."""
-
-_LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 
 
 def answer(location: str, path: str, query: Mapping[str, Sequence[str]], may_see: MaySee = lambda job: True) -> Answer:
@@ -56,7 +51,7 @@ def answer(location: str, path: str, query: Mapping[str, Sequence[str]], may_see
         location: Root of the run directories.
         path: ``/`` for the list of runs, ``/runs/ID`` for a report, ``/runs/ID.json`` for its facts, ``/compare`` for
             several runs.
-        query: Of ``/compare``: the ids as ``run``. Of ``/``: ``page``, and ``search`` in ids, names and states.
+        query: Of ``/compare``: the ids as ``run``.
         may_see: A run that it denies is not there for who asks.
     """
     try:
@@ -67,7 +62,7 @@ def answer(location: str, path: str, query: Mapping[str, Sequence[str]], may_see
 
 def _answer(location: str, path: str, query: Mapping[str, Sequence[str]], may_see: MaySee) -> Answer:
     if path == "/":
-        return FOUND, "text/html", _list(location, query, may_see)
+        return FOUND, "text/html", _list(location, may_see)
     if path == "/compare":
         if "run" not in query:
             raise ValueError("name runs: compare?run=ID&run=ID")
@@ -90,16 +85,8 @@ def _run(location: str, name: str, may_see: MaySee) -> dict[str, Any]:
     return page.collect(RunHandle.attach(directory, follows=False))
 
 
-def _list(location: str, query: Mapping[str, Sequence[str]], may_see: MaySee) -> str:
-    search = query.get("search", [""])[0]
-    found = [
-        one
-        for one in sorted(list_runs(location), key=lambda one: -one.job.created)
-        if may_see(one.job) and search.lower() in f"{one.job.run_id} {one.job.name} {one.status.state}".lower()
-    ]
-    pages = max(1, math.ceil(len(found) / RUNS_OF_PAGE))
-    number = min(max(1, int(query.get("page", ["1"])[0])), pages)
-    shown = found[(number - 1) * RUNS_OF_PAGE : number * RUNS_OF_PAGE]
+def _list(location: str, may_see: MaySee) -> str:
+    found = sorted((one for one in list_runs(location) if may_see(one.job)), key=lambda one: -one.job.created)
     runs = [
         {
             "id": one.job.run_id,
@@ -112,26 +99,23 @@ def _list(location: str, query: Mapping[str, Sequence[str]], may_see: MaySee) ->
             "used": page.used_of(one.job, one.status),
             "last": {name: value for name, value in one.status.metrics.items() if name not in TOTALS},
         }
-        for one in shown
+        for one in found[:MAX_RUNS]
     ]
-    return page.render_list(location, runs, number, pages, search)
+    return page.render_list(location, runs)
 
 
 class ReportServer(http.server.ThreadingHTTPServer):
     """Serves `answer` at an address of this machine, until it is closed.
 
-    Other users of this machine can reach the address, too, so it answers only who knows a token: from the printed URL,
-    and then by a cookie.
+    Other users of this machine, and pages of other sites, can reach the address, too. So it answers only below a path
+    that begins with a token, which cannot be guessed and stands in its URL.
 
     Args:
         location: Root of the run directories, a path or an fsspec URL.
         port: 0 for any free one.
-        token: What a browser has to know; None makes one up, ``""`` asks for none (behind a proxy with a login).
+        token: The first part of every path; None makes one up. A proxy with a login of its own passes requests on to
+            the path with a token that was chosen.
         host: Address to listen on.
-        names: Names under which the server may be asked for, in addition to those of this machine; a proxy passes on
-            the name that its users know.
-        root_path: Path below which a proxy shows the pages, such as ``/reports``; empty for none. The proxy may pass it
-            on or remove it.
 
     Raises:
         OSError: the port is taken.
@@ -139,20 +123,10 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(
-        self,
-        location: str,
-        port: int,
-        token: str | None = None,
-        host: str = HOST,
-        names: Sequence[str] = (),
-        root_path: str = "",
-    ) -> None:
+    def __init__(self, location: str, port: int, token: str | None = None, host: str = HOST) -> None:
         self.location = store.normalize(location)
-        self.token = secrets.token_urlsafe(16) if token is None else token
+        self.token = token or secrets.token_urlsafe(16)
         self._host = host
-        self.names = frozenset(name.lower() for name in names)
-        self.root_path = f"/{root_path.strip('/')}".rstrip("/")
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
@@ -161,59 +135,34 @@ class ReportServer(http.server.ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """Address of this server for a browser, with the token."""
-        address = f"http://{self._host}:{self.server_address[1]}{self.root_path}/"
-        return address + (f"?token={self.token}" if self.token else "")
+        return f"http://{self._host}:{self.server_address[1]}/{self.token}/"
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: ReportServer
-    timeout = bounds.HTTP_REQUEST_TIMEOUT
+    timeout = 30.0  # Seconds for a browser to send a request
 
     def do_GET(self) -> None:
-        # Another site's page may have its name resolved to this machine, and would then read what is here.
-        name = self.headers.get("Host", "").lower()
-        if not _LOCAL.fullmatch(name) and re.sub(r":\d+$", "", name) not in self.server.names:
-            text = "ask for this page at 127.0.0.1, or start `rankzero serve` with --allow-host and this name"
-            self._send(http.HTTPStatus.FORBIDDEN, "text/plain", text)
-            return
         parsed = urllib.parse.urlsplit(self.path)
-        query = urllib.parse.parse_qs(parsed.query)
-        if not self._knows_token(query):
+        token, slash, path = parsed.path.removeprefix("/").partition("/")
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._send(http.HTTPStatus.FORBIDDEN, "text/plain", "open the address that `rankzero serve` printed")
-            return
-        root, path = self.server.root_path, parsed.path
-        if root and path == root:
+        elif not slash:
             # Links of the pages are relative.
-            where = parsed._replace(scheme="", netloc="", path=f"{root}/").geturl()
-            self._send(http.HTTPStatus.TEMPORARY_REDIRECT, "text/plain", "", {"Location": where})
-            return
-        if path.startswith(f"{root}/"):
-            path = path.removeprefix(root)
-        code, kind, text = answer(self.server.location, path, query)
-        self._send(http.HTTPStatus(code), kind, text)
+            self._send(http.HTTPStatus.TEMPORARY_REDIRECT, "text/plain", "", f"{token}/")
+        else:
+            code, kind, text = answer(self.server.location, f"/{path}", urllib.parse.parse_qs(parsed.query))
+            self._send(http.HTTPStatus(code), kind, text)
 
     do_HEAD = do_GET
 
-    def _knows_token(self, query: dict[str, list[str]]) -> bool:
-        expected = self.server.token
-        cookies = http.cookies.SimpleCookie(self.headers.get("Cookie", ""))
-        held = cookies[self._cookie].value if self._cookie in cookies else ""
-        return any(hmac.compare_digest(expected.encode(), one.encode()) for one in (held, *query.get("token", [])))
-
-    @property
-    def _cookie(self) -> str:
-        # Browsers tell ports of one host apart for nothing.
-        return f"rankzero-{self.server.server_address[1]}"
-
-    def _send(self, code: http.HTTPStatus, kind: str, text: str, more: dict[str, str] | None = None) -> None:
+    def _send(self, code: http.HTTPStatus, kind: str, text: str, location: str = "") -> None:
         data = text.encode("utf-8", "replace")
         self.send_response(code)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
-        for name, value in (HEADERS | (more or {})).items():
+        for name, value in (HEADERS | ({"Location": location} if location else {})).items():
             self.send_header(name, value)
-        if code == http.HTTPStatus.OK and self.server.token:
-            self.send_header("Set-Cookie", f"{self._cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)

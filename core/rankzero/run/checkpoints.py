@@ -25,6 +25,7 @@ from typing import Any
 from rankzero import store
 from rankzero.job import CheckpointConfig
 from rankzero.run.directory import RunDirectory
+from rankzero.run.names import TABLES
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,9 @@ DAMAGED = "damaged"
 
 _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})-([0-9]{6}|[1-9][0-9]{6,})")
 """Name of a checkpoint's folder."""
+
+_BEGUN = re.compile(r"([0-9]+)/_begun-([^/]+)-[0-9]+-([0-9]+)")
+"""Path of a file of `begun_file` in the folder of tables."""
 
 _FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{re.escape(PIECES)}|{DAMAGED}")
 """Name of a file in a folder that is not committed."""
@@ -54,9 +58,6 @@ class Manifest:
             with another number of ranks loads it.
         sharded: True if every rank saved its own part; False if rank 0's part is the whole checkpoint.
         parts: ``file``, ``format``, ``size`` and ``sha256`` of each part, by rank as text, since keys in JSON are text.
-        tables: Rows that ranks had written before the checkpoint: `rankzero.data.table.Written`.
-        cursors: Positions in datasets at which the ranks reported a sharded checkpoint, if they differ: for each
-            dataset the position of each rank, by rank as text.
         has_result: True if rank 0 had set the value of the run before the checkpoint: `rankzero.train.set_result`.
     """
 
@@ -68,35 +69,18 @@ class Manifest:
     world_size: int
     sharded: bool
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tables: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    cursors: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     has_result: bool = False
 
     @classmethod
-    def of_parts(
-        cls,
-        attempt: int,
-        world_size: int,
-        parts: Mapping[int, Mapping[str, Any]],
-        before: Mapping[str, Mapping[str, Mapping[str, int]]],
-    ) -> Manifest:
+    def of_parts(cls, attempt: int, world_size: int, parts: Mapping[int, Mapping[str, Any]]) -> Manifest:
         """Returns the manifest of the parts that the ranks of an attempt have written.
 
         Args:
             attempt: Number of the attempt.
             world_size: Number of ranks of the attempt.
             parts: The description of each part that its `CheckpointWriter` sent, by rank.
-            before: The ``tables`` of the checkpoint that the attempt started from.
         """
         lead = parts[min(parts)]
-        tables = {name: {key: dict(ranks) for key, ranks in attempts.items()} for name, attempts in before.items()}
-        for rank, part in parts.items():
-            for name, count in part.get("tables", {}).items():
-                tables.setdefault(name, {}).setdefault(str(attempt), {})[str(rank)] = count
-        cursors: dict[str, dict[str, list[Any]]] = {}
-        for rank, part in parts.items():
-            for name, position in part.get("cursors", {}).items():
-                cursors.setdefault(name, {})[str(rank)] = position
         return cls(
             id=lead["id"],
             attempt=attempt,
@@ -109,8 +93,6 @@ class Manifest:
                 str(rank): {key: part[key] for key in ("file", "format", "size", "sha256")}
                 for rank, part in sorted(parts.items())
             },
-            tables=tables,
-            cursors={name: at for name, at in cursors.items() if len(at) == world_size and are_apart(at.values())},
             has_result=lead.get("has_result", False),
         )
 
@@ -118,16 +100,11 @@ class Manifest:
         """Returns the manifest as plain JSON values."""
         return asdict(self)
 
-    def has_part(self, rank: int, part: Mapping[str, Any]) -> bool:
-        """Returns True if the part of a rank in this checkpoint is this file."""
-        found = self.parts.get(str(rank), {})
-        return all(found.get(name) == part[name] for name in ("file", "size", "sha256"))
-
     def for_ranks(self, ranks: Iterable[int]) -> dict[str, Any]:
         """Returns the part of the manifest that the ranks of one task need, as plain JSON values.
 
-        It has the parts of these ranks and of rank 0, the formats of all parts, and the names of tables. With all parts
-        in each message, a world of 1,024 ranks would send half a gigabyte. A rank that needs others reads `MANIFEST`.
+        It has the parts of these ranks and of rank 0, and the formats of all parts. With all parts in
+        each message, a world of 1,024 ranks would send half a gigabyte. A rank that needs others reads `MANIFEST`.
         """
         wanted = {"0", *map(str, ranks)}
         formats = sorted({part["format"] for part in self.parts.values()})
@@ -136,13 +113,7 @@ class Manifest:
             **{name: value for name, value in vars(self).items() if name != "parts"},
             "parts": parts,
             "formats": formats,
-            "tables": sorted(self.tables),
         }
-
-
-def are_apart(positions: Iterable[Any]) -> bool:
-    """Returns True if positions of ranks in one dataset differ."""
-    return len(set(map(repr, positions))) > 1
 
 
 def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:
@@ -172,7 +143,8 @@ def read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
     for name in names:
         # These errors mean that the checkpoint is not committed. Any other error comes from the store.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
-            manifest = Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST))))
+            facts = json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST)))
+            manifest = Manifest(**{key: facts[key] for key in facts.keys() & Manifest.__dataclass_fields__.keys()})
             if manifest.id == name:
                 found.append(manifest)
     return found
@@ -210,6 +182,38 @@ def up_to_whole(run: RunDirectory, committed: list[Manifest]) -> list[Manifest]:
             return committed[:number]
         logger.warning("checkpoint %s is not used, since it is damaged: %s", manifest.id, damage)
     return []
+
+
+def begun_file(table: str, rank: int, index: int) -> str:
+    """Returns the name of the file, beside the tables of an attempt, by which a rank has begun to write rows.
+
+    Args:
+        table: Name of the table.
+        rank: The rank.
+        index: Number of checkpoints that the rank had reported before.
+    """
+    return f"_begun-{table}-{rank:05d}-{index:06d}"
+
+
+def without_rows(run: RunDirectory, manifests: list[Manifest]) -> list[Manifest]:
+    """Returns the checkpoints that no rows of their attempt precede, and logs why the newest one is none of them.
+
+    Rows end with their attempt, so an attempt that started from another checkpoint would lack some.
+
+    Raises:
+        OSError: the store cannot be read (or an error of its fsspec driver).
+    """
+    found: dict[int, tuple[int, str]] = {}
+    for path in store.list_files(run.path(TABLES)) if manifests else ():
+        if begun := _BEGUN.fullmatch(path):
+            attempt, at = int(begun[1]), (int(begun[3]), begun[2])
+            found[attempt] = min(at, found.get(attempt, at))
+    kept = [one for one in manifests if one.attempt not in found or one.index < found[one.attempt][0]]
+    if manifests and kept[-1:] != manifests[-1:]:
+        last = manifests[-1]
+        what = f"rows of the table {found[last.attempt][1]!r}, which ended with their attempt, precede it"
+        logger.warning("nothing resumes from checkpoint %s: %s. Write rows behind the training", last.id, what)
+    return kept
 
 
 def mark_damaged(run: RunDirectory, name: str) -> None:

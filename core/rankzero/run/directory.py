@@ -185,7 +185,7 @@ class RunDirectory:
         # The same bytes at each try: they show whether an earlier one was executed although it failed.
         path, claim = self.submission_path(submission, "driver"), secrets.token_hex(8).encode()
         return store.patiently(
-            lambda: store.create(path, claim), timeout, bounds.STORE_RETRY_INTERVAL, store.is_missing
+            lambda: store.create(path, claim), timeout, bounds.STORE_RETRY_INTERVAL(), store.is_missing
         )
 
     def has_driver(self, submission: int) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
-from rankzero import bounds, store
+from rankzero import store
 from rankzero.errors import RankZeroError, ResultError, error_from_json, located
 from rankzero.job import Job
 from rankzero.run import delivery as deliveries
@@ -23,8 +23,10 @@ from rankzero.run.lease import Renewal
 from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.output import Output
 from rankzero.run.reports import OfTraining, as_row
-from rankzero.run.status import RunStatus
+from rankzero.run.status import LONGEST_PACE, SHORTEST_PACE, RunStatus
 from rankzero.values.ref import ResultRef
+
+FOLLOW_INTERVAL = 0.05  # Seconds between two polls of a run directory on a local disk
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -62,7 +64,7 @@ class RunHandle(Generic[R]):
         self._beginning = job.beginning if job else None
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
-        self._interval = bounds.SHORTEST_PACE
+        self._interval = SHORTEST_PACE
         self._is_ending = False
         self._lease = Renewal(self._run, job) if follows else None
         self.output = Output(self._run, self._observer, job, self._read_as_follower, self._polls)
@@ -153,7 +155,7 @@ class RunHandle(Generic[R]):
 
     def _repr_html_(self) -> str | None:
         """The run in a notebook: its state, progress and curves."""
-        from rankzero.report.notebook import Card
+        from rankzero.report.card import Card
 
         with contextlib.suppress(RankZeroError, OSError):
             return Card(self).html()
@@ -216,13 +218,13 @@ class RunHandle(Generic[R]):
         """Returns the seconds after which the driver writes to an object store again; 0 on a disk."""
         if not self._run.is_remote:
             return 0.0
-        return min(self._interval, bounds.SHORTEST_PACE if self._is_ending else bounds.LONGEST_PACE)
+        return min(self._interval, SHORTEST_PACE if self._is_ending else LONGEST_PACE)
 
     def pause(self, bound: float = math.inf) -> None:
         """Waits until the run is worth polling again: at most ``bound`` seconds, or until its driver has ended."""
         if self._lease:
             self._lease.renew_if_due()
-        interval = max(0.0, min(max(self.pace, bounds.FOLLOW_INTERVAL), bound))
+        interval = max(0.0, min(max(self.pace, FOLLOW_INTERVAL), bound))
         if self._driver is not None and self._driver.poll() is None:
             self._driver.await_end(interval)
         else:

@@ -140,7 +140,7 @@ def _listed(directory: str) -> Listed | None:
             return Listed(directory, job, RunHandle(directory, job=job, follows=False).status())
         if job.nonce and (directory in _jobs or len(_jobs) < JOBS):
             _jobs[directory] = job
-        return Listed(directory, job, observer.judged(status, STORE_PATIENCE))
+        return Listed(directory, job, observer.judged(status, STORE_PATIENCE()))
     except _UNREADABLE as error:
         return _unreadable(run, error)
 

@@ -36,7 +36,7 @@ _LEFT = r"""status\.json | lease | driver\.log | report\.html | datasets\.json
     | datasets/[^/]+-[0-9a-f]{8}(?:\.[0-9]+)?/(?:part-[^/]+\.arrow | _token)
     | flight/attempt-[0-9]+/rank-[0-9]+\.json
     | result/value-[0-9]+\.[a-z]+
-    | tables/[0-9]{4,}/[^/]+/(?:part-[0-9]+-[0-9]+-[0-9]+\.parquet | _schema-[0-9a-f-]+\.arrow)
+    | tables/[0-9]{4,}/(?:[^/]+/part-[0-9]+-[0-9]+-[0-9a-f]+\.parquet | _begun-[^/]+)
     """
 """Paths of files that a driver or a rank may write after a user has removed the directory of their run."""
 

@@ -170,11 +170,8 @@ def owns(run: RunDirectory, submission: int, nonce: str) -> bool:
 
 T = TypeVar("T")
 
-STORE_PATIENCE = DRIVER_DEAD_AFTER
-"""Seconds for which a follower retries to read a store that fails."""
-
-DRIVER_LOG_TAIL = 15
-"""Number of last lines of a dead driver's log that the error shows."""
+STORE_PATIENCE = bounds.scaled(15.0)  # For which a follower retries to read a store that fails
+DRIVER_LOG_TAIL = 15  # Last lines of a dead driver's log that the error shows
 
 
 class OwnDriver(Protocol):
@@ -268,7 +265,7 @@ class Observer:
     def store_timeout(self) -> float:
         """Seconds for which a store may fail: longer for the owner of a living driver, whose error ends the run."""
         owns = self._driver is not None and self._driver.poll() is None
-        return STORE_OUTAGE if owns else STORE_PATIENCE
+        return STORE_OUTAGE() if owns else STORE_PATIENCE()
 
     def patiently(self, read: Callable[[], T], timeout: float | None = None) -> T:
         """Reads the store, and retries for ``timeout`` seconds (None: `store_timeout`), since it may fail for a while.
@@ -282,7 +279,9 @@ class Observer:
             self._heartbeat.note_blindness()
             return isinstance(error, RunNotFoundError)
 
-        return store.patiently(read, self.store_timeout if timeout is None else timeout, bounds.SHORTEST_PACE, gives_up)
+        return store.patiently(
+            read, self.store_timeout if timeout is None else timeout, bounds.STORE_RETRY_INTERVAL(), gives_up
+        )
 
     def driver_lives(self, status: RunStatus) -> bool | None:
         """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides.
@@ -327,7 +326,7 @@ class Observer:
     def store_timeout_until(self, deadline: float | None) -> float:
         """Returns `store_timeout`, or the time until a deadline if that is shorter, but at least `STORE_PATIENCE`."""
         left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
-        return min(self.store_timeout, max(STORE_PATIENCE, left))
+        return min(self.store_timeout, max(STORE_PATIENCE(), left))
 
 
 class HeartbeatWatch:
@@ -369,7 +368,7 @@ def process_lives(status: RunStatus) -> bool | None:
         # A stopped driver is left to its heartbeat. When that is too old, its agents have ended as well.
         return None if state in STOPPED else True
     lives = thread_lives(status.driver_pid, status.driver_thread)
-    is_stale = time.time() - status.heartbeat > DRIVER_STALE_AFTER
+    is_stale = time.time() - status.heartbeat > DRIVER_STALE_AFTER()
     return None if lives is None and is_stale else lives is not False
 
 
@@ -389,7 +388,7 @@ def dead_after(status: RunStatus) -> float:
 
     A driver that a cluster has not started yet has `RunStatus.patience` seconds until its first heartbeat.
     """
-    return max(DRIVER_DEAD_AFTER, _MISSED * status.interval, status.patience)
+    return max(DRIVER_DEAD_AFTER(), _MISSED * status.interval, status.patience)
 
 
 def driver_is_dead(age: float, unchanged: float, bound: float) -> bool:

@@ -22,6 +22,8 @@ from rankzero.run.names import EVENTS, LINES, log_name
 from rankzero.run.observer import Observer
 from rankzero.run.status import RunStatus
 
+THOROUGH_INTERVAL = bounds.scaled(2.0)  # Between two reads of every log: a file server may report their sizes late
+
 T = TypeVar("T")
 
 _OF_RANK = re.compile(r"\[(\d+)\] ")
@@ -189,7 +191,7 @@ class Output:
         for found in self._polls():
             thorough = found.final or time.monotonic() >= thorough_at
             if thorough:
-                thorough_at = time.monotonic() + bounds.THOROUGH_INTERVAL
+                thorough_at = time.monotonic() + THOROUGH_INTERVAL()
             yield from self._of_ranks(positions, _running(found), thorough=thorough)
 
     def read_events(self, position: Position, status: RunStatus | None = None) -> tuple[list[dict[str, Any]], Position]:

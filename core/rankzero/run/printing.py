@@ -79,3 +79,10 @@ def print_line(line: str, run_id: str = "") -> None:
     if level >= threshold and (passed := _ranks.filter(record)):
         # From Python 3.12 on, a filter may return another record.
         _ranks.callHandlers(passed if isinstance(passed, logging.LogRecord) else record)
+
+
+def in_notebook() -> bool:
+    """Returns True in the kernel of a notebook."""
+    shell = sys.modules.get("IPython")
+    found = shell.get_ipython() if shell is not None and hasattr(shell, "get_ipython") else None
+    return getattr(found, "kernel", None) is not None

@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rankzero import bounds, store
+from rankzero import store
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.kinds import SECONDS
@@ -26,6 +26,8 @@ from rankzero.run.checkpoints import FOLDER, list_committed, remove
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.names import DATASETS, TABLES, is_run_file
+
+REMOVAL_CLAIM_TIMEOUT = 3600.0  # Seconds for which a submission may be unwritten: the upload of its payload takes time
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ def is_due(age: Age, now: float, older_than: float) -> bool:
     """
     if age.state == HALF_REMOVED:
         return True
-    if age.claimed is not None and now - age.claimed <= max(older_than, bounds.REMOVAL_CLAIM_TIMEOUT):
+    if age.claimed is not None and now - age.claimed <= max(older_than, REMOVAL_CLAIM_TIMEOUT):
         return False
     return age.final and now - age.since > older_than
 

@@ -6,10 +6,12 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rankzero import bounds
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
 from rankzero.job import strange
+
+SHORTEST_PACE = 1.0  # Shortest interval in seconds between two writes to an object store, or polls of it
+LONGEST_PACE = 10.0  # The longest: a run older than a quarter of an hour may receive a cancel that late
 
 STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
 
@@ -169,4 +171,4 @@ def pace(age: float) -> float:
         >>> pace(20), pace(300), pace(86400)
         (1.0, 3.0, 10.0)
     """
-    return min(max(age * _SHARE, bounds.SHORTEST_PACE), bounds.LONGEST_PACE)
+    return min(max(age * _SHARE, SHORTEST_PACE), LONGEST_PACE)

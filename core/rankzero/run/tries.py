@@ -112,7 +112,7 @@ def end(handle: RunHandle[Any], stop_grace: float, receiver: Mapping[str, Any] |
     """
     with contextlib.suppress(OSError, RankZeroError):
         handle.cancel(receiver, reason)
-        handle.wait(stop_grace + CANCEL_TIMEOUT)
+        handle.wait(stop_grace + CANCEL_TIMEOUT())
 
 
 T = TypeVar("T")

@@ -46,7 +46,7 @@ def remove_unfinished(directory: str, *, deep: bool = True, folders: bool = Fals
             path = os.path.join(place, name)
             # The writer may have completed it meanwhile.
             with contextlib.suppress(OSError):
-                if time.time() - _last_change(path) > UNFINISHED_AFTER:
+                if time.time() - _last_change(path) > UNFINISHED_AFTER():
                     # A probe may be a folder, which is empty.
                     action = remove if is_scratch else os.rmdir if name in below else os.unlink
                     action(path)
@@ -68,7 +68,7 @@ def remove_strays(directory: str, names: re.Pattern[str], kept: Collection[str |
             # Another process may have removed it. The time of its content says nothing about a file that was linked.
             with contextlib.suppress(OSError):
                 stored = modified(path) if is_url(path) else os.lstat(path).st_ctime
-                if time.time() - stored > UNFINISHED_AFTER and (is_url(path) or os.path.isfile(path)):
+                if time.time() - stored > UNFINISHED_AFTER() and (is_url(path) or os.path.isfile(path)):
                     remove(path)
 
 

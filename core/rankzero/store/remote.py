@@ -18,6 +18,9 @@ from rankzero.errors import ResultError
 from rankzero.host import forks
 from rankzero.store.location import join
 
+S3_REQUEST_TIMEOUT = bounds.stretched(60.0)  # Without a byte of a request, as for boto3; pyarrow's 3 are too few
+S3_CONNECT_TIMEOUT = bounds.stretched(5.0)  # To connect
+
 _COPY_CHUNK = 8 << 20
 
 _FLUSH_EVERY = 128 << 20
@@ -43,9 +46,6 @@ class Client(Protocol):
 
     def remove(self, url: str) -> None:
         """Deletes a file. Raises FileNotFoundError, or the client's own errors."""
-
-    def names_below(self, url: str) -> list[str]:
-        """Returns the base names of all files in a directory and below it. Raises the client's own errors."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class ArrowClient:
             # Azure's URLs may name the account first, and its paths begin with the container.
             return ArrowClient(filesystem, url, place.lstrip("/") if filesystem.type_name == "abfs" else place)
         options: dict[str, Any] = {
-            "request_timeout": bounds.S3_REQUEST_TIMEOUT,
-            "connect_timeout": bounds.S3_CONNECT_TIMEOUT,
+            "request_timeout": S3_REQUEST_TIMEOUT(),
+            "connect_timeout": S3_CONNECT_TIMEOUT(),
         }
         if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
             # Some versions do not read the variables.
@@ -105,13 +105,6 @@ class ArrowClient:
     def remove(self, url: str) -> None:
         """Deletes the file at a URL."""
         self.filesystem.delete_file(self._path(url))
-
-    def names_below(self, url: str) -> list[str]:
-        """Returns the base names of all files in a directory and below it; empty if there is none."""
-        from pyarrow import fs
-
-        selector = fs.FileSelector(self._path(url), allow_not_found=True, recursive=True)
-        return [found.base_name for found in self.filesystem.get_file_info(selector)]
 
 
 @dataclass(frozen=True)
@@ -139,11 +132,6 @@ class FsspecClient:
     def remove(self, url: str) -> None:
         """Deletes the file at a URL."""
         self.filesystem.rm_file(url)
-
-    def names_below(self, url: str) -> list[str]:
-        """Returns the base names of all files in a directory and below it; empty if there is none."""
-        self.filesystem.invalidate_cache()
-        return [path.rsplit("/", 1)[-1] for path in self.filesystem.find(url)]
 
 
 @contextlib.contextmanager

@@ -194,10 +194,10 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
         InvalidJobError: the job was rejected before anything started.
     """
     engine = request.engine
-    stop_timeout = request.template.stop_grace + CANCEL_TIMEOUT
+    stop_timeout = request.template.stop_grace + CANCEL_TIMEOUT()
     template = replace(request.template, owner=this_process())
     if engine.drives_elsewhere:
-        lease = min(bounds.OWNER_LEASE, template.orphan_timeout or bounds.OWNER_LEASE)
+        lease = min(bounds.OWNER_LEASE(), template.orphan_timeout or bounds.OWNER_LEASE())
         template = replace(template, orphan_timeout=lease)
     request = replace(request, template=template)
     with recording_end() as written:
@@ -222,7 +222,7 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
             yield handle
             if request.trackers:
                 # The container may be removed when this process exits.
-                handle.await_driver(bounds.TRACKERS_TIMEOUT)
+                handle.await_driver(bounds.TRACKERS_TIMEOUT())
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ def as_repeated(request: Request, before: RunHandle[Any], generation: str) -> Re
 def _await_trackers(handle: RunHandle[Any]) -> None:
     if handle.status().final:
         # The container may be removed when this process exits.
-        handle.await_driver(bounds.TRACKERS_TIMEOUT)
+        handle.await_driver(bounds.TRACKERS_TIMEOUT())
 
 
 def _reconcile(run: RunDirectory, asked: Asked, caller: PipelineTry, log: Any) -> existing.Existing | None:

@@ -191,7 +191,7 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
 
 def await_end(run: RunDirectory, job: Job) -> None:
     """Waits for the end of a run that was asked to stop. Raises EngineError if it does not end in time."""
-    bound = job.stop_grace + CANCEL_TIMEOUT
+    bound = job.stop_grace + CANCEL_TIMEOUT()
     deadline = time.monotonic() + bound
     # Ends also when another submitter that waited for the same has submitted the run again.
     while (found := _state(run)) and found[2]:

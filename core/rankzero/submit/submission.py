@@ -23,7 +23,7 @@ from rankzero.data.table import FOLDER as TABLES
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
-from rankzero.run.checkpoints import list_committed, list_folders, read_manifests
+from rankzero.run.checkpoints import list_committed, list_folders, read_manifests, without_rows
 from rankzero.run.directory import RunDirectory, new_claim
 from rankzero.run.identity import Asked, Decision, describe
 from rankzero.run.tries import PipelineTry
@@ -38,6 +38,8 @@ from rankzero.submit.existing import (
     following,
 )
 from rankzero.values.pickled import Part
+
+CLAIM_TIMEOUT = bounds.scaled(20.0)  # Least seconds until a submitter that has claimed a run without job.json is dead
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +148,7 @@ def submit(
         InvalidJobError: the store cannot be written, or another training is live under this run id.
         EngineError: the run was cancelled and does not end.
     """
-    claim, number, patience, job = Claim.NONE, 0, bounds.CLAIM_TIMEOUT, None
+    claim, number, patience, job = Claim.NONE, 0, CLAIM_TIMEOUT(), None
     with _storing(run):
         while True:
             existing = assess(run, asked, caller) if claim is Claim.NONE else None
@@ -244,7 +246,7 @@ def _beginning(run: RunDirectory, existing: Existing) -> str:
     """Returns `Job.beginning` of a submission behind an existing one."""
     comparison = existing.comparison
     if existing.decision is Decision.RESUME:
-        found = list_committed(run, existing.job.fresh_since)
+        found = without_rows(run, list_committed(run, existing.job.fresh_since))
         place = f"checkpoint {found[-1].id}" if found else "its beginning, since it has no checkpoint"
         return f"resumed from {place}; to start over, change code_version{changes(existing)}"
     if comparison.differing:

@@ -23,19 +23,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rankzero.bounds import ABANDONED_AFTER, AGENT_EXIT_TIMEOUT
 from rankzero.task.start import start_fresh, start_time, start_warm
+
+AGENT_EXIT_TIMEOUT = 3.0  # Seconds for an agent to exit once its standard input is closed
+ABANDONED_AFTER = 60.0  # Seconds since its last change for which a directory may be unlocked: it has just been created
 
 SOCKET_PATH_ROOM = 74
 """Most characters of a temporary directory's path for multiprocessing's sockets (33 of 107) to fit below it."""
 
 PREFIX = "rankzero-agent-"
 
-_TAIL = 4096
-"""Bytes of an agent's last output that its error shows."""
-
-MARKER = "RANKZERO_AGENT"
-"""Environment variable by which all processes that an agent has started are found."""
+_TAIL = 4096  # Bytes of an agent's last output that its error shows
+MARKER = "RANKZERO_AGENT"  # Environment variable by which all processes that an agent has started are found
 
 
 def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) -> None:

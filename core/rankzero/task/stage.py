@@ -18,14 +18,12 @@ import threading
 import time
 from typing import Any
 
-from rankzero.bounds import (
-    CANCEL_POLL_INTERVAL,
-    CANCEL_POLL_INTERVAL_OF_DRIVER,
-    NEXT_ATTEMPT_SLOW_AFTER,
-    POLL_INTERVAL_BRIEF,
-    POLL_INTERVAL_LONG,
-)
+from rankzero.bounds import POLL_INTERVAL_BRIEF, POLL_INTERVAL_LONG
 from rankzero.task.hold import PREFIX, hold, lock_directory, make_scratch, scratch_root
+
+NEXT_ATTEMPT_SLOW_AFTER = 5.0  # Seconds after which a task that waits for its next agent lists the folder less often
+CANCEL_POLL_INTERVAL = 2.0  # Seconds between two polls, of a thousand tasks, for a request to kill the agent
+CANCEL_POLL_INTERVAL_OF_DRIVER = 0.2  # The same of task 0 and its driver
 
 ATTEMPT = "attempt-"
 """Prefix, before the attempt's number, of the file with the agents' configuration, which the driver writes."""
@@ -36,8 +34,7 @@ CANCEL = "cancel-"
 ENDED = "ended-"
 """Prefix, before the numbers of attempt and task, of the file that reports the agent's end and holds its error."""
 
-OVER = "over"
-"""File that task 0 writes when the driver has exited after the end of the run."""
+OVER = "over"  # File that task 0 writes when the driver has exited after the end of the run
 
 _DRIVER = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
 _DRIVER += "sys.path.append(sys.path.pop(0)); from rankzero.driver.main import main_in_stage; main_in_stage()"

@@ -26,23 +26,19 @@ import threading
 import time
 from typing import IO, Any
 
-from rankzero.bounds import WARM_LOCK_INTERVAL, WARM_LOCK_TIMEOUT, WARM_ORPHAN_TIMEOUT, WARM_REPLY_TIMEOUT
-
-WARM_SERVERS = 2
-"""Most idle warm servers of one owner; a further one ends the least recently used one."""
-
-SHARED_WARM_SERVERS = 8
-"""Warm servers that may wait for a run where `OWNER` names their owner: executors of many kinds share them."""
-
-SOCKET_PATH_LIMIT = 100
-"""Most characters in the path of a Unix socket."""
+WARM_LOCK_TIMEOUT = 3.0  # Seconds to wait for another task that is starting a warm server
+WARM_LOCK_INTERVAL = 0.005  # Seconds between two tries to lock
+WARM_REPLY_TIMEOUT = 120.0  # Seconds for a warm server, which may still import torch, to reply
+WARM_ORPHAN_TIMEOUT = 7.0  # Seconds for an agent to die with its server, and for the server to report its exit
+WARM_SERVERS = 2  # Most idle warm servers of one owner; a further one ends the least recently used one
+SHARED_WARM_SERVERS = 8  # The same where `OWNER` names their owner: executors of many kinds share them
+SOCKET_PATH_LIMIT = 100  # Most characters in the path of a Unix socket
 
 OWNER = "RANKZERO_WARM_OWNER"
 """Environment variable with the id of a process whose warm servers are used, instead of this executor's."""
 
 _NEW = ".new"
-_LINE = 4096
-"""Most bytes of an answer that one call receives."""
+_LINE = 4096  # Most bytes of an answer that one call receives
 
 # Variables that torch and the libraries below it read while they are imported, and the names of further modules to
 # load; all others are set after a fork.

@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 from rankzero.train import context
 from rankzero.train.standalone import open_writer
-from rankzero.train.tables import RankTables
 
 if TYPE_CHECKING:
     from rankzero.train.checkpoint import Checkpoint
@@ -99,7 +98,7 @@ def run_inline(
     try:
         if checkpoint is not None:
             seed = open_writer(home.name, "the directory of this run")
-            seed.write(checkpoint, {}, time.time(), RankTables(), sharded=False)
+            seed.write(checkpoint, {}, time.time(), sharded=False)
             seed.finish()
         with patch.dict(os.environ, variables):
             world = context.TrainContext(0, 1, 0, 1, run_id="inline", backend="gloo", storage_path=home.name)

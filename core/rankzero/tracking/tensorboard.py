@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
     from rankzero.run.status import RunStatus
 
+TRACKER_UPLOAD_INTERVAL = bounds.scaled(60.0)  # Least seconds between two uploads to an object store
+
 FOLDER = "tensorboard"
 
 
@@ -97,7 +99,7 @@ class _Folder:
 
     def upload(self, *, now: bool = False) -> None:
         """Copies what has grown to the object store, now and then. Raises OSError and the store's own errors."""
-        if self._scratch and (now or time.monotonic() - self._uploaded > bounds.TRACKER_UPLOAD_INTERVAL):
+        if self._scratch and (now or time.monotonic() - self._uploaded > TRACKER_UPLOAD_INTERVAL()):
             self._uploaded = time.monotonic()
             for folder, _, names in os.walk(self.path):
                 for name in names:

@@ -24,6 +24,8 @@ from rankzero.host import forks
 if TYPE_CHECKING:
     from rankzero.train.context import TrainContext
 
+READ_AHEAD_EXIT_TIMEOUT = bounds.stretched(5.0)  # For which a process that exits waits for a piece that is being read
+
 T = TypeVar("T")
 
 _END = object()
@@ -181,7 +183,7 @@ def _stop_all() -> None:
     for stopped in list(_threads.values()):
         stopped.set()
     for thread in list(_threads):
-        thread.join(bounds.READ_AHEAD_EXIT_TIMEOUT)
+        thread.join(READ_AHEAD_EXIT_TIMEOUT())
 
 
 def ahead(make: Callable[[], Iterator[T]], count: int) -> Iterator[T]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import sys
@@ -14,13 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.train.tables import RankTables
 from rankzero.values.plain import metric_name, scalar
 
 if TYPE_CHECKING:
     import torch
 
-    from rankzero.data.shares import Stretch
     from rankzero.train.checkpoint import Checkpoint
     from rankzero.train.parts import Parts
     from rankzero.train.writer import CheckpointWriter
@@ -121,13 +120,12 @@ class _Session:
     scratch: str | None = None
     parts: Parts | None = None
     shards: dict[str, Any] = field(default_factory=dict)
-    tables: RankTables = field(default_factory=RankTables)
+    positions: dict[str, Any] = field(default_factory=dict)
+    row_schemas: dict[str, Any] = field(default_factory=dict)
+    row_files: itertools.count[int] = field(default_factory=itertools.count)
+    unremoved: dict[str, Callable[[str], object]] = field(default_factory=dict)
     resumed: bool = False
     has_reported: bool = False
-
-    def __post_init__(self) -> None:
-        # The result must not contain rows of calls that raised.
-        self.at_return.append(self.tables.remove_refused)
 
     @functools.cached_property
     def directory(self) -> str:
@@ -136,6 +134,10 @@ class _Session:
             self._own_directory = tempfile.TemporaryDirectory(prefix="rankzero-rank-", ignore_cleanup_errors=True)
             return self._own_directory.name
         return self.scratch
+
+    def note_position(self, state: Mapping[str, Any]) -> None:
+        """Records the state of a dataset, which the next checkpoint may hold: all ranks have to be at the same one."""
+        self.positions[str(state["rows"])] = [state["epoch"], state["consumed"]]
 
     def count_progress(self) -> int:
         """Returns a number that rises with each sign of progress, such as each call while a checkpoint is written."""
@@ -152,29 +154,6 @@ class _Session:
                 what = f"get_checkpoint() was not called, so nothing resumes from checkpoint {offered.id}"
                 print(f"rankzero: {what}", flush=True)
         self.has_reported = True
-
-    @property
-    def carried_tables(self) -> set[str]:
-        """Returns the tables whose rows belong to the checkpoint that this attempt started from."""
-        return self.writer.carried if self.writer else set()
-
-    def load_cursor(self, state: Mapping[str, Any]) -> tuple[int, list[Stretch]]:
-        """Records that this rank continues from a cursor, and which of its tables lack the rows from before it.
-
-        Returns:
-            The epoch, and its parts that all ranks have consumed: this rank's, and those in the checkpoint.
-
-        Raises:
-            ValueError: the ranks were in different epochs, so there is no common position.
-        """
-        from rankzero.data.shares import Stretch, united
-
-        self.resumed = True
-        self.tables.load_cursor(state, self.carried_tables)
-        ranks = self.writer.cursors.get(state.get("cursor", ""), {}) if self.writer else {}
-        if [state["epoch"], state["consumed"]] in [position[:2] for position in ranks.values()]:
-            return united([tuple(ranks[str(rank)]) for rank in range(len(ranks))])
-        return state["epoch"], [Stretch.from_json(values) for values in state["consumed"]]
 
 
 _session: _Session | None = None
@@ -295,8 +274,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
         TypeError: a name is not a string, a value is neither a scalar nor convertible to one, or the checkpoint is
             neither a directory nor a dict.
         RuntimeError: this process is not the rank, but one that the rank has started.
-        ValueError: sharded and whole checkpoints in one run, a whole one although ranks other than 0 have written
-            rows, or metrics of more than 1 MiB as JSON.
+        ValueError: sharded and whole checkpoints in one run, or metrics of more than 1 MiB as JSON.
         ResultError: the checkpoint, or the one before it, cannot be written here (a full disk, a value that cannot be
             pickled).
 
@@ -326,7 +304,10 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
         shown = (f"{name}={value:.6g}" if type(value) is float else f"{name}={value}" for name, value in values.items())
         print(f"report {session.progress}:", *shown, flush=True)
     if checkpoint is not None and session.writer is not None:
-        session.writer.write(checkpoint, values, now, session.tables, sharded=sharded, has_result=session.has_result)
+        session.writer.write(
+            checkpoint, values, now, sharded=sharded, has_result=session.has_result, positions=session.positions
+        )
+        session.positions = {}
         session.checkpoints += 1
 
 

@@ -100,7 +100,8 @@ class PreparedDataLoader:
         at = self._epochs.position()
         if isinstance(data := self.loader.dataset, BatchDataset):
             state = data.state(at.epoch, at.consumed, at.done)
-            return state | current().tables.cursor(self, state, len(at.consumed))
+            current().note_position(state)
+            return state
         state = {"epoch": at.epoch, "batches": at.done, "world_size": get_context().world_size}
         state["batch_size"] = self.loader.batch_size
         if at.done:
@@ -138,9 +139,12 @@ class PreparedDataLoader:
         at its first batch. With the data of `DatasetShard.to_torch` every row is used exactly once.
         """
         if isinstance(data := self.loader.dataset, BatchDataset):
+            from rankzero.data.shares import Stretch
+
             data.check(state)
-            epoch, consumed = current().load_cursor(state)
-            self._epochs.start_at(Position(epoch, consumed=consumed))
+            current().resumed = True
+            consumed = [Stretch.from_json(values) for values in state["consumed"]]
+            self._epochs.start_at(Position(state["epoch"], consumed=consumed))
             return
         world_size = get_context().world_size
         # States of earlier versions have no batch size, and neither have loaders with a batch sampler.

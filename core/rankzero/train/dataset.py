@@ -211,8 +211,7 @@ class DatasetShard:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch, for a checkpoint that resumes inside of it.
 
-        It has the batches of this rank. If ranks report at different batches, use ``sharded=True``: the checkpoint then
-        has the position of each rank, whichever part is loaded.
+        Every rank takes it at the same batch.
         """
         from rankzero.data.shares import Stretch
 
@@ -222,25 +221,26 @@ class DatasetShard:
             now = Stretch(self._world.world_size, at.cut.batch_size, at.cut.drop_last, at.done)
             consumed.append(now.to_json())
         state = {"epoch": at.epoch, "consumed": consumed, "rows": self.num_rows, **at.order}
-        return state | context.current().tables.cursor(self, state, len(at.consumed))
+        context.current().note_position(state)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes at the position of ``state``, with any number of ranks: the next iteration yields the rest.
 
-        Load the state from the checkpoint that `get_checkpoint` returns: the tables of `write_rows` then contain the
-        rows from before that checkpoint. A table whose rows did not belong to it can no longer be written to.
-
         Raises:
-            ValueError: the state belongs to another dataset, or the ranks were in different epochs. The next iteration
-                raises it if it has another order of the rows.
+            ValueError: the state belongs to another dataset. The next iteration raises it if it has another order of
+                the rows, or the ranks have loaded different positions.
         """
+        from rankzero.data.shares import Stretch
+
         if state["rows"] != self.num_rows:
             raise ValueError(
                 f"the state is that of a dataset of {state['rows']} rows; {self._name!r} has {self.num_rows}"
             )
-        epoch, consumed = context.current().load_cursor(state)
+        context.current().resumed = True
+        consumed = [Stretch.from_json(values) for values in state["consumed"]]
         order = {"seed": state["seed"]} if "seed" in state else {}
-        self._epochs.start_at(Position(epoch, consumed=consumed, order=order))
+        self._epochs.start_at(Position(state["epoch"], consumed=consumed, order=order))
 
     def _cut(
         self,

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import IO, Any
 
 from rankzero import bounds, store
@@ -20,6 +20,9 @@ from rankzero.host import forks
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
 from rankzero.values.digest import Writable
+
+REFUSAL_PAUSE = bounds.scaled(300.0)  # For which checkpoints go to the driver once the object store has refused one
+PART_UPLOAD_TIMEOUT = bounds.scaled(30.0)  # From the first failed write of a part until the rank gives up
 
 READ_AHEAD = 4 << 20
 """Bytes that one request to a store reads, even if fewer are needed."""
@@ -165,7 +168,9 @@ class Parts:
         """
         if client := self.client():
             try:
-                return self._upload(client, store.join(self.run_directory, FOLDER, checkpoint, file), produce)
+                return self._upload(
+                    client, store.join(self.run_directory, FOLDER, checkpoint, file), produce, PART_UPLOAD_TIMEOUT()
+                )
             except Exception as error:
                 if isinstance(error, ResultError):
                     raise
@@ -175,7 +180,7 @@ class Parts:
                 with self._lock:
                     # Credentials that have expired may be renewed.
                     self._client, self._has_connected = None, False
-                    self._connect_at = time.monotonic() + bounds.REFUSAL_PAUSE
+                    self._connect_at = time.monotonic() + REFUSAL_PAUSE()
         path = self.local_path(checkpoint, file)
         return {**self._write_local(path, produce), "path": path, "shared": self.shared}
 
@@ -193,15 +198,13 @@ class Parts:
             return None
         url = store.join(self.run_directory, "result", name)
         try:
-            self._upload(client, url, functools.partial(copy_file, path), STORE_OUTAGE)
+            self._upload(client, url, functools.partial(copy_file, path), STORE_OUTAGE())
         except Exception as error:
             print(f"rankzero: the store refuses the value of this rank, which sends it to the driver: {error}")
             return None
         return url
 
-    def _upload(
-        self, client: remote.Client, url: str, produce: Produce, timeout: float = bounds.PART_UPLOAD_TIMEOUT
-    ) -> Message:
+    def _upload(self, client: remote.Client, url: str, produce: Produce, timeout: float) -> Message:
         deadline: float | None = None
         while True:
             try:
@@ -216,7 +219,7 @@ class Parts:
                 deadline = deadline or time.monotonic() + timeout
                 if remote.is_refusal(error) or time.monotonic() > deadline:
                     raise
-            time.sleep(bounds.WRITE_RETRY_INTERVAL)
+            time.sleep(bounds.WRITE_RETRY_INTERVAL())
 
     def _write_local(self, path: str, produce: Produce) -> Message:
         writing = store.temporary_beside(path)
@@ -268,23 +271,6 @@ class Parts:
             return parts
 
         return ListedParts(known, formats, read)
-
-    def ranks_with_rows(self, attempt: int) -> set[int]:
-        """Returns the ranks that have begun to write rows in an attempt; none if this rank cannot list the store.
-
-        A rank publishes a schema before its first row, so its rows are found as soon as its call has taken one.
-        """
-        from rankzero.data import schemas, table
-
-        folder = store.join(self.run_directory, table.FOLDER, table.folder_of(attempt))
-        names: Iterable[str] = ()
-        if self.shared:
-            names = (name for _, _, files in os.walk(folder) for name in files)
-        elif client := self.client():
-            # Clients raise their own exceptions, and a store that fails must not end the training.
-            with contextlib.suppress(Exception):
-                names = client.names_below(folder)
-        return {rank for name in names if (rank := schemas.rank_of(name, attempt)) is not None}
 
     def indexes(self, checkpoint: str, ranks: Collection[str]) -> dict[str, bytes]:
         """Returns the indexes of a sharded checkpoint's parts by rank, as text; empty if their file is out of reach."""

@@ -12,6 +12,8 @@ from typing import TypeVar
 from rankzero import bounds
 from rankzero.train.context import count_progress, get_context
 
+PROGRESS_REDRAW_INTERVAL = 0.2  # Seconds between two updates of the progress line in a terminal
+
 T = TypeVar("T")
 
 
@@ -53,7 +55,7 @@ class _Line:
         self._started = time.monotonic()
         # A dumb terminal cannot clear a line.
         self._in_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._interval = bounds.PROGRESS_REDRAW_INTERVAL if self._in_terminal else bounds.PROGRESS_LINE_INTERVAL
+        self._interval = PROGRESS_REDRAW_INTERVAL if self._in_terminal else bounds.PROGRESS_LINE_INTERVAL()
         self._count = 0
         self._shown = (0, self._started)
 

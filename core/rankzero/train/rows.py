@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,14 +16,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import store
 from rankzero.data import schemas
-from rankzero.data.table import FOLDER, Table, file_of, folder_of
+from rankzero.data.table import FOLDER, Table, file_of, folder_of, read_schemas
 from rankzero.errors import InvalidJobError, ResultError
+from rankzero.run.checkpoints import begun_file
 from rankzero.store import remote
 from rankzero.train import context
 
 if TYPE_CHECKING:
     from rankzero.train.parts import Parts
-    from rankzero.train.tables import RankTables
 
 GROUP_BYTES = 64 << 20
 """Approximate number of bytes of a row group before it is compressed."""
@@ -38,18 +37,16 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     Every rank may call it, also several times; it does not wait for other ranks. The table is complete when the run has
     succeeded, and its handle then reads all rows: return the handle, so that it is the run's result.
 
-    Rows that a rank has written before it reports a checkpoint belong to the checkpoint, including those that a
-    generator has yielded so far. An attempt that starts from this checkpoint has them in its table, with any number of
-    ranks. All other rows of a failed attempt are removed. If several ranks write, report checkpoints with
-    ``sharded=True``.
+    The rows of an attempt that fails are removed, and the next attempt writes them again: it starts from the last
+    checkpoint that ranks reported before they began to write rows. So write rows behind the training.
 
     Args:
         batches: An iterable of batches, or one batch: a dict of columns (tensors, arrays, lists, `Ragged`), a
             ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. At most about 64 MiB of a generator's rows are
             in memory. A tensor of two dimensions is a column of arrays of one length. Batches and ranks may have
             different columns: the table has all of them, each with the widest type, and nulls where a batch lacks a
-            column. No number is rounded. Times are stored in microseconds and half precision as float32, since Spark
-            cannot read other units and types.
+            column. A column without any value is in no table, and no number is rounded. Times are stored in
+            microseconds and half precision as float32, since Spark cannot read other units and types.
         name: Name of the table.
 
     Returns:
@@ -58,11 +55,10 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     Raises:
         InvalidJobError: the name cannot be the name of a directory.
         ResultError: this host reaches the run's store neither as a path nor with a client; the store refuses the rows
-            (a full disk), or to remove those of a call that raised; the table lacks rows from before the checkpoint, or
-            has rows that this rank would write a second time, since it has not called `get_checkpoint`.
+            (a full disk), or to remove those of a call that raised.
         TypeError: a batch has an unknown type; a column has types, in batches or on ranks, whose values no common type
             holds exactly; or two columns have one name as text, or differ only in case.
-        Exception: the iterable's exception; the table keeps only rows and columns from before the last checkpoint.
+        Exception: the iterable's exception; the table keeps no row of this call.
 
     Example:
         >>> import torch
@@ -74,42 +70,38 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise InvalidJobError(f"{name!r} cannot name a table: use letters, digits and _ . -")
     session = context.own("write_rows")
-    _check_rows_of_before(session, name)
-    session.tables.remove_refused()
+    remove_refused(session)
     place = _place(session)
     folder = store.join(place.location, FOLDER, folder_of(session.context.attempt), name)
-    session.tables.files[name] += 0
     writer = TableWriter(session, folder, name, place)
-    session.tables.writing.append(writer)
     try:
-        thread = threading.get_ident()
         for batch in _iterable(batches):
-            # The iterable may have counted the batch. No signal handler runs between its end and this assignment.
-            writer.taking = thread
             writer.add(batch)
-            writer.taking = None
-        writer.taking = thread
         writer.complete()
     except BaseException:
         writer.discard()
         raise
-    finally:
-        session.tables.writing.remove(writer)
     return Table(folder)
 
 
-def _check_rows_of_before(session: Any, name: str) -> None:
-    if name in session.tables.lost:
-        raise ResultError(
-            f"the table {name!r} would lack rows that were written before the cursor that this attempt has loaded: "
-            "they did not belong to its checkpoint. Report checkpoints from every rank with sharded=True, or restart "
-            "the epoch, without load_state_dict"
-        )
-    if name in session.carried_tables and not session.resumed:
-        raise ResultError(
-            f"the table {name!r} has rows from before the checkpoint that this attempt starts from, and would get them "
-            "twice: call get_checkpoint() first, on every rank that writes, and continue from it"
-        )
+def remove_refused(session: Any) -> None:
+    """Removes the files of calls that raised, which the store has refused to remove before.
+
+    Raises:
+        ResultError: the store refuses it again; the table would have rows of a call that raised.
+    """
+    for path, remove in list(session.unremoved.items()):
+        try:
+            remove(path)
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            # Clients of object stores raise their own exceptions.
+            raise ResultError(
+                f"rows of a call that raised cannot be removed: {path}: {error}. The table would contain them together "
+                "with those of a later call"
+            ) from error
+        del session.unremoved[path]
 
 
 @dataclass(frozen=True)
@@ -195,8 +187,8 @@ def _open_remote(client: remote.Client, url: str, check: Callable[[], None]) -> 
 class TableWriter:
     """Writes the rows of one call into files, each of them atomically.
 
-    A checkpoint and a new column each end the current file. If the call raises, the files that no checkpoint has sealed
-    are removed. An exception of the caller's iterable is raised unchanged, not as an error of the store.
+    A row group whose columns differ from those of the one before begins a new file. If the call raises, its files are
+    removed. An exception of the caller's iterable is raised unchanged, not as an error of the store.
     """
 
     def __init__(self, session: Any, folder: str, name: str, place: _Place) -> None:
@@ -208,12 +200,11 @@ class TableWriter:
             name: Name of the table.
             place: Opens and removes files of the directory.
         """
-        self._tables: RankTables = session.tables
-        self._world = session.context
+        self._session = session
         self._folder = folder
         self._name = name
         self._place = place
-        self._schema: Any = None
+        self._before = session.row_schemas.get(name)
         self._waiting: list[Any] = []
         self._size = 0
         self._begun: list[str] = []
@@ -221,59 +212,48 @@ class TableWriter:
         self._writer: Any = None
         self._file: Any = None
         self._failure: ResultError | None = None
-        self.taking: int | None = None
-        """The thread that takes a batch which the iterable has given; None while the iterable computes the next one."""
 
     def add(self, batch: Any) -> None:
         """Adds rows. Raises TypeError for a column whose type fits no earlier one, ResultError as `write_rows`."""
         from rankzero.data.columns import as_table
 
-        with self._tables.lock:
-            table = schemas.portable(as_table(batch))
-            if not table.num_rows:
-                return
-            if self._schema is None or not table.schema.equals(self._schema):
-                table = self._unified(table)
-            self._waiting.append(_owned(table))
-            self._size += table.nbytes
-            if self._size >= GROUP_BYTES:
-                self._write()
+        table = schemas.portable(as_table(batch))
+        if not table.num_rows:
+            return
+        if self._name not in self._session.row_schemas:
+            self._note_begun()
+        self._unify(table.schema)
+        self._waiting.append(_owned(table))
+        self._size += table.nbytes
+        if self._size >= GROUP_BYTES:
+            self._write()
 
-    def _unified(self, table: Any) -> Any:
-        """Returns the rows in the table's current schema, which is extended if they do not fit."""
+    def _note_begun(self) -> None:
+        """Writes the file by which no attempt starts from a checkpoint that this rank reports from now on."""
+        writer, world = self._session.writer, self._session.context
+        if self._session.parts is not None and writer is not None:
+            path = store.join(os.path.dirname(self._folder), begun_file(self._name, world.rank, writer.count))
+            with self._storing(), self._place.open_write(path):
+                pass
+
+    def _unify(self, *found: Any) -> None:
+        """Widens the schema of this rank's rows by other ones. Raises TypeError if they do not fit together."""
         import pyarrow as pa
 
+        known = self._session.row_schemas.get(self._name)
         try:
-            wanted = schemas.unify([self._schema or table.schema, table.schema], exact=True)
-            if self._schema is None or not wanted.equals(self._schema):
-                self._close_file()
-                self._schema = self._published(wanted)
-            return schemas.fit(table, self._schema)
+            self._session.row_schemas[self._name] = schemas.unify([*([known] if known else []), *found], exact=True)
         except pa.ArrowException as error:
             raise TypeError(f"rows do not fit into the table {self._name!r}: {error}") from error
 
-    def _published(self, schema: Any) -> Any:
-        import pyarrow as pa
-
-        try:
-            owner = self._world.attempt, self._world.rank, next(self._tables.serials)
-            return schemas.publish(self._folder, schema, owner, self._tables.schemas, self._open)
-        except pa.ArrowException:
-            raise
-        except Exception as error:
-            raise self._refusal(error) from error
-
-    def _open(self, path: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens a file that is removed if the call raises before the file is sealed."""
-        self._begun.append(path)
-        return self._place.open_write(path)
-
     def complete(self) -> None:
-        """Completes and seals all files, which are then kept. Raises ResultError as `write_rows`."""
-        with self._tables.lock:
-            self._close_file()
-            self._tables.schemas.update(path for path in self._begun if schemas.is_schema(os.path.basename(path)))
-            self._begun.clear()
+        """Completes all files, which are then kept. Raises ResultError and TypeError as `write_rows`."""
+        self._close_file()
+        if self._begun and self._session.context.world_size > 1:
+            with self._storing():
+                others = read_schemas(self._folder)
+            # Of two ranks whose columns do not fit together, the one that completes its rows last finds out.
+            self._unify(*others)
 
     def _close_file(self) -> None:
         if self._waiting:
@@ -283,13 +263,20 @@ class TableWriter:
         self._writer = None
 
     def discard(self) -> None:
-        """Removes the files that are not sealed, while an exception is being handled."""
-        with self._tables.lock:
-            with contextlib.suppress(Exception):
-                self._opened.__exit__(*sys.exc_info())
-            begun, self._begun = self._begun, []
-            # Rows are removed before the schema that describes them.
-            self._tables.remove(reversed(begun), self._place.remove)
+        """Removes the files of the call, while an exception is being handled."""
+        with contextlib.suppress(Exception):
+            self._opened.__exit__(*sys.exc_info())
+        self._session.unremoved.update(dict.fromkeys(self._begun, self._place.remove))
+        self._begun.clear()
+        if self._before is None:
+            self._session.row_schemas.pop(self._name, None)
+        else:
+            self._session.row_schemas[self._name] = self._before
+        try:
+            remove_refused(self._session)
+        except ResultError:
+            # The result must not contain rows of calls that raised.
+            context.at_return(functools.partial(remove_refused, self._session))
 
     def _write(self) -> None:
         """Writes the buffered rows as one row group."""
@@ -297,14 +284,21 @@ class TableWriter:
         import pyarrow.parquet as pq
 
         tables, self._waiting, self._size = self._waiting, [], 0
+        table = pa.concat_tables(tables, promote_options="permissive")
+        without_type = schemas.nulls(table.schema)
+        if len(without_type) < table.num_columns:
+            table = table.drop_columns(without_type)
         with self._storing():
+            if self._writer is not None and not table.schema.equals(self._writer.schema):
+                self._opened.close()
+                self._writer = None
             if self._writer is None:
-                number = self._tables.files[self._name]
-                self._tables.files[self._name] += 1
-                path = store.join(self._folder, file_of(self._world.attempt, self._world.rank, number))
-                self._file = self._opened.enter_context(self._open(path))
-                self._writer = self._opened.enter_context(pq.ParquetWriter(self._file, _stored(self._schema)))
-            self._writer.write_table(pa.concat_tables(tables).select(_stored(self._schema).names))
+                number = next(self._session.row_files)
+                path = store.join(self._folder, file_of(self._session.context.rank, number, table.schema))
+                self._begun.append(path)
+                self._file = self._opened.enter_context(self._place.open_write(path))
+                self._writer = self._opened.enter_context(pq.ParquetWriter(self._file, table.schema))
+            self._writer.write_table(table)
             # The iterable may fork, and no request may be in flight then (see `rankzero.host.forks`).
             self._file.flush()
 
@@ -317,12 +311,8 @@ class TableWriter:
             yield
         except Exception as error:
             # Clients of object stores raise their own exceptions.
-            self.discard()
-            raise self._refusal(error) from error
-
-    def _refusal(self, error: Exception) -> ResultError:
-        self._failure = ResultError(f"rows cannot be written to {self._folder}: {error}")
-        return self._failure
+            self._failure = ResultError(f"rows cannot be written to {self._folder}: {error}")
+            raise self._failure from error
 
 
 def _owned(table: Any) -> Any:
@@ -333,15 +323,6 @@ def _owned(table: Any) -> Any:
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
     return pa.ipc.open_stream(sink.getvalue()).read_all()
-
-
-def _stored(schema: Any) -> Any:
-    """Returns the schema of a data file, which leaves out columns that have only nulls and so no type."""
-    import pyarrow as pa
-
-    without_type = schemas.nulls(schema)
-    fields = [field for field in schema if field.name not in without_type]
-    return pa.schema(fields) if fields else schema
 
 
 def _iterable(batches: Any) -> Iterable[Any]:

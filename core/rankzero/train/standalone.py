@@ -78,8 +78,7 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
 
 def _commit(run: RunDirectory, attempt: int, part: messages.Part, resumed: Manifest | None) -> Manifest:
     """Commits a written checkpoint, and removes the checkpoints that are not kept."""
-    # Rows that a process writes outside of a run are deleted when it exits.
-    manifest = Manifest.of_parts(attempt, 1, {0: {**part.facts(), "tables": {}}}, {})
+    manifest = Manifest.of_parts(attempt, 1, {0: part.facts()})
     file = run.path(FOLDER, manifest.id, MANIFEST)
     store.write_bytes(file, json.dumps(manifest.to_json()).encode(), durable=True)
     for old in to_remove(list_committed(run), CheckpointConfig(), [resumed.id] if resumed else []):

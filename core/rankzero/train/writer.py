@@ -9,7 +9,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
 from rankzero import bounds, store
 from rankzero.channel import messages
@@ -18,9 +19,6 @@ from rankzero.train import snapshot
 from rankzero.train.checkpoint import Checkpoint, as_directory
 from rankzero.train.parts import NotTakenError, Parts, copy_file
 from rankzero.values import formats, shards
-
-if TYPE_CHECKING:
-    from rankzero.train.tables import RankTables
 
 MAX_STAGED = 2
 """Checkpoints that may wait on this host to be sent to the driver; the next one waits until there are fewer."""
@@ -93,10 +91,6 @@ class CheckpointWriter:
         self._changed = threading.Condition()
         self._first: Checkpoint | None = None
         self._last: Checkpoint | None = None
-        self.cursors: dict[str, dict[str, list[Any]]] = {}
-        """Positions of all ranks in datasets, from the checkpoint that this attempt started from, where they differ."""
-        self.carried: set[str] = set()
-        """Tables with rows that belong to the checkpoint that this attempt started from."""
         self.had_result = False
         """True if rank 0 had set the value of the run before the checkpoint that this attempt started from."""
 
@@ -109,6 +103,11 @@ class CheckpointWriter:
     def last(self) -> Checkpoint | None:
         """Returns the last committed checkpoint, or the one of the start until this rank has reported one."""
         return self._last if self._next > 0 else self._first
+
+    @property
+    def count(self) -> int:
+        """Returns how many checkpoints this rank has reported."""
+        return self._next
 
     @property
     def is_sharded(self) -> bool | None:
@@ -124,10 +123,10 @@ class CheckpointWriter:
         value: object,
         metrics: dict[str, Any],
         when: float,
-        tables: RankTables,
         *,
         sharded: bool,
         has_result: bool = False,
+        positions: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Copies a checkpoint, which is written and committed while training continues.
 
@@ -135,13 +134,13 @@ class CheckpointWriter:
             value: The checkpoint.
             metrics: Metrics of its report.
             when: Unix time of its report.
-            tables: The tables of this rank. The rows that it has written belong to the checkpoint.
             sharded: Whether every rank gives a part.
             has_result: Whether this rank has set the value of the run in this attempt.
+            positions: Positions in datasets that the checkpoint may hold.
 
         Raises:
             TypeError: the checkpoint is neither a directory nor a dict.
-            ValueError: sharded and whole checkpoints in one run, or a whole one that cannot contain the rows of a rank.
+            ValueError: sharded and whole checkpoints in one run.
             ResultError: the checkpoint cannot be pickled, or the disk has refused it or the previous one.
         """
         directory = as_directory(value)
@@ -152,8 +151,6 @@ class CheckpointWriter:
                 self._send(messages.PartKind(sharded))
         elif self._sharded != sharded:
             raise ValueError("checkpoints of one run are either all sharded or all whole (report(..., sharded=...))")
-        if not sharded and self._world_size > 1:
-            self._refuse_rows(tables.files)
         if not sharded and self._rank != 0:
             self.follow()
             return
@@ -165,9 +162,8 @@ class CheckpointWriter:
             self._start_thread()
             self._await_room()
             facts = {"sharded": sharded, "metrics": metrics, "time": when, "has_result": has_result or self.had_result}
+            facts["positions"] = dict(positions)
             taken = self._take(index, value, directory, facts)
-            # After the copy: if that is refused, a repetition of the call that writes rows must not double them.
-            self._add_rows(taken, tables)
         except NotTakenError as error:
             self._send(messages.PartFailed(index))
             self._note_not_taken(self._name(index), error)
@@ -185,24 +181,6 @@ class CheckpointWriter:
             # Only what is in the queue counts as waiting: a signal handler may have reported or raised before.
             self._waiting.append(taken)
             self._changed.notify_all()
-
-    def _add_rows(self, taken: _Taken, tables: RankTables) -> None:
-        try:
-            taken.facts["tables"] = tables.seal()
-            taken.facts["cursors"] = tables.take_cursors()
-        except BaseException:
-            if taken.path:
-                store.remove(taken.path)
-            raise
-
-    def _refuse_rows(self, tables: Mapping[str, int]) -> None:
-        """Raises ValueError if rows of ranks other than 0 precede a whole checkpoint, which cannot contain them."""
-        own = {self._rank} if any(tables.values()) else set()
-        if ranks := (own if self._rank else self._parts.ranks_with_rows(self._attempt)) - {0}:
-            raise ValueError(
-                f"rank {min(ranks)} has written rows, which cannot belong to this checkpoint, since only rank 0's part "
-                "of it is kept: report it on every rank with sharded=True, or write all rows after the last checkpoint"
-            )
 
     def finish(self) -> None:
         """Waits until all copied checkpoints are written. Raises ResultError if the disk has refused one."""
@@ -222,9 +200,9 @@ class CheckpointWriter:
         try:
             with self._changed:
                 if not self._changed.wait_for(
-                    lambda: self._settled >= self._next - 1, bounds.CHECKPOINT_COMMIT_TIMEOUT
+                    lambda: self._settled >= self._next - 1, bounds.CHECKPOINT_COMMIT_TIMEOUT()
                 ):
-                    name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT
+                    name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT()
                     print(f"rankzero: checkpoint {name} is not complete after {bound:.0f} s, no longer awaited")
         finally:
             self._busy = False
@@ -327,7 +305,7 @@ class CheckpointWriter:
         self._await_written()
         if self._parts.shared:
             return
-        bound = bounds.CHECKPOINT_COMMIT_TIMEOUT
+        bound = bounds.CHECKPOINT_COMMIT_TIMEOUT()
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._staged) < MAX_STAGED, bound):
                 waiting = ", ".join(map(self._name, sorted(self._staged)))
@@ -375,8 +353,6 @@ class CheckpointWriter:
         )
         if not own:
             self._first = self._last
-            self.carried = set(manifest["tables"])
-            self.cursors = manifest.get("cursors", {})
             self.had_result = manifest.get("has_result", False)
         if own:
             # At the end, since it lets `await_settled` return, after which the rank may ask for this checkpoint.

@@ -40,6 +40,13 @@ from rankzero.host.guard import watch as watch_guard
 from rankzero.host.processes import process_start, settle_signals
 from rankzero.warm import hugepages
 
+WARM_IDLE_TIMEOUT = bounds.scaled(300.0)  # Without an agent after which the server exits
+WARM_CHORE_AFTER = 0.5  # Seconds without a request after which it does chores that make later ones cheaper
+WARM_LOAD_AFTER = 5.0  # Seconds after a request until it loads the rest, although agents run
+WARM_PRELOAD_TIMEOUT = bounds.stretched(5.0)  # For the modules of RANKZERO_PRELOAD: a launch waits meanwhile
+WARM_OWNERLESS_MARGIN = bounds.stretched(15.0)  # Beyond their grace for agents whose server has lost its owner
+WARM_REQUEST_TIMEOUT = bounds.stretched(5.0)  # For a client to send its request once it has connected
+
 PRELOADED = (
     "encodings.idna",
     "torch",
@@ -153,18 +160,18 @@ class WarmServer:
         if self._kill_at is not None:
             return max(0.0, self._kill_at - time.monotonic())
         if self._agents and self._chores[:1] == [self._load_later] and not self._ending:
-            return max(0.0, self._served_at + bounds.WARM_LOAD_AFTER - time.monotonic())
+            return max(0.0, self._served_at + WARM_LOAD_AFTER - time.monotonic())
         if self._agents:
             # To gather memory that forks share would take it twice.
             return None
         if self._chores and not self._ending:
-            return bounds.WARM_CHORE_AFTER
-        return max(0.0, self._idle_since + bounds.WARM_IDLE_TIMEOUT - time.monotonic())
+            return WARM_CHORE_AFTER
+        return max(0.0, self._idle_since + WARM_IDLE_TIMEOUT() - time.monotonic())
 
     def _use_the_pause(self) -> None:
         if self._chores:
             self._chores.pop(0)()
-        elif not self._agents and time.monotonic() - self._idle_since >= bounds.WARM_IDLE_TIMEOUT:
+        elif not self._agents and time.monotonic() - self._idle_since >= WARM_IDLE_TIMEOUT():
             self.end()
 
     def _load_later(self) -> None:
@@ -191,7 +198,7 @@ class WarmServer:
 
     def _on_owner_gone(self) -> None:
         self._selector.unregister(self._owner)
-        self._kill_at = time.monotonic() + max(self._bounds.values(), default=0.0) + bounds.WARM_OWNERLESS_MARGIN
+        self._kill_at = time.monotonic() + max(self._bounds.values(), default=0.0) + WARM_OWNERLESS_MARGIN()
         self.end()
 
     def _on_guard_gone(self) -> None:
@@ -229,7 +236,7 @@ class WarmServer:
 
     def _serve(self, connection: socket.socket) -> int | None:
         """Forks the requested agent and returns its process id; None if the request dismisses the server."""
-        connection.settimeout(bounds.WARM_REQUEST_TIMEOUT)
+        connection.settimeout(WARM_REQUEST_TIMEOUT())
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if (user := _CREDENTIALS.unpack(credentials)[1]) != os.geteuid():
             raise PermissionError(f"user {user} has no business here")
@@ -322,13 +329,13 @@ def load(names: Sequence[str], users: Sequence[str] = ()) -> None:
             # Modules may exit, or raise as a test that is skipped does.
             with contextlib.suppress(BaseException):
                 importlib.import_module(name)
-        end = time.monotonic() + bounds.WARM_PRELOAD_TIMEOUT
+        end = time.monotonic() + WARM_PRELOAD_TIMEOUT()
         for name in filter(None, map(str.strip, users)):
             try:
                 _give_up_at = end
                 importlib.import_module(name)
             except BaseException as error:
-                why = f"within {bounds.WARM_PRELOAD_TIMEOUT:g} s" if time.monotonic() >= end else f"({error!r})"
+                why = f"within {WARM_PRELOAD_TIMEOUT():g} s" if time.monotonic() >= end else f"({error!r})"
                 sys.stderr.write(f"rankzero: {PRELOAD}: {name} was not imported {why}; ranks import it themselves\n")
                 sys.stderr.flush()
             finally:

@@ -72,7 +72,7 @@ def meet(go: Go, rank: int) -> None:
     hosts, port = go.master_hosts, go.master_port
     host = hosts[0]
     if rank != 0 and not (go.one_host and network.is_loopback(host)):
-        reached = network.first_reachable(hosts, port, MEET_TIMEOUT)
+        reached = network.first_reachable(hosts, port, MEET_TIMEOUT())
         if reached is None:
             raise ConnectionError(
                 f"rank {rank} on {socket.gethostname()} cannot reach rank 0 at {' or '.join(hosts)}, port {port}: "

@@ -184,6 +184,7 @@ def await_retry(training: Training) -> None:
     training.await_ranks()
     os.kill(training.airflow.task_process(training.dag_id, training.run_id, "train"), signal.SIGKILL)
     training.await_try(1, "up_for_retry")
+    training.airflow.await_watch(training.dag_id, training.run_id)
     assert not training.run.status().final
 
 
@@ -191,20 +192,23 @@ def test_deleting_a_dag_ends_a_training_that_waits_for_its_retry(airflow: Deploy
     training = start(airflow, "forgotten", tmp_path)
     await_retry(training)
     run = training.run
-    airflow.delete("/api/v2/dags/forgotten")
+    airflow.command("dags", "delete", "--yes", "forgotten")
     wait_until(lambda: run.status().final, RUN_TIMEOUT, "the end of the run")
     assert "on request: Airflow has deleted the task" in str(run.status().error)
     wait_until(lambda: not processes_with(training.marker), STOP_TIMEOUT, "the end of the ranks")
 
 
-# By default: `test_marks.py`, and the deletion of a DAG.
+# By default: `test_listeners.py`, and the deletion of a DAG.
 @pytest.mark.soak
 def test_deleting_a_dag_run_ends_a_training_that_waits_for_its_retry(airflow: Deployment, tmp_path: Path) -> None:
+    """By the request of the web page, which deletes several DAG runs at once."""
     training = start(airflow, "forgotten_run", tmp_path)
     await_retry(training)
-    path = f"/api/v2/dags/forgotten_run/dagRuns/{training.run_id}"
-    airflow.call("PATCH", path, {"state": "failed"})
-    airflow.delete(path)
+    path = "/api/v2/dags/forgotten_run/dagRuns"
+    airflow.call("PATCH", f"{path}/{training.run_id}", {"state": "failed"})
+    entities = [{"dag_id": "forgotten_run", "dag_run_id": training.run_id}]
+    deleted = airflow.call("PATCH", path, {"actions": [{"action": "delete", "entities": entities}]})
+    assert deleted["delete"]["errors"] == []
     training.assert_gone()
 
 
@@ -254,12 +258,13 @@ def test_a_deferred_task_that_was_cleared_delivers_the_training_of_its_next_try(
     assert training.finish()["pid"] not in ranks
 
 
-# By default: `test_marks.py`.
+# By default: `test_listeners.py`.
 @pytest.mark.soak
 def test_a_mark_while_no_triggerer_runs_ends_the_training(airflow: Deployment, tmp_path: Path) -> None:
     training = start(airflow, "deferred", tmp_path)
     training.await_ranks()
     training.await_try(1, "deferred")
+    airflow.await_watch("deferred", training.run_id)
     airflow.kill("triggerer")
     try:
         airflow.mark("deferred", training.run_id, "train", "failed")

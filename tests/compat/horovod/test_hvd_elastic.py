@@ -9,7 +9,7 @@ from tests.faults.kit import SlotsEngine
 
 import rankzero.compat.horovod.torch as hvd
 import rankzero.train as rt
-from rankzero import Launcher, RetryableError, WorkerFailedError, bounds
+from rankzero import Launcher, RetryableError, WorkerFailedError
 
 
 def train(slots: str, sizes: list[int]) -> Any:
@@ -73,8 +73,7 @@ def train(slots: str, sizes: list[int]) -> Any:
 
 
 def test_a_commit_is_gone_on_from_by_fewer_ranks_and_by_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "WAITING_INTERVAL", 0.05)
-    monkeypatch.setattr(bounds, "GROWTH_TIMEOUT", 0.2)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     slots, sizes = tmp_path / "slots", [2, 1, 2]
     slots.write_text("2")
     launcher = Launcher((1, 2), engine=SlotsEngine(str(slots)), store=tmp_path / "runs", max_restarts=2)

@@ -298,7 +298,7 @@ class Bench:
 
     def _age(self, root: str) -> None:
         """Lets the time pass after which the files of killed processes are removed."""
-        then = time.time() - UNFINISHED_AFTER - 60
+        then = time.time() - UNFINISHED_AFTER() - 60
         for path in [*self._temporary(), *([] if store.is_url(root) else _unfinished(root))]:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(path, (then, then))

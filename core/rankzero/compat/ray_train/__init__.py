@@ -9,12 +9,12 @@
 This package only translates names and arguments. Runs start through `Launcher` only.
 """
 
-from rankzero.compat.ray_train import collective, config, session, torch, train
-from rankzero.compat.ray_train.config import TorchConfig
-from rankzero.compat.ray_train.names import lookup
+from rankzero.compat.ray_train import config, torch, train
+from rankzero.compat.ray_train.config import TorchConfig, UnsupportedError, lookup
+from rankzero.compat.ray_train.torch import TorchTrainer
 from rankzero.compat.ray_train.train import *  # noqa: F403
-from rankzero.compat.ray_train.trainer import TorchTrainer
+from rankzero.compat.ray_train.train import session
 
-__all__ = [*train.__all__, "TorchConfig", "TorchTrainer", "collective", "config", "session", "torch", "train"]
+__all__ = [*train.__all__, "TorchConfig", "TorchTrainer", "UnsupportedError", "config", "session", "torch", "train"]
 
 __getattr__ = lookup(__name__, "huggingface", "lightning")

@@ -1,30 +1,74 @@
-"""Ray's configuration classes, whose fields are translated to options of `rankzero.Launcher`."""
+"""Ray's configuration classes, and the error for its names and options that are not here."""
 
 from __future__ import annotations
 
+import importlib.abc
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from rankzero import kinds
-from rankzero.compat.ray_train.callback import UserCallback
-from rankzero.compat.ray_train.names import lookup
 from rankzero.errors import InvalidJobError
 from rankzero.job import CheckpointConfig as KeptCheckpoints
 
 UNLIMITED = 1_000_000
 """Number of restarts for Ray's ``-1`` (no limit)."""
 
+_NAMES = (
+    "AcquiredResources BackendConfig BaseTrainer CheckpointConsistencyMode CheckpointUploadMode ControllerError "
+    "DataBatchType DataConfig DataParallelTrainer DatasetConfig LightningConfigBuilder LightningTrainer LoggingConfig "
+    "NCCLHangError PreemptionError PreemptionInfo ReportedCheckpoint ReportedCheckpointStatus ResourceRequest "
+    "SyncConfig TRAIN_DATASET_KEY TorchCheckpoint TorchDetectionPredictor TorchPredictor TrainingIterator "
+    "TransformersTrainer UserCallback ValidationConfig ValidationFn ValidationTaskConfig WorkerGroupError accelerate "
+    "air backend backward base_trainer collective data data_parallel_trainer enable_reproducibility "
+    "get_all_reported_checkpoints get_devices get_metadata get_preemption_info get_run_id get_storage get_trial_dir "
+    "get_trial_id get_trial_name get_trial_resources horovod init integrations jax lightgbm prepare_optimizer "
+    "runtime_env shutdown tensorflow tune v2 xgboost"
+)
+ABSENT = frozenset(_NAMES.split())
+"""Public names of Ray 2.40 and 2.60 for which docs/migrate-ray-train.md says what to use instead."""
 
-class RemovedError(InvalidJobError, DeprecationWarning):
-    """Raised for an option that Ray has removed, with Ray's type, or that exists only on Ray's clusters."""
+
+class UnsupportedError(InvalidJobError, ImportError):
+    """Raised for a name, or an option, of Ray Train that does not exist here."""
 
 
-def removed(what: str, value: object, instead: str) -> None:
-    """Raises RemovedError for an option that has a value."""
-    if value is not None:
-        raise RemovedError(f"{what} is not supported: {instead}")
+def unsupported(what: str) -> UnsupportedError:
+    """Returns the error for a name or an option, which names the page."""
+    return UnsupportedError(f"rankzero.compat.ray_train has no {what}: see docs/migrate-ray-train.md")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """The last importer: the import of a module that this package lacks calls no ``__getattr__``."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Raises UnsupportedError for an absent module below this package."""
+        if name.startswith(__package__) and name.rpartition(".")[2] in ABSENT:
+            raise unsupported(name.rpartition(".")[2])
+
+
+sys.meta_path.append(_Finder())
+
+
+def lookup(module: str, *submodules: str) -> Callable[[str], Any]:
+    """Returns a module's ``__getattr__``: imports these modules of this package, and refuses names of Ray."""
+
+    def find(name: str) -> Any:
+        if name in submodules:
+            return importlib.import_module(f"{__package__}.{name}")
+        if name in ABSENT:
+            raise unsupported(name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return find
+
+
+def refuse(call: str, options: Iterable[str]) -> None:
+    """Raises UnsupportedError if a call was given options that do not exist here."""
+    if names := ", ".join(sorted(options)):
+        raise unsupported(f"{call}({names})")
 
 
 def checked(what: str, value: Any, cls: type[Any]) -> Any:
@@ -36,76 +80,43 @@ def checked(what: str, value: Any, cls: type[Any]) -> Any:
     return value
 
 
+class _Options(type):
+    """The class of the configuration classes. Raises UnsupportedError for a field that is not here."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        refuse(cls.__name__, options.keys() - {each.name for each in fields(cls)})  # type: ignore[arg-type]
+        return super().__call__(*args, **options)
+
+
 @dataclass(frozen=True)
-class ScalingConfig:
+class ScalingConfig(metaclass=_Options):
     """The number of workers, and their resources.
 
     Attributes:
-        num_workers: World size; 0 runs in one local process, ``(min, max)`` is elastic.
+        num_workers: World size; ``(min, max)`` is elastic.
         use_gpu: Whether each worker gets a GPU.
-        resources_per_worker: ``{"GPU": 1}`` means ``use_gpu``; ``"CPU"`` has no effect, since the cluster's
-            configuration decides.
+        resources_per_worker: Checked only: the cluster's configuration decides about ``"CPU"`` and ``"memory"``, and
+            ``use_gpu`` about ``"GPU"``.
         placement_strategy: Accepted for compatibility; the cluster decides where tasks run.
-        elastic_resize_monitor_interval_s: Accepted for compatibility; each attempt takes the workers that there are.
-
-    Raises:
-        InvalidJobError: a value is wrong, or an option exists only on Ray's clusters.
     """
 
     num_workers: int | tuple[int, int] = 1
     use_gpu: bool = False
     resources_per_worker: Mapping[str, float] | None = None
     placement_strategy: str = "PACK"
-    accelerator_type: str | None = None
-    trainer_resources: Any = None
-    use_tpu: bool = False
-    topology: str | None = None
-    label_selector: Any = None
-    elastic_resize_monitor_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
-        removed("label_selector", self.label_selector, "choose the executors in Spark's configuration")
-        removed("trainer_resources", self.trainer_resources, "the trainer runs in the process that calls fit()")
-        removed("use_tpu, or topology,", self.use_tpu or self.topology or None, "there are no TPUs here")
-        removed("accelerator_type", self.accelerator_type, "choose the executors in Spark's configuration")
-        kinds.FLAG.check("use_gpu", self.use_gpu)
         sizes = self.num_workers if isinstance(self.num_workers, tuple) else (self.num_workers,) * 2
-        if len(sizes) != 2 or {type(size) for size in sizes} != {int} or not 0 <= sizes[0] <= sizes[1]:
-            raise InvalidJobError(f"num_workers is {self.num_workers!r}; it must be a whole number, or (min, max)")
+        if len(sizes) != 2 or {type(size) for size in sizes} != {int} or not 1 <= sizes[0] <= sizes[1]:
+            raise InvalidJobError(f"num_workers is {self.num_workers!r}; it must be a positive integer, or (min, max)")
         resources = dict(self.resources_per_worker or {})
-        if self.num_gpus_per_worker not in (0, 1):
-            raise InvalidJobError(f"resources_per_worker has GPU={resources['GPU']}; a worker has one GPU or none")
-        if unknown := set(resources) - {"CPU", "GPU", "memory"}:
-            raise InvalidJobError(f"resources_per_worker has {', '.join(sorted(unknown))}; it may have CPU and GPU")
-
-    @property
-    def num_gpus_per_worker(self) -> float:
-        """Returns the number of GPUs of each worker, 0 or 1."""
-        return (self.resources_per_worker or {}).get("GPU", 1 if self.use_gpu else 0)
-
-    @property
-    def num_cpus_per_worker(self) -> float:
-        """Returns the CPUs of each worker by Ray's rule: 1, or with a GPU none, unless they are given."""
-        return self._per_worker.get("CPU", 0)
-
-    @property
-    def max_workers(self) -> int:
-        """Returns the largest number of workers."""
-        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
-
-    @property
-    def total_resources(self) -> dict[str, float]:
-        """Returns the resources of all workers by Ray's rules; of the largest world if the training is elastic."""
-        return {name: float(count * self.max_workers) for name, count in self._per_worker.items()}
-
-    @property
-    def _per_worker(self) -> dict[str, float]:
-        given = dict(self.resources_per_worker or ({} if self.use_gpu else {"CPU": 1}))
-        return {**given, "GPU": self.num_gpus_per_worker} if self.num_gpus_per_worker else given
+        if (gpus := resources.get("GPU", self.use_gpu)) != self.use_gpu:
+            raise InvalidJobError(f"use_gpu is {self.use_gpu}, but resources_per_worker has GPU={gpus}: leave GPU out")
+        refuse("resources_per_worker", set(resources) - {"CPU", "GPU", "memory"})
 
 
 @dataclass(frozen=True)
-class TorchConfig:
+class TorchConfig(metaclass=_Options):
     """Options of the process group, which is created before the training function is called.
 
     Attributes:
@@ -119,41 +130,24 @@ class TorchConfig:
     timeout_s: float = 1800
 
     def __post_init__(self) -> None:
-        kinds.BACKEND.check("backend", self.backend)
         kinds.SECONDS.check("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True)
-class FailureConfig:
+class FailureConfig(metaclass=_Options):
     """Limits of new attempts after failures.
 
     Attributes:
         max_failures: New attempts, from the last checkpoint, after any failure of a worker; -1 for no limit.
-        fail_fast: Refused, since Ray has removed it.
         max_preemption_failures: New attempts after the cluster has preempted a worker; -1 for no limit.
-        controller_failure_limit: Accepted for compatibility; another process resumes a run whose driver died.
-        relax_collectives_on_preemption: Accepted for compatibility; clusters give no notice of a preemption.
-        preemption_grace_s: Accepted for compatibility, for the same reason.
     """
 
     max_failures: int = 0
-    fail_fast: Any = None
     max_preemption_failures: int = -1
-    controller_failure_limit: int = -1
-    relax_collectives_on_preemption: bool = False
-    preemption_grace_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        removed("fail_fast", self.fail_fast or None, "a failure ends the run immediately unless max_failures is set")
-        kinds.FLAG.check("relax_collectives_on_preemption", self.relax_collectives_on_preemption)
-        for name in ("max_failures", "max_preemption_failures", "controller_failure_limit"):
-            value = getattr(self, name)
-            if type(value) is not int or value < -1:
-                raise InvalidJobError(f"{name} is {value!r}; it must be an integer of -1 (no limit) or more")
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(metaclass=_Options):
     """Options that decide which checkpoints are kept.
 
     Attributes:
@@ -165,14 +159,6 @@ class CheckpointConfig:
     num_to_keep: int | None = None
     checkpoint_score_attribute: str | None = None
     checkpoint_score_order: str = "max"
-    checkpoint_frequency: Any = None
-    checkpoint_at_end: Any = None
-
-    def __post_init__(self) -> None:
-        report = "call train.report(metrics, checkpoint=...) when there is one"
-        removed("checkpoint_frequency", self.checkpoint_frequency or None, report)
-        removed("checkpoint_at_end", self.checkpoint_at_end or None, report)
-        self.kept()
 
     def kept(self) -> KeptCheckpoints:
         """Returns the configuration for `rankzero.Launcher`. Raises InvalidJobError for a wrong value."""
@@ -180,47 +166,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Decides which data sets are shared among the workers.
-
-    Attributes:
-        datasets_to_split: Names of the data sets of which each worker gets a share, or ``"all"``. Each worker gets all
-            rows of the others.
-        execution_options: Refused, since it configures Ray's own execution.
-        enable_shard_locality: Accepted for compatibility.
-    """
-
-    datasets_to_split: Literal["all"] | Sequence[str] = "all"
-    execution_options: Any = None
-    enable_shard_locality: bool = True
-
-    def __post_init__(self) -> None:
-        removed("execution_options", self.execution_options, "Spark, or the torch data set, decides how rows are read")
-        removed("configure", getattr(self, "configure", None), "give datasets_to_split, or share rows in the data set")
-        split = self.datasets_to_split
-        if split != "all" and (isinstance(split, str) or not all(isinstance(name, str) for name in split)):
-            raise InvalidJobError(f'datasets_to_split is {split!r}; it must be "all" or a list of names')
-
-    def splits(self, name: str) -> bool:
-        """Returns True if each worker gets a share of the data set."""
-        return self.datasets_to_split == "all" or name in self.datasets_to_split
-
-
-@dataclass(frozen=True)
-class RunConfig:
+class RunConfig(metaclass=_Options):
     """Name and storage of the run, and its other options.
 
     Attributes:
-        name: Id of the run; None creates one.
+        name: Id of the run, which continues from the last checkpoint of an earlier one of that id; None creates one.
         storage_path: Root of the run directories, a path or an fsspec URL; None: ``$RANKZERO_STORE``, else
             ``~/.rankzero/runs``.
         failure_config: Limits of new attempts after failures.
         checkpoint_config: Options that decide which checkpoints are kept.
         worker_runtime_env: Environment variables of the workers: ``{"env_vars": {...}}``.
-        callbacks: `UserCallback` objects, which the driver calls.
-
-    Raises:
-        InvalidJobError: an option was removed by Ray, or exists only on Ray's clusters.
     """
 
     name: str | None = None
@@ -228,36 +183,8 @@ class RunConfig:
     failure_config: FailureConfig | None = None
     checkpoint_config: CheckpointConfig | None = None
     worker_runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    storage_filesystem: Any = None
-    callbacks: Sequence[Any] | None = None
-    logging_config: Any = None
-    sync_config: Any = None
-    verbose: Any = None
-    stop: Any = None
-    progress_reporter: Any = None
-    log_to_file: Any = None
 
     def __post_init__(self) -> None:
-        if self.name is not None:
-            kinds.RUN_ID.check("run_id", self.name)
-        removed("storage_filesystem", self.storage_filesystem, "give storage_path as an fsspec URL")
         checked("failure_config", self.failure_config, FailureConfig)
         checked("checkpoint_config", self.checkpoint_config, CheckpointConfig)
-        options = str(self.storage_path).partition("://")[2].partition("?")[2]
-        removed(f"{options} in storage_path", options or None, "use the environment, such as AWS_ENDPOINT_URL")
-        for callback in self.callbacks or ():
-            if not isinstance(callback, UserCallback):
-                raise InvalidJobError(f"callbacks has {callback!r}; give objects of subclasses of UserCallback")
-        removed("logging_config", self.logging_config, 'use logging.getLogger("rankzero").setLevel(...)')
-        removed("sync_config", self.sync_config, "checkpoints are in the store when they are committed")
-        removed("verbose", self.verbose, "the workers' lines go to standard output")
-        removed("stop", self.stop, "return from the training function")
-        removed("progress_reporter", self.progress_reporter, "use rankzero.train.progress")
-        removed("log_to_file", self.log_to_file, "the run directory keeps each worker's log")
-        if unknown := set(self.worker_runtime_env) - {"env_vars"}:
-            names = ", ".join(sorted(unknown))
-            raise InvalidJobError(f"worker_runtime_env has {names}; only env_vars: install packages on the executors")
-        kinds.STRINGS.check("worker_runtime_env['env_vars']", self.worker_runtime_env.get("env_vars"))
-
-
-__getattr__ = lookup(__name__)
+        refuse("worker_runtime_env", set(self.worker_runtime_env) - {"env_vars"})

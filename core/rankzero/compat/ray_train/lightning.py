@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -12,34 +13,23 @@ from typing import Any
 
 import rankzero.train as rt
 from rankzero.compat.ray_train import train
-from rankzero.compat.ray_train.names import INSTEAD, lookup
+from rankzero.compat.ray_train.config import lookup
 
 __all__ = [
     "RayDDPStrategy", "RayDeepSpeedStrategy", "RayFSDPStrategy", "RayLightningEnvironment", "RayTrainReportCallback",
     "prepare_trainer",
 ]  # fmt: skip
 
-
-def _package() -> str:
-    """Returns the name of Lightning: the one that the user has imported, since their classes differ, or has installed.
-
-    Raises:
-        ModuleNotFoundError: Lightning is not installed.
-    """
-    names = ("lightning.pytorch", "pytorch_lightning")
-    found = [name for name in names if name in sys.modules or importlib.util.find_spec(name.partition(".")[0])]
-    if not found:
-        raise ModuleNotFoundError("rankzero.compat.ray_train.lightning needs Lightning: pip install lightning")
-    return min(found, key=lambda name: name not in sys.modules)
-
-
-_pl: Any = importlib.import_module(_package())
+_names = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
+# The one that the user has imported, since their classes differ, else the one that is installed.
+_names.append("lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning")
+_pl: Any = importlib.import_module(_names[0])
 _strategies: Any = importlib.import_module(f"{_pl.__name__}.strategies")
 _environments: Any = importlib.import_module(f"{_pl.__name__}.plugins.environments")
 
 
 class _InWorker:
-    """The part of a strategy that knows the worker."""
+    """The part of a strategy that knows the worker, in whose process group it trains."""
 
     @property
     def root_device(self) -> Any:
@@ -53,15 +43,15 @@ class _InWorker:
 
 
 class RayDDPStrategy(_InWorker, _strategies.DDPStrategy):  # type: ignore[misc]
-    """Lightning's ``DDPStrategy`` in the process group of a `TorchTrainer`, whose ``TorchConfig`` configures it."""
+    """Lightning's ``DDPStrategy``; the trainer's ``TorchConfig`` configures its process group."""
 
 
 class RayFSDPStrategy(_InWorker, _strategies.FSDPStrategy):  # type: ignore[misc]
-    """Lightning's ``FSDPStrategy`` in the process group of a `TorchTrainer`. It needs GPUs."""
+    """Lightning's ``FSDPStrategy``. It needs GPUs."""
 
 
 class RayDeepSpeedStrategy(_InWorker, _strategies.DeepSpeedStrategy):  # type: ignore[misc]
-    """Lightning's ``DeepSpeedStrategy`` in the process group of a `TorchTrainer`. It needs DeepSpeed and GPUs."""
+    """Lightning's ``DeepSpeedStrategy``. It needs DeepSpeed and GPUs."""
 
 
 class RayLightningEnvironment(_environments.LightningEnvironment):  # type: ignore[misc]
@@ -82,57 +72,43 @@ class RayLightningEnvironment(_environments.LightningEnvironment):  # type: igno
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """Returns the trainer after a check of its strategy and environment.
+    """Returns the ``Trainer`` of Lightning after a check.
 
-    Args:
-        trainer: A ``Trainer`` of Lightning.
-
-    Raises:
-        RuntimeError: the trainer would not train in the process group of the workers.
+    Raises RuntimeError if its strategy or environment would not train in the process group of the workers.
     """
-    known = (RayDDPStrategy, RayFSDPStrategy, RayDeepSpeedStrategy)
-    if not isinstance(trainer.strategy, known):
-        names = ", ".join(strategy.__name__ for strategy in known)
-        raise RuntimeError(f"the trainer's strategy is a {type(trainer.strategy).__name__}; give one of {names}")
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    if environment and not isinstance(environment, RayLightningEnvironment):
-        raise RuntimeError(
-            f"the trainer's environment is a {type(environment).__name__}; give plugins=[RayLightningEnvironment()]"
-        )
-    return trainer
+    if not isinstance(trainer.strategy, _InWorker):
+        wrong, right = trainer.strategy, "strategy=RayDDPStrategy(), RayFSDPStrategy() or RayDeepSpeedStrategy()"
+    elif environment and not isinstance(environment, RayLightningEnvironment):
+        wrong, right = environment, "plugins=[RayLightningEnvironment()]"
+    else:
+        return trainer
+    raise RuntimeError(f"the trainer has a {type(wrong).__name__}; give it {right}")
 
 
 class RayTrainReportCallback(_pl.Callback):  # type: ignore[misc]
-    """Reports the metrics and a checkpoint at the end of each training epoch.
-
-    Args:
-        checkpoint_upload_mode: As for `report`; None for ``SYNC``.
-        validation: Refused, with a NotImplementedError.
-    """
+    """Reports the metrics and a checkpoint, with a file ``CHECKPOINT_NAME``, at the end of each training epoch."""
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
-    """Name of Lightning's checkpoint in the directory of the reported one."""
-
-    def __init__(
-        self, checkpoint_upload_mode: train.CheckpointUploadMode | None = None, validation: object = False
-    ) -> None:
-        super().__init__()
-        if validation:
-            raise NotImplementedError(f"validation is not supported: {INSTEAD['ValidationConfig']}")
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Saves a checkpoint and reports it with the metrics, the epoch and the step."""
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        # Strategies with a part of each worker write below rank 0's path on every host.
-        own = tempfile.mkdtemp() if rt.get_context().rank == 0 else ""
-        made = folder = rt.broadcast_object(own)
+        is_first, is_sharded = rt.get_context().rank == 0, rt.get_context().num_nodes > 1
+        # Strategies with a part of each worker write below rank 0's path on every host. The worker that creates this
+        # path on its host reports what is there.
+        made = folder = rt.broadcast_object(tempfile.mkdtemp() if is_first else "")
         while not os.path.exists(parent := os.path.dirname(made)):
             made = parent
-        os.makedirs(folder, 0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(folder, 0o700)
+            is_first = True
         try:
             trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME), weights_only=False)
-            train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder))
+            with tempfile.TemporaryDirectory() as empty:
+                checkpoint = train.Checkpoint.from_directory(folder if is_first else empty)
+                train.report(metrics, checkpoint, sharded=is_sharded)
         finally:
             shutil.rmtree(made, ignore_errors=True)
 

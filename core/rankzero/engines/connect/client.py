@@ -17,6 +17,9 @@ from rankzero.engines.spark import errors as spark
 from rankzero.errors import LOST, EngineError, InvalidJobError, RankZeroError
 from rankzero.host.network import first_reachable, without_brackets
 
+CONNECT_SERVER_TIMEOUT = bounds.stretched(10.0)  # For a Spark Connect server to accept a TCP connection
+CONNECT_SESSION_WINDOW = 1800.0  # Seconds for which launches share a session, which the server keeps for an unused hour
+
 logger = logging.getLogger(__name__)
 
 FIRST_RETRIES = 3
@@ -61,7 +64,7 @@ def require_client() -> None:
 def require_server(url: ServerUrl, timeout: float = 0.0) -> None:
     """Raises EngineError if no server accepts a connection within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
-    while not first_reachable([url.host], url.port, bounds.CONNECT_SERVER_TIMEOUT):
+    while not first_reachable([url.host], url.port, CONNECT_SERVER_TIMEOUT()):
         if time.monotonic() >= deadline:
             raise EngineError(
                 f"no Spark Connect server answers at {url}: start it (start-connect-server.sh), or correct the host "
@@ -171,7 +174,7 @@ class ServerUrl:
         reuse the daemon, and take a fifth of that.
         """
         user = os.environ.get("SPARK_USER") or os.environ.get("USER")
-        known = (str(self), self.parameters, user, int(time.time() // bounds.CONNECT_SESSION_WINDOW))
+        known = (str(self), self.parameters, user, int(time.time() // CONNECT_SESSION_WINDOW))
         return str(uuid.uuid5(uuid.NAMESPACE_URL, f"rankzero {known}"))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankzero import bounds
 from rankzero.engines.base import Engine
 from rankzero.engines.connect.client import (
+    CONNECT_SERVER_TIMEOUT,
     DEFAULT_PORT,
     ServerUrl,
     connect,
@@ -107,7 +107,7 @@ class SparkConnectEngine(Engine):
         session = self.session
         if session is None:
             # Gives up before the driver does, whose error would have no details.
-            session = connect(self._server, max(0.0, job.start_timeout - bounds.CONNECT_SERVER_TIMEOUT))
+            session = connect(self._server, max(0.0, job.start_timeout - CONNECT_SERVER_TIMEOUT()))
         else:
             require_version(str(session.version), str(self._server))
         opened = ConnectSession(session, self._server, job, owned=self.session is None)

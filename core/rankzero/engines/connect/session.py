@@ -56,6 +56,8 @@ from rankzero.job import Job
 from rankzero.task.hold import hold
 from rankzero.task.stage import run_task
 
+CONNECT_DRIVER_TIMEOUT = bounds.stretched(20.0)  # For an agent to reach the driver, to which it may have no route
+
 logger = logging.getLogger(__name__)
 
 _SETTINGS = [
@@ -156,7 +158,7 @@ class ConnectSession(EngineSession):
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:
         """Starts the barrier stage in a thread, under a tag of its own."""
-        config = {**config, "connect_timeout": min(config["connect_timeout"], bounds.CONNECT_DRIVER_TIMEOUT)}
+        config = {**config, "connect_timeout": min(config["connect_timeout"], CONNECT_DRIVER_TIMEOUT())}
         return self._start(num_tasks, config, on_end, hold)
 
     def host_driver(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:

@@ -35,6 +35,8 @@ from rankzero.engines.spark.errors import first_lines, reason
 from rankzero.engines.spark.stage import with_own_python
 from rankzero.errors import EngineError, InvalidJobError
 
+DATAFRAME_PROGRESS_INTERVAL = bounds.scaled(10.0)  # Between two lines about a DataFrame that Spark is computing
+
 logger = logging.getLogger(__name__)
 
 _HASH = "__rankzero_hash__"
@@ -318,17 +320,17 @@ def action(
     threading.Thread(target=act, name="rankzero-data", daemon=True).start()
     try:
         begun = time.monotonic()
-        say_at = begun + bounds.DATAFRAME_PROGRESS_INTERVAL
+        say_at = begun + DATAFRAME_PROGRESS_INTERVAL()
         while not done.wait(bounds.POLL_INTERVAL):
             check()
             now = time.monotonic()
             if now >= say_at:
-                say_at = now + bounds.DATAFRAME_PROGRESS_INTERVAL
+                say_at = now + DATAFRAME_PROGRESS_INTERVAL()
                 say(f"Spark computes {where}: {_progress(frame)}, {now - begun:.0f} s")
     except BaseException:
         # Repeated, because a single cancel would not reach a job that Spark has not started yet.
         threading.Thread(target=_cancel_until, args=(done, frame, tag), name="rankzero-cancel", daemon=True).start()
-        done.wait(bounds.DATAFRAME_PROGRESS_INTERVAL)
+        done.wait(DATAFRAME_PROGRESS_INTERVAL())
         raise
     if failed:
         raise _explained(failed[0], where) from failed[0]

@@ -31,6 +31,8 @@ from rankzero.masking import is_secret
 if TYPE_CHECKING:
     from rankzero.run.directory import RunDirectory
 
+SPARK_SUBMIT_TIMEOUT = bounds.stretched(180.0)  # To start a JVM, upload the files and get the driver accepted
+
 PROGRAM, CODE = "driver.py", "rankzero.jar"
 """Names of the files that a driver in a cluster gets: its main program, and rankzero itself.
 
@@ -136,7 +138,7 @@ class SparkSubmitEngine(SparkEngine):
         return {**spark_defaults(), **self.conf}
 
     def _spark_submit(self, run: RunDirectory, job: Job, deployment: Deployment) -> None:
-        bound = min(bounds.SPARK_SUBMIT_TIMEOUT, job.start_timeout)
+        bound = min(SPARK_SUBMIT_TIMEOUT(), job.start_timeout)
         with tempfile.NamedTemporaryFile("w", prefix="rankzero-", suffix=".conf") as properties, _log_of(run) as log:
             properties.write(_lines(deployment.conf))
             properties.flush()

@@ -1,5 +1,5 @@
 """Modules under the names of ``ray.train.huggingface``: `transformers`."""
 
-from rankzero.compat.ray_train.names import lookup
+from rankzero.compat.ray_train.huggingface import transformers
 
-__getattr__ = lookup(__name__, "huggingface.transformers")
+__all__ = ["transformers"]

@@ -1,0 +1,361 @@
+"""`Summary`: what happened in a run, from its events, one after the other, in bounded memory.
+
+The page, the card of notebooks and the terminal's line show it. A `Curve` has few points, and looks like one with many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rankzero.run.growing import Position
+from rankzero.run.handle import RunHandle
+from rankzero.run.reports import (
+    PROGRESS,
+    STEP_NAMES,
+    TOTALS,
+    UNSHOWN,
+    OfTraining,
+    RowKeeper,
+    is_number,
+    throughput,
+)
+from rankzero.run.status import RunStatus
+
+MAX_METRICS = 60
+"""Curves that are kept; the names of the other metrics are listed."""
+
+MAX_NAMES = 1_000
+"""Names of metrics that are known at all."""
+
+MAX_MARKS = 500
+"""Checkpoints, failures, restarts and the like that are kept: the first half and the last."""
+
+RATE_ROWS = 32
+"""Newest reports of a rank from which its rate is computed, and by whose pauses a straggler is found."""
+
+TEXT = 2_000
+"""Characters of a text that are kept."""
+
+SLOWER = 1.2
+"""A rank that takes so many times as long between two reports as the median rank is named as the straggler."""
+
+REPORTS = "reports"
+"""The unit of a run whose reports count nothing."""
+
+COUNTED = frozenset({"report", *UNSHOWN, *PROGRESS, *TOTALS})
+"""Names in a row of reports that are counts or times and no results."""
+
+_MARKS = ("checkpoint", "failure", "restart", "waiting", "world", "bad-host", "engine", "state")
+_USAGE = ("cpu", "memory", "received", "sent")
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """The progress of one rank.
+
+    Attributes:
+        done: The number of units (`Summary.unit`) that are done.
+        rate: Units for each second; None before the second report.
+    """
+
+    done: float
+    rate: float | None
+
+
+class Summary:
+    """Reads each event of a training once.
+
+    Args:
+        fresh_since: The first attempt of this training: events of another one, which had the run id before, do not
+            count.
+    """
+
+    def __init__(self, fresh_since: int) -> None:
+        self._is_ours = OfTraining(fresh_since)
+        self._position = Position()
+        self._attempt = 0
+        self._keeper = RowKeeper()
+        self._newest: dict[int, deque[dict[str, Any]]] = {}
+        self._num_reports: dict[int, int] = {}
+        self._names: dict[str, None] = {}
+        self._curves: dict[str, dict[int, Curve]] = {}
+        self._timeline: dict[tuple[int, int], dict[str, Any]] = {}
+        self._usage: dict[str, dict[str, Curve]] = {}
+        self._sizes: dict[str, dict[str, Any]] = {}
+        self.total: float | None = None
+        """The units of the whole training, which ranks report as ``total_steps``, ``total_epochs`` and the like."""
+        self.marks: list[dict[str, Any]] = []
+        """Checkpoints, failures, restarts and similar events, oldest first."""
+
+    def read(self, handle: RunHandle[Any], status: RunStatus) -> None:
+        """Reads the new events of a run, always of the same one.
+
+        Args:
+            handle: The run.
+            status: The status of the run, just read.
+
+        Raises:
+            OSError: the store cannot be read.
+        """
+        while True:
+            before = self._position
+            events, self._position = handle.output.read_events(before, None if status.final else status)
+            for event in events:
+                self.add(event)
+            if self._position == before:
+                return
+
+    def add(self, event: object) -> None:
+        """Takes the next event; one that is none is left out."""
+        if not (isinstance(event, dict) and is_number(event.get("time")) and isinstance(event.get("type"), str)):
+            return
+        if not self._is_ours(event):
+            return
+        kind = event["type"]
+        if kind == "state" and isinstance(event.get("attempt"), int):
+            self._attempt = event["attempt"]
+            self._keeper.add(event)
+            if event.get("state") == "starting":
+                # Each rank of the next attempt counts from its own start, and there may be fewer ranks.
+                self._newest, self.total = {}, None
+        if kind == "metric":
+            self._add_report(event)
+        elif kind == "usage":
+            self._add_usage(event)
+        if kind in ("entered", "returned", "failure", "metric"):
+            self._add_phase(kind, event)
+        if kind in _MARKS:
+            self._add_mark(kind, event)
+
+    def _add_report(self, event: Mapping[str, Any]) -> None:
+        rank, metrics = event.get("rank"), event.get("metrics")
+        if not isinstance(rank, int) or not isinstance(metrics, dict):
+            return
+        self._keeper.add(event)
+        newest = self._newest.setdefault(rank, deque(maxlen=RATE_ROWS))
+        # A count that is missing in this report keeps its value of an earlier one.
+        counted = {name: newest[-1][name] for name in PROGRESS if newest and name in newest[-1]}
+        counted |= {name: metrics[name] for name in PROGRESS if is_number(metrics.get(name))}
+        newest.append({**counted, "time": event["time"], REPORTS: newest[-1][REPORTS] + 1 if newest else 1})
+        for name in TOTALS:
+            if is_number(metrics.get(name)) and name.removeprefix("total_") == self.unit:
+                self.total = metrics[name]
+        self._num_reports[rank] = self._num_reports.get(rank, 0) + 1
+        for name in metrics:
+            if len(self._names) < MAX_NAMES and name not in TOTALS:
+                self._names.setdefault(name, None)
+        step = metrics.get(self.step_name)
+        at = float(step) if is_number(step) else float(self._num_reports[rank])
+        for name, value in metrics.items():
+            if is_number(value) and name not in TOTALS and name not in STEP_NAMES and self._is_drawn(name):
+                of_name = self._curves.setdefault(name, {})
+                of_name.setdefault(rank, Curve()).add((event["time"], at, float(value)), self._limit(rank))
+
+    def _is_drawn(self, name: str) -> bool:
+        return name in self._curves or len(self._curves) < MAX_METRICS
+
+    def _limit(self, rank: int) -> int:
+        """Returns the most points of a curve of this rank."""
+        if rank == 0:
+            return MAX_POINTS
+        num_curves = sum(map(len, self._curves.values()))
+        return max(LEAST_POINTS, min(MAX_POINTS, POINTS_OF_OTHERS // max(1, num_curves)))
+
+    def _add_usage(self, event: Mapping[str, Any]) -> None:
+        host, gpus = str(event.get("host"))[:TEXT], event.get("gpus")
+        values = {name: event.get(name) for name in _USAGE}
+        sizes = self._sizes.setdefault(host, {})
+        sizes |= {name: event[name] for name in ("cores", "memory_total") if is_number(event.get(name))}
+        for index, gpu in enumerate(gpus if isinstance(gpus, list) else []):
+            # One that did not answer is None.
+            if isinstance(gpu, dict):
+                values |= {f"gpu {index} {name}": gpu.get(name) for name in ("use", "memory")}
+                sizes["gpu_memory_total"] = gpu.get("memory_total")
+        curves = self._usage.setdefault(host, {})
+        for name, value in values.items():
+            if is_number(value):
+                curve = curves.setdefault(name, Curve())
+                curve.add((event["time"], float(len(curve.points)), float(value)), MAX_POINTS)
+
+    def _add_phase(self, kind: str, event: Mapping[str, Any]) -> None:
+        rank, attempt = event.get("rank"), event.get("attempt", self._attempt)
+        if not isinstance(rank, int) or not isinstance(attempt, int):
+            return
+        if kind == "entered":
+            facts = {name: event.get(name) for name in ("host", "started", "imported", "torch")}
+            own = {"rank": rank, "attempt": attempt, "entered": event["time"], "reports": 0}
+            self._timeline[attempt, rank] = {**facts, **own}
+        elif known := self._timeline.get((attempt, rank)):
+            if kind == "metric":
+                known |= {"reported": event["time"], "reports": known["reports"] + 1}
+            elif kind == "returned":
+                known |= {"ended": event["time"], "outcome": "returned"}
+            else:
+                known |= {"ended": event["time"], "outcome": "failed", "what": str(event.get("what"))[:TEXT]}
+
+    def _add_mark(self, kind: str, event: Mapping[str, Any]) -> None:
+        text = str(event.get("what", kind))
+        if kind == "checkpoint":
+            text = f"checkpoint {event.get('id')}"
+        elif kind == "state":
+            text = f"attempt {event.get('attempt')} is {event.get('state')}"
+        self.marks.append({"type": kind, "time": event["time"], "rank": event.get("rank"), "text": text[:TEXT]})
+        if len(self.marks) > MAX_MARKS:
+            del self.marks[MAX_MARKS // 2]
+
+    # -- progress --------------------------------------------------------------------------------
+
+    @property
+    def _counts(self) -> str:
+        rows = self._newest.get(0) or next(iter(self._newest.values()), None)
+        return next((name for name in PROGRESS if rows and name in rows[-1]), REPORTS)
+
+    @property
+    def unit(self) -> str:
+        """The unit of progress: ``"steps"``, ``"samples"``, ``"tokens"``, ``"epochs"`` or else ``"reports"``."""
+        return PROGRESS.get(self._counts, REPORTS)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The reports of rank 0, as `rankzero.run.reports.rows_of` returns them."""
+        return self._keeper.rows
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last report of rank 0, without its counts."""
+        row = self.rows[-1] if self.rows else {}
+        return {name: value for name, value in row.items() if name not in COUNTED}
+
+    @property
+    def ranks(self) -> dict[int, RankProgress]:
+        """The progress of each rank of the current attempt that has reported."""
+        name = self._counts
+        found = {}
+        for rank, rows in sorted(self._newest.items()):
+            if name in rows[-1]:
+                speed = throughput(rows, {name: self.unit})
+                found[rank] = RankProgress(rows[-1][name], next(iter(speed.values()), None))
+        return found
+
+    @property
+    def slowest(self) -> RankProgress | None:
+        """The progress of the rank with the least; None before the first report."""
+        return min(self.ranks.values(), key=lambda found: found.done, default=None)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the slowest rank is done; None if no report names a total, or too few reports have arrived."""
+        slowest = self.slowest
+        if slowest is None or self.total is None or not slowest.rate:
+            return None
+        return max(0.0, self.total - slowest.done) / slowest.rate
+
+    # -- what the page shows ---------------------------------------------------------------------
+
+    @property
+    def step_name(self) -> str:
+        """The metric that is the steps; empty: reports are counted."""
+        return next((name for name in STEP_NAMES if name in self._names), "")
+
+    def facts(self) -> dict[str, Any]:
+        """Returns, as JSON, progress, curves, timeline, marks and the usage of hosts."""
+        slowest = self.slowest
+        progress = {"total": self.total, "unit": self.unit, "seconds_left": self.seconds_left}
+        return {
+            "progress": slowest and {"done": slowest.done, **progress},
+            "throughput": throughput(self.rows),
+            "steps": self.step_name or None,
+            "curves": [
+                {
+                    "name": name,
+                    "ranks": [{"rank": rank, **ranks[rank].columns(self._limit(rank))} for rank in sorted(ranks)],
+                }
+                for name, ranks in self._curves.items()
+            ],
+            "not_drawn": [
+                name for name in self._names if name not in (*self._curves, *STEP_NAMES) and not self._is_drawn(name)
+            ],
+            "ranks": [self._timeline[key] for key in sorted(self._timeline)],
+            "straggler": self._straggler(),
+            "marks": self.marks,
+            "hosts": [
+                {
+                    "host": host,
+                    **self._sizes[host],
+                    "columns": {name: curve.columns(MAX_POINTS) for name, curve in curves.items()},
+                }
+                for host, curves in sorted(self._usage.items())
+            ],
+        }
+
+    def _straggler(self) -> dict[str, Any] | None:
+        """Returns the rank whose newest reports are furthest apart, if it stands out from the others."""
+        gaps = {}
+        for rank, rows in self._newest.items():
+            times = [row["time"] for row in rows]
+            if len(times) > 2:
+                gaps[rank] = statistics.median(late - early for early, late in itertools.pairwise(times))
+        if len(gaps) < 2:
+            return None
+        slowest = max(gaps, key=lambda rank: gaps[rank])
+        usual = statistics.median(gap for rank, gap in gaps.items() if rank != slowest)
+        if usual <= 0 or gaps[slowest] < SLOWER * usual:
+            return None
+        return {"rank": slowest, "seconds": gaps[slowest], "usual": usual}
+
+
+Point = tuple[float, float, float]
+"""Unix time, step, value."""
+
+MAX_POINTS = 600
+"""Of a curve of rank 0, and of a host's use: about one for each pixel."""
+
+POINTS_OF_OTHERS = 24_000
+"""Of the curves of all other ranks together."""
+
+LEAST_POINTS = 24
+
+
+def thin(points: Sequence[Point], limit: int) -> list[Point]:
+    """Returns at most ``limit`` (4 or more) of the points, in their order: the first, the last, extremes between.
+
+    Each stretch of the curve keeps its lowest and its highest point, so that no spike is lost.
+    """
+    if len(points) <= limit:
+        return list(points)
+    inner, stretches = points[1:-1], (limit - 2) // 2
+    kept = [points[0]]
+    for index in range(stretches):
+        stretch = inner[index * len(inner) // stretches : (index + 1) * len(inner) // stretches]
+        # Both are points of the stretch, so their order in time is that of their steps' places.
+        kept += sorted({min(stretch, key=_value), max(stretch, key=_value)})
+    return [*kept, points[-1]]
+
+
+class Curve:
+    """A curve that grows, and never takes more memory than twice its limit of points."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+
+    def add(self, point: Point, limit: int) -> None:
+        """Adds the newest point; of the older ones at most ``limit`` stay."""
+        self.points.append(point)
+        if len(self.points) > 2 * limit:
+            self.points = thin(self.points, limit)
+
+    def columns(self, limit: int) -> dict[str, list[float]]:
+        """Returns times, steps and values of at most ``limit`` points."""
+        times, steps, values = zip(*thin(self.points, limit), strict=True)
+        # Integers keep all digits.
+        shown = [value if value.is_integer() else float(f"{value:.6g}") for value in values]
+        return {"t": [round(when, 3) for when in times], "s": list(steps), "v": shown}
+
+
+def _value(point: Point) -> float:
+    return point[2]

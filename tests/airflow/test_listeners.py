@@ -1,0 +1,150 @@
+"""A result is acknowledged when Airflow has it; a training whose task has ended ends, and no other one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.airflow.conftest import Watched, wait_long
+from tests.conftest import until
+
+from rankzero import RunHandle
+
+RunDag = Callable[..., Any]
+
+
+def train() -> int:
+    return 7
+
+
+def test_each_operator_that_a_task_executes_has_a_run_which_is_acknowledged(
+    dag: Any, run_dag: RunDag, tmp_path: Path
+) -> None:
+    from airflow.sdk import task
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    @task
+    def both(**context: Any) -> list[int]:
+        return [
+            TorchDistributorOperator(
+                task_id=name, train=train, num_processes=1, conn_id="here", store=str(tmp_path)
+            ).execute(context)
+            for name in ("first", "second")
+        ]
+
+    both()
+    outcome = run_dag(dag)
+    assert outcome.xcom("both") == [7, 7], outcome.errors
+    handles = [RunHandle.attach(job.parent) for job in sorted(tmp_path.glob("*/job.json"))]
+    assert [handle.id.split("__")[-1].rpartition("-")[0] for handle in handles] == ["both.first", "both.second"]
+    assert all(handle.delivery().acknowledged for handle in handles)
+
+
+def test_a_success_that_airflow_s_server_refused_is_not_acknowledged(
+    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Airflow calls the listener all the same: the next try must get the result."""
+    from airflow.sdk.api import client
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    asked = []
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        asked.append(args)
+        raise OSError("503")
+
+    monkeypatch.setattr(client.TaskInstanceOperations, "succeed", refuse)
+    TorchDistributorOperator(task_id="train", train=train, num_processes=1, conn_id="here", store=str(tmp_path))
+    run_dag(dag)
+    assert asked
+    (job,) = tmp_path.glob("*/job.json")
+    delivery = RunHandle.attach(job.parent).delivery()
+    assert delivery.receiver["try"] == 1
+    assert not delivery.acknowledged
+
+
+# -- trainings whose task has ended ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda watched: watched.set_state("failed"), "Airflow has set the task to failed"),
+        # By `dagrun_timeout`.
+        (lambda watched: watched.set_state("skipped"), "Airflow has set the task to skipped"),
+        (Watched.delete_run, "Airflow has deleted the task"),
+        (Watched.delete_dag, "Airflow has deleted the task"),
+    ],
+)
+def test_the_end_of_a_task_ends_a_training_that_nobody_follows(
+    watched: Watched, end: Callable[[Watched], None], reason: str
+) -> None:
+    from airflow_rankzero import TaskTry
+
+    watched.poll()
+    assert not watched.handle.status().final
+    end(watched)
+    watched.poll()
+    assert watched.handle.wait(60)
+    assert watched.handle.status().state == "cancelled"
+    assert f"on request: {reason}" in str(watched.handle.status().error)
+    # Another try, after a clear or of a new DAG run of the same name, may have begun to follow the run: it submits it.
+    assert TaskTry(SimpleNamespace(id="cleared", try_number=2)).is_replaced(watched.handle)
+
+
+@pytest.mark.parametrize("state", [None, "queued"])
+def test_a_cleared_task_keeps_its_training(watched: Watched, state: str | None) -> None:
+    watched.set_state(state)
+    watched.poll()
+    assert watched.handle.cancelled_for() == {}
+    assert not watched.handle.status().final
+
+
+def test_a_mark_ends_no_run_that_was_submitted_after_it(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    from airflow_rankzero import listeners
+
+    rows = listeners._rows
+
+    def submit_again(columns: list[Any], *conditions: Any) -> Any:
+        found = rows(columns, *conditions)
+        # The query for the state of the task, right before the end.
+        if columns[0].key == "state":
+            watched.handle.cancel()
+            assert watched.handle.wait(60)
+            watched.launcher.submit(wait_long)
+        return found
+
+    monkeypatch.setattr(listeners, "_rows", submit_again)
+    watched.set_state("failed")
+    watched.poll()
+    after = watched.launcher.find()
+    assert after
+    assert after.submission == 1
+    until(lambda: after.status().state == "running", 60, "the next training")
+    assert after.cancelled_for() == {}
+
+
+def test_only_a_scheduler_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from airflow_rankzero import listeners
+
+    polls: list[Any] = []
+
+    class Enough(BaseException):
+        pass
+
+    def poll(before: Any) -> Any:
+        polls.append(before)
+        if len(polls) == 1:
+            raise OSError("no database")
+        raise Enough
+
+    monkeypatch.setattr(listeners, "POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(listeners, "poll", poll)
+    listeners._watch(SimpleNamespace(job_type="TriggererJob"))
+    assert polls == []
+    with pytest.raises(Enough):
+        listeners._watch(SimpleNamespace(job_type="SchedulerJob"))
+    assert polls == [{}, {}]
