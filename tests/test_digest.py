@@ -1,7 +1,8 @@
-"""A digest is the file's sha256, whatever pieces it was written in."""
+"""A digest is that of the file's blocks, whatever pieces it was written in."""
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,20 @@ from rankzero.values import digest
 DATA = bytes(range(256)) * 4096
 
 
+def expected_of(data: bytes, block: int) -> str:
+    if len(data) <= block:
+        return "sha256:" + hashlib.sha256(data).hexdigest()
+    blocks = [hashlib.sha256(data[start : start + block]).digest() for start in range(0, len(data), block)]
+    return "sha256-8m:" + hashlib.sha256(b"".join(blocks)).hexdigest()
+
+
+@pytest.mark.parametrize("block", [100_000, len(DATA) // 2, len(DATA), 8 << 20])
 @pytest.mark.parametrize("piece", [1000, 300_000, len(DATA)])
-def test_it_is_the_sha256_of_the_file(tmp_path: Path, piece: int) -> None:
+def test_it_is_one_of_blocks_wherever_pieces_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, block: int
+) -> None:
+    monkeypatch.setattr(digest, "BLOCK", block)
+    monkeypatch.setattr(digest, "_READ", block // 4)
     path, memory = tmp_path / "file", bytearray(piece)
     with path.open("wb") as file:
         hashing = digest.HashingFile(file)
@@ -22,10 +35,19 @@ def test_it_is_the_sha256_of_the_file(tmp_path: Path, piece: int) -> None:
             length = len(DATA[start : start + piece])
             memory[:length] = DATA[start : start + piece]
             hashing.write(memoryview(memory)[:length])
-    expected = "sha256:" + hashlib.sha256(DATA).hexdigest()
-    assert (hashing.digest, hashing.size, path.read_bytes()) == (expected, len(DATA), DATA)
-    assert digest.digest_of_file(str(path)) == expected
-    assert digest.digest_of([DATA[:piece], memoryview(DATA)[piece:]]) == expected
+    assert (hashing.digest, hashing.size, path.read_bytes()) == (expected_of(DATA, block), len(DATA), DATA)
+    assert digest.digest_of_file(str(path)) == hashing.digest
+    assert digest.digest_of([DATA[:piece], memoryview(DATA)[piece:]]) == hashing.digest
+
+
+def test_an_error_of_a_thread_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoMemory:
+        def update(self, data: object) -> None:
+            raise MemoryError("no memory to hash in")
+
+    monkeypatch.setattr(hashlib, "sha256", NoMemory)
+    with pytest.raises(MemoryError, match="to hash in"), (tmp_path / "file").open("wb") as file:
+        digest.HashingFile(file).write(bytes(40 << 20))
 
 
 def test_a_changed_bit_is_damage(tmp_path: Path) -> None:
@@ -40,15 +62,19 @@ def test_a_changed_bit_is_damage(tmp_path: Path) -> None:
     assert found.value.is_damage
 
 
-@pytest.mark.parametrize("name", ["md5:", "sha256-8m:", ":", ""])
+@pytest.mark.parametrize("name", ["md5:", "sha256-16m:", ":", ""])
 def test_an_algorithm_that_is_not_known_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1")
     with pytest.raises(ResultError, match=f"{name}aa is of an algorithm that is not known here: upgrade"):
         ResultRef(str(tmp_path / "file"), "json", f"{name}aa", 1).load()
 
 
-def test_a_handle_has_what_sha256sum_prints(tmp_path: Path) -> None:
-    for value in ({"x": torch.zeros(3 << 20)}, [torch.zeros(3), "a"], {1, 2}, [1, 2]):
-        ref = ResultRef.save(value, tmp_path)
-        assert ref.digest == f"sha256:{ref.sha256}"
+def test_a_handle_gives_what_sha256sum_prints(tmp_path: Path) -> None:
+    values: list[Any] = [{"x": torch.zeros(3 << 20)}, [torch.zeros(3 << 20), {1}], {1, 2}, [1, 2]]
+    refs = [ResultRef.save(value, tmp_path) for value in values]
+    assert [ref.digest.split(":")[0] for ref in refs] == ["sha256-8m", "sha256-8m", "sha256", "sha256"]
+    for ref in refs:
         assert ref.sha256 == hashlib.sha256(Path(ref.uri).read_bytes()).hexdigest()
+    Path(refs[0].uri).unlink()
+    with pytest.raises(ResultError, match="does not exist"):
+        refs[0].sha256  # noqa: B018

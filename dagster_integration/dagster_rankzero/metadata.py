@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dagster_rankzero._compat import assets_of
-from rankzero.pipeline import REPORT_FILE, attempt, curves, is_number, reports
+from rankzero.pipeline import BLOCKS, PLAIN, REPORT_FILE, attempt, curves, is_number, reports, split
 
 if TYPE_CHECKING:
     from rankzero import ResultRef, RunHandle
@@ -23,7 +23,7 @@ THINNING = 0.01
 METRIC_PREFIX = "metric/"
 """Prefix of metrics' names, so that a metric cannot replace another entry."""
 
-RESULT_ENTRIES = frozenset({"format", "size", "sha256", "parameters", "dtypes"})
+RESULT_ENTRIES = frozenset({"format", "size", PLAIN, BLOCKS, "parameters", "dtypes"})
 """Names of the entries of `describe_result` other than metrics."""
 
 TABLE_ROWS = 50
@@ -80,10 +80,11 @@ def _describe_speed(rows: Sequence[dict[str, Any]]) -> _Entries:
 
 def describe_result(ref: "ResultRef") -> _Entries:
     """Returns the entries of a stored value, the same for a run's result and for an IO manager's file."""
+    algorithm, digits = split(ref.digest)
     entries: _Entries = {
         "format": dg.MetadataValue.text(ref.format),
         "size": dg.MetadataValue.int(ref.size),
-        "sha256": dg.MetadataValue.text(ref.sha256),
+        algorithm: dg.MetadataValue.text(digits),
     }
     if isinstance(ref.summary.get("parameters"), int):
         entries["parameters"] = dg.MetadataValue.int(ref.summary["parameters"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -14,7 +13,7 @@ from typing import IO, TypeVar
 from rankzero import store
 from rankzero.channel import frames
 from rankzero.channel.frames import FrameError, Message
-from rankzero.values.digest import NAME
+from rankzero.values.digest import Digest
 
 T = TypeVar("T")
 
@@ -97,7 +96,7 @@ class Uploads:
 
     async def _open(self, name: str) -> None:
         self._name, self._problem, self._file = name, None, None
-        self._hash, self._size = hashlib.sha256(), 0
+        self._digest = Digest()
         self._path = os.path.join(self._directory, f".upload-{self._task}-{name}")
         if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
             self._problem = f"{name!r} is no plain file name"
@@ -117,8 +116,7 @@ class Uploads:
 
     def _write_all(self, data: memoryview) -> None:
         assert self._file is not None
-        self._hash.update(data)
-        self._size += len(data)
+        self._digest.update(data)
         while data:
             data = data[self._file.write(data) :]
 
@@ -134,7 +132,7 @@ class Uploads:
         if problem is not None:
             await self._discard()
         elif self._file is not None:
-            facts = {"digest": NAME + self._hash.hexdigest(), "size": self._size}
+            facts = {"digest": self._digest.text(), "size": self._digest.size}
             uploaded = {"type": "uploaded", "name": self._name, "path": self._path, **facts}
             self._file = None
         self._deliver(uploaded)

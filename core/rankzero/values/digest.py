@@ -1,24 +1,35 @@
-"""The digest of a file: ``sha256:`` and its sha256, hex, as ``sha256sum`` prints it.
+"""The digest of a file, with the name of its algorithm, computed by all available cores.
+
+    sha256:HEX      a file of up to 8 MiB: what ``sha256sum`` prints
+    sha256-8m:HEX   a larger file: the sha256 of the sha256s of its blocks of 8 MiB
 
 Runs inside workers too: standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import IO, Any, Protocol
 
 from rankzero.errors import ResultError
+from rankzero.host.usage import available_cores
 
-Bytes = bytes | bytearray | memoryview
+BLOCK = 8 << 20
+"""Bytes of a block, which one core hashes."""
 
-NAME = "sha256:"
-"""Name of the algorithm, before the digits."""
+PLAIN, BLOCKS = "sha256", "sha256-8m"
 
 _LARGE = 256 << 10
-"""Bytes from which on a piece is hashed by a thread while it is written; starting one takes as long as hashing less."""
+"""Bytes from which on a piece is hashed by threads while it is written; starting one takes as long as hashing less."""
+
+_READ = 1 << 20
+
+Bytes = bytes | bytearray | memoryview
 
 
 class Writable(Protocol):
@@ -30,22 +41,22 @@ class Writable(Protocol):
 
 def digest_of(parts: Sequence[Bytes]) -> str:
     """Returns the digest of a file that consists of the concatenated parts."""
-    found = hashlib.sha256()
+    digest = Digest()
     for part in parts:
-        found.update(part)
-    return NAME + found.hexdigest()
+        digest.update(part)
+    return digest.text()
 
 
 def digest_of_file(path: str) -> str:
     """Returns the digest of a file. Raises OSError if it does not exist."""
     with open(path, "rb") as file:
-        return NAME + hashlib.file_digest(file, "sha256").hexdigest()
+        return _of_file(file.fileno())
 
 
 def split(digest: str) -> tuple[str, str]:
     """Splits a digest into algorithm and digits. Raises ResultError if a later version of rankzero wrote it."""
-    name, colon, digits = digest.rpartition(":")
-    if name + colon != NAME:
+    name, _, digits = digest.rpartition(":")
+    if name not in (PLAIN, BLOCKS):
         raise ResultError(f"the digest {digest[:32]} is of an algorithm that is not known here: upgrade rankzero")
     return name, digits
 
@@ -61,60 +72,131 @@ def verify(file: IO[bytes], expected: str, location: str = "") -> None:
     Raises:
         ResultError: the digests differ, or this version does not have the algorithm.
     """
-    (_, recorded), found = split(expected), hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-    if found != recorded:
+    split(expected)
+    if (found := _of_file(file.fileno())) != expected:
         raise ResultError(
-            f"{location or file.name} has the digest sha256:{found[:16]}..., but sha256:{recorded[:16]}... was "
-            "recorded: the file was changed or damaged after it was committed",
+            f"{location or file.name} has the digest {found[:26]}..., but {expected[:26]}... was recorded: the file "
+            "was changed or damaged after it was committed",
             is_damage=True,
         )
-    file.seek(0)
+
+
+class Digest:
+    """The digest of bytes that are added piece by piece."""
+
+    def __init__(self) -> None:
+        """Creates the digest of no bytes."""
+        self._blocks = [hashlib.sha256()]
+        self.size = 0
+
+    def update(self, data: Any) -> None:
+        """Adds bytes."""
+        for hash_it in self.add(memoryview(data).cast("B")):
+            hash_it()
+
+    def add(self, view: memoryview) -> list[Callable[[], object]]:
+        """Adds bytes that are hashed by the functions that it returns, each in any thread."""
+        todo: list[Callable[[], object]] = []
+        while view:
+            if self.size and not self.size % BLOCK:
+                self._blocks.append(hashlib.sha256())
+            piece = view[: BLOCK - self.size % BLOCK]
+            todo.append(partial(self._blocks[-1].update, piece))
+            self.size, view = self.size + len(piece), view[len(piece) :]
+        return todo
+
+    def text(self) -> str:
+        """Returns the digest of everything that was added."""
+        return _text(self._blocks)
+
+
+def _text(blocks: Sequence[Any]) -> str:
+    if len(blocks) == 1:
+        return f"{PLAIN}:{blocks[0].hexdigest()}"
+    return f"{BLOCKS}:{hashlib.sha256(b''.join(block.digest() for block in blocks)).hexdigest()}"
+
+
+def _of_file(descriptor: int) -> str:
+    # Read, not mapped: with a mapping, a file that shrinks meanwhile would kill the process.
+    def read(begin: int, block: Any) -> None:
+        for at in range(begin, begin + BLOCK, _READ):
+            block.update(os.pread(descriptor, _READ, at))
+
+    blocks = {begin: hashlib.sha256() for begin in range(0, os.fstat(descriptor).st_size or 1, BLOCK)}
+    _on_all_cores([partial(read, begin, block) for begin, block in blocks.items()])
+    return _text([*blocks.values()])
+
+
+def _on_all_cores(todo: list[Callable[[], object]], meanwhile: Callable[[], object] | None = None) -> None:
+    """Calls functions in threads, and another one in this thread, which then helps; reraises an error."""
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while todo:
+                todo.pop()()
+        except IndexError:
+            # Another thread took the last one.
+            pass
+        except BaseException as error:
+            failures.append(error)
+
+    threads = []
+    # No thread starts while the interpreter shuts down, or at the system's limit of threads.
+    with contextlib.suppress(RuntimeError):
+        for _ in range(min(len(todo) - (not meanwhile), available_cores())):
+            thread = threading.Thread(target=work, name="rankzero-digest", daemon=True)
+            thread.start()
+            threads.append(thread)
+    try:
+        if meanwhile:
+            meanwhile()
+        work()
+    finally:
+        for thread in threads:
+            thread.join()
+    for failure in failures:
+        raise failure
 
 
 class HashingFile:
-    """A file that writes to another one, counts the bytes, and hashes them in a thread meanwhile."""
+    """A file that writes to another one, and hashes the bytes meanwhile."""
 
     def __init__(self, file: Writable) -> None:
         """Prepares to write to a file, which stays open."""
         self._file = file
-        self._hash = hashlib.sha256()
-        self.size = 0
+        self._digest = Digest()
         self.failure: BaseException | None = None
         """The error of the other file, which torch replaces by one of its own."""
 
     def write(self, data: Any) -> int:
         """Writes all of the bytes; the caller may reuse their memory afterwards."""
         view = memoryview(data).cast("B")
-        thread = self._hashing(view)
+        todo = self._digest.add(view)
+        if len(view) < _LARGE:
+            self._write(view)
+            for hash_it in todo:
+                hash_it()
+        else:
+            _on_all_cores(todo, partial(self._write, view))
+        return len(view)
+
+    def _write(self, view: memoryview) -> None:
         try:
             self._file.write(view)
         except BaseException as error:
             self.failure = error
             raise
-        finally:
-            if thread:
-                thread.join()
-        if not thread:
-            self._hash.update(view)
-        self.size += len(view)
-        return len(view)
-
-    def _hashing(self, view: memoryview) -> threading.Thread | None:
-        """Starts a thread that hashes the bytes; returns None if there is none."""
-        if len(view) < _LARGE:
-            return None
-        thread = threading.Thread(target=self._hash.update, args=(view,), name="rankzero-digest", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            # No thread starts while the interpreter shuts down, or at the system's limit of threads.
-            return None
-        return thread
 
     def flush(self) -> None:
         """Does nothing, since the other file has all bytes."""
 
     @property
+    def size(self) -> int:
+        """Returns the number of bytes that were written."""
+        return self._digest.size
+
+    @property
     def digest(self) -> str:
         """Returns the digest of everything that was written."""
-        return NAME + self._hash.hexdigest()
+        return self._digest.text()

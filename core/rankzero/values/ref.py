@@ -6,13 +6,15 @@ another run it is opened inside the workers, so the bytes do not pass through th
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 from rankzero import store
 from rankzero.errors import ResultError
@@ -28,7 +30,8 @@ class ResultRef:
     Attributes:
         uri: Absolute local path or fsspec URL of the file.
         format: ``"json"``, ``"torch"`` or ``"pickle"``.
-        digest: Checksum of the file, with the name of its algorithm: ``"sha256:..."``.
+        digest: Checksum of the file, with the name of its algorithm: ``"sha256:..."``, or ``"sha256-8m:..."`` for more
+            than 8 MiB, which all cores hash together.
         size: Bytes of the file.
         summary: Facts for display: type, number of tensors and parameters, last metrics.
 
@@ -92,14 +95,8 @@ class ResultRef:
             return self.load_from(self.uri)
         # In a rank, the agent's scratch directory has room. The file has no name, so that no killed process leaves one.
         with tempfile.TemporaryFile(dir=os.environ.get("RANKZERO_SCRATCH")) as local:
-            try:
-                with store.open_read(self.uri) as remote:
-                    shutil.copyfileobj(remote, local, _COPY_CHUNK)
-            except FileNotFoundError:
-                raise ResultError(f"the result {self.uri} does not exist; was its run directory deleted?") from None
-            except Exception as error:
-                # Drivers of object stores raise their own exceptions.
-                raise ResultError(f"the result {self.uri} cannot be read: {type(error).__name__}: {error}") from error
+            with self._open() as remote:
+                shutil.copyfileobj(remote, local, _COPY_CHUNK)
             local.seek(0)
             return formats.read_open(local, self.uri, self.format, self.digest)
 
@@ -112,8 +109,23 @@ class ResultRef:
 
     @property
     def sha256(self) -> str:
-        """The sha256 of the file, hex, as ``sha256sum`` prints it."""
-        return digests.split(self.digest)[1]
+        """The sha256 of the file, hex, as ``sha256sum`` prints it. A file of more than 8 MiB is read for it."""
+        algorithm, digits = digests.split(self.digest)
+        if algorithm == digests.PLAIN:
+            return digits
+        with self._open() as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[IO[bytes]]:
+        try:
+            with store.open_read(self.uri) as file:
+                yield file
+        except FileNotFoundError:
+            raise ResultError(f"the result {self.uri} does not exist; was its run directory deleted?") from None
+        except Exception as error:
+            # Drivers of object stores raise their own exceptions.
+            raise ResultError(f"the result {self.uri} cannot be read: {type(error).__name__}: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         """Returns the handle as plain JSON values, for `from_json`."""
