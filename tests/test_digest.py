@@ -35,9 +35,9 @@ def test_it_is_one_of_blocks_wherever_pieces_end(
             length = len(DATA[start : start + piece])
             memory[:length] = DATA[start : start + piece]
             hashing.write(memoryview(memory)[:length])
-    assert (hashing.digest, hashing.size, path.read_bytes()) == (expected_of(DATA, block), len(DATA), DATA)
-    assert digest.digest_of_file(str(path)) == hashing.digest
-    assert digest.digest_of([DATA[:piece], memoryview(DATA)[piece:]]) == hashing.digest
+    assert (hashing.text(), hashing.size, path.read_bytes()) == (expected_of(DATA, block), len(DATA), DATA)
+    assert digest.digest_of_file(str(path)) == hashing.text()
+    assert digest.digest_of([DATA[:piece], memoryview(DATA)[piece:]]) == hashing.text()
 
 
 def test_an_error_of_a_thread_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,11 +90,11 @@ class Digest:
         self.size = 0
 
     def update(self, data: Any) -> None:
-        """Adds bytes."""
-        for hash_it in self.add(memoryview(data).cast("B")):
+        """Adds bytes, and hashes them in this thread."""
+        for hash_it in self._add(memoryview(data).cast("B")):
             hash_it()
 
-    def add(self, view: memoryview) -> list[Callable[[], object]]:
+    def _add(self, view: memoryview) -> list[Callable[[], object]]:
         """Adds bytes that are hashed by the functions that it returns, each in any thread."""
         todo: list[Callable[[], object]] = []
         while view:
@@ -159,44 +159,23 @@ def _on_all_cores(todo: list[Callable[[], object]], meanwhile: Callable[[], obje
         raise failure
 
 
-class HashingFile:
+class HashingFile(Digest):
     """A file that writes to another one, and hashes the bytes meanwhile."""
 
     def __init__(self, file: Writable) -> None:
         """Prepares to write to a file, which stays open."""
+        super().__init__()
         self._file = file
-        self._digest = Digest()
-        self.failure: BaseException | None = None
-        """The error of the other file, which torch replaces by one of its own."""
 
     def write(self, data: Any) -> int:
         """Writes all of the bytes; the caller may reuse their memory afterwards."""
         view = memoryview(data).cast("B")
-        todo = self._digest.add(view)
         if len(view) < _LARGE:
-            self._write(view)
-            for hash_it in todo:
-                hash_it()
-        else:
-            _on_all_cores(todo, partial(self._write, view))
-        return len(view)
-
-    def _write(self, view: memoryview) -> None:
-        try:
             self._file.write(view)
-        except BaseException as error:
-            self.failure = error
-            raise
+            self.update(view)
+        else:
+            _on_all_cores(self._add(view), partial(self._file.write, view))
+        return len(view)
 
     def flush(self) -> None:
         """Does nothing, since the other file has all bytes."""
-
-    @property
-    def size(self) -> int:
-        """Returns the number of bytes that were written."""
-        return self._digest.size
-
-    @property
-    def digest(self) -> str:
-        """Returns the digest of everything that was written."""
-        return self._digest.text()

@@ -52,7 +52,13 @@ _TAR_WRITES = 1 << 20
 
 def choose(value: object) -> str:
     """Chooses the format in which a value is stored."""
-    return JSON if is_json(value) else TORCH if tensors.tensors_in(value) else PICKLE
+    if is_json(value):
+        return JSON
+    # Some kinds of tensors lack attributes of others and raise any exception.
+    with contextlib.suppress(Exception):
+        if tensors.tensors_in(value):
+            return TORCH
+    return PICKLE
 
 
 def write(value: object, file_format: str, path: str) -> tuple[int, str]:
@@ -87,11 +93,12 @@ def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]
             try:
                 torch.save(copy, hashing, pickle_protocol=2)  # type: ignore[arg-type]
             except RuntimeError as error:
-                raise hashing.failure or error from None
+                # torch's own error about a file that it could not finish hides that of the file.
+                raise error.__context__ or error from None
     else:
         for part in pickled.pickled(value):
             hashing.write(part)
-    return hashing.size, hashing.digest
+    return hashing.size, hashing.text()
 
 
 _CRC32_LOCK = fork_safe(threading.Lock())
@@ -144,7 +151,7 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
             archive.add(directory, arcname=".")
         file.flush()
         os.fsync(file.fileno())
-        return sink.size, sink.digest
+        return sink.size, sink.text()
 
 
 def unpack(archive: tarfile.TarFile, target: str | os.PathLike[str]) -> None:
@@ -223,7 +230,7 @@ def _why_not(path: str, file_format: str, error: Exception) -> str:
     what = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         return f"the result {path} cannot be read: {what}"
-    if file_format != PICKLE:
+    if file_format != PICKLE and not isinstance(error, ImportError):
         return f"the result {path} cannot be loaded, it is not a {file_format} file that rankzero wrote: {what}"
     do = pickled.advice(error) or "Its class cannot be created here: return plain values or a state_dict instead"
     return f"the result {path} is whole, but cannot be loaded here: {what}. {do}"

@@ -292,8 +292,7 @@ class PayloadLoader(Loader):
 def with_qualname(reduced: Any, cls: Any) -> Any:
     """Adds the qualified name of a module's class to how cloudpickle reduces the class by value, which leaves it out.
 
-    Classes of scripts are left as they are, since all scripts are named ``__main__``, and so are those that a function
-    makes, which makes another one at each call.
+    Classes of scripts, which are all named ``__main__``, and those that a function makes are left as they are.
 
     Args:
         reduced: The value of cloudpickle's ``reducer_override``.

@@ -185,7 +185,6 @@ def tensors_in(value: object) -> list[torch.Tensor]:
                 if not _is_plain(item, types):
                     return []
                 found.append(item)
-                below += vars(item).values()
             elif type(item) not in (dict, OrderedDict, list, tuple):
                 if not is_atom(item) or (type(item) is int and item.bit_length() > _MAX_BITS):
                     return []
@@ -202,7 +201,7 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 def _is_plain(tensor: torch.Tensor, types: dict[int, torch.dtype]) -> bool:
     """Returns True for a tensor that torch.save writes and reads; ``types`` has those seen before, by address."""
-    if not is_dense(tensor) or is_narrow(tensor.dtype):
+    if not is_dense(tensor) or is_narrow(tensor.dtype) or vars(tensor):
         return False
     if tensor.requires_grad and tensor.dtype.itemsize == 1 and type(tensor).__name__ == "Tensor":
         # torch's function for newer types fails.
