@@ -21,7 +21,8 @@ import rankzero
 from rankzero import Launcher, RunHandle, SparkEngine
 from rankzero.engines.spark.context import known
 from rankzero.engines.spark.stage import make_task
-from rankzero.warm.server import PRELOADED_LATER, WARM_LOAD_AFTER
+from rankzero.warm.loading import PRELOADED_LATER
+from rankzero.warm.server import WARM_LOAD_AFTER
 
 pytestmark = pytest.mark.usefixtures("own_warm_servers", "own_environment")
 

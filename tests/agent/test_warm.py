@@ -413,7 +413,7 @@ def test_a_server_whose_owner_dies_while_it_imports_leaves_nothing(tmp_path: Pat
     directory = tmp_path / "server"
     with (
         subprocess.Popen(["sleep", "600"]) as owner,
-        server_of(owner.pid, directory, "warm.load = lambda _: (print(flush=True), time.sleep(600))") as server,
+        server_of(owner.pid, directory, "warm.loading.load = lambda _: (print(flush=True), time.sleep(600))") as server,
     ):
         try:
             assert server.stdout is not None
@@ -428,7 +428,7 @@ def test_a_server_whose_owner_dies_while_it_imports_leaves_nothing(tmp_path: Pat
 
 def test_a_module_that_hangs_while_it_is_loaded_ahead_delays_no_request(tmp_path: Path) -> None:
     (tmp_path / "hangs_at_import.py").write_text("import time\nprint(flush=True)\ntime.sleep(600)\n")
-    changes = f"import os, sys; sys.path.append({str(tmp_path)!r}); warm.PRELOADED_LATER = (); "
+    changes = f"import os, sys; sys.path.append({str(tmp_path)!r}); warm.loading.PRELOADED_LATER = (); "
     changes += "os.environ['RANKZERO_PRELOAD'] = 'hangs_at_import,hangs_at_import'"
     with (
         server_of(os.getpid(), tmp_path / "server", changes) as server,
@@ -448,7 +448,7 @@ def test_a_module_that_hangs_while_it_is_loaded_ahead_delays_no_request(tmp_path
 def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
     """A server that is content with little idling."""
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
-    with server_of(os.getpid(), tmp_path / "server", "warm.PRELOADED_LATER = ()") as process:
+    with server_of(os.getpid(), tmp_path / "server", "warm.loading.PRELOADED_LATER = ()") as process:
         yield process
 
 
@@ -588,7 +588,7 @@ def test_what_a_rank_leaves_to_finalizers_is_done_last(tmp_path: Path, warm_star
 
 TABLE_AT_EXIT = """
 import atexit, logging, os, sys
-from rankzero.warm import server as warm
+from rankzero.warm import loading as warm
 
 warm.load(warm.PRELOADED_LATER)
 warm.settle_dynamo()

@@ -13,14 +13,8 @@ exits with its executor, after `WARM_IDLE_TIMEOUT` without a run, or when its ow
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
-import importlib
-import importlib.machinery
 import json
-import logging
-import math
 import os
 import selectors
 import shutil
@@ -30,7 +24,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from rankzero import bounds
@@ -38,36 +32,13 @@ from rankzero.agent import supervise
 from rankzero.host import forked, processes
 from rankzero.host.guard import watch as watch_guard
 from rankzero.host.processes import process_start, settle_signals
-from rankzero.warm import hugepages
+from rankzero.warm import loading
 
 WARM_IDLE_TIMEOUT = bounds.scaled(300.0)  # Without an agent after which the server exits
 WARM_CHORE_AFTER = 0.5  # Seconds without a request after which it does chores that make later ones cheaper
 WARM_LOAD_AFTER = 5.0  # Seconds after a request until it loads the rest, although agents run
-WARM_PRELOAD_TIMEOUT = bounds.stretched(5.0)  # For the modules of RANKZERO_PRELOAD: a launch waits meanwhile
 WARM_OWNERLESS_MARGIN = bounds.stretched(15.0)  # Beyond their grace for agents whose server has lost its owner
 WARM_REQUEST_TIMEOUT = bounds.stretched(5.0)  # For a client to send its request once it has connected
-
-PRELOADED = (
-    "encodings.idna",
-    "torch",
-    "torch.distributed",
-    "rankzero.worker.main",
-    "rankzero.store.remote",
-    "rankzero.train.parts",
-    "rankzero.train.writer",
-    "rankzero.values.formats",
-    "rankzero.values.ref",
-    "rankzero.train",
-)
-PRELOADED_LATER = (
-    "torch._dynamo",
-    # Imported by most modules that hold a training function: 40 ms or more of processor time in every rank.
-    "rankzero.launcher",
-    "rankzero.engines.local",
-    "rankzero.engines.spark.engine",
-)
-PRELOAD = "RANKZERO_PRELOAD"
-"""Environment variable with the names of further installed modules, separated by commas, that a server loads later."""
 
 _READ = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
@@ -179,8 +150,8 @@ class WarmServer:
         signal.signal(signal.SIGCHLD, lambda *_: self._collect())
         try:
             with ending_with(None if self._agents else self._owner, self._place):
-                load(PRELOADED_LATER, os.environ.get(PRELOAD, "").split(","))
-                settle_dynamo()
+                loading.load(loading.PRELOADED_LATER, os.environ.get(loading.PRELOAD, "").split(","))
+                loading.settle_dynamo()
         except Exception:
             # A half imported module would be in every fork.
             self.end()
@@ -191,7 +162,7 @@ class WarmServer:
             self.end()
 
     def _gather(self) -> None:
-        hugepages.gather(lambda: not self._selector.select(0))
+        loading.gather(lambda: not self._selector.select(0))
         if self._selector.select(0):
             # A client has connected meanwhile. Pages that are collapsed cost next to nothing the next time.
             self._chores.append(self._gather)
@@ -303,64 +274,6 @@ class WarmServer:
                 connection.close()
 
 
-_give_up_at = math.inf
-"""Monotonic time at which `ending_with` ends the import that hangs."""
-
-
-def load(names: Sequence[str], users: Sequence[str] = ()) -> None:
-    """Imports modules that the forks share.
-
-    Directories of the user's ``PYTHONPATH`` are not searched, unless torch itself is there.
-
-    Args:
-        names: Names of the modules.
-        users: Modules that the user has named, one of which may hang: all of them get `WARM_PRELOAD_TIMEOUT`.
-    """
-    global _give_up_at
-    # Garbage collection during the imports took a tenth of the time.
-    gc.disable()
-    path = sys.path
-    own = set(os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    installed = [place for place in path if place not in own]
-    if importlib.machinery.PathFinder.find_spec("torch", installed):
-        sys.path = installed
-    try:
-        for name in names:
-            # Modules may exit, or raise as a test that is skipped does.
-            with contextlib.suppress(BaseException):
-                importlib.import_module(name)
-        end = time.monotonic() + WARM_PRELOAD_TIMEOUT()
-        for name in filter(None, map(str.strip, users)):
-            try:
-                _give_up_at = end
-                importlib.import_module(name)
-            except BaseException as error:
-                why = f"within {WARM_PRELOAD_TIMEOUT():g} s" if time.monotonic() >= end else f"({error!r})"
-                sys.stderr.write(f"rankzero: {PRELOAD}: {name} was not imported {why}; ranks import it themselves\n")
-                sys.stderr.flush()
-            finally:
-                _give_up_at = math.inf
-        sys.path = path
-        forked.prepare()
-    finally:
-        sys.path = path
-        gc.enable()
-
-
-def settle_dynamo() -> None:
-    """Does once the work that torch._dynamo would do in every fork, even if the fork compiles nothing."""
-    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
-    if clear := getattr(rules, "clear_lru_cache", None):
-        # init_process_group does it, too: results that were cached during the import may be wrong.
-        clear()
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    dump, log = getattr(utils, "dump_compile_times", None), getattr(utils, "log", None)
-    if dump and isinstance(log, logging.Logger):
-        # Its exit handler formats a table before it checks whether the log level shows it.
-        atexit.unregister(dump)
-        atexit.register(lambda: dump() if log.isEnabledFor(logging.INFO) else None)
-
-
 @contextlib.contextmanager
 def ending_with(owner: int | None, place: Place) -> Iterator[None]:
     """Exits this process during the block if its owner (a pidfd) exits: an import may take long, and runs no loop."""
@@ -371,7 +284,7 @@ def ending_with(owner: int | None, place: Place) -> Iterator[None]:
                 place.remove()
             finally:
                 os._exit(1)
-        if time.monotonic() >= _give_up_at:
+        if time.monotonic() >= loading.give_up_at:
             raise TimeoutError
 
     signal.signal(signal.SIGALRM, exit_without_owner)
@@ -415,7 +328,7 @@ def main() -> None:
         raise SystemExit("the process that started this server has exited")
     place = Place(directory, path)
     with ending_with(watched, place):
-        load(PRELOADED)
+        loading.load(loading.PRELOADED)
     os.environ.pop(forked.ROOM, None)
     server = WarmServer(place, listener, watched)
     if "torch" in sys.modules and not forked.touches_gpu():

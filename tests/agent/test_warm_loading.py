@@ -11,14 +11,14 @@ import pytest
 from tests.conftest import until
 
 from rankzero import Launcher
-from rankzero.warm import hugepages
+from rankzero.warm import loading
 
 GATHERED = 120.0
 
 
 def kernel_can() -> bool:
     release = tuple(int(part) for part in platform.release().split(".")[:2])
-    setting = Path(hugepages._SETTING)
+    setting = Path(loading._SETTING)
     return release >= (6, 1) and setting.exists() and "[never]" not in setting.read_text()
 
 
@@ -29,12 +29,12 @@ def test_who_wants_no_huge_pages_gets_none(tmp_path: Path, monkeypatch: pytest.M
     # The kernel would make them all the same.
     setting = tmp_path / "enabled"
     setting.write_text("always madvise [never]\n")
-    monkeypatch.setattr(hugepages, "_SETTING", str(setting))
+    monkeypatch.setattr(loading, "_SETTING", str(setting))
     asked: list[bool] = []
-    hugepages.gather(lambda: bool(asked.append(True)))
+    loading.gather(lambda: bool(asked.append(True)))
     assert asked == []
     setting.write_text("always [madvise] never\n")
-    hugepages.gather(lambda: bool(asked.append(True)))
+    loading.gather(lambda: bool(asked.append(True)))
     # It stops when it is told to.
     assert asked == [True]
 
@@ -42,7 +42,7 @@ def test_who_wants_no_huge_pages_gets_none(tmp_path: Path, monkeypatch: pytest.M
 PROGRAM = """
 import mmap
 
-from rankzero.warm import hugepages
+from rankzero.warm import loading
 
 dense = [bytearray(str(number).encode() * 100) for number in range(200_000)]
 sparse = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -55,7 +55,7 @@ def kilobytes(name):
 
 
 before = kilobytes("Rss:")
-hugepages.gather()
+loading.gather()
 assert all(text == str(number).encode() * 100 for number, text in enumerate(dense))
 print(kilobytes("AnonHugePages:"), kilobytes("Rss:") - before)
 """
