@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venv-matrix"
 
-TOOLS = "numpy pandas<3 pyarrow psutil pytest pytest-timeout pytest-xdist hypothesis safetensors scikit-learn mypy s3fs"
+TOOLS = "numpy pandas<3 pyarrow psutil pytest pytest-timeout pytest-xdist hypothesis scikit-learn mypy s3fs"
 TOOLS += " moto[s3] flask flask-cors hatchling editables setuptools wheel universal-pathlib"
 
 AIRFLOW = "operator trigger links provider connection tries delivery arguments templates outlets secrets config hook"
