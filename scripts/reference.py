@@ -218,7 +218,7 @@ def fields(name: str) -> str:
 
 FILES = {
     "airflow_provider/airflow_rankzero/arguments.py": arguments,
-    "dagster_integration/dagster_rankzero/launcher_fields.py": fields,
+    "dagster_integration/dagster_rankzero/fields.py": fields,
 }
 """What makes each file."""
 

@@ -29,7 +29,7 @@ TOGETHER = {
     "tests/test_launch_cost.py": "another JVM",
     "tests/compat/test_guides.py": "another JVM",
     "tests/compat/test_torch_distributor.py": "another JVM",
-    "tests/compat/horovod/test_hvd_front_doors.py": "another JVM",
+    "tests/compat/horovod/test_hvd_doors.py": "another JVM",
 }
 """The expensive thing that files share, by file or folder; every other file is a group of its own."""
 

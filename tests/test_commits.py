@@ -163,7 +163,7 @@ def test_a_checkpoint_of_ranks_at_different_batches_is_left_out(
             work.await_commit(index)
     work.finish()
     assert (work.committed, work.lost) == ([0, 2], [1])
-    assert "checkpoint 0000-000001 is left out: the ranks reported it at different batches of a dataset" in caplog.text
+    assert "checkpoint 0000-000001 is left out, as may be later ones: the ranks reported it at different" in caplog.text
 
 
 def test_ranks_in_step_keep_the_last_checkpoint_that_has_all_parts(

@@ -6,7 +6,7 @@ import pytest
 
 from rankzero import EngineError, RankZeroError, ResultError, ResultRef, RunCancelledError, WorkerFailedError, bounds
 from rankzero.channel.messages import Failed
-from rankzero.driver import ending
+from rankzero.driver import ending, policy
 from rankzero.driver.ending import Facts, Failure, Verdict
 from rankzero.driver.roster import Member
 from rankzero.errors import KILLED, LOST, MATCHED, PREEMPTED
@@ -228,6 +228,19 @@ def test_a_consequence_counts_once_every_rank_that_may_know_more_has_replied() -
     verdict = judged(known)
     assert verdict
     assert "rank 1 had not failed.\nrank 1 stood at:\n  stack of 1" in str(verdict.error)
+
+
+def test_an_exception_that_a_silent_host_may_have_caused_does_not_count_as_repeated() -> None:
+    known = facts()
+    failed(known, 0, LONG_BEFORE, exception_type="E", message="rank 1 closed", collateral=True)
+    verdict = judged(known)
+    assert verdict
+    assert verdict.lost_by == "E: rank <n> closed"
+    stacks = {0: "", 1: policy.NO_REPLY}
+    verdict = ending.judge(known, [], NOW, explain, lambda rank: [], lambda: stacks)
+    assert verdict
+    assert verdict.lost_by is None
+    assert "rank 1 stood at:\n  no answer" in str(verdict.error)
 
 
 @pytest.mark.parametrize("what", ["over", "engine"])

@@ -123,7 +123,7 @@ def test_a_day_of_64_ranks_costs_less_than_50_000_requests_to_write_and_20_000_t
     to_write = sum(found[key] / (beats if key[0] == "PUT" else due) for key in DRIVERS)
     # The lease comes each minute, also of a slow look, and once at the beginning.
     to_follow = found["GET", "logs/"] / successes + found["GET", "status.json"] / looks
-    to_follow += found["PUT", "lease"] / (due + RENEWAL_INTERVAL_REMOTE() * SCALE / LONGEST_PACE)
+    to_follow += found["PUT", "lease"] / (due + RENEWAL_INTERVAL_REMOTE * SCALE / LONGEST_PACE)
     day = looks_of_a_day()
     print(f"{day} looks a day, each {to_write:.2f} requests to write, {to_follow:.2f} to follow:")
     print(f"{day * to_write:.0f} requests to write and {day * to_follow:.0f} to follow a day of {RANKS} ranks", found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-@pytest.mark.parametrize("cause", ["lease", "signal", "request"])
-def test_only_an_end_without_a_request_is_noted_by_the_driver(run: RunDirectory, cause: str) -> None:
+@pytest.mark.parametrize("cause", ["lease", "signal", "request", "silent"])
+def test_an_end_without_a_stored_request_is_noted_by_the_driver(run: RunDirectory, cause: str) -> None:
     """The file of a request shows other tries that the run ends."""
     inbox, noted = Inbox(), []
     recorder = Recorder(run, JOB, Mask())
@@ -37,11 +38,14 @@ def test_only_an_end_without_a_request_is_noted_by_the_driver(run: RunDirectory,
         inbox.interrupt("the driver got SIGTERM")
     if cause == "request":
         run.request_cancel(0)
+    if cause == "silent":
+        # The store does not answer the process that cancels the run.
+        inbox.cancel()
     until(watch.is_called_off, 10, "the end")
     assert bool(noted) == (cause != "request")
     with pytest.raises(RunCancelledError) as raised:
         watch.check()
-    assert raised.value.requested == (cause == "request")
+    assert raised.value.requested == (cause in ("request", "silent"))
 
 
 class SlowStore(RunDirectory):
@@ -63,19 +67,29 @@ class SlowStore(RunDirectory):
 def test_a_request_counts_that_is_stored_while_an_earlier_poll_is_under_way(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a signal that comes with the request counts as the cause, and an orchestrator tries again."""
+    """Else the error lacks the reason of the request."""
     slow, inbox = SlowStore(run.directory), Inbox()
     watch = Watch(slow, JOB, Recorder(run, JOB, Mask()), inbox, leased=False)
     watch.check()
     assert slow.has_read.wait(60)
     run.request_cancel(0, reason="a user ended it")
-    inbox.interrupt("the driver got SIGTERM")
-    join = threading.Thread.join
+    inbox.cancel()
 
-    def join_after_reply(thread: threading.Thread, timeout: float | None = None) -> None:
+    def wait_for_reply(futures: list[Future[None]], timeout: float) -> None:
         slow.may_reply.set()
-        join(thread, 60)
+        wait(futures, 60)
 
-    monkeypatch.setattr(threading.Thread, "join", join_after_reply)
+    monkeypatch.setattr("rankzero.driver.watch.wait", wait_for_reply)
     with pytest.raises(RunCancelledError, match="cancelled on request: a user ended it"):
         watch.check()
+
+
+def test_a_driver_at_the_limit_of_threads_still_polls(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watch = Watch(run, JOB, Recorder(run, JOB, Mask()), Inbox(), leased=False)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    watch.check()
+    run.request_cancel(0)
+    until(watch.is_called_off, 10, "the end")

@@ -151,7 +151,7 @@ class TaskTry:
 
 
 def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
-    """Returns the seconds without a follower in which Airflow notices that a try was killed, and starts the next one."""
+    """Returns the seconds without a follower in which Airflow notices the death of a try, and starts the next one."""
     least = leases.DETACHED_LEASE if deferred else leases.SCHEDULING_SLACK
     if not TaskTry(ti).is_retried:
         return least

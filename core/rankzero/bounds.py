@@ -1,6 +1,6 @@
 """Time limits in seconds that hold in relation to each other in several processes, and sizes that modules share.
 
-``tests/test_bounds.py`` has the relations. A limit that one module reads stands in that module.
+``tests/test_bounds.py`` has the relations. Any other limit that one module reads stands in that module.
 """
 
 from __future__ import annotations

@@ -199,18 +199,19 @@ class Launcher(Options):
         """
         from rankzero.run.handle import RunHandle
         from rankzero.run.printing import print_line
-        from rankzero.sweep import checked, run_ids, run_trials
+        from rankzero.sweep import named, run_trials
 
         COUNT_FROM_ONE.check("max_parallel", max_parallel)
         if mode not in ("min", "max"):
             raise InvalidJobError(f'mode is {mode!r}; use "min" or "max"')
-        listed = checked(params)
-        names = run_ids(self.run_id, listed)
+        trials = named(self.run_id, params)
 
         def start(number: int) -> AbstractContextManager[RunHandle[Any]]:
-            return self.options(run_id=names[number]).owned(train, (), listed[number])
+            run_id, kwargs = trials[number]
+            return self.options(run_id=run_id).owned(train, (), kwargs)
 
-        sweep = run_trials(start, listed, metric, mode, max_parallel, print_line)
+        sweep = run_trials(start, [kwargs for _, kwargs in trials], metric, max_parallel, print_line)
+        sweep.metric, sweep.mode = metric, mode
         for trial in sweep:
             if trial.result:
                 self._acknowledge(RunHandle.attach(trial.directory))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -31,8 +31,7 @@ class Trial:
         number: Position of the arguments in the list, from 0.
         params: The keyword arguments.
         state: ``"succeeded"``, ``"failed"`` or ``"cancelled"``.
-        value: The last value of the sweep's metric that rank 0 has reported; None if there was none.
-        metrics: The last value of every metric.
+        metrics: The last value of every metric that rank 0 has reported; ``value`` is that of the sweep's metric.
         directory: The run directory; ``""`` if none was created.
         error: The error of a trial that did not succeed.
         result: Handle of rank 0's value if the trial succeeded.
@@ -54,25 +53,11 @@ class Trial:
         return self.result.load()
 
 
-@dataclass(frozen=True)
-class Sweep(Sequence[Trial]):
-    """A sequence of the trials, in the order of their arguments.
+class Sweep(tuple[Trial, ...]):
+    """The trials, in the order of their arguments; ``metric`` and ``mode`` are those of `Launcher.map`."""
 
-    Attributes:
-        trials: All trials.
-        metric: Name of the metric that compares trials; None if they are not compared.
-        mode: ``"min"`` if smaller values of the metric are better, ``"max"`` if larger ones are.
-    """
-
-    trials: tuple[Trial, ...]
-    metric: str | None
-    mode: Mode
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.trials[index]
-
-    def __len__(self) -> int:
-        return len(self.trials)
+    metric: str | None = None
+    mode: Mode = "min"
 
     @property
     def best(self) -> Trial:
@@ -83,9 +68,9 @@ class Sweep(Sequence[Trial]):
         """
         if self.metric is None:
             raise InvalidJobError('the sweep has no metric to compare trials by: give map(..., metric="loss")')
-        done = [trial for trial in self.trials if trial.state == "succeeded"]
+        done = [trial for trial in self if trial.state == "succeeded"]
         if not done:
-            raise next((trial.error for trial in self.trials if trial.error), None) or ResultError("no trial succeeded")
+            raise next((trial.error for trial in self if trial.error), None) or ResultError("no trial succeeded")
         scored = [trial for trial in done if isinstance(trial.value, (int, float))]
         if not scored:
             raise ResultError(f"no trial that succeeded has reported {self.metric!r} on rank 0")
@@ -93,32 +78,27 @@ class Sweep(Sequence[Trial]):
         return min(scored, key=lambda trial: sign * float(trial.value) if is_number(trial.value) else math.inf)
 
 
-def checked(params: Iterable[Mapping[str, Any]]) -> list[Params]:
-    """Returns the arguments of all trials. Raises InvalidJobError unless they are dicts with names, at least one."""
-    listed = list(params)
-    for each in listed:
+def named(sweep: str | None, params: Iterable[Mapping[str, Any]]) -> list[tuple[str | None, Params]]:
+    """Returns the arguments of all trials, each with a run id that depends on them and not on their position.
+
+    Raises InvalidJobError if these are not dicts with names, or none.
+    """
+    found: list[tuple[str | None, Params]] = []
+    for each in params:
         if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
             raise InvalidJobError(f"params has {each!r}; each trial is a dict of keyword arguments of the function")
-    if not listed:
+        name = None if sweep is None else f"{sweep}-{digest_of(dict(each))[:10]}"
+        count = sum((other or "").startswith(name) for other, _ in found) if name else 0
+        found.append((f"{name}-{count + 1}" if count else name, dict(each)))
+    if not found:
         raise InvalidJobError("params is empty; give a dict of keyword arguments for each trial")
-    return [dict(each) for each in listed]
-
-
-def run_ids(sweep: str | None, params: list[Params]) -> list[str | None]:
-    """Returns the run id of each trial, which depends on its arguments and not on its position; None without names."""
-    names: list[str | None] = []
-    for each in params:
-        name = f"{sweep}-{digest_of(each)[:10]}"
-        count = sum((other or "").startswith(name) for other in names)
-        names.append(None if sweep is None else f"{name}-{count + 1}" if count else name)
-    return names
+    return found
 
 
 def run_trials(
     start: Callable[[int], AbstractContextManager[RunHandle[Any]]],
     params: list[Params],
     metric: str | None,
-    mode: Mode,
     max_parallel: int,
     say: Callable[[str, str], object],
 ) -> Sweep:
@@ -127,7 +107,7 @@ def run_trials(
     is_cancelled = threading.Event()
 
     def run(number: int) -> Trial:
-        ref, error = None, None
+        result, error, directory, metrics = None, None, "", {}
         try:
             with start(number) as handle:
                 handles[number] = handle
@@ -135,28 +115,27 @@ def run_trials(
                     handle.cancel()
                 say(f"trial {number} ({params[number]}) runs in {handle.directory}", handle.id)
                 handle.wait()
-            ref = handle.result_ref()
+            result = handle.result_ref()
         except Exception as caught:
             if isinstance(caught, InvalidJobError) and number == 0 and number not in handles:
                 # All other trials would be refused, too.
                 raise
             error = caught
-        state = "cancelled" if isinstance(error, RunCancelledError) else "failed" if error else "succeeded"
-        directory, metrics = "", {}
         if number in handles:
             directory = handles[number].directory
             with contextlib.suppress(Exception):
                 metrics = handles[number].status().metrics
-        return Trial(number, params[number], state, metrics.get(metric or ""), metrics, directory, error, ref)
+        state = "cancelled" if isinstance(error, RunCancelledError) else "failed" if error else "succeeded"
+        trial = Trial(number, params[number], state, metrics.get(metric or ""), metrics, directory, error, result)
+        outcome = f": {error}" if error else "" if trial.value is None else f": {metric} {trial.value}"
+        say(f"trial {number} ({params[number]}) {state}{outcome}".partition("\n")[0], directory.rsplit("/", 1)[-1])
+        return trial
 
     pool = ThreadPoolExecutor(max_parallel, thread_name_prefix="rankzero-trial")
     futures = [pool.submit(run, number) for number in range(len(params))]
     try:
         for future in as_completed(futures):
-            trial = future.result()
-            outcome = trial.error or ("" if trial.value is None else f"{metric} {trial.value}")
-            line = f"trial {trial.number} ({trial.params}) {trial.state}: {outcome}"
-            say(line.partition("\n")[0].removesuffix(": "), trial.directory.rsplit("/", 1)[-1])
+            future.result()
     except BaseException:
         is_cancelled.set()
         for handle in list(handles.values()):
@@ -165,4 +144,4 @@ def run_trials(
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-    return Sweep(tuple(future.result() for future in futures), metric, mode)
+    return Sweep(future.result() for future in futures)

@@ -2,13 +2,13 @@
 
 Each line imports only from the lines below it:
 
-    component                        a training as a folder with a YAML file
-    decorators/                      functions that become assets and ops
-    resource  launcher_fields        runs a training for a step; its options
-    step  step_run  failure          one try of a step, its run, the meaning of its errors
-    output  io_manager/              the output of a step, and its storage
-    arguments/  metadata  checks     arguments of ranks; metadata for the UI; asset checks
-    fields  _compat                  names of fields; every use of Dagster's private interfaces
+    component               a training as a folder with a YAML file
+    decorators  compute     functions that become assets and ops; the functions of their steps
+    resource  fields        runs a training for a step; its options, and their refusal of unknown names
+    step                    one try of a step, and its run
+    io_manager  checks      the storage of an output; asset checks
+    metadata  inputs        the output of a step and its metadata for the UI; the arguments of ranks
+    _compat                 every use of Dagster's private interfaces
 
 This package runs outside of ranks. It imports Dagster and core, and neither torch nor pyspark. A name is loaded when
 it is used.
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from dagster_rankzero.checks import build_champion_check as build_champion_check
     from dagster_rankzero.checks import build_metric_bounds_checks as build_metric_bounds_checks
     from dagster_rankzero.component import TorchTrainingComponent as TorchTrainingComponent
-    from dagster_rankzero.decorators.asset import torch_asset as torch_asset
-    from dagster_rankzero.decorators.multi_asset import torch_multi_asset as torch_multi_asset
-    from dagster_rankzero.decorators.op import torch_distributor_op as torch_distributor_op
-    from dagster_rankzero.io_manager.io_manager import RankZeroIOManager as RankZeroIOManager
+    from dagster_rankzero.decorators import torch_asset as torch_asset
+    from dagster_rankzero.decorators import torch_distributor_op as torch_distributor_op
+    from dagster_rankzero.decorators import torch_multi_asset as torch_multi_asset
+    from dagster_rankzero.io_manager import RankZeroIOManager as RankZeroIOManager
     from dagster_rankzero.resource import TorchDistributorResource as TorchDistributorResource
 
 __all__ = [
@@ -47,12 +47,9 @@ DagsterLibraryRegistry.register("dagster-rankzero", __version__, is_dagster_pack
 
 lazy_names(
     __name__,
-    "_compat.Calls _compat.DELEGATED _compat.IN_PROCESS _compat.MULTIPROCESS _compat.signal_of "
     "checks.build_champion_check checks.build_metric_bounds_checks component.TorchTrainingComponent "
-    "decorators.asset.torch_asset decorators.multi_asset.torch_multi_asset decorators.op.torch_distributor_op "
-    "failure.as_failure io_manager.io_manager.RankZeroIOManager "
-    "metadata.describe_run metadata.TABLE_ROWS resource.TorchDistributorResource step.lease "
-    "step.run_id_of step.Step step_run.open_run",
+    "decorators.torch_asset decorators.torch_distributor_op decorators.torch_multi_asset "
+    "io_manager.RankZeroIOManager resource.TorchDistributorResource",
 )
 
 

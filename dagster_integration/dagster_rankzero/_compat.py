@@ -1,11 +1,9 @@
 """All uses of Dagster's private interfaces. Only this module must change when they change."""
 
 import inspect
-import itertools
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import traceback
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import dagster as dg
@@ -18,28 +16,11 @@ from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster.components.core.context import ComponentDeclLoadContext
 
 
-def partition_paths(manager: dg.UPathIOManager, context: dg.OutputContext) -> dict[str, Any]:
-    """Returns the path of each partition of an output, by partition key."""
-    return manager._get_paths_for_partitions(context)
-
-
-def dimensions_of(partition_key: str) -> list[str]:
-    """Returns the key of each dimension of a partition, sorted by the dimensions' names; most have only one."""
-    if isinstance(partition_key, dg.MultiPartitionKey):
-        return [key for _, key in sorted(partition_key.keys_by_dimension.items())]
-    return [partition_key]
-
-
 def set_data_version(context: dg.OutputContext, version: str) -> None:
     """Sets the data version of the asset being stored, unless its step has set one; ignores an op's output."""
     step = context._step_context
     if step is not None and context.has_asset_key:
         step.set_data_version(context.asset_key, dg.DataVersion(version))
-
-
-def set_step_data_version(context: dg.AssetExecutionContext, key: dg.AssetKey, version: dg.DataVersion) -> None:
-    """Sets the data version of an asset of a step, which its IO manager may replace."""
-    context.set_data_version(key, version)
 
 
 def component_folder(context: dg.ResolutionContext) -> str:
@@ -49,9 +30,8 @@ def component_folder(context: dg.ResolutionContext) -> str:
     return load_context.defs_relative_module_name(path.parent if path.is_file() else path)
 
 
-def dagster_type_of(annotation: Any) -> dg.DagsterType:
-    """Returns the Dagster type for the annotation of an input."""
-    return resolve_dagster_type(annotation)
+dagster_type_of = resolve_dagster_type
+"""Returns the Dagster type for the annotation of an input."""
 
 
 IN_PROCESS, MULTIPROCESS, DELEGATED = EXECUTORS = "in process", "multiprocess", "delegated"
@@ -66,15 +46,10 @@ def variable_of(value: Any) -> str | None:
 def facts_of(context: Any) -> tuple[dg.DagsterRun, dg.DagsterInstance, str, int, dg.RetryPolicy | None, str] | None:
     """Returns Dagster's facts about the try of a step that a context belongs to; None outside of a step, as in a test.
 
-    Args:
-        context: Context of an asset or op.
-
-    Returns:
-        The Dagster run; its instance; the step's key, with the index of a mapped step; the number of earlier tries in
-        this run; the step's retry policy, None also if the executor does not retry; and one of `EXECUTORS`.
+    They are the Dagster run; its instance; the step's key, with the index of a mapped step; the number of earlier tries
+    in this run; the step's retry policy, None also if the executor does not retry; and one of `EXECUTORS`.
     """
-    step = _step_of(context)
-    if step is None:
+    if (step := _step_of(context)) is None:
         return None
     policy = None if step.retry_mode.disabled else step.op_retry_policy
     number = step.previous_attempt_count
@@ -94,49 +69,14 @@ def _step_of(context: Any) -> Any:
     return getattr(op_context, "_step_execution_context", None)
 
 
-SAME, REPLACED, CONTINUED, OTHER = RELATIONS = "same", "replaced", "continued", "other"
-"""An earlier try's run is of the same training, or of another, which the training replaces, continues, or leaves."""
+_names: WeakKeyDictionary[Any, dict[str, object]] = WeakKeyDictionary()
+# The names of the trainings of each try of a step.
 
 
-class Calls:
-    """Numbers the trainings of a step in this try; parallel calls find their runs by what they train."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._claimed: dict[int, str | None] = {}
-
-    def claim(self, relation_of: Callable[[int], str | None]) -> int | None:
-        """Returns a number for a training: the number of an earlier try's run, else a free one.
-
-        Returns None if an earlier call of this try, with another training, continues the run of this training.
-
-        Args:
-            relation_of: Returns what the run with a number is to the training: one of `RELATIONS`; None if there is no
-                such run. Each of several may belong to a later call, so only a single one is replaced or continued.
-        """
-        with self._lock:
-            others = []
-            for number in itertools.count():
-                if self._claimed.get(number) == CONTINUED and relation_of(number) == SAME:
-                    return None
-                if number in self._claimed:
-                    continue
-                found = relation_of(number)
-                if found in (None, SAME):
-                    break
-                others.append(found)
-            if found is None and number == 1 and others in ([REPLACED], [CONTINUED]):
-                number, found = 0, others[0]
-            self._claimed[number] = found
-            return number
-
-
-_calls: WeakKeyDictionary[Any, Calls] = WeakKeyDictionary()
-
-
-def calls_of(context: Any) -> Calls:
-    """Returns the numbers of the trainings of the try that a context belongs to."""
-    return _calls.setdefault(_step_of(context), Calls())
+def claim_name(context: Any, name: str) -> bool:
+    """Returns True for the first training with a name in the try of the step that a context belongs to."""
+    training = object()
+    return _names.setdefault(_step_of(context), {}).setdefault(name, training) is training
 
 
 def step_succeeded(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
@@ -159,13 +99,8 @@ def step_was_rejected(instance: dg.DagsterInstance, run_id: str, key: str) -> bo
 
 def signal_of(interrupt: BaseException) -> int | None:
     """Returns the signal that has interrupted a step, from the frame of the handler that raised; None if unknown."""
-    traceback = interrupt.__traceback__
-    while traceback is not None:
-        number = traceback.tb_frame.f_locals.get("_signo")
-        if isinstance(number, int):
-            return number
-        traceback = traceback.tb_next
-    return None
+    numbers = (frame.f_locals.get("_signo") for frame, _ in traceback.walk_tb(interrupt.__traceback__))
+    return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def name_of(context: Any) -> str:
@@ -187,16 +122,8 @@ def assets_of(context: Any) -> Sequence[dg.AssetKey]:
         return ()
 
 
-@dataclass(frozen=True)
-class OutputFacts:
-    """Dagster's facts about an output of a step.
-
-    Attributes:
-        name: Name of the output.
-        asset_key: Key of the output's asset; None for the output of an op.
-        dagster_type: Type of the output's value.
-        is_dynamic: True for a dynamic output, of which there are several with mapping keys.
-    """
+class OutputFacts(NamedTuple):
+    """Dagster's facts about an output of a step; the output of an op has no asset key."""
 
     name: str
     asset_key: dg.AssetKey | None
@@ -210,10 +137,10 @@ def outputs_of(context: Any) -> list[OutputFacts]:
         return []
     return [
         OutputFacts(
-            name=output.name,
-            asset_key=output.properties.asset_key,
-            dagster_type=step.op_def.output_def_named(output.name).dagster_type,
-            is_dynamic=output.properties.is_dynamic,
+            output.name,
+            output.properties.asset_key,
+            step.op_def.output_def_named(output.name).dagster_type,
+            output.properties.is_dynamic,
         )
         for output in step.step.step_outputs
         if output.properties.asset_check_key is None and output.name in step.selected_output_names
@@ -248,16 +175,6 @@ def expect_single_result(context: dg.AssetExecutionContext) -> None:
 def is_automatic_retry(run: dg.DagsterRun) -> bool:
     """Returns True for a run that Dagster has started automatically after the failure of its parent."""
     return RETRY_NUMBER_TAG in run.tags and run.parent_run_id is not None
-
-
-def is_alone(run_id: str, instance: dg.DagsterInstance) -> bool:
-    """Returns True if no other run of the same group of re-executions is running."""
-    try:
-        group = instance.get_run_group(run_id)
-    except DagsterRunNotFoundError:
-        # The first run of the group was deleted.
-        return True
-    return group is None or all(run.is_finished or run.run_id == run_id for run in group[1])
 
 
 def may_be_retried(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:

@@ -105,42 +105,30 @@ def build_champion_check(
     challenger_key, champion_key = _key_of(challenger), _key_of(champion)
     partitions = champion.partitions_def if isinstance(champion, (dg.AssetsDefinition, dg.AssetSpec)) else None
 
-    @dg.asset_check(
-        asset=challenger_key,
-        name=_name_of(metric, "beats_champion"),
-        description=f"{metric} is at least as good as that of {champion_key.to_user_string()}.",
-        blocking=blocking,
-    )
-    def beats_champion(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        def judge(partition: str | None) -> dg.AssetCheckResult:
-            latest = _latest(context, challenger_key, _judged(context, challenger_key, partition))
-            found = _metric_of(latest, metric)
-            if found is None:
-                return _unknown(latest, metric, challenger_key, severity)
-            latest = _latest(context, champion_key, comparable(partition))
-            if latest is None:
-                first = "the first champion"
-                return dg.AssetCheckResult(passed=True, description=first, metadata={"challenger": found})
-            reigning = _metric_of(latest, metric)
-            if reigning is None:
-                return _unknown(latest, metric, champion_key, severity)
-            improvement = found - reigning if higher_is_better else reigning - found
-            return dg.AssetCheckResult(
-                passed=improvement >= min_improvement,
-                severity=severity,
-                metadata={"challenger": found, "champion": reigning, "improvement": improvement},
-            )
+    def comparable(context: dg.AssetCheckExecutionContext, partition: str | None) -> list[str] | None:
+        trained = _compat.partitions_of(context, challenger_key)
+        return _comparable(context, partition, trained, champion_key, partitions)
 
-        def comparable(partition: str | None) -> list[str] | None:
-            return _comparable(
-                context, partition, _compat.partitions_of(context, challenger_key), champion_key, partitions
-            )
+    def judge(context: dg.AssetCheckExecutionContext, partition: str | None) -> dg.AssetCheckResult:
+        latest = _latest(context, challenger_key, _judged(context, challenger_key, partition))
+        found = _metric_of(latest, metric)
+        if found is None:
+            return _unknown(latest, metric, challenger_key, severity)
+        latest = _latest(context, champion_key, comparable(context, partition))
+        if latest is None:
+            return dg.AssetCheckResult(passed=True, description="the first champion", metadata={"challenger": found})
+        reigning = _metric_of(latest, metric)
+        if reigning is None:
+            return _unknown(latest, metric, champion_key, severity)
+        improvement = found - reigning if higher_is_better else reigning - found
+        return dg.AssetCheckResult(
+            passed=improvement >= min_improvement,
+            severity=severity,
+            metadata={"challenger": found, "champion": reigning, "improvement": improvement},
+        )
 
-        run = _partitions_of(context, challenger_key)
-        own = [key for key in run if _judged(context, challenger_key, key)]
-        return _judge_all(own or [key for key in run if comparable(key) is not None] or run[:1], judge, severity)
-
-    return beats_champion
+    described = f"{metric} is at least as good as that of {champion_key.to_user_string()}."
+    return _check(challenger_key, _name_of(metric, "beats_champion"), described, blocking, severity, judge, comparable)
 
 
 def _bounds_check(
@@ -154,29 +142,40 @@ def _bounds_check(
     high = math.inf if bounds[1] is None else bounds[1]
     described = " and ".join([f"at least {low}"] * (low > -math.inf) + [f"at most {high}"] * (high < math.inf))
 
-    @dg.asset_check(
-        asset=key,
-        name=_name_of(metric, "within_bounds"),
-        description=f"{metric} is {described}.",
-        blocking=blocking,
-    )
-    def within_bounds(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        def judge(partition: str | None) -> dg.AssetCheckResult:
-            latest = _latest(context, key, _judged(context, key, partition))
-            found = _metric_of(latest, metric)
-            if found is None:
-                return _unknown(latest, metric, key, severity)
-            return dg.AssetCheckResult(
-                passed=low <= found <= high,
-                severity=severity,
-                description=f"{metric} is {found:.6g}; it should be {described}",
-                metadata={metric: found},
-            )
+    def judge(context: dg.AssetCheckExecutionContext, partition: str | None) -> dg.AssetCheckResult:
+        latest = _latest(context, key, _judged(context, key, partition))
+        found = _metric_of(latest, metric)
+        if found is None:
+            return _unknown(latest, metric, key, severity)
+        return dg.AssetCheckResult(
+            passed=low <= found <= high,
+            severity=severity,
+            description=f"{metric} is {found:.6g}; it should be {described}",
+            metadata={metric: found},
+        )
 
+    return _check(key, _name_of(metric, "within_bounds"), f"{metric} is {described}.", blocking, severity, judge)
+
+
+def _check(
+    key: dg.AssetKey,
+    name: str,
+    description: str,
+    blocking: bool,
+    severity: dg.AssetCheckSeverity,
+    judge: Callable[[dg.AssetCheckExecutionContext, str | None], dg.AssetCheckResult],
+    comparable: Callable[[dg.AssetCheckExecutionContext, str | None], object] = lambda context, partition: None,
+) -> dg.AssetChecksDefinition:
+    """Makes a check that judges the run's partitions of an asset, or else those that another asset has in common."""
+
+    @dg.asset_check(asset=key, name=name, description=description, blocking=blocking)
+    def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
         run = _partitions_of(context, key)
-        return _judge_all([part for part in run if _judged(context, key, part)] or run[:1], judge, severity)
+        own = [part for part in run if _judged(context, key, part)]
+        judged = own or [part for part in run if comparable(context, part) is not None] or run[:1]
+        return _judge_all(judged, lambda partition: judge(context, partition), severity)
 
-    return within_bounds
+    return check
 
 
 def _partitions_of(context: dg.AssetCheckExecutionContext, key: dg.AssetKey) -> Sequence[str | None]:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import dagster as dg
 from pydantic import Field
 
-from dagster_rankzero.arguments.partitions import PARTITION_KEY, PARTITION_KEYS
-from dagster_rankzero.decorators.asset import torch_asset
-from dagster_rankzero.decorators.compute import BOUND, CONFIG, check_function
+from dagster_rankzero.compute import BOUND, CONFIG, check_function
+from dagster_rankzero.decorators import torch_asset
+from dagster_rankzero.inputs import PARTITION_KEY, PARTITION_KEYS
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, TorchDistributorResource
 
 _TRAIN = '''"""Runs on every rank. What rank 0 returns is the asset's value."""

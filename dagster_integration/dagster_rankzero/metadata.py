@@ -1,24 +1,23 @@
-"""Builds the metadata that Dagster's UI shows of a run and of a stored result."""
+"""The output of a step: the event with which it delivers the result of a training, and the metadata for the UI."""
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dagster_rankzero._compat import assets_of
+from dagster_rankzero._compat import OutputFacts, assets_of, expect_single_result, io_manager_of, outputs_of
+from dagster_rankzero.inputs import keys_of, wants_reference
 from rankzero.pipeline import BLOCKS, PLAIN, REPORT_FILE, attempt, curves, is_number, reports, split
 
 if TYPE_CHECKING:
-    from rankzero import ResultRef, RunHandle
+    from rankzero import RankZeroError, ResultRef, RunHandle
 
 logger = logging.getLogger(__name__)
 
 _Entries = dict[str, dg.MetadataValue[Any]]
-
-THINNING = 0.01
-"""Least time to the next observation as a fraction of the time since the first, which limits the number of rows."""
 
 METRIC_PREFIX = "metric/"
 """Prefix of metrics' names, so that a metric cannot replace another entry."""
@@ -36,11 +35,7 @@ TABLE_DIGITS = 9
 def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
     """Returns the entries of a run that has succeeded: location, duration, throughput, reports, and result.
 
-    An entry that cannot be made is left out with a warning.
-
-    Args:
-        handle: The run.
-        log: The logger of the step.
+    An entry that cannot be made is left out with a warning to the logger of the step.
     """
 
     def part(what: str, make: Callable[[], _Entries]) -> _Entries:
@@ -50,7 +45,7 @@ def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
     # The table is long, so it comes last.
     return {
         **part("the description of the run", lambda: _describe_end(handle)),
-        **part("the throughput", lambda: _describe_speed(rows)),
+        **part("the throughput", lambda: {k: dg.MetadataValue.float(v) for k, v in reports.throughput(rows).items()}),
         **part("the loss curve", lambda: _draw_losses(rows)),
         **part("the description of the result", lambda: describe_result(handle.result_ref())),
         **part("the table of reports", lambda: _list_reports(rows)),
@@ -74,10 +69,6 @@ def _describe_end(handle: "RunHandle[Any]") -> _Entries:
     return entries
 
 
-def _describe_speed(rows: Sequence[dict[str, Any]]) -> _Entries:
-    return {name: dg.MetadataValue.float(value) for name, value in reports.throughput(rows).items()}
-
-
 def describe_result(ref: "ResultRef") -> _Entries:
     """Returns the entries of a stored value, the same for a run's result and for an IO manager's file."""
     algorithm, digits = split(ref.digest)
@@ -96,10 +87,7 @@ def describe_result(ref: "ResultRef") -> _Entries:
 
 
 def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
-    """Returns the entries of an output of several partitions, the same for each of them.
-
-    Dagster stores them with the event of each partition, so the table has at most `TABLE_ROWS` partitions.
-    """
+    """Returns the entries of an output of several partitions, which Dagster stores with the event of each."""
     rows = [
         {"partition": key, "format": ref.format, "size": ref.size, "digest": ref.digest}
         for key, ref in sorted(stored.items())[:TABLE_ROWS]
@@ -109,6 +97,36 @@ def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
         "partition_count": dg.MetadataValue.int(len(stored)),
         "size": dg.MetadataValue.int(sum(ref.size for ref in stored.values())),
     }
+
+
+def describe_error(error: "RankZeroError") -> dict[str, Any]:
+    """Returns the facts of an error by name; Dagster shows plain values as they are."""
+    from rankzero import HangError, InsufficientSlotsError, StartTimeoutError, WorkerFailedError
+
+    facts: dict[str, Any] = {}
+    if isinstance(error, WorkerFailedError):
+        facts = {name: getattr(error, name) for name in ("rank", "host", "exception_type", "signal", "exit_code")}
+        texts = {"traceback": error.traceback, "log_tail": error.log_tail, "other_ranks": error.others}
+        for name, text in texts.items():
+            if text:
+                facts[name] = dg.MetadataValue.md(_fence(text if isinstance(text, str) else "\n".join(text)))
+    elif isinstance(error, HangError):
+        facts["missing_ranks"] = ", ".join(map(str, error.missing or ()))
+        if error.stacks:
+            blocks = [f"**rank {rank}**\n\n{_fence(stack)}" for rank, stack in error.stacks.items()]
+            facts["stacks"] = dg.MetadataValue.md("\n\n".join(blocks))
+    elif isinstance(error, InsufficientSlotsError):
+        facts = {"slots_needed": error.needed, "slots_available": error.available}
+    elif isinstance(error, StartTimeoutError):
+        facts["missing"] = ", ".join(error.missing or ())
+    return {name: fact for name, fact in facts.items() if fact not in (None, "")}
+
+
+def _fence(text: str) -> str:
+    # The fence must be longer than any in the text.
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(4, longest + 1)
+    return f"{fence}text\n{text.rstrip()}\n{fence}"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:
@@ -164,10 +182,7 @@ def _plain(value: Any) -> str | int | float | bool | None:
 def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:
     """Yields an observation of every asset that a context's step materializes; none for an op.
 
-    Args:
-        context: Context of the asset.
-        metrics: Last values by name. Finite numbers are shown, under the same names as in the materialization, so that
-            Dagster plots both as one line.
+    Finite numbers are shown, under the same names as in the materialization, so that Dagster plots both as one line.
     """
     numbers = {METRIC_PREFIX + name: value for name, value in metrics.items() if is_number(value)}
     if not numbers:
@@ -177,15 +192,87 @@ def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObserv
         yield dg.AssetObservation(asset_key=key, partition=partition, metadata=numbers)
 
 
-def next_interval(interval: float, elapsed: float) -> float:
-    """Returns the seconds until the next observation.
+def check_single(context: Any) -> None:
+    """Checks before a training that its step makes at most one asset.
 
-    Args:
-        interval: Least seconds between two observations.
-        elapsed: Seconds since the first observation.
-
-    Example:
-        >>> next_interval(5.0, 60.0), next_interval(5.0, 3600.0)
-        (5.0, 36.0)
+    Raises:
+        dagster.Failure: the step makes several assets, or the context is that of a hook. Not retried.
     """
-    return max(interval, THINNING * elapsed)
+    if isinstance(context, dg.HookContext):
+        raise dg.Failure(
+            "a hook cannot train: its context has neither partitions nor outputs, and no retry of its own. Train in an "
+            "op or asset that comes after the step",
+            allow_retries=False,
+        )
+    if not isinstance(context, dg.AssetExecutionContext):
+        return
+    keys = [output.asset_key.to_user_string() for output in outputs_of(context) if output.asset_key]
+    if len(keys) > 1:
+        raise dg.Failure(
+            f"the step makes the assets {', '.join(keys)}, and a training has one result: use torch_multi_asset, "
+            "which gives each asset its part of what rank 0 returns; or run(context.op_execution_context, ...), which "
+            "returns an Output, and make the results of its value",
+            allow_retries=False,
+        )
+    expect_single_result(context)
+
+
+def single_output(context: Any) -> OutputFacts | None:
+    """Returns the only output of a context's step; None if it has several, and outside of a step."""
+    outputs = outputs_of(context)
+    return outputs[0] if len(outputs) == 1 else None
+
+
+def takes_reference(context: Any, output: OutputFacts | None) -> bool:
+    """Returns True if an output is stored by reference: `RankZeroIOManager` stores the file without loading the value.
+
+    An output needs the value if Dagster checks its type, if it has several partitions, or if it is dynamic.
+    """
+    if output is None or output.is_dynamic:
+        return False
+    if output.dagster_type.is_nothing:
+        # An output of type Nothing passes no value on.
+        return True
+    if not (output.dagster_type.is_any or wants_reference(output.dagster_type)) or len(keys_of(context)) > 1:
+        return False
+    return getattr(io_manager_of(context, output.name), "takes_references", False)
+
+
+def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: OutputFacts | None) -> Any:
+    """Returns a `dagster.MaterializeResult` for the context of an asset, else a `dagster.Output`.
+
+    An output of type Nothing gets only the metadata.
+    """
+    metadata = describe_run(handle, context.log)
+    takes_nothing = output is not None and output.dagster_type.is_nothing
+    if not isinstance(context, dg.AssetExecutionContext):
+        return dg.Output(None if takes_nothing else value, metadata=metadata)
+    key = output.asset_key if output else None
+    if takes_nothing:
+        return dg.MaterializeResult(asset_key=key, metadata=metadata)
+    version = dg.DataVersion(split(handle.result_ref().digest)[1])
+    return dg.MaterializeResult(asset_key=key, value=value, metadata=metadata, data_version=version)
+
+
+def by_output(function: str, value: Any, names: list[str], required: set[str]) -> dict[str, Any]:
+    """Returns rank 0's value by output name.
+
+    Raises:
+        dagster.Failure: an output is missing or unknown. Not retried.
+    """
+    if isinstance(value, tuple) and set(getattr(value, "_fields", ())) == set(names):
+        return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
+    if isinstance(value, tuple) and len(value) == len(names):
+        return dict(zip(names, value, strict=True))
+    if isinstance(value, dict) and required <= set(value) <= set(names):
+        return value
+    got = f"a {type(value).__name__}"
+    if isinstance(value, dict):
+        got = f"a dict with the keys {', '.join(sorted(map(str, value)))}"
+    elif isinstance(value, tuple):
+        got = f"a tuple of {len(value)}"
+    raise dg.Failure(
+        f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order, and "
+        "re-execute the whole step: from the failure it would get the same value again",
+        allow_retries=False,
+    )

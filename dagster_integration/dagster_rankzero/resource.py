@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 import dagster as dg
 from pydantic import Field, PrivateAttr, ValidationError
 
-from dagster_rankzero.arguments.inputs import without_annotations, without_dagster
-from dagster_rankzero.fields import ADDED, added_to, check_fields, resolve_variables
-from dagster_rankzero.launcher_fields import LauncherFields
-from dagster_rankzero.output import build_result, check_single, single_output, value_of
+from dagster_rankzero.fields import ADDED, LauncherFields, added_to, check_fields, resolve_variables
+from dagster_rankzero.inputs import without_annotations, without_dagster
+from dagster_rankzero.metadata import build_result, check_single, observe, single_output, takes_reference
 
 if TYPE_CHECKING:
     from dagster_rankzero.step import Step
@@ -60,6 +59,11 @@ class TorchDistributorResource(LauncherFields):
         description="Let a RetryPolicy apply to exceptions of the training function too, "
         "not only to killed ranks and errors of the infrastructure.",
     )
+    name: str | None = Field(
+        default=None,
+        description="Name of one of several trainings of a step; all tries of the step find its run by it. A second "
+        "training without a name of its own is refused.",
+    )
     log_ranks: list[int] | None = Field(
         default=None,
         description="Whose lines the step shows, such as [0]; left out: all. A rank whose failure ends the run is "
@@ -71,10 +75,10 @@ class TorchDistributorResource(LauncherFields):
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
         """Acknowledges the results that Dagster has stored, since their Dagster run may be deleted later."""
-        from dagster_rankzero import step_run
+        from dagster_rankzero.step import acknowledge
 
         while self._offered:
-            step_run.acknowledge(*self._offered.pop(), context.log)
+            acknowledge(*self._offered.pop(), context.log)
 
     def options(self, **changes: Any) -> Self:
         """Returns a copy of the resource with changed fields, for one run.
@@ -82,9 +86,6 @@ class TorchDistributorResource(LauncherFields):
         Args:
             changes: Field names of this class and their new values; a `dagster.EnvVar` is resolved immediately. The
                 entries of ``env`` and ``spark_conf`` are added to those of this resource; None as a value removes one.
-
-        Returns:
-            The copy; this resource does not change.
 
         Raises:
             dagster.Failure: a field does not exist or has a value of the wrong type. Not retried.
@@ -131,7 +132,8 @@ class TorchDistributorResource(LauncherFields):
     def run(self, context: Any, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs a training to its end; the ranks' lines go to standard output, which Dagster keeps as compute logs.
 
-        The training has the same name in all tries of the step. If Dagster will try again automatically (a
+        The run has the same id in all tries of the step; a step that trains twice gives one of the two a name, as in
+        ``torch_distributor.options(name="tuned").run(...)``. If Dagster will try again automatically (a
         `dagster.RetryPolicy`, run retries), the training survives the death of the step's process, and the next try
         attaches to it or gets its result. Otherwise it ends with the step's process. A training that has failed resumes
         from its last checkpoint. Terminating the Dagster run ends the ranks.
@@ -225,10 +227,7 @@ class TorchDistributorResource(LauncherFields):
         self, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[Any, None, None]:
         # Imported here, so that only a step that trains loads the core.
-        from dagster_rankzero import step_run
-        from dagster_rankzero.failure import as_failure
-        from dagster_rankzero.metadata import observe
-        from dagster_rankzero.step import Step
+        from dagster_rankzero.step import Step, as_failure, follow, offer, open_run
         from rankzero import RankZeroError
         from rankzero.pipeline import print_line
 
@@ -236,15 +235,16 @@ class TorchDistributorResource(LauncherFields):
         step, output = Step.of(context), single_output(context)
         shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
         try:
-            with step_run.open_run(self._launcher(), step, context, *shipped) as opened:
+            with open_run(self._launcher(), step, context, *shipped, name=self.name) as opened:
                 handle = opened.handle
                 show = functools.partial(print_line, run_id=handle.id)
                 interval = self.observation_interval
-                for metrics in step_run.follow(opened, step, context.log, show, interval, self.log_ranks):
+                for metrics in follow(opened, step, context.log, show, interval, self.log_ranks):
                     yield from observe(context, metrics)
-            value = value_of(context, handle, output, self.by_reference)
+            is_reference = takes_reference(context, output) if self.by_reference is None else self.by_reference
+            value = handle.result_ref() if is_reference else handle.result()
             if step is not None:
-                step_run.offer(handle, step, context.log)
+                offer(handle, step, context.log)
                 self._offered.append((handle, step))
         except RankZeroError as error:
             raise as_failure(error, handle, step, retry_user_errors=self.retry_user_errors) from error

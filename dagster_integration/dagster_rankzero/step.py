@@ -1,27 +1,51 @@
-"""`Step`: one try of a Dagster step, with the facts that the run of its training needs.
+"""One try of a Dagster step: its facts for the core, the run of its training, and the meaning of the run's errors.
 
 `rankzero.submit.durable` decides what to do with an existing run. It queries a `Step` for facts about Dagster: whether
 another try will follow, whether a user has terminated the run, and whether Dagster has stored the result.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
+import secrets
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import dagster as dg
 
 from dagster_rankzero import _compat
-from rankzero.pipeline import describe_process
+from dagster_rankzero.io_manager import hold
+from dagster_rankzero.metadata import describe_error
+from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle, WorkerFailedError
+from rankzero.pipeline import (
+    EngineOpened,
+    Follower,
+    LineWritten,
+    MetricsReported,
+    Opened,
+    attempt,
+    describe_process,
+    may_retry,
+)
 from rankzero.pipeline import lease as leases
 
 logger = logging.getLogger(__name__)
 
-_STEM_LIMIT = 100
+QUERY_INTERVAL = 60.0
+"""Seconds between two queries of the state of the Dagster run."""
+
+THINNING = 0.01
+"""Least time to the next observation as a fraction of the time since the first, which limits their number."""
+
+_RETRY = "its retry"
+
+# Dagster runs that were interrupted in this process, in which Dagster continues with their other steps.
+_interrupted: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -70,8 +94,6 @@ class Step:
             lease=lease(policy),
             instance=instance,
         )
-
-    # -- queries of the core -------------------------------------------------------------------
 
     @property
     def receiver(self) -> dict[str, str]:
@@ -131,18 +153,8 @@ class Step:
         )
         return self.is_retried and alone
 
-    # -- the run's name ------------------------------------------------------------------------
-
-    def run_id(self, root: str, call: int) -> str:
-        """Returns a name for the run of a training, the same in every try of the step."""
-        return run_id_of(root, self.key, call)
-
     def is_terminating(self, dagster_run: str = "") -> bool:
-        """Returns True if a Dagster run is being terminated or has ended: by a user, or by Dagster's limit of its time.
-
-        Args:
-            dagster_run: Id of the Dagster run; left out, the step's own.
-        """
+        """Returns True if a Dagster run is being terminated or has ended: the step's own, if none is given."""
         try:
             run = self.instance.get_run_by_id(dagster_run or self.dagster_run)
         except Exception:
@@ -157,34 +169,197 @@ class Step:
         run = self.instance.get_run_by_id(self.dagster_run)
         return run is not None and _compat.is_retried(run, self.instance)
 
-    def is_alone(self) -> bool:
-        """Returns False if another run of the group of re-executions is running, and may follow the same training."""
-        return _compat.is_alone(self.dagster_run, self.instance)
 
-
-def run_id_of(root: str, key: str, call: int) -> str:
-    """Returns a name for a training of a step, the same in all tries and re-executions.
-
-    Args:
-        root: Id of the first Dagster run of the group of re-executions.
-        key: The step's key.
-        call: Number of the training in the step, from 0.
-
-    Returns:
-        ``run-step[-call]-`` and a checksum of the three.
+def run_id_of(root: str, key: str, name: str | None = None) -> str:
+    """Returns the id of the run of a step's training, from the first Dagster run of the group of re-executions.
 
     Example:
-        >>> run_id_of("8f14e45f-ceea-467f-a2d0-1f3c5a7b9d0e", "train[3]", 0)
-        '8f14e45f-train-3-71b02c8d86f0e6e2'
+        >>> run_id_of("8f14e45f-ceea-467f-a2d0-1f3c5a7b9d0e", "train[3]")
+        '8f14e45f-train-3-ac25d78be7ed5362'
     """
-    digest = hashlib.sha256("\0".join([root, key, str(call)]).encode()).hexdigest()[:16]
-    return f"{stem_of(root, key)}{f'-{call}' if call else ''}-{digest}"
+    digest = hashlib.sha256("\0".join([root, key, name or ""]).encode()).hexdigest()[:16]
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(filter(None, [key, name]))).strip("-")[:100]
+    return f"{root[:8]}-{readable}-{digest}"
 
 
-def stem_of(run: str, key: str) -> str:
-    """Returns the readable part of a run's name, from the Dagster run and the step."""
-    named = re.sub(r"[^A-Za-z0-9_-]+", "-", key).strip("-")[:_STEM_LIMIT]
-    return f"{run[:8]}-{named}"
+@contextlib.contextmanager
+def open_run(
+    launcher: Launcher,
+    step: Step | None,
+    context: Any,
+    train: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str | None = None,
+) -> Iterator[Opened]:
+    """Opens the run of a step's training, which the block follows; see `rankzero.Launcher.durable`.
+
+    Outside of a step (None) the run ends with the block. A step that trains more than once names its trainings.
+
+    Raises:
+        dagster.Failure: the Dagster run is being terminated, or another Dagster run has the training.
+        rankzero.RankZeroError: the step has already trained under this name, the job cannot run as described, or an
+            earlier run does not end.
+    """
+    if step is None:
+        run_id = run_id_of(f"test-{secrets.token_hex(8)}", _compat.name_of(context), name)
+        with launcher.options(run_id=run_id).owned(train, args, kwargs) as handle:
+            yield Opened(handle)
+        return
+    if step.dagster_run in _interrupted or (step.number and step.is_terminating()):
+        # A retry policy treats an interrupt as a failure, also if a user has caused it.
+        raise dg.Failure("the run is being ended, so no training begins", allow_retries=False)
+    if not _compat.claim_name(context, name or ""):
+        raise InvalidJobError(
+            f"this step has already trained {f'under the name {name!r}' if name else 'without a name'}: give its other "
+            'training a name of its own, such as torch_distributor.options(name="second").run(...)'
+        )
+    labels = {"dagster_run": step.dagster_run, "generation": step.generation, "step": step.key}
+    orphan_timeout = step.lease if launcher.orphan_timeout is None else launcher.orphan_timeout
+    run_id = run_id_of(step.root, step.key, name)
+    launcher = launcher.options(run_id=run_id, labels=labels, orphan_timeout=orphan_timeout)
+    if before := launcher.find():
+        _check_owner(before, step)
+    try:
+        with launcher.durable(train, args, kwargs, step, context.log) as opened:
+            if opened.attached and not opened.handle.status().final:
+                # From here on the training belongs to this Dagster run: see `_leave_or_end`.
+                offer(opened.handle, step, context.log)
+            hold([args, kwargs], opened.handle.directory, context.log)
+            yield opened
+    except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as interrupt:
+        if step.executor == _compat.IN_PROCESS and step.is_retried and not step.detaches(interrupt):
+            # Otherwise the same process would immediately train again, since an interrupt counts as a failure.
+            _interrupted.add(step.dagster_run)
+            raise dg.Failure("the step was interrupted, and its training ended", allow_retries=False) from interrupt
+        raise
+
+
+def _check_owner(before: RunHandle[Any], step: Step) -> None:
+    """Raises dagster.Failure if a living training belongs to a Dagster run of another chain of tries that is running.
+
+    Two re-executions at the same time, or one and a retry of the first run, must not end each other's training.
+    """
+    owner = {**before.labels, **before.delivery().receiver}
+    if owner["generation"] == step.generation or before.status().final or step.is_terminating(owner["dagster_run"]):
+        return
+    raise dg.Failure(
+        f"the training of this step belongs to the Dagster run {owner['dagster_run']}, which is running: terminate "
+        "that one first, or wait for its end",
+        allow_retries=False,
+    )
+
+
+def follow(
+    opened: Opened,
+    step: Step | None,
+    log: Any,
+    on_line: Callable[[str], None],
+    interval: float | None,
+    log_ranks: Collection[int] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Shows the output of the ranks until the run has ended; leaves or ends it once the Dagster run has ended.
+
+    Yields:
+        The last value of each of rank 0's metrics, whenever they have changed, at least ``interval`` seconds apart, and
+        more as the run grows old. None yields no metrics.
+
+    Raises:
+        rankzero.RankZeroError: the Dagster run has ended, and the training continues for another one.
+    """
+    follower = Follower(opened.handle, ranks=log_ranks, attached=opened.attached)
+    latest: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
+    started = next_at = time.monotonic()
+    next_query = started + QUERY_INTERVAL
+    while True:
+        for event in follower.poll():
+            if isinstance(event, LineWritten):
+                on_line(event.text)
+            elif isinstance(event, EngineOpened):
+                log.info("the Spark UI of the training, while it runs: %s", event.url)
+            elif isinstance(event, MetricsReported):
+                latest = event.values
+        if follower.ended:
+            return
+        now = time.monotonic()
+        if step is not None and now >= next_query:
+            next_query = now + QUERY_INTERVAL
+            if step.is_terminating():
+                _leave_or_end(opened, step, log)
+        if interval is not None and latest != shown and now >= next_at:
+            shown, next_at = latest, now + max(interval, THINNING * (now - started))
+            yield latest
+        opened.handle.pause()
+
+
+def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
+    """Ends the training of a Dagster run that has ended, unless the training belongs to another run by now.
+
+    Dagster does not interrupt the steps of a run that was deleted, or whose process it cannot reach. A training belongs
+    to the Dagster run that has attached to it last, else to the one that has started it. If that run has failed and
+    Dagster retries it, the training waits for the retry, for as long as its lease lasts.
+
+    Raises:
+        rankzero.RankZeroError: the training continues for another Dagster run.
+    """
+    handle = opened.handle
+
+    def find_owner() -> str:
+        owner = handle.delivery().receiver.get("dagster_run", step.dagster_run)
+        return _RETRY if owner == step.dagster_run and step.is_run_retried() else str(owner)
+
+    # A store or an instance that cannot be queried now is queried again.
+    owner = attempt(log, "the query which Dagster run the training belongs to", find_owner, None)
+    if owner is None:
+        return
+    if owner == step.dagster_run:
+        log.warning("the Dagster run has ended or was deleted, so its training ends")
+        handle.cancel(reason="the Dagster run has ended or was deleted")
+        return
+    # Without another try, the driver ends with this process.
+    while not (opened.attached or step.is_followed_by_another or handle.wait(QUERY_INTERVAL)):
+        if owner != _RETRY and step.is_terminating(owner):
+            break
+    raise RankZeroError(f"the Dagster run has ended, and its training is left to {owner}")
+
+
+def offer(handle: RunHandle[Any], step: Step, log: Any) -> None:
+    """Records the step that follows the run and gets its value, before Dagster gets the value.
+
+    Without the record the next try gets the value again, and an earlier try may end the run with its Dagster run.
+    """
+    attempt(log, "the note of the delivery", lambda: handle.offer(step.receiver), None)
+
+
+def acknowledge(handle: RunHandle[Any], step: Step, log: Any) -> None:
+    """Records that Dagster has stored the result of a step that has ended, if it has."""
+
+    def note() -> None:
+        if step.has_accepted(step.receiver):
+            handle.acknowledge()
+
+    attempt(log, "the acknowledgement of the result", note, None)
+
+
+def as_failure(
+    error: RankZeroError, handle: RunHandle[Any] | None, step: Step | None = None, *, retry_user_errors: bool
+) -> dg.Failure:
+    """Returns the `dagster.Failure` for an error of a run, with its cause, the run directory, and the retry decision.
+
+    A `dagster.RetryPolicy` applies to it, unless another try cannot help, or an exception of the function should not be
+    retried. After the last try "Exceeded max_retries" would hide the error.
+    """
+    has_checkpoint = handle is not None and handle.status().checkpoint is not None
+    entries = describe_error(error)
+    if handle is not None:
+        entries["run_directory"] = dg.MetadataValue.path(handle.directory)
+    can_help = may_retry(error, has_checkpoint=has_checkpoint, retry_user_errors=retry_user_errors)
+    return dg.Failure(
+        description=str(error) if isinstance(error, WorkerFailedError) else f"{type(error).__name__}: {error}",
+        metadata=entries,
+        allow_retries=can_help and (step is None or step.is_retried),
+    )
 
 
 def lease(policy: dg.RetryPolicy | None) -> float:

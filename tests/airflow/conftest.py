@@ -20,6 +20,8 @@ from tests.conftest import restore_signal_handlers, signal_handlers, until
 
 from rankzero import Launcher
 
+RunDag = Callable[..., Any]
+
 # Deleted when the object is, at the end of the test process.
 _home = tempfile.TemporaryDirectory(prefix="rankzero-airflow-", ignore_cleanup_errors=True)
 HOME = _home.name
@@ -120,6 +122,19 @@ def run_dag(airflow_home: Path) -> Callable[..., DagOutcome]:
         return DagOutcome(dag.test(**kwargs), errors)
 
     return run
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> Callable[..., Any]:
+    """Makes a task ``train`` of one rank on this machine, with its run directory in the folder of the test."""
+
+    def make(train: Any, **arguments: Any) -> Any:
+        from airflow_rankzero import TorchDistributorOperator
+
+        given = {"task_id": "train", "num_processes": 1, "conn_id": "here", "store": str(tmp_path), **arguments}
+        return TorchDistributorOperator(train=train, **given)
+
+    return make
 
 
 def register(dag: Any) -> None:

@@ -343,22 +343,6 @@ def test_the_training_does_what_the_table_says(row: Row, airflow: Airflow) -> No
 
 
 @pytest.mark.soak
-def test_a_clear_after_the_death_of_a_worker_compares_the_code(airflow: Airflow) -> None:
-    """Airflow grants another try then without raising the number of the most tries."""
-    airflow.place.deploy(1)
-    with airflow.apart(retries=0) as process:
-        process.kill()
-        process.wait()
-    airflow.place.deploy(2)
-    airflow.clear()
-    assert airflow.state() == "restarting"
-    airflow.notice_death()
-    airflow.place.let("end")
-    assert airflow.try_again()
-    airflow.place.assert_outcome("from scratch", airflow.xcom())
-
-
-@pytest.mark.soak
 def test_a_try_whose_run_is_ended_for_a_cleared_one_resumes_the_training(
     airflow: Airflow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,7 +395,7 @@ def test_a_clear_of_a_deferred_task_ends_its_training_although_its_trigger_is_go
 
 
 @pytest.mark.usefixtures("hangups")
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
 def test_the_ranks_end_with_a_process_that_is_no_worker_s(airflow: Airflow, number: signal.Signals) -> None:
     """Of ``airflow tasks test`` or ``dag.test()``: nobody comes back for the training, and no other try starts."""
     with airflow.apart(worker=False) as process:

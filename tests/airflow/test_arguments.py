@@ -2,14 +2,12 @@
 
 import dataclasses
 import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-RunDag = Callable[..., Any]
+from tests.airflow.conftest import RunDag
 
 OF_THE_LAUNCHER_ALONE = {
     "engine": "the operator has conn_id, master and spark_conf",
@@ -63,14 +61,6 @@ def test_the_decorator_s_types_are_those_of_the_operator() -> None:
     assert own == {name: each.annotation for name, each in parameters().items() if name not in of_the_call}
 
 
-def test_a_connection_and_a_master_at_once_are_refused(dag: Any) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-    from rankzero import InvalidJobError
-
-    with pytest.raises(InvalidJobError, match="conn_id is 'cluster', and master is given.* give one of the two"):
-        TorchDistributorOperator(task_id="train", train=print, conn_id="cluster", master="yarn")
-
-
 def test_a_master_is_a_template_and_refused_with_its_name(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     """Before a JVM starts: a wrong one, and one without enough slots."""
     from airflow_rankzero import AirflowFailException, TorchDistributorOperator
@@ -86,37 +76,12 @@ def test_a_master_is_a_template_and_refused_with_its_name(dag: Any, run_dag: Run
     assert "master is 'head:7077'" in str(errors["wrong"])
 
 
-# By default: `test_a_master_is_a_template_and_refused_with_its_name`.
-@pytest.mark.soak
-def test_a_master_without_a_connection(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
-
-    def train() -> int:
-        import rankzero.train as rt
-
-        return rt.get_dataset_shard().num_rows
-
-    common: dict[str, Any] = {"train": train, "num_processes": 1, "store": str(tmp_path)}
-    common["dataset"] = "SELECT id FROM range({{ params.ranks }})"
-    TorchDistributorOperator(task_id="train", master="local[{{ params.ranks }}]", warm_start=False, **common)
-    TorchDistributorOperator(task_id="wrong", master="head:7077", **common)
-    outcome = run_dag(dag)
-    assert outcome.xcom("train") == 2, outcome.errors
-    (job,) = (json.loads(path.read_text()) for path in tmp_path.glob("*/job.json"))
-    assert job["engine"]["master"] == "local[2]"
-    assert job["warm_start"] is False
-    assert isinstance(outcome.errors["wrong"], AirflowFailException)
-    assert "master is 'head:7077'" in str(outcome.errors["wrong"])
-
-
 def describe(*found: Any) -> list[Any]:
     return [list(found), sorted({type(item).__name__ for item in found})]
 
 
-def test_combined_results_of_other_tasks_are_lists_in_the_ranks(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+def test_combined_results_of_other_tasks_are_lists_in_the_ranks(dag: Any, run_dag: RunDag, operator: Any) -> None:
     from airflow.sdk import ObjectStoragePath, task
-
-    from airflow_rankzero import TorchDistributorOperator
 
     @task
     def ones() -> list[int]:
@@ -128,9 +93,7 @@ def test_combined_results_of_other_tasks_are_lists_in_the_ranks(dag: Any, run_da
 
     first, mapped = ones(), task(task_id="each")(lambda x: 10 * x).expand(x=[1, 2])
     given = [first.map(lambda x: x + 1), first.zip(mapped), first.concat(mapped), mapped, place()]
-    TorchDistributorOperator(
-        task_id="train", train=describe, op_args=given, num_processes=1, conn_id="here", store=str(tmp_path)
-    )
+    operator(describe, op_args=given)
     outcome = run_dag(dag)
     found = [[2, 3], [(1, 10), (2, 20)], [1, 2, 10, 20], [10, 20], "/data/rows"]
     pushed = outcome.xcom("train")
@@ -167,13 +130,11 @@ def test_default_arguments_of_a_dag_reach_the_options() -> None:
 
 
 def test_a_mapped_group_s_output_is_a_list_by_map_index(
-    dag: Any, run_dag: RunDag, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    dag: Any, run_dag: RunDag, caplog: pytest.LogCaptureFixture, operator: Any
 ) -> None:
     """Airflow gives a text for one instance, None for none, and leaves skipped instances out."""
     from airflow.sdk import task, task_group
     from airflow.sdk.exceptions import AirflowSkipException
-
-    from airflow_rankzero import TorchDistributorOperator
 
     @task
     def part(day: str) -> str:
@@ -188,15 +149,7 @@ def test_a_mapped_group_s_output_is_a_list_by_map_index(
     groups = [of_day.override(group_id=f"g{len(days)}").expand(day=days) for days in (["a", "b", "c"], ["a"], [])]
     several, one, none = groups
     given = {"several": several, "one": one, "none": none, "deep": {"in": [one]}, "upper": one.map(str.upper)}
-    TorchDistributorOperator(
-        task_id="train",
-        train=dict,
-        op_kwargs=given,
-        num_processes=1,
-        conn_id="here",
-        store=str(tmp_path),
-        trigger_rule="all_done",
-    )
+    operator(dict, op_kwargs=given, trigger_rule="all_done")
     outcome = run_dag(dag)
     assert outcome.xcom("train") == {
         "several": ["/rows/a", None, "/rows/c"],

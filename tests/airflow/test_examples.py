@@ -1,4 +1,4 @@
-"""Every example pipeline beside the nightly one, as its DAG file defines it."""
+"""Every example pipeline, as its DAG file defines it."""
 
 import ast
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.airflow.conftest import RunDag, register
 from tests.conftest import JVM_TIMEOUT, ROOT, restore_signal_handlers, signal_handlers, until
 
 from rankzero import Launcher, ResultRef
@@ -21,46 +22,50 @@ DAY = 86400.0
 
 ANSWER_TIMEOUT = 240.0
 
-RunDag = Callable[..., Any]
 LoadDag = Callable[[str], Any]
+LoadDags = Callable[[str], dict[str, Any]]
+GOOD_ACCURACY = 0.95
 
 
 @pytest.fixture
-def load_dag(airflow_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadDag:
-    """The one DAG of a file, found as Airflow finds it, with a store and a champion's home of its own."""
+def load_dags(airflow_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadDags:
+    """The DAGs of a file, found as Airflow finds them, with a store and a champion's home of their own."""
     monkeypatch.setenv("RANKZERO_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("DIGITS_HOME", str(tmp_path / "digits"))
-    # Without a JVM; the nightly pipeline and the script run on Spark.
+    # Without a JVM; the script runs on Spark.
     monkeypatch.setenv("DIGITS_CONN_ID", "here")
     # Airflow puts the DAG folder on the search path; the other tests shall not see it there.
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def load(name: str) -> Any:
+    def load(name: str) -> dict[str, Any]:
         from airflow.dag_processing.dagbag import BundleDagBag
 
         file = EXAMPLES / "airflow" / name
         bag = BundleDagBag(dag_folder=file, bundle_path=EXAMPLES, bundle_name="dags-folder")
         assert bag.import_errors == {}
-        (dag,) = bag.dags.values()
+        return dict(bag.dags)
+
+    return load
+
+
+@pytest.fixture
+def load_dag(load_dags: LoadDags) -> LoadDag:
+    """The one DAG of a file."""
+
+    def load(name: str) -> Any:
+        (dag,) = load_dags(name).values()
         return dag
 
     return load
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(file.name for file in (EXAMPLES / "airflow").glob("*.py")),
-)
-def test_file_is_a_dag_file_and_explained(name: str, airflow_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    from airflow.dag_processing.dagbag import BundleDagBag
-
-    bag = BundleDagBag(dag_folder=EXAMPLES / "airflow" / name, bundle_path=EXAMPLES, bundle_name="dags-folder")
-    assert bag.import_errors == {}
-    assert bag.dags
+@pytest.mark.parametrize("name", sorted(file.name for file in (EXAMPLES / "airflow").glob("*.py")))
+def test_file_is_a_dag_file_and_explained(name: str, load_dags: LoadDags) -> None:
+    dags = load_dags(name)
+    assert dags
     table = (EXAMPLES / "README.md").read_text()
     assert f"airflow/{name}" in table
-    assert all(f"`{dag_id}`" in table for dag_id in bag.dags)
+    assert all(f"`{dag_id}`" in table for dag_id in dags)
 
 
 def answer() -> int:
@@ -203,7 +208,7 @@ def test_rejected_model_is_not_promoted(load_dag: LoadDag, run_dag: RunDag, tmp_
     assert not (tmp_path / "digits").exists()
 
 
-# By default: `test_a_trainer_of_ray_and_a_function_of_horovod`, and the same example in Dagster.
+# By default: the same example in Dagster.
 @pytest.mark.soak
 def test_a_training_of_horovods_is_a_task(load_dag: LoadDag, run_dag: RunDag) -> None:
     outcome = run_dag(load_dag("horovod_training.py"), run_conf={"epochs": 5})
@@ -266,3 +271,101 @@ def test_migration_changes_neither_the_training_nor_its_result(
     before, after = (outcome.xcom("train") for outcome in outcomes)
     assert 0 < after < 0.1
     assert after == pytest.approx(before, rel=1e-6)
+
+
+# -- the nightly pipeline ----------------------------------------------------------------------
+
+
+def promotions(run_id: str) -> list[dict[str, Any]]:
+    """What the events of the asset say that this run of the pipeline made."""
+    from airflow.models.asset import AssetEvent, AssetModel
+    from airflow.utils.session import create_session
+    from sqlalchemy import select
+
+    events = select(AssetEvent.extra).join(AssetModel, AssetModel.id == AssetEvent.asset_id)
+    with create_session() as session:
+        return list(
+            session.scalars(events.where(AssetModel.name == "digits_champion", AssetEvent.source_run_id == run_id))
+        )
+
+
+def schedules_of(asset: str) -> list[str]:
+    """The DAGs that Airflow runs when this asset is updated."""
+    from airflow.models.asset import AssetModel, DagScheduleAssetReference
+    from airflow.utils.session import create_session
+    from sqlalchemy import select
+
+    dag_ids = select(DagScheduleAssetReference.dag_id).join(AssetModel)
+    with create_session() as session:
+        return list(session.scalars(dag_ids.where(AssetModel.name == asset)))
+
+
+def test_nightly_pipeline_trains_a_good_model_promotes_and_deploys_it(
+    load_dags: LoadDags, run_dag: RunDag, tmp_path: Path
+) -> None:
+    dags = load_dags("digits_retraining.py")
+    assert set(dags) == {"digits_retraining", "digits_deployment"}
+    # Airflow knows which DAGs an asset starts.
+    for each in dags.values():
+        register(each)
+    dag = dags["digits_retraining"]
+    assert dag.schedule == "0 3 * * *"
+    assert not dag.catchup
+    # Without a JVM: the script of `test_examples.py` and the DAG `shipped` run on Spark.
+    dag.get_task("train").conn_id = "here"
+    # A third of the example's epochs is enough; with all of them Dagster's pipeline trains, with `make faults`.
+    dag.get_task("train").op_kwargs["epochs"] = 8
+
+    outcome = run_dag(dag)
+
+    assert outcome.state == "success", outcome.errors
+    accuracy = outcome.xcom("evaluate")
+    assert accuracy >= GOOD_ACCURACY
+    champion = json.loads((tmp_path / "digits" / "champion.json").read_text())
+    assert champion["accuracy"] == accuracy
+    assert champion["model"]["digest"] == outcome.xcom("train").digest
+    assert Path(champion["model"]["uri"]).is_relative_to(tmp_path / "digits"), "it must outlive its run directory"
+    (event,) = promotions(outcome.run_id)
+    assert event == {key: champion["model"][key] for key in ("uri", "digest")} | {"accuracy": accuracy}
+    assert schedules_of("digits_champion") == ["digits_deployment"]
+
+    deployment = run_dag(dags["digits_deployment"])
+    assert deployment.state == "success", deployment.errors
+    manifest = json.loads((tmp_path / "digits" / "manifest.json").read_text())
+    assert manifest == {**champion, "input": [1, 8, 8], "classes": 10}
+
+
+def test_nothing_is_deployed_that_was_changed_after_its_promotion(
+    load_dags: LoadDags, run_dag: RunDag, tmp_path: Path
+) -> None:
+    import digits
+
+    from rankzero import ResultError, ResultRef
+
+    ref = ResultRef.save(digits.build_model().state_dict(), tmp_path / "models")
+    digits.promote(0.9, ref.to_json())
+    data = bytearray(Path(ref.uri).read_bytes())
+    data[-1] ^= 1
+    Path(ref.uri).write_bytes(data)
+    dag = load_dags("digits_retraining.py")["digits_deployment"]
+    dag.get_task("deploy").retries = 0
+    outcome = run_dag(dag)
+    assert isinstance(outcome.errors["deploy"], ResultError)
+    assert not (tmp_path / "digits" / "manifest.json").exists()
+
+
+def test_worse_model_is_not_promoted(load_dags: LoadDags, run_dag: RunDag, tmp_path: Path) -> None:
+    reigning = {"accuracy": 1.1, "model": {}}
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "champion.json").write_text(json.dumps(reigning))
+    dag = load_dags("digits_retraining.py")["digits_retraining"]
+    dag.get_task("train").conn_id = "here"
+    # One step of training is enough to be worse.
+    dag.get_task("train").op_kwargs["epochs"] = 1
+
+    outcome = run_dag(dag)
+
+    assert outcome.state == "success", outcome.errors
+    assert outcome.task_state("promote") == "skipped"
+    assert promotions(outcome.run_id) == []
+    assert json.loads((tmp_path / "digits" / "champion.json").read_text()) == reigning

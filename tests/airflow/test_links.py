@@ -89,3 +89,13 @@ def test_a_web_page_shows_the_store_if_there_is_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("AIRFLOW__RANKZERO__DIRECTORY_URL", "https://files.example.com/{path}?run={name}")
     assert web_address("s3://bucket/runs/a") == "https://files.example.com/bucket/runs/a?run=a"
     assert web_address("/data/runs/a") == "https://files.example.com//data/runs/a?run=a"
+
+
+@pytest.mark.parametrize("template", ["https://files/{bucket}", "https://files/{path.bucket}", "https://files/{"])
+def test_a_template_with_other_placeholders_is_named(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    from airflow_rankzero import web_address
+    from rankzero import InvalidJobError
+
+    monkeypatch.setenv("AIRFLOW__RANKZERO__DIRECTORY_URL", template)
+    with pytest.raises(InvalidJobError, match="only {path} and {name} can stand in it"):
+        web_address("/runs/a")

@@ -6,12 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.airflow.conftest import Watched, wait_long
+from tests.airflow.conftest import RunDag, Watched, wait_long
 from tests.conftest import until
 
 from rankzero import RunHandle
-
-RunDag = Callable[..., Any]
 
 
 def train() -> int:
@@ -19,20 +17,13 @@ def train() -> int:
 
 
 def test_each_operator_that_a_task_executes_has_a_run_which_is_acknowledged(
-    dag: Any, run_dag: RunDag, tmp_path: Path
+    dag: Any, run_dag: RunDag, tmp_path: Path, operator: Any
 ) -> None:
     from airflow.sdk import task
 
-    from airflow_rankzero import TorchDistributorOperator
-
     @task
     def both(**context: Any) -> list[int]:
-        return [
-            TorchDistributorOperator(
-                task_id=name, train=train, num_processes=1, conn_id="here", store=str(tmp_path)
-            ).execute(context)
-            for name in ("first", "second")
-        ]
+        return [operator(train, task_id=name).execute(context) for name in ("first", "second")]
 
     both()
     outcome = run_dag(dag)
@@ -43,12 +34,10 @@ def test_each_operator_that_a_task_executes_has_a_run_which_is_acknowledged(
 
 
 def test_a_success_that_airflow_s_server_refused_is_not_acknowledged(
-    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operator: Any
 ) -> None:
     """Airflow calls the listener all the same: the next try must get the result."""
     from airflow.sdk.api import client
-
-    from airflow_rankzero import TorchDistributorOperator
 
     asked = []
 
@@ -57,7 +46,7 @@ def test_a_success_that_airflow_s_server_refused_is_not_acknowledged(
         raise OSError("503")
 
     monkeypatch.setattr(client.TaskInstanceOperations, "succeed", refuse)
-    TorchDistributorOperator(task_id="train", train=train, num_processes=1, conn_id="here", store=str(tmp_path))
+    operator(train)
     run_dag(dag)
     assert asked
     (job,) = tmp_path.glob("*/job.json")

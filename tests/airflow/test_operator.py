@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 from tests.airflow import versions
+from tests.airflow.conftest import RunDag
 from tests.conftest import until
 
 from rankzero import Launcher
-
-RunDag = Callable[..., Any]
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -43,7 +42,7 @@ def describe(given: dict, *, word: str, lr: str) -> dict:
 
 
 def test_values_travel_by_themselves_or_by_reference(
-    dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str], operator: Any
 ) -> None:
     from airflow.sdk import DAG, task
 
@@ -51,9 +50,7 @@ def test_values_travel_by_themselves_or_by_reference(
     from rankzero import ResultRef
 
     # One JVM is enough: the next step's.
-    train = TorchDistributorOperator(
-        task_id="train", train=make_weights, op_args=[2.0], conn_id="here", store=str(tmp_path)
-    )
+    train = operator(make_weights, num_processes=2, op_args=[2.0])
     report = TorchDistributorOperator(
         task_id="report",
         train=describe,
@@ -96,25 +93,6 @@ def test_values_travel_by_themselves_or_by_reference(
     assert second.xcom("pull") == 18.0, second.errors
 
 
-def test_script_gets_its_arguments(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\nimport rankzero.train as rt\nrt.set_result(sys.argv[1:] + [os.environ['WORLD_SIZE']])\n"
-    )
-    TorchDistributorOperator(
-        task_id="train",
-        train=script,
-        op_args=["--lr", "{{ params.lr }}", 3],
-        num_processes=1,
-        store=tmp_path,
-        conn_id="here",
-    )
-    outcome = run_dag(dag)
-    assert outcome.xcom("train") == ["--lr", "0.25", "3", "1"], outcome.errors
-
-
 def test_a_command_is_a_task_with_its_files_beside_the_dag(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     from airflow_rankzero import TorchDistributorOperator
 
@@ -131,28 +109,6 @@ def test_a_command_is_a_task_with_its_files_beside_the_dag(dag: Any, run_dag: Ru
     outcome = run_dag(dag)
     assert outcome.state == "success", outcome.errors
     assert (tmp_path / "out").read_text() == f"{os.path.getsize(__file__)} --lr=0.25 0\n"
-
-
-def test_failing_rank_fails_the_task_with_its_cause(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-    from rankzero import WorkerFailedError
-
-    def train() -> None:
-        import os
-
-        if os.environ["RANK"] == "1":
-            raise ZeroDivisionError("rank one gave up")
-        import threading
-
-        threading.Event().wait(60)
-
-    TorchDistributorOperator(task_id="train", train=train, store=str(tmp_path), conn_id="here")
-    outcome = run_dag(dag)
-    assert outcome.task_state("train") == "failed"
-    error = outcome.errors["train"]
-    assert isinstance(error, WorkerFailedError)
-    assert error.rank == 1
-    assert "ZeroDivisionError: rank one gave up" in str(error)
 
 
 @pytest.mark.parametrize("codes", [pytest.param(99, marks=pytest.mark.soak), (98, 99)])
@@ -200,20 +156,9 @@ def test_mapped_decorated_function_runs_on_the_connection(dag: Any, run_dag: Run
     assert sorted(name.split("__")[-1].partition("-")[0] for name in jobs) == ["0", "1"]
 
 
-def test_mapped_operator_gets_each_value(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
-    partial = TorchDistributorOperator.partial(task_id="train", train=print, store=str(tmp_path))
-    partial.expand(num_processes=[0, -1])
-    errors = run_dag(dag).errors
-    assert "num_processes is 0" in str(errors["train[0]"])
-    assert "num_processes is -1" in str(errors["train[1]"])
-
-
-def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Path, operator: Any) -> None:
     from datetime import timedelta
 
-    from airflow_rankzero import TorchDistributorOperator
     from rankzero import RunHandle
 
     def train() -> None:
@@ -229,14 +174,7 @@ def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Pat
         # As the timer of Airflow's timeout does.
         os.kill(os.getpid(), signal.SIGALRM)
 
-    TorchDistributorOperator(
-        task_id="train",
-        train=train,
-        num_processes=1,
-        store=str(tmp_path),
-        execution_timeout=timedelta(minutes=4),
-        conn_id="here",
-    )
+    operator(train, execution_timeout=timedelta(minutes=4))
     threading.Thread(target=let_time_pass, daemon=True).start()
     outcome = run_dag(dag)
     assert isinstance(outcome.errors["train"], versions.exception("AirflowTaskTimeout"))
@@ -244,19 +182,6 @@ def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Pat
     status = RunHandle.attach(directory).status()
     assert status.state == "cancelled"
     assert "AirflowTaskTimeout" in str(status.error)
-
-
-def test_connection_without_enough_slots_is_refused(
-    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-    from rankzero import InsufficientSlotsError
-
-    monkeypatch.setenv("AIRFLOW_CONN_ONE_SLOT", json.dumps({"conn_type": "spark", "host": "local[1]"}))
-    TorchDistributorOperator(task_id="train", train=print, conn_id="one_slot", store=str(tmp_path))
-    error = run_dag(dag).errors["train"]
-    assert isinstance(error, InsufficientSlotsError)
-    assert "local[1]" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -290,22 +215,9 @@ def test_bad_input_fails_for_good_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-# By default: `test_a_deferred_task_delivers_no_other_run_of_its_name`, and the deferred tasks of a real scheduler.
-@pytest.mark.soak
-def test_deferred_task_gives_the_same(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
-    TorchDistributorOperator(
-        task_id="train", train=make_weights, op_args=[2.0], store=str(tmp_path), conn_id="here", deferrable=True
-    )
-    outcome = run_dag(dag)
-    assert outcome.state == "success", outcome.errors
-    assert outcome.xcom("train").load()["weights"].tolist() == [6.0] * 3
-
-
-def test_a_deferred_task_delivers_no_other_run_of_its_name(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
+def test_a_deferred_task_delivers_no_other_run_of_its_name(
+    dag: Any, run_dag: RunDag, tmp_path: Path, operator: Any
+) -> None:
     calls: list[int] = []
 
     def replace_after_deferral(context: Any) -> None:
@@ -315,188 +227,35 @@ def test_a_deferred_task_delivers_no_other_run_of_its_name(dag: Any, run_dag: Ru
             shutil.rmtree(directory)
             Launcher(1, store=tmp_path, run_id=directory.name).submit(lambda: 8).wait(120)
 
-    TorchDistributorOperator(
-        task_id="train",
-        train=lambda: 7,
-        num_processes=1,
-        store=str(tmp_path),
-        conn_id="here",
-        deferrable=True,
-        pre_execute=replace_after_deferral,
-    )
+    operator(lambda: 7, deferrable=True, pre_execute=replace_after_deferral)
     outcome = run_dag(dag)
     assert outcome.xcom("train") == 7, outcome.errors
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize(
-    "mark", ["AIRFLOW_IS_K8S_EXECUTOR_POD", pytest.param("AIRFLOW_IS_EXECUTOR_CONTAINER", marks=pytest.mark.soak)]
-)
-def test_a_task_whose_container_would_end_with_it_does_not_defer(
+@pytest.mark.parametrize("deploy_mode", ["client", "cluster"])
+def test_a_task_whose_container_would_end_with_its_driver_does_not_defer(
     dag: Any,
     run_dag: RunDag,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    mark: str,
+    operator: Any,
+    deploy_mode: str,
 ) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
-    def train() -> int:
-        return 7
-
-    common: dict[str, Any] = {"train": train, "num_processes": 1, "store": str(tmp_path), "conn_id": "here"}
-
-    def enter_container(context: Any) -> None:
-        monkeypatch.setenv(mark, "True")
-
-    # Not before: Airflow's API server, which is in this process, reads it as well.
-    TorchDistributorOperator(task_id="train", deferrable=True, pre_execute=enter_container, **common)
-    outcome = run_dag(dag)
-    assert outcome.xcom("train") == 7, outcome.errors
-    log = capfd.readouterr().out
-    assert "not deferred, although deferrable=True" in log
-    assert "DEFERRED" not in log
-
-
-def test_a_driver_on_the_cluster_does_not_end_with_the_tasks_container(
-    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
     # Refused after the operator has decided whether to defer, and before anything is submitted.
-    conf = {"spark.dynamicAllocation.enabled": "true"}
-    place = {"conn_type": "rankzero", "host": "spark://head", "extra": {"deploy_mode": "cluster", "conf": conf}}
-    monkeypatch.setenv("AIRFLOW_CONN_ON_CLUSTER", json.dumps(place))
+    extra = {"deploy_mode": deploy_mode, "conf": {"spark.dynamicAllocation.enabled": "true"}}
+    place = {"conn_type": "rankzero", "host": "spark://head", "extra": extra}
+    monkeypatch.setenv("AIRFLOW_CONN_PLACE", json.dumps(place))
 
     def enter_container(context: Any) -> None:
         monkeypatch.setenv("AIRFLOW_IS_K8S_EXECUTOR_POD", "True")
 
-    common: dict[str, Any] = {"train": lambda: 7, "store": str(tmp_path), "conn_id": "on_cluster"}
-    TorchDistributorOperator(task_id="train", deferrable=True, pre_execute=enter_container, **common)
+    # Not before: Airflow's API server, which is in this process, reads it as well.
+    operator(lambda: 7, conn_id="place", deferrable=True, pre_execute=enter_container)
     assert run_dag(dag).state == "failed"
     log = capfd.readouterr().out
     assert "SPARK-24942" in log
-    assert "not deferred, although deferrable=True" not in log
-
-
-def test_assets_say_what_was_made_and_links_where(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow.models.asset import AssetEvent
-    from airflow.sdk import Asset
-    from airflow.utils.session import create_session
-
-    from airflow_rankzero import DIRECTORY_KEY, TorchDistributorOperator
-
-    def train() -> float:
-        import rankzero.train as rt
-
-        rt.report({"loss": 0.5, "broken": float("nan")})
-        return 0.25
-
-    TorchDistributorOperator(
-        task_id="train", train=train, store=str(tmp_path), conn_id="here", outlets=[Asset("model-of-the-test")]
-    )
-    outcome = run_dag(dag)
-    assert outcome.xcom("train") == 0.25, outcome.errors
-    (directory,) = tmp_path.iterdir()
-    assert outcome.xcom("train", DIRECTORY_KEY) == str(directory)
-    with create_session() as session:
-        (event,) = session.query(AssetEvent).filter(AssetEvent.source_dag_id == dag.dag_id).all()
-        extra = dict(event.extra)
-    assert extra["world_size"] == 2
-    assert extra["metrics"] == {"loss": 0.5, "broken": "nan"}
-    assert Path(extra["uri"]).parent == directory / "result"
-    assert len(extra["sha256"]) == 64
-
-
-def test_a_second_run_of_the_same_name_trains_again(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    """``dag.test`` with a fixed date makes a DAG run anew under its old name."""
-    from airflow_rankzero import TorchDistributorOperator
-    from rankzero import RunHandle
-
-    def train() -> int:
-        import os
-
-        return os.getpid()
-
-    TorchDistributorOperator(task_id="train", train=train, store=str(tmp_path), conn_id="here", num_processes=1)
-    first, second = (run_dag(dag, run_after=NOON, logical_date=NOON).xcom("train") for _ in range(2))
-    # One directory: both had the same name.
-    (directory,) = tmp_path.iterdir()
-    assert first != second
-    assert RunHandle.attach(directory).submission == 1
-
-
-def test_what_users_return_comes_back_as_it_was(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow.sdk import task
-
-    from airflow_rankzero import torch_distributor
-
-    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
-    def make(kind: str) -> Any:
-        import dataclasses
-
-        import numpy
-        import pandas
-
-        Point = dataclasses.make_dataclass("Point", [("x", float)])
-        values: dict[str, Any] = {
-            "scalar": numpy.float32(0.5),
-            "array": numpy.arange(3),
-            "dataclass": Point(1.5),
-            "frame": pandas.DataFrame({"x": [1, 2]}),
-        }
-        return values[kind]
-
-    @task
-    def describe(refs: list[Any]) -> list[str]:
-        scalar, (array, point, frame) = refs[0], (ref.load() for ref in refs[1:])
-        return [repr(scalar), repr(array.tolist()), repr(point), repr(frame.x.sum())]
-
-    describe(make.expand(kind=["scalar", "array", "dataclass", "frame"]))
-    outcome = run_dag(dag)
-    assert outcome.xcom("describe") == ["0.5", "[0, 1, 2]", "Point(x=1.5)", "np.int64(3)"], outcome.errors
-
-
-def test_it_composes_as_every_operator_does(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow.sdk import task
-
-    from airflow_rankzero import torch_distributor
-
-    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
-    def score(value: float) -> float:
-        return value
-
-    @task.branch
-    def choose(before: float, after: float) -> str:
-        return "promote" if after > before else "keep"
-
-    @task
-    def promote() -> str:
-        return "promoted"
-
-    @task
-    def keep() -> str:
-        return "kept"
-
-    @task
-    def clean() -> None:
-        pass
-
-    prepared = score.override(task_id="prepare")(0.25).as_setup()
-    trained = score.override(task_id="train", num_processes=2)(0.5)
-    choice = choose(prepared, trained)
-    choice >> [promote(), keep()]
-    prepared >> trained >> clean().as_teardown(setups=prepared)
-    outcome = run_dag(dag)
-    assert outcome.xcom("promote") == "promoted", outcome.errors
-    assert outcome.task_state("keep") == "skipped"
-    assert outcome.task_state("clean") == "success"
-    worlds = {
-        path.parent.name.split("__")[-1][:5]: json.loads(path.read_text()) for path in tmp_path.glob("*/job.json")
-    }
-    assert worlds["train"]["num_processes"] == 2
-    assert worlds["prepa"]["num_processes"] == 1
+    assert ("not deferred, although deferrable=True" in log) is (deploy_mode == "client")
 
 
 def test_an_operator_may_be_copied_and_listed(dag: Any) -> None:
@@ -532,21 +291,21 @@ def test_what_may_be_there_at_the_next_try_is_left_to_it(dag: Any, run_dag: RunD
         assert words in str(errors[task_id])
 
 
-def test_results_of_mapped_tasks_are_opened_in_the_ranks(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import torch_distributor
+def test_a_tracker_of_a_task(dag: Any, run_dag: Callable[..., Any], tmp_path: Path) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero.tracking import Tracker
 
-    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
-    def make(scale: float) -> dict[str, Any]:
-        import torch
+    class Ends(Tracker):
+        def __init__(self, path: Path) -> None:
+            self.path = path
 
-        return {"weights": torch.ones(2) * scale}
+        def end(self, run: Any, status: Any) -> None:
+            self.path.write_text(f"{run.labels['task_id']} {status.state}")
 
-    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
-    def average(models: list[Any], *, nested: dict[str, Any]) -> float:
-        assert type(models) is type(nested["again"]) is list
-        return float(sum(model["weights"].sum() for model in models))
-
-    made = make.expand(scale=[1.0, 2.0])
-    average(made, nested={"again": made})
-    outcome = run_dag(dag)
-    assert outcome.xcom("average") == 6.0, outcome.errors
+    ends = tmp_path / "ends"
+    TorchDistributorOperator(
+        task_id="train", train=int, num_processes=1, conn_id="here", store=str(tmp_path / "runs"), trackers=[Ends(ends)]
+    )
+    done = run_dag(dag)
+    assert done.state == "success", done.errors
+    assert ends.read_text() == "train succeeded"

@@ -1,14 +1,12 @@
 """What an alias among a task's outlets becomes: an asset that is the result."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.airflow import versions
-
-RunDag = Callable[..., Any]
+from tests.airflow.conftest import RunDag
 
 
 def events_of(dag_id: str) -> list[tuple[str, list[str], dict[str, Any]]]:
@@ -58,10 +56,8 @@ def test_an_alias_gets_the_result_as_its_asset(
     assert "     3     2   0.5" in log
 
 
-def test_an_asset_that_the_user_gave_the_alias_gets_the_facts(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+def test_an_asset_that_the_user_gave_the_alias_gets_the_facts(dag: Any, run_dag: RunDag, operator: Any) -> None:
     from airflow.sdk import Asset, AssetAlias
-
-    from airflow_rankzero import TorchDistributorOperator
 
     def name_it(context: Any) -> None:
         context["outlet_events"][AssetAlias("models")].add(Asset("s3://bucket/model"), extra={"stage": "test"})
@@ -69,15 +65,7 @@ def test_an_asset_that_the_user_gave_the_alias_gets_the_facts(dag: Any, run_dag:
     def train() -> float:
         return 0.5
 
-    TorchDistributorOperator(
-        task_id="train",
-        train=train,
-        num_processes=1,
-        store=str(tmp_path),
-        conn_id="here",
-        outlets=[AssetAlias("models")],
-        pre_execute=name_it,
-    )
+    operator(train, outlets=[AssetAlias("models")], pre_execute=name_it)
     outcome = run_dag(dag)
     assert outcome.state == "success", outcome.errors
     ((uri, aliases, extra),) = events_of(dag.dag_id)
@@ -121,16 +109,7 @@ def test_metrics_of_any_name_and_size_fail_no_task(
     assert "loss: █▁ 1.7e+308 → -1.7e+308" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "reports.rows_of",
-        "describe",
-        "fill_outlets",
-        "show_reports",
-        "offer",
-    ],
-)
+@pytest.mark.parametrize("broken", ["reports.rows_of", "describe", "fill_outlets", "show_reports", "offer"])
 def test_what_cannot_be_recorded_fails_no_task(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,12 +2,10 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-RunDag = Callable[..., Any]
+from tests.airflow.conftest import RunDag
 
 
 def of_variable() -> Any:
@@ -34,11 +32,9 @@ def of_old_names() -> Any:
     [(of_variable, "var.value.x"), (of_connection, "conn.here.password"), (of_old_names, "var.value.x")],
 )
 def test_a_look_up_in_a_rank_is_one_typed_error(
-    dag: Any, run_dag: RunDag, tmp_path: Path, look_up: Callable[[], Any], template: str
+    dag: Any, run_dag: RunDag, look_up: Callable[[], Any], template: str, operator: Any
 ) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
-    TorchDistributorOperator(task_id="train", train=look_up, num_processes=1, conn_id="here", store=str(tmp_path))
+    operator(look_up)
     error = run_dag(dag).errors["train"]
     assert error.exception_type == "airflow_rankzero.secrets.LookupInRankError"
     assert "was looked up in a rank" in str(error)
@@ -52,11 +48,7 @@ def seen() -> list[Any]:
     return [sorted(set(values)), ObjectStoragePath("file:///tmp").exists(), os.environ["OWN"]]
 
 
-def test_a_rank_has_no_database_of_airflow_and_what_needs_none_works(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-
-    TorchDistributorOperator(
-        task_id="train", train=seen, num_processes=1, conn_id="here", store=str(tmp_path), env={"OWN": "1"}
-    )
+def test_a_rank_has_no_database_of_airflow_and_what_needs_none_works(dag: Any, run_dag: RunDag, operator: Any) -> None:
+    operator(seen, env={"OWN": "1"})
     outcome = run_dag(dag)
     assert outcome.xcom("train") == [["ranks-have-no-database-of-airflow://"], True, "1"], outcome.errors

@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.airflow import versions
-
-RunDag = Callable[..., Any]
+from tests.airflow.conftest import RunDag
 
 TOKEN = "token-of-the-test-8261"
 STORE_KEY = "key-of-the-store-7350"

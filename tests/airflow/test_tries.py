@@ -211,3 +211,13 @@ def test_a_deferral_that_failed_for_good_ends_the_run(
     finally:
         handle.cancel()
         handle.wait(60)
+
+
+@pytest.mark.parametrize("word", ["::group::", "::endgroup::"])
+def test_a_line_of_a_rank_opens_and_ends_no_group(caplog: pytest.LogCaptureFixture, word: str) -> None:
+    from airflow_rankzero import tries
+
+    caplog.set_level(logging.INFO)
+    tries.show_line(logging.getLogger("task"), f"[0] {word} of a rank")
+    assert word not in caplog.text
+    assert caplog.records[0].getMessage().replace("\u200b", "") == f"[0] {word} of a rank"

@@ -29,10 +29,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_references_pass_through_the_object_storage_backend(
-    storage: Path,
-    dag: Any,
-    run_dag: Callable[..., Any],
-    tmp_path: Path,
+    storage: Path, dag: Any, run_dag: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Values, references, and a reference as an argument of the next training."""
     from airflow.sdk import task

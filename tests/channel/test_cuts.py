@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rankzero import bounds
-from rankzero.channel import auth, frames, limits
+from rankzero.channel import auth, frames
 from rankzero.channel.auth import Handshake, Hello
 from rankzero.channel.client import ChannelClosed
 from rankzero.channel.frames import Message
@@ -297,7 +297,7 @@ def test_an_impossible_count_ends_the_session(serving: Any, bare: Callable[..., 
         [b"B"],
         [b"A"],
         [b"A" + b"\xff" * 16],
-        [b'L{"type":"log","text":"' + b"x" * (limits.BULK_WINDOW // 2) + b'"}'] * 4,
+        [b'L{"type":"log","text":"' + b"x" * (frames.BULK_WINDOW // 2) + b'"}'] * 4,
     ],
 )
 def test_an_agent_that_breaks_the_rules_is_lost_and_the_others_are_served(serve: Any, bodies: list[bytes]) -> None:

@@ -35,22 +35,6 @@ def test_frames_survive_any_cut(bodies: list[object], step: int) -> None:
     assert opened(data, theirs, step) == sent
 
 
-@given(st.binary(max_size=200))
-def test_garbage_never_does_worse_than_a_frame_error(data: bytes) -> None:
-    try:
-        found = opened(data)
-    except FrameError:
-        return
-    assert all(isinstance(frame, bytes | dict) for frame in found)
-
-
-def test_a_changed_byte_is_found() -> None:
-    data = bytearray(frames.encode({"type": "commit"}, Sealer(KEY, b"up")))
-    data[-1] ^= 1
-    with pytest.raises(FrameError, match="wrong MAC"):
-        opened(bytes(data), Sealer(KEY, b"up"))
-
-
 def test_a_replayed_frame_is_found() -> None:
     data = frames.encode({"type": "commit"}, Sealer(KEY, b"up"))
     with pytest.raises(FrameError, match="wrong MAC"):
@@ -158,8 +142,3 @@ def fuzz(count: int, seed: int) -> int:
 
 def test_a_million_frames_and_garbage() -> None:
     assert fuzz(1_000_000, seed=3) > 100_000
-
-
-@pytest.mark.soak
-def test_many_millions_of_frames_and_garbage() -> None:
-    assert fuzz(30_000_000, seed=4) > 1_000_000

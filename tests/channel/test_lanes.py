@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero.channel import limits
+from rankzero.channel import frames
 from rankzero.channel.frames import Message
 
 LINE = "x" * 100_000
@@ -46,7 +46,7 @@ def test_a_driver_that_cannot_take_more_slows_bulk_and_nothing_else(serve: Any, 
         client.queue({"type": "control", "n": number})
         assert serving.await_type("control", seen)["n"] == number
         time.sleep(0.02)
-    assert 0 < bulk_taken(seen) <= limits.BULK_WINDOW + len(LINE)
+    assert 0 < bulk_taken(seen) <= frames.BULK_WINDOW + len(LINE)
     assert client.bulk_bytes > 15 << 20
     room.set()
     serving.await_type("commit", seen)
@@ -99,7 +99,7 @@ def test_a_client_holds_no_file_in_memory(serve: Any, tmp_path: Path, receive: C
     client.queue({"type": "control"})
     serving.await_type("control")
     # What was not read yet is read later: it is the new end that arrives.
-    until(lambda: serving.server._peers[0].withheld >= limits.BULK_WINDOW, 20.0, "a full window")
+    until(lambda: serving.server._peers[0].withheld >= frames.BULK_WINDOW, 20.0, "a full window")
     with open(path, "r+b") as file:
         file.seek(-10, 2)
         file.write(b"0123456789")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankzero.channel import frames, limits, session
+from rankzero.channel import frames, session
 from rankzero.channel.frames import FrameError
 from rankzero.channel.session import ACK, BULK, CONTENT, CONTROL, LOGS, UPLOADS, Session
 
@@ -69,7 +69,7 @@ def test_streams_take_turns_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_counts_are_sent_after_enough_bytes_and_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "ACK_EVERY", 250)
+    monkeypatch.setattr(frames, "ACK_EVERY", 250)
     _, theirs = pair()
     theirs.take(bulk(1))
     theirs.take(bulk(2))

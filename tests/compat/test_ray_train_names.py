@@ -1,7 +1,4 @@
-"""Every public name of Ray Train 2.40 and 2.60 works here, or raises one error that names the page.
-
-They are those of ``__all__`` in Ray's own packages, and the documented ones of ``ray.air.session``.
-"""
+"""Every public name of Ray Train 2.40 and 2.60, by their ``__all__`` and pages, works or raises the page's error."""
 
 from pathlib import Path
 

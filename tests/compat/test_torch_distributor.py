@@ -1,89 +1,181 @@
-"""pyspark's TorchDistributor as its users call it, with only the import changed; `test_guides` has the guides'."""
+"""pyspark's TorchDistributor and DeepspeedTorchDistributor: the guides' code with changed imports, and edges."""
 
+import json
+import os
+import re
+import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn as nn
 from tests.conftest import spark_session
+from torch.utils.data import DataLoader, TensorDataset
 
-from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, TorchDistributor, WorkerFailedError
+import rankzero.train as rt
+from rankzero import EngineError, InvalidJobError, TorchDistributor, WorkerFailedError
+from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
+from rankzero.compat.torch_distributor import _get_spark_partition_data_loader
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
 
 
-def test_a_failing_file_is_no_success(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text("raise SystemExit(7)")
+class SimpleModel(nn.Module):
+    def __init__(self) -> None:
+        super(SimpleModel, self).__init__()  # noqa: UP008
+        self.fc = nn.Linear(10, 1)
+
+    def forward(self, x: Any) -> Any:
+        return self.fc(x)
+
+
+def train_model(dataloader: Any) -> Any:
+    import torch
+    import torch.nn as nn
+    from torch.optim import SGD
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = SimpleModel().to(device)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    loss_fn = nn.MSELoss()
+
+    for _epoch in range(10):
+        for batch in dataloader:
+            inputs, targets = batch
+            inputs, targets = inputs.to(device), targets.to(device)
+            optimizer.zero_grad()
+            outputs = model(inputs)
+            loss = loss_fn(outputs, targets)
+            loss.backward()
+            optimizer.step()
+    # The guide evaluates the model afterwards.
+    return model
+
+
+def train(learning_rate: float, use_gpu: bool) -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    backend = "nccl" if use_gpu else "gloo"
+    dist.init_process_group(backend)
+    device = int(os.environ["LOCAL_RANK"]) if use_gpu else "cpu"
+    model = DDP(torch.nn.Linear(10, 1).to(device))
+    dataset = TensorDataset(torch.randn(16, 10))
+    sampler: Any = DistributedSampler(dataset)
+    loader = DataLoader(dataset, sampler=sampler)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    for [x] in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return len(loader)
+
+
+def prints(a: str, b: str, c: str) -> str:
+    print(f"Got a={a}, b={b}, c={c}")
+    return "success"
+
+
+TRAIN_FILE = """
+    import argparse
+    import torch, torch.distributed as dist
+    import rankzero.train as rt
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--my-key", default="")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    total = torch.tensor(arguments.learning_rate * arguments.batch_size)
+    dist.all_reduce(total)
+    rt.set_result([round(total.item(), 6), arguments.my_key])
+"""
+
+
+@pytest.mark.parametrize("local_mode", [True, False], ids=["here", "spark"])
+def test_the_guides(
+    local_mode: bool, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not local_mode:
+        request.getfixturevalue("session")
+    dataloader: Any = DataLoader(TensorDataset(torch.randn(100, 10), torch.randn(100, 1)), batch_size=10)
+    with pytest.warns(DeprecationWarning, match="num_workers is called num_processes"):
+        distributor = TorchDistributor(num_workers=2, local_mode=local_mode, use_gpu=False)
+    model = distributor.run(train_model, dataloader)
+    assert isinstance(model, SimpleModel), "the caller gets its own class back"
+    assert distributor.run(train, 1e-3, False) == 8
+    Path("train.py").write_text(textwrap.dedent(TRAIN_FILE))
+    line = ["--learning-rate=1e-3", "--batch-size=64", "--my-key=my-value"]
+    assert distributor.run(str(tmp_path / "train.py"), *line) == distributor.run("train.py", *line)
+    assert distributor.run("train.py", *line) == [0.128, "my-value"]
+    assert distributor.run(train_object=prints, a=line[0], b=line[1], c=line[2]) == "success"
+    assert "Got a=--learning-rate=1e-3, b=--batch-size=64, c=--my-key=my-value" in capsys.readouterr().out
+
+
+def batches(num_samples: int, workers: int, is_prepared: bool = False) -> list[Any]:
+    loader: Any = _get_spark_partition_data_loader(num_samples, 3, num_workers=workers)
+    if is_prepared:
+        loader = rt.prepare_data_loader(loader)
+    return [[batch[0].tolist(), list(batch[1].shape)] for batch in loader]
+
+
+def test_rows_of_a_dataframe_for_each_thread_its_own(session: Any) -> None:
+    with pytest.raises(InvalidJobError, match=r"local_mode to False"):
+        TorchDistributor(use_gpu=False)._train_on_dataframe(batches, session.range(5), 3, 0)
+    distributor = TorchDistributor(1, local_mode=False, use_gpu=False)
+    frames = [session.range(0, rows, 1, 1).selectExpr("id", "array(id, id) AS x") for rows in (5, 2)]
+    runs = [(frames[0], 3, 0), (frames[1], 3, 1), (frames[1], 3, 0, True)]
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda run: distributor._train_on_dataframe(batches, *run), runs))
+    assert found == [[[[0, 1, 2], [3, 2]]], *[[[[0, 1, 0], [3, 2]]]] * 2]
+    with pytest.raises(WorkerFailedError, match="dataset"):
+        distributor.run(batches, 3, 0)
+
+
+def test_a_file_that_fails_is_no_success() -> None:
+    Path("fails.py").write_text("raise SystemExit(7)")
     distributor = TorchDistributor(num_processes=2, local_mode=True, use_gpu=False)
     with pytest.raises(WorkerFailedError) as caught:
-        distributor.run(str(tmp_path / "fails.py"))
+        distributor.run("fails.py")
     assert caught.value.exit_code == 7
-    with pytest.raises(InvalidJobError, match="no such script"):
-        distributor.run(str(tmp_path / "missing.py"))
 
 
-def test_gpus_are_asked_for_by_default_and_never_silently_missed() -> None:
-    with pytest.raises(InsufficientSlotsError, match="unable to be found on the driver: use_gpu=True needs 1 GPUs"):
-        TorchDistributor()
-
-
-def test_more_ranks_than_gpus_of_this_machine_are_as_many_as_gpus(
+def test_numpys_numbers_and_more_ranks_than_gpus(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    distributor = TorchDistributor(np.int64(2), np.bool_(True), 0)  # type: ignore[arg-type]
+    assert distributor.input_params == {"num_processes": 2, "local_mode": True, "use_gpu": False, "num_tasks": 2}
+    assert type(distributor.num_processes) is int
+    assert distributor.ssl_conf == "pytorch.spark.distributor.ignoreSsl"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     distributor = TorchDistributor(num_processes=8, backend="gloo")
     [record] = [each for each in caplog.records if each.name == "TorchDistributor"]
     assert record.levelname == "WARNING"
     assert distributor.num_processes == distributor.num_tasks == 3
-    assert distributor.run(lambda: __import__("os").environ["CUDA_VISIBLE_DEVICES"]) == "0,1,2"
-
-
-def test_numpys_numbers_and_flags_and_the_public_attributes() -> None:
-    distributor = TorchDistributor(np.int64(2), np.bool_(True), 0)  # type: ignore[arg-type]
-    expected = {"num_processes": 2, "local_mode": True, "use_gpu": False, "num_tasks": 2}
-    assert distributor.input_params == expected
-    assert type(distributor.num_processes) is int
-    assert distributor.logger.name == "TorchDistributor"
-    assert distributor.ssl_conf == "pytorch.spark.distributor.ignoreSsl"
-
-
-def test_the_training_may_be_named_and_a_file_has_no_keywords(tmp_path: Path) -> None:
-    distributor = TorchDistributor(use_gpu=False)
-    assert distributor.run(train_object=lambda a: a + 1, a=3) == 4
-    (tmp_path / "train.py").write_text("")
-    with pytest.raises(ValueError, match="does not support key-word type arguments"):
-        distributor.run(str(tmp_path / "train.py"), lr=1)
+    assert distributor.run(lambda: os.environ["CUDA_VISIBLE_DEVICES"]) == "0,1,2"
 
 
 def test_the_session_of_another_thread_is_found(session: Any) -> None:
     found: list[Any] = []
-
-    def launch() -> None:
-        found.append(TorchDistributor(2, local_mode=False, use_gpu=False).run(lambda: "from a thread"))
-
-    thread = threading.Thread(target=launch)
+    thread = threading.Thread(target=lambda: found.append(TorchDistributor(2, local_mode=False, use_gpu=False).spark))
     thread.start()
     thread.join()
-    assert found == ["from a thread"]
-    assert TorchDistributor(use_gpu=False).spark is session
-
-
-def test_gpus_of_tasks_must_be_configured(session: Any) -> None:
+    assert found == [session]
     with pytest.raises(RuntimeError, match="'spark.task.resource.gpu.amount' was unset"):
         TorchDistributor(2, local_mode=False, use_gpu=True)
-
-
-def test_on_spark_without_a_session_says_what_to_do() -> None:
-    from pyspark.sql import SparkSession
-
-    if (active := SparkSession.getActiveSession()) is not None:
-        active.stop()
-    with pytest.raises(EngineError, match="needs an active SparkSession"):
-        TorchDistributor(local_mode=False, use_gpu=False).run(print)
 
 
 def test_what_the_configuration_of_a_session_allows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,6 +184,8 @@ def test_what_the_configuration_of_a_session_allows(tmp_path: Path, caplog: pyte
 
     if (active := SparkSession.getActiveSession()) is not None:
         active.stop()
+    with pytest.raises(EngineError, match="needs an active SparkSession"):
+        TorchDistributor(local_mode=False, use_gpu=False)
     script = tmp_path / "discover.sh"
     script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2"]}\'\n')
     script.chmod(0o755)
@@ -101,8 +195,7 @@ def test_what_the_configuration_of_a_session_allows(tmp_path: Path, caplog: pyte
         "spark.ssl.enabled": "true",
     }  # fmt: skip
     with spark_session("local[2]", **conf):
-        expected = {"num_processes": 3, "local_mode": True, "use_gpu": True, "num_tasks": 3}
-        assert TorchDistributor(8).input_params == expected
+        assert TorchDistributor(8).num_tasks == 3
         assert TorchDistributor(8, local_mode=False).num_tasks == 4
         multiple = "num_processes=3 must be a multiple of 'spark.task.resource.gpu.amount', which is 2"
         with pytest.raises(RuntimeError, match=f"^{multiple}"):
@@ -117,15 +210,51 @@ def test_what_the_configuration_of_a_session_allows(tmp_path: Path, caplog: pyte
         assert "has TLS encryption enabled, but" in caplog.text
 
 
+CONFIG: Any = {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
+
+
+def flags_of() -> Any:
+    import json
+    import sys
+
+    import rankzero.train as rt
+
+    *_, path = flags = sys.argv[1:]
+    rt.set_result((flags, json.loads(Path(path).read_text()) if os.path.exists(path) else None))
+
+
+@pytest.mark.parametrize("config", [None, CONFIG, "config.json", "/on/executors.json"], ids=repr)
+def test_deepspeeds_configuration_is_on_the_command_line(config: Any) -> None:
+    Path("config.json").write_text(json.dumps(CONFIG))
+    Path("train.py").write_text("from tests.compat.test_torch_distributor import flags_of\nflags_of()\n")
+    distributor = DeepspeedTorchDistributor(numGpus=1, nnodes=2, useGpu=False, deepspeedConfig=config)
+    assert distributor.num_processes == 2
+    flags, content = distributor.run(flags_of)
+    [lr, *of_script], content_of_script = distributor.run("train.py", "--lr=0.5")
+    assert lr == "--lr=0.5"
+    assert flags[:2] == of_script[:2] == ["--deepspeed", "--deepspeed_config"][: len(flags)]
+    assert content == content_of_script == (CONFIG if config in (CONFIG, "config.json") else None)
+    assert not Path(flags[-1]).exists(), "no file of it is left"
+    assert not Path(of_script[-1]).exists()
+
+
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("call", "error"),
     [
-        ({"num_processes": 0}, "num_processes is 0.*positive integer"),
-        ({"num_processes": "2"}, "num_processes is '2'"),
-        ({"use_gpu": "no"}, "use_gpu is 'no'"),
-        ({"local_mode": None}, "local_mode is None"),
+        (lambda: TorchDistributor(), "unable to be found on the driver: use_gpu=True needs 1 GPUs"),
+        (lambda: TorchDistributor(num_processes=0), "num_processes is 0.*positive integer"),
+        (lambda: TorchDistributor(num_processes="2"), "num_processes is '2'"),
+        (lambda: TorchDistributor(use_gpu="no"), "use_gpu is 'no'"),
+        (lambda: TorchDistributor(local_mode=None), "local_mode is None"),
+        (lambda: TorchDistributor(use_gpu=False).run("missing.py"), "no such script"),
+        (lambda: TorchDistributor(use_gpu=False).run(__file__, lr=1), "positional arguments only, not lr"),
+        (lambda: DeepspeedTorchDistributor(numGpus=0, useGpu=False), "numGpus is 0"),
+        (lambda: DeepspeedTorchDistributor(nnodes=1.5, useGpu=False), "nnodes is 1.5"),
+        (lambda: DeepspeedTorchDistributor(useGpu=False, deepspeedConfig=7), "deepspeedConfig is 7; give a dict"),
+        (lambda: DeepspeedTorchDistributor(useGpu=False, deepspeedConfig=__file__), "is no JSON object"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: dict[str, Any], error: str) -> None:
-    with pytest.raises(InvalidJobError, match=error):
-        TorchDistributor(**arguments)
+def test_bad_arguments_are_refused(call: Any, error: str) -> None:
+    with pytest.raises((InvalidJobError, EngineError)) as caught:
+        call()
+    assert re.search(error, str(caught.value))

@@ -37,17 +37,7 @@ mutation($id: String!) {
     __typename ... on TerminateRunFailure { message } ... on PythonError { message stack }
   }
 }"""
-_START_SCHEDULE = """
-mutation($selector: ScheduleSelector!) {
-  startSchedule(scheduleSelector: $selector) { __typename ... on PythonError { message stack } }
-}"""
-_BACKFILL = """
-mutation($params: LaunchBackfillParams!) {
-  launchPartitionBackfill(backfillParams: $params) {
-    __typename ... on LaunchBackfillSuccess { backfillId } ... on PythonError { message stack }
-  }
-}"""
-_BACKFILL_STATUS = """
+_STATUS = """
 query($id: String!) {
   partitionBackfillOrError(backfillId: $id) { __typename ... on PartitionBackfill { status } }
 }"""
@@ -148,27 +138,6 @@ class Deployment:
         """What a user does who terminates a run."""
         terminated = self.query(_TERMINATE, id=run_id)["terminateRun"]
         assert terminated["__typename"] == "TerminateRunSuccess", terminated
-
-    def start_backfill(self, asset: str, partitions: list[str]) -> str:
-        """Materializes partitions of an asset, as a user does; its id. The daemon looks for it twice a minute."""
-        params = {"assetSelection": [{"path": [asset]}], "partitionNames": partitions}
-        launched = self.query(_BACKFILL, params=params)["launchPartitionBackfill"]
-        assert launched["__typename"] == "LaunchBackfillSuccess", launched
-        return str(launched["backfillId"])
-
-    def finish_backfill(self, backfill_id: str) -> str:
-        """The status in which a backfill ends."""
-
-        def status() -> str | None:
-            found = self.query(_BACKFILL_STATUS, id=backfill_id)["partitionBackfillOrError"]
-            return str(found["status"]) if found["status"].startswith(("COMPLETED", "FAILED", "CANCELED")) else None
-
-        return str(wait_until(status, RUN_TIMEOUT, f"the end of backfill {backfill_id}"))
-
-    def start_schedule(self, name: str) -> None:
-        """Switches a schedule on."""
-        started = self.query(_START_SCHEDULE, selector=self._selector(scheduleName=name))["startSchedule"]
-        assert started["__typename"] == "ScheduleStateResult", started
 
     def runs_of(self, job: str) -> list[str]:
         """Ids of a job's runs."""

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import dagster as dg
 import pytest
 import torch
-from tests.dagster.dagster_events import failure_of, metadata_of, retries_of, value_of
+from tests.dagster.dagster_events import metadata_of, value_of
 
 import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource, torch_asset
-from rankzero import ResultRef
 
 if TYPE_CHECKING:
     from collections import OrderedDict
@@ -108,67 +107,6 @@ def test_an_input_of_the_wrong_type_is_refused(resources: dict[str, object]) -> 
     assert "DagsterTypeCheckDidNotPass" in event.step_failure_data.error.to_string()
 
 
-class TrainConfig(dg.Config):
-    epochs: int
-    lr: float = 0.1
-
-
-def test_configuration_reaches_the_ranks_without_dagster(resources: dict[str, object]) -> None:
-    @torch_asset
-    def model(config: TrainConfig) -> list[object]:
-        import sys
-
-        return [config.epochs, config.lr, [name for name in sys.modules if name.startswith("dagster")]]
-
-    run_config = dg.RunConfig(ops={"model": TrainConfig(epochs=7)})
-    assert value_of(dg.materialize([model], resources=resources, run_config=run_config), "model") == [7, 0.1, []]
-    with pytest.raises(dg.DagsterInvalidConfigError, match="epochs"):
-        dg.materialize([model], resources=resources)
-
-
-def test_partitions_train_apart_and_know_their_key(resources: dict[str, object], instance: dg.DagsterInstance) -> None:
-    days = dg.StaticPartitionsDefinition(["mon", "tue", "wed"])
-
-    @torch_asset(partitions_def=days)
-    def model(partition_key: str) -> dict[str, str]:
-        return {"day": partition_key}
-
-    @dg.asset(ins={"model": dg.AssetIn(metadata={"allow_missing_partitions": True})})
-    def week(model: dict[str, object]) -> dict[str, object]:
-        return model
-
-    @torch_asset
-    def ensemble(model: dict[str, ResultRef]) -> list[str]:
-        return sorted(f"{key}={value['day']}" for key, value in model.items())
-
-    for day in ("mon", "wed"):
-        dg.materialize([model], resources=resources, partition_key=day, instance=instance)
-    result = dg.materialize([week, model], selection=[week], resources=resources, instance=instance)
-    assert value_of(result, "week") == {"mon": {"day": "mon"}, "wed": {"day": "wed"}}
-    dg.materialize([model], resources=resources, partition_key="tue", instance=instance)
-    result = dg.materialize([ensemble, model], selection=[ensemble], resources=resources, instance=instance)
-    assert value_of(result, "ensemble") == ["mon=mon", "tue=tue", "wed=wed"]
-
-
-def test_a_key_of_two_dimensions_is_a_plain_string(resources: dict[str, object]) -> None:
-    grid = dg.MultiPartitionsDefinition(
-        {"day": dg.StaticPartitionsDefinition(["mon"]), "size": dg.StaticPartitionsDefinition(["s"])}
-    )
-
-    @torch_asset(partitions_def=grid)
-    def model(partition_key: str) -> list[object]:
-        import sys
-
-        return [partition_key, type(partition_key) is str, "dagster" in sys.modules]
-
-    key = dg.MultiPartitionKey({"day": "mon", "size": "s"})
-    assert value_of(dg.materialize([model], resources=resources, partition_key=key), "model") == [
-        "mon|s",
-        True,
-        False,
-    ]
-
-
 def test_arguments_of_an_asset_pass_through(resources: dict[str, object]) -> None:
     @torch_asset(
         num_processes=2,
@@ -201,34 +139,6 @@ def test_arguments_of_an_asset_pass_through(resources: dict[str, object]) -> Non
     assert model.op.tags["dagster/priority"] == "3"
     result = dg.materialize([features, model], resources={**resources, "other": 1})
     assert value_of(result, "models__digits") == 2
-
-
-def test_a_rank_that_fails_is_retried_only_by_the_rules(resources: dict[str, object]) -> None:
-    @torch_asset(retry_policy=dg.RetryPolicy(max_retries=1))
-    def model() -> None:
-        raise KeyError("lr")
-
-    @torch_asset(retry_policy=dg.RetryPolicy(max_retries=1), options={"retry_user_errors": False})
-    def once() -> None:
-        raise KeyError("lr")
-
-    result = dg.materialize([model, once], resources=resources, raise_on_error=False)
-    assert failure_of(result, "model")[1]["exception_type"] == "KeyError"
-    assert retries_of(result, "model") == 1
-    assert retries_of(result, "once") == 0
-
-
-def test_options_and_resource_key_choose_the_resource(
-    torch_distributor: TorchDistributorResource, resources: dict[str, object]
-) -> None:
-    @torch_asset(resource_key="cluster", options={"num_processes": 1, "env": {"SHADE": "blue"}})
-    def model() -> list[object]:
-        import os
-
-        return [rt.get_context().world_size, os.environ["SHADE"]]
-
-    result = dg.materialize([model], resources={"cluster": torch_distributor, "io_manager": resources["io_manager"]})
-    assert value_of(result, "model") == [1, "blue"]
 
 
 def test_a_function_annotated_to_return_nothing_stores_nothing(resources: dict[str, object], assets_path: Path) -> None:
@@ -281,11 +191,6 @@ def test_functions_that_cannot_run_on_ranks_are_refused_when_defined(train: obje
         torch_asset()(train)
 
 
-def test_an_unknown_option_is_refused_when_defined() -> None:
-    with pytest.raises(dg.DagsterInvalidDefinitionError, match="num_procs"):
-        torch_asset(options={"num_procs": 2})
-
-
 def test_checks_are_what_rank_zero_reported(resources: dict[str, object]) -> None:
     @torch_asset(
         check_specs=[dg.AssetCheckSpec(name, asset="model") for name in ("finite", "better", "forgotten")],
@@ -304,34 +209,3 @@ def test_checks_are_what_rank_zero_reported(resources: dict[str, object]) -> Non
         "forgotten": False,
     }
     assert "check/forgotten" in evaluations["forgotten"].description
-
-
-def test_what_hangs_on_an_asset_is_asked_for_when_its_content_changed_not_when_only_its_code_did(
-    resources: dict[str, object], instance: dg.DagsterInstance
-) -> None:
-    def pipeline(returned: int, code_version: str) -> dg.Definitions:
-        @torch_asset(code_version=code_version)
-        def model() -> dict[str, int]:
-            return {"w": returned}
-
-        @dg.asset(
-            automation_condition=dg.AutomationCondition.any_deps_match(dg.AutomationCondition.data_version_changed())
-        )
-        def report(model: dict[str, int]) -> int:
-            return model["w"]
-
-        return dg.Definitions([model, report], resources=resources)
-
-    first = pipeline(1, "1")
-    dg.materialize(first.assets, resources=resources, instance=instance)
-    cursor = dg.evaluate_automation_conditions(first, instance=instance).cursor
-    requested = []
-    for returned, code_version in ((1, "2"), (2, "2")):
-        defs = pipeline(returned, code_version)
-        dg.materialize(defs.assets, selection=["model"], resources=resources, instance=instance)
-        found = dg.evaluate_automation_conditions(defs, instance=instance, cursor=cursor)
-        cursor = found.cursor
-        requested.append(found.get_num_requested(dg.AssetKey("report")))
-    assert requested == [0, 1]
-    event = instance.get_latest_materialization_event(dg.AssetKey("model"))
-    assert event.asset_materialization.tags["dagster/code_version"] == "2"

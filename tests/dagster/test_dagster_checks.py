@@ -43,6 +43,15 @@ def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, bool]:
     return {evaluation.check_name: evaluation.passed for evaluation in result.get_asset_check_evaluations()}
 
 
+def checked(
+    check: dg.AssetChecksDefinition, asset: dg.AssetSpec, instance: dg.DagsterInstance, **more: Any
+) -> dg.ExecuteInProcessResult:
+    """Runs a job of a check alone."""
+    job = dg.define_asset_job("check", dg.AssetSelection.checks(check))
+    defs = dg.Definitions([asset], asset_checks=[check], jobs=[job])
+    return defs.resolve_job_def("check").execute_in_process(instance=instance, raise_on_error=False, **more)
+
+
 def stored(instance: dg.DagsterInstance, resources: dict[str, object]) -> object:
     return dg.Definitions([model, champion], resources=resources).load_asset_value(
         "champion", python_type=object, instance=instance
@@ -80,12 +89,7 @@ def test_what_counts_as_better(
     for key, value in (("champion", 0.5), ("challenger", challenger)):
         shown = {"loss": value} if math.isfinite(value) else {"loss": str(value)}
         instance.report_runless_asset_event(dg.AssetMaterialization(key, metadata=shown))
-    job = dg.Definitions(
-        assets=[dg.AssetSpec("challenger")],
-        asset_checks=[check],
-        jobs=[dg.define_asset_job("check", dg.AssetSelection.checks(check))],
-    ).resolve_job_def("check")
-    assert verdicts(job.execute_in_process(instance=instance, raise_on_error=False)) == {"loss_beats_champion": passed}
+    assert verdicts(checked(check, dg.AssetSpec("challenger"), instance)) == {"loss_beats_champion": passed}
 
 
 @pytest.mark.parametrize(("names", "is_full"), [(999, False), (1000, True)])
@@ -95,19 +99,14 @@ def test_a_metric_beyond_those_that_a_run_keeps_is_explained(
     (check,) = build_metric_bounds_checks("model", {"accuracy": (0.9, None)})
     shown = {f"metric/norm/{number}": 0.5 for number in range(names)}
     instance.report_runless_asset_event(dg.AssetMaterialization("model", metadata=shown))
-    job = dg.Definitions(
-        assets=[dg.AssetSpec("model")],
-        asset_checks=[check],
-        jobs=[dg.define_asset_job("check", dg.AssetSelection.checks(check))],
-    ).resolve_job_def("check")
-    result = job.execute_in_process(instance=instance, raise_on_error=False)
-    (evaluation,) = result.get_asset_check_evaluations()
+    (evaluation,) = checked(check, dg.AssetSpec("model"), instance).get_asset_check_evaluations()
     assert not evaluation.passed
     assert ("keeps the first 1000 names of metrics: report fewer" in str(evaluation.description)) == is_full
 
 
 DAYS = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
 REGIONS = dg.StaticPartitionsDefinition(["eu", "us"])
+SITES = dg.DynamicPartitionsDefinition(name="sites")
 BOTH = dg.MultiPartitionsDefinition({"day": DAYS, "region": REGIONS})
 WIDER = dg.StaticPartitionsDefinition(["apac", "eu", "us"])
 TIERS = dg.MultiPartitionsDefinition({"region": REGIONS, "tier": dg.StaticPartitionsDefinition(["high", "low"])})
@@ -116,69 +115,41 @@ NUMBERS = dg.StaticPartitionsDefinition(["1", "2"])
 FOLDS = dg.MultiPartitionsDefinition({"fold": NUMBERS, "seed": dg.StaticPartitionsDefinition(["1", "2", "3"])})
 
 
-@pytest.mark.parametrize(
-    ("partitions", "champions", "partition", "passed"),
-    [
-        (REGIONS, {"eu": 0.9, "us": 0.5}, "eu", False),
-        (REGIONS, {"us": 0.9, "eu": 0.5}, "eu", True),
-        (REGIONS, {"us": 0.9}, "eu", True),
-        (DAYS, {"2026-01-01": 0.9, "2026-01-02": 0.5}, "2026-01-03", True),
-        (DAYS, {"2026-01-01": 0.5, "2026-01-02": 0.9}, "2026-01-03", False),
-        (BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, "2026-01-03|eu", False),
-        (BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, "2026-01-03|eu", True),
-        (BOTH, {"2026-01-02|us": 0.9}, "2026-01-03|eu", True),
-        (dg.DynamicPartitionsDefinition(name="sites"), {"a": 0.9, "b": 0.5}, "a", False),
-        (None, {None: 0.9}, "2026-01-03", False),
-    ],
-    ids=range(10),
-)
+# The challenger's partitions and the run's, the champion's and its models, and whether an accuracy of 0.7 passes.
+COMPARED = [
+    pytest.param(REGIONS, "eu", REGIONS, {"eu": 0.9, "us": 0.5}, False, id="worse than its region's"),
+    pytest.param(REGIONS, "eu", REGIONS, {"us": 0.9, "eu": 0.5}, True, id="better than its region's"),
+    pytest.param(REGIONS, "eu", REGIONS, {"us": 0.9}, True, id="its region's first"),
+    pytest.param(DAYS, "2026-01-03", DAYS, {"2026-01-01": 0.9, "2026-01-02": 0.5}, True, id="better than the newest"),
+    pytest.param(DAYS, "2026-01-03", DAYS, {"2026-01-01": 0.5, "2026-01-02": 0.9}, False, id="worse than the newest"),
+    pytest.param(BOTH, "2026-01-03|eu", BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, False, id="any day's"),
+    pytest.param(BOTH, "2026-01-03|eu", BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, True, id="better, any day"),
+    pytest.param(BOTH, "2026-01-03|eu", BOTH, {"2026-01-02|us": 0.9}, True, id="its region's first on any day"),
+    pytest.param(SITES, "a", SITES, {"a": 0.9, "b": 0.5}, False, id="dynamic"),
+    pytest.param(DAYS, "2026-01-03", None, {None: 0.9}, False, id="one champion"),
+    pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.9, "us": 0.5}, False, id="worse than the region's"),
+    pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.5, "us": 0.9}, True, id="better than the region's"),
+    pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"us": 0.9}, True, id="the region's first"),
+    pytest.param(BOTH, "2026-01-02|eu", WIDER, {"eu": 0.9, "us": 0.5}, False, id="unequal regions"),
+    pytest.param(BOTH, "2026-01-02|eu", DAYS, {"2026-01-02": 0.9, "2026-01-01": 0.5}, True, id="the newest"),
+    pytest.param(BOTH, "2026-01-02|eu", TIERS, {"eu|high": 0.9, "us|low": 0.5}, False, id="a dimension in common"),
+    pytest.param(BOTH, "2026-01-02|eu", AREAS, {"eu|2026-01-01": 0.9, "us|2026-01-02": 0.5}, False, id="renamed"),
+    pytest.param(FOLDS, "1|2", NUMBERS, {"1": 0.9, "2": 0.5}, False, id="equal partitions, not equal keys"),
+    pytest.param(REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, False, id="of any day"),
+    pytest.param(REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, True, id="better than any day's"),
+]
+
+
+@pytest.mark.parametrize(("challengers", "partition", "partitions", "champions", "passed"), COMPARED)
 def test_a_model_is_compared_with_the_champion_of_its_region_and_of_any_day(
+    challengers: dg.PartitionsDefinition[str],
+    partition: str,
     partitions: dg.PartitionsDefinition[str] | None,
     champions: dict[str | None, float],
-    partition: str,
     passed: bool,
     instance: dg.DagsterInstance,
 ) -> None:
     instance.add_dynamic_partitions("sites", ["a", "b"])
-    challenger = dg.AssetSpec("challenger", partitions_def=partitions or DAYS)
-    check = build_champion_check(challenger, dg.AssetSpec("champion", partitions_def=partitions), "accuracy")
-    for champion, accuracy in champions.items():
-        shown = dg.AssetMaterialization("champion", partition=champion, metadata={"accuracy": accuracy})
-        instance.report_runless_asset_event(shown)
-
-    @dg.asset(key="challenger", partitions_def=partitions or DAYS)
-    def train() -> dg.MaterializeResult[None]:
-        return dg.MaterializeResult(metadata={"accuracy": 0.7})
-
-    result = dg.materialize([train, check], instance=instance, partition_key=partition, raise_on_error=False)
-    assert verdicts(result) == {"accuracy_beats_champion": passed}
-
-
-@pytest.mark.parametrize(
-    ("challengers", "partition", "partitions", "champions", "passed"),
-    [
-        pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.9, "us": 0.5}, False, id="worse than the region's"),
-        pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.5, "us": 0.9}, True, id="better than the region's"),
-        pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"us": 0.9}, True, id="the region's first"),
-        pytest.param(BOTH, "2026-01-02|eu", WIDER, {"eu": 0.9, "us": 0.5}, False, id="unequal regions"),
-        pytest.param(BOTH, "2026-01-02|eu", DAYS, {"2026-01-02": 0.9, "2026-01-01": 0.5}, True, id="the newest"),
-        pytest.param(BOTH, "2026-01-02|eu", TIERS, {"eu|high": 0.9, "us|low": 0.5}, False, id="a dimension in common"),
-        pytest.param(BOTH, "2026-01-02|eu", AREAS, {"eu|2026-01-01": 0.9, "us|2026-01-02": 0.5}, False, id="renamed"),
-        pytest.param(FOLDS, "1|2", NUMBERS, {"1": 0.9, "2": 0.5}, False, id="equal partitions, not equal keys"),
-        pytest.param(REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, False, id="of any day"),
-        pytest.param(
-            REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, True, id="better than any day's"
-        ),
-    ],
-)
-def test_assets_that_share_only_the_region_are_compared_by_it(
-    challengers: dg.PartitionsDefinition[str],
-    partition: str,
-    partitions: dg.PartitionsDefinition[str],
-    champions: dict[str, float],
-    passed: bool,
-    instance: dg.DagsterInstance,
-) -> None:
     check = build_champion_check("challenger", dg.AssetSpec("champion", partitions_def=partitions), "accuracy")
     for champion, accuracy in champions.items():
         shown = dg.AssetMaterialization("champion", partition=champion, metadata={"accuracy": accuracy})
@@ -257,10 +228,8 @@ def test_in_a_run_of_a_range_each_partition_must_be_within_the_bounds(instance: 
     tags = over("2026-01-01", "2026-01-03")
     trained = dg.materialize([model, *checks], instance=instance, tags=tags)
     # A job of checks alone, of an asset that another program materializes.
-    spec = dg.AssetSpec("model", partitions_def=DAYS)
-    job = dg.define_asset_job("check", dg.AssetSelection.checks(*checks))
-    checked = dg.Definitions(assets=[spec], asset_checks=checks, jobs=[job]).resolve_job_def("check")
-    for result in (trained, checked.execute_in_process(instance=instance, tags=tags)):
+    alone = checked(checks[0], dg.AssetSpec("model", partitions_def=DAYS), instance, tags=tags)
+    for result in (trained, alone):
         (evaluation,) = result.get_asset_check_evaluations()
         assert not evaluation.passed
         assert evaluation.description == "1 of 3 partitions fail: 2026-01-02"
@@ -300,7 +269,6 @@ def test_a_partition_is_judged_by_its_own_metric(resources: dict[str, object], i
 
 
 SUNDAYS = dg.WeeklyPartitionsDefinition("2026-01-04")
-SITES = dg.DynamicPartitionsDefinition(name="sites")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,14 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def definitions(example: ModuleType, torch_distributor: TorchDistributorResource) -> dg.Definitions:
+    """The example's, with ranks of this machine."""
+    given = example.defs
+    resources = {**given.resources, "torch_distributor": torch_distributor}
+    return dg.Definitions(given.assets, jobs=given.jobs, asset_checks=given.asset_checks, resources=resources)
+
+
 # The processes of the steps are forks of one that has imported what they need.
 FORKED = """
 execution: {config: {multiprocess: {start_method: {forkserver: {preload_modules: [dagster_rankzero, sklearn, torch]}}}}}
@@ -75,19 +83,12 @@ def test_the_pipeline_trains_on_spark_and_promotes_a_good_model(digits_home: Pat
 
 
 def test_a_model_that_does_not_beat_the_champion_is_not_promoted(
-    example: ModuleType, digits_home: Path, torch_distributor: TorchDistributorResource, instance: dg.DagsterInstance
+    example: ModuleType, digits_home: Path, definitions: dg.Definitions, instance: dg.DagsterInstance
 ) -> None:
     digits_home.mkdir()
     reigning = {"accuracy": 0.9999, "model": {}}
     (digits_home / "champion.json").write_text(json.dumps(reigning))
-    resources = {**example.defs.resources, "torch_distributor": torch_distributor}
-    pipeline = dg.Definitions(
-        assets=example.defs.assets,
-        asset_checks=example.defs.asset_checks,
-        jobs=example.defs.jobs,
-        resources=resources,
-    ).resolve_job_def("digits_retraining")
-    result = pipeline.execute_in_process(
+    result = definitions.resolve_job_def("digits_retraining").execute_in_process(
         run_config=dg.RunConfig(ops={"model": example.TrainConfig(epochs=1)}), instance=instance, raise_on_error=False
     )
     assert not result.success
@@ -97,21 +98,11 @@ def test_a_model_that_does_not_beat_the_champion_is_not_promoted(
     assert json.loads((digits_home / "champion.json").read_text()) == reigning
 
 
-def test_the_pipeline_runs_every_night(example: ModuleType) -> None:
-    (schedule,) = example.defs.schedules
-    assert schedule.cron_schedule == "0 3 * * *"
-    assert schedule.job_name == "digits_retraining"
-
-
-def test_a_new_champion_deploys_itself_and_must_be_fresh(
-    example: ModuleType, digits_home: Path, torch_distributor: TorchDistributorResource, instance: dg.DagsterInstance
+def test_every_night_a_new_champion_deploys_itself_and_must_be_fresh(
+    example: ModuleType, digits_home: Path, definitions: dg.Definitions, instance: dg.DagsterInstance
 ) -> None:
-    definitions = dg.Definitions(
-        assets=example.defs.assets,
-        asset_checks=example.defs.asset_checks,
-        jobs=example.defs.jobs,
-        resources={**example.defs.resources, "torch_distributor": torch_distributor},
-    )
+    (schedule,) = example.defs.schedules
+    assert (schedule.cron_schedule, schedule.job_name) == ("0 3 * * *", "digits_retraining")
     before = dg.evaluate_automation_conditions(definitions, instance=instance)
     config = dg.RunConfig(ops={"model": example.TrainConfig(epochs=1)})
     nightly = definitions.resolve_job_def("digits_retraining")

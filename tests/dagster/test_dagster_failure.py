@@ -7,7 +7,8 @@ import dagster as dg
 import pytest
 from tests.dagster.dagster_events import failure_of, retries_of
 
-from dagster_rankzero import TorchDistributorResource, as_failure, torch_asset
+from dagster_rankzero import TorchDistributorResource, torch_asset
+from dagster_rankzero.step import as_failure
 from rankzero import (
     EngineError,
     HangError,

@@ -59,11 +59,6 @@ def test_a_subclass_may_have_fields_of_its_own() -> None:
         Ours(tean="audio")
 
 
-def test_options_of_a_wrong_type_are_refused_when_defined() -> None:
-    with pytest.raises(dg.DagsterInvalidDefinitionError, match="num_processes"):
-        torch_asset(options={"num_processes": "two"})(train)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -155,36 +150,28 @@ def test_options_add_to_the_mappings_of_the_resource(name: str) -> None:
     torch_asset(options={name: {"removed": None}})(train)
 
 
-def test_numbers_and_flags_of_templates_become_text_in_mappings() -> None:
+def test_numbers_and_flags_of_templates_and_of_the_environment_become_text_in_mappings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PARTITIONS", "8")
+    variable = dg.EnvVar.int("PARTITIONS")
     # Dagster renders the template of a YAML file whose text has the form of a number as a number.
     given = {"DB_PASSWORD": 84930218, "scale": 0.5, "flag": True, "text": "007"}
     texts = {"DB_PASSWORD": "84930218", "scale": "0.5", "flag": "true", "text": "007"}
     resource = TorchDistributorResource(env=given, spark_conf=given)  # type: ignore[arg-type]
     assert (resource.env, resource.spark_conf) == (texts, texts)
+    given["n"] = variable
 
     @dg.asset
     def read(torch_distributor: TorchDistributorResource) -> str:
-        changed = torch_distributor.options(env={"more": 5}, spark_conf={"more": 5})
+        more = {"more": 5, "most": variable}
+        changed = torch_distributor.options(env=more, spark_conf=more)
         return repr((changed.env, changed.spark_conf))
 
+    resource = TorchDistributorResource(env=given, spark_conf=given)  # type: ignore[arg-type]
     result = dg.materialize([read], resources={"torch_distributor": resource})
-    assert value_of(result, "read") == repr(({**texts, "more": "5"}, {**texts, "more": "5"}))
+    assert value_of(result, "read") == repr(({**texts, "n": "8", "more": "5", "most": "8"},) * 2)
     torch_asset(options={"env": given, "spark_conf": given})(train)
-
-
-@pytest.mark.parametrize("name", ["env", "spark_conf"])
-def test_a_whole_number_of_the_environment_becomes_text_in_mappings(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv("PARTITIONS", "8")
-
-    @dg.asset
-    def read(torch_distributor: TorchDistributorResource) -> str:
-        changed = torch_distributor.options(**{name: {"more": dg.EnvVar.int("PARTITIONS")}})
-        return repr(getattr(changed, name))
-
-    variables = {name: {"n": dg.EnvVar.int("PARTITIONS")}}
-    result = dg.materialize([read], resources={"torch_distributor": TorchDistributorResource(**variables)})
-    assert value_of(result, "read") == repr({"n": "8", "more": "8"})
-    torch_asset(options=variables)(train)
 
 
 def test_a_value_that_has_no_text_is_refused_without_being_shown() -> None:

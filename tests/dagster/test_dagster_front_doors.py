@@ -8,22 +8,13 @@ import dagster as dg
 from dagster_rankzero import TorchDistributorResource
 
 
-def hvd_loop(lr: float) -> float:
-    import torch
-
-    import rankzero.compat.horovod.torch as hvd
-
-    hvd.init()
-    return hvd.allreduce(torch.tensor(lr * (hvd.rank() + 1)), op=hvd.Sum).item()
-
-
 def ray_loop(config: dict[str, Any]) -> float:
     from rankzero.compat.ray_train import train
 
     return config["lr"] * train.get_context().get_world_size()
 
 
-def test_a_trainer_of_ray_and_a_function_of_horovod(tmp_path: Path) -> None:
+def test_a_trainer_of_ray(tmp_path: Path) -> None:
     from rankzero.compat.ray_train import ScalingConfig, TorchTrainer
 
     @dg.asset
@@ -31,14 +22,9 @@ def test_a_trainer_of_ray_and_a_function_of_horovod(tmp_path: Path) -> None:
         trainer = TorchTrainer(ray_loop, train_loop_config={"lr": 0.5}, scaling_config=ScalingConfig(num_workers=2))
         return torch_distributor.run(context, trainer)
 
-    @dg.asset
-    def hvd(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource) -> Any:
-        return torch_distributor.run(context, hvd_loop, 0.5)
-
     resource = TorchDistributorResource(engine="local", num_processes=2, store=str(tmp_path))
-    done = dg.materialize([ray, hvd], resources={"torch_distributor": resource})
+    done = dg.materialize([ray], resources={"torch_distributor": resource})
     assert done.output_for_node("ray") == 1.0
-    assert done.output_for_node("hvd") == 1.5
 
 
 def test_trackers_of_a_resource_and_of_one_step(tmp_path: Path) -> None:

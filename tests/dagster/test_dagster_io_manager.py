@@ -1,7 +1,6 @@
 """`RankZeroIOManager`: whole versions or none, verified when loaded."""
 
 import errno
-import hashlib
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import dagster as dg
@@ -18,8 +18,9 @@ import pytest
 import torch
 from tests.conftest import until
 from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
+from upath import UPath
 
-from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
+from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, io_manager, torch_asset
 from rankzero import ResultRef
 from rankzero.bounds import UNFINISHED_AFTER
 from rankzero.pipeline import store as storage
@@ -43,19 +44,36 @@ def asset_of(value: object) -> dg.AssetsDefinition:
     return stored
 
 
-def store(value: object, manager: RankZeroIOManager, instance: dg.DagsterInstance) -> dict[str, object]:
-    result = dg.materialize([asset_of(value)], resources={"io_manager": manager}, instance=instance)
-    return metadata_of(result, "stored")
+@dataclass
+class Shelf:
+    """An IO manager, an instance, and the folder of the asset ``stored``."""
 
+    manager: RankZeroIOManager
+    instance: dg.DagsterInstance
+    folder: Path
 
-def load(manager: RankZeroIOManager, instance: dg.DagsterInstance, python_type: type | None = None) -> object:
-    defs = dg.Definitions([asset_of(None)], resources={"io_manager": manager})
-    return defs.load_asset_value("stored", python_type=python_type or object, instance=instance)
+    def store(self, value: object) -> dict[str, object]:
+        return metadata_of(self.run(asset_of(value)), "stored")
+
+    def load(self, python_type: type | None = None) -> object:
+        return self.defs(asset_of(None)).load_asset_value(
+            "stored", python_type=python_type or object, instance=self.instance
+        )
+
+    def run(self, *assets: dg.AssetsDefinition, **more: object) -> dg.ExecuteInProcessResult:
+        return dg.materialize(assets, resources={"io_manager": self.manager}, instance=self.instance, **more)
+
+    def defs(self, *assets: dg.AssetsDefinition) -> dg.Definitions:
+        return dg.Definitions(assets, resources={"io_manager": self.manager})
+
+    def names(self, start: str = "") -> list[str]:
+        """The files in the folder whose names begin with a text."""
+        return [name for name in os.listdir(self.folder) if name.startswith(start)]
 
 
 @pytest.fixture
-def manager(assets_path: Path) -> RankZeroIOManager:
-    return RankZeroIOManager(base_path=str(assets_path))
+def shelf(assets_path: Path, instance: dg.DagsterInstance) -> Shelf:
+    return Shelf(RankZeroIOManager(base_path=str(assets_path)), instance, assets_path / "stored")
 
 
 def tied() -> dict[str, torch.Tensor]:
@@ -71,16 +89,17 @@ def tied() -> dict[str, torch.Tensor]:
         (None, "json"),
         ((1, 2), "pickle"),
         (Point(3), "pickle"),
+        (lambda: 2, "pickle"),
         (tied(), "torch"),
     ],
 )
-def test_values_come_back_as_they_were(
-    value: object, file_format: str, manager: RankZeroIOManager, instance: dg.DagsterInstance
-) -> None:
-    shown = store(lambda: value, manager, instance)
+def test_values_come_back_as_they_were(shelf: Shelf, value: object, file_format: str) -> None:
+    shown = shelf.store(lambda: value)
     assert shown["format"] == file_format
-    loaded = load(manager, instance)
-    if isinstance(value, dict) and file_format != "json":
+    loaded = shelf.load()
+    if callable(value):
+        assert loaded() == value()
+    elif isinstance(value, dict) and file_format != "json":
         assert loaded.keys() == value.keys()
         assert all(torch.equal(loaded[key], value[key]) for key in value)
     else:
@@ -88,16 +107,9 @@ def test_values_come_back_as_they_were(
         assert loaded == value
 
 
-def test_functions_without_a_name_can_be_stored(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
-    store(lambda: lambda x: x + 1, manager, instance)
-    assert load(manager, instance)(1) == 2
-
-
-def test_metadata_says_what_is_stored_and_where(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
-    shown = store({"w": torch.ones(2, 3)}, manager, instance)
-    directory = assets_path / "stored"
+def test_metadata_says_what_is_stored_and_where(shelf: Shelf) -> None:
+    shown = shelf.store({"w": torch.ones(2, 3)})
+    directory = shelf.folder
     (data,) = directory.glob("data-*")
     assert shown["path"] == str(directory)
     assert shown["size"] == data.stat().st_size
@@ -106,73 +118,62 @@ def test_metadata_says_what_is_stored_and_where(
     assert json.loads((directory / "manifest.json").read_text())["digest"] == f"sha256:{shown['sha256']}"
 
 
-def test_without_a_path_the_instance_stores_beside_dagsters_own_io_manager(instance: dg.DagsterInstance) -> None:
-    assert dg.materialize([asset_of({"a": 0})], instance=instance).success
-    shown = store({"a": 1}, RankZeroIOManager(), instance)
-    assert shown["path"].startswith(instance.storage_directory())
-    assert load(RankZeroIOManager(), instance) == {"a": 1}
-    assert dg.Definitions([asset_of(None)]).load_asset_value("stored", instance=instance) == {"a": 0}
+def test_without_a_path_the_instance_stores_beside_dagsters_own_io_manager(shelf: Shelf) -> None:
+    assert dg.materialize([asset_of({"a": 0})], instance=shelf.instance).success
+    there = replace(shelf, manager=RankZeroIOManager())
+    assert str(there.store({"a": 1})["path"]).startswith(shelf.instance.storage_directory())
+    assert there.load() == {"a": 1}
+    assert dg.Definitions([asset_of(None)]).load_asset_value("stored", instance=shelf.instance) == {"a": 0}
 
 
-@pytest.mark.parametrize("text", ['{"name": "my web app", "icons": []}', "[]"])
-def test_a_manifest_of_another_program_is_kept(
-    text: str, manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
-    foreign = assets_path / "stored" / "manifest.json"
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"name": "my web app", "icons": []}', "another program wrote"),
+        ("[]", "another program wrote"),
+        (
+            '{"data": "data-1.json", "format": "json", "digest": "", "compression": "zstd"}',
+            "a later version of rankzero wrote .*, with compression",
+        ),
+    ],
+)
+def test_a_manifest_that_this_version_does_not_know_is_kept(shelf: Shelf, text: str, told: str) -> None:
+    foreign = shelf.folder / "manifest.json"
     foreign.parent.mkdir(parents=True)
     foreign.write_text(text)
-    for use in (lambda: store({"a": 1}, manager, instance), lambda: load(manager, instance)):
-        with pytest.raises(dg.Failure, match="another program wrote"):
+    for use in (lambda: shelf.store({"a": 1}), lambda: shelf.load()):
+        with pytest.raises(dg.Failure, match=told):
             use()
     assert foreign.read_text() == text
     assert [path.name for path in foreign.parent.iterdir()] == ["manifest.json"]
 
 
-def test_a_manifest_that_names_another_place_deletes_nothing(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path
-) -> None:
-    where = store(1, manager, instance)
-    manifest = Path(str(where["path"])) / "manifest.json" if "path" in where else next(tmp_path.rglob("manifest.json"))
+def test_a_manifest_that_names_another_place_deletes_nothing(shelf: Shelf, tmp_path: Path) -> None:
+    shelf.store(1)
+    manifest = shelf.folder / "manifest.json"
     victim = tmp_path / "victim"
     victim.mkdir()
     facts = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**facts, "superseded": os.path.relpath(victim, manifest.parent)}))
-    store(2, manager, instance)
-    store(3, manager, instance)
+    shelf.store(2)
+    shelf.store(3)
     assert victim.exists()
-    assert load(manager, instance) == 3
+    assert shelf.load() == 3
 
 
-def test_a_torn_manifest_is_replaced(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
-    store({"a": 1}, manager, instance)
-    manifest = assets_path / "stored" / "manifest.json"
+def test_a_torn_manifest_is_replaced(shelf: Shelf) -> None:
+    shelf.store({"a": 1})
+    manifest = shelf.folder / "manifest.json"
     manifest.write_text(manifest.read_text()[:20])
     with pytest.raises(dg.Failure, match="damaged"):
-        load(manager, instance)
-    store({"a": 2}, manager, instance)
-    assert load(manager, instance) == {"a": 2}
+        shelf.load()
+    shelf.store({"a": 2})
+    assert shelf.load() == {"a": 2}
 
 
-def test_a_manifest_of_a_later_version_is_named_and_kept(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
-    store({"a": 1}, manager, instance)
-    manifest = assets_path / "stored" / "manifest.json"
-    later = json.dumps({**json.loads(manifest.read_text()), "compression": "zstd"})
-    manifest.write_text(later)
-    for use in (lambda: store({"a": 2}, manager, instance), lambda: load(manager, instance)):
-        with pytest.raises(dg.Failure, match="a later version of rankzero wrote .*, with compression"):
-            use()
-    assert manifest.read_text() == later
-
-
-def test_what_killed_writers_left_goes_after_an_hour(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
+def test_what_killed_writers_left_goes_after_an_hour(shelf: Shelf) -> None:
     """And what a living one writes stays, however long ago it began."""
-    folders = {name: assets_path / "stored" / f".writing-{name:_<8}" for name in ("killed", "starting", "slow")}
+    folders = {name: shelf.folder / f".writing-{name:_<8}" for name in ("killed", "starting", "slow")}
     for folder in folders.values():
         folder.mkdir(parents=True)
     for name in ("killed", "slow"):
@@ -180,18 +181,13 @@ def test_what_killed_writers_left_goes_after_an_hour(
     long_ago = time.time() - 2 * UNFINISHED_AFTER()
     for path in (folders["killed"] / "data", folders["killed"], folders["slow"]):
         os.utime(path, (long_ago, long_ago))
-    store({"a": 1}, manager, instance)
+    shelf.store({"a": 1})
     assert {name for name, folder in folders.items() if folder.exists()} == {"starting", "slow"}
 
 
 @pytest.mark.parametrize("is_reference", [False, True])
 def test_a_stored_version_survives_a_power_failure(
-    is_reference: bool,
-    manager: RankZeroIOManager,
-    instance: dg.DagsterInstance,
-    assets_path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    shelf: Shelf, is_reference: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value = ResultRef.save({"a": 1}, tmp_path / "elsewhere") if is_reference else {"a": 1}
     # A handle is copied, as from another file system.
@@ -203,31 +199,27 @@ def test_a_stored_version_survives_a_power_failure(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
-    store(value, manager, instance)
-    files = list((assets_path / "stored").iterdir())
+    shelf.store(value)
+    files = list(shelf.folder.iterdir())
     assert len(files) == 2
-    for path in (*files, assets_path / "stored", assets_path):
+    for path in (*files, shelf.folder, shelf.folder.parent):
         assert path.stat().st_ino in synced, path
 
 
-def test_a_loaded_state_dict_is_stored_again_as_it_was(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance
-) -> None:
-    first = store({"a": torch.ones(2), "b": torch.zeros(2)}, manager, instance)
-    again = store(load(manager, instance), manager, instance)
+def test_a_loaded_state_dict_is_stored_again_as_it_was(shelf: Shelf) -> None:
+    first = shelf.store({"a": torch.ones(2), "b": torch.zeros(2)})
+    again = shelf.store(shelf.load())
     assert (again["format"], again["sha256"]) == ("torch", first["sha256"])
 
 
-def test_nothing_stored_is_a_missing_file(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
+def test_nothing_stored_is_a_missing_file(shelf: Shelf) -> None:
     with pytest.raises(FileNotFoundError, match="stored"):
-        load(manager, instance)
+        shelf.load()
 
 
-def test_a_flipped_bit_is_found_and_not_retried(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
-    store({"w": torch.ones(100)}, manager, instance)
-    (data,) = (assets_path / "stored").glob("data-*")
+def test_a_flipped_bit_is_found_and_not_retried(shelf: Shelf) -> None:
+    shelf.store({"w": torch.ones(100)})
+    (data,) = shelf.folder.glob("data-*")
     damaged = bytearray(data.read_bytes())
     damaged[-7] ^= 1
     data.write_bytes(damaged)
@@ -235,24 +227,16 @@ def test_a_flipped_bit_is_found_and_not_retried(
     @dg.asset(retry_policy=dg.RetryPolicy(max_retries=2))
     def reader(stored: object) -> None: ...
 
-    result = dg.materialize(
-        [asset_of(None), reader],
-        selection=[reader],
-        resources={"io_manager": manager},
-        instance=instance,
-        raise_on_error=False,
-    )
+    result = shelf.run(asset_of(None), reader, selection=[reader], raise_on_error=False)
     description, facts = failure_of(result, "reader")
     assert "sha256" in description
-    assert facts["path"] == str(assets_path / "stored")
+    assert facts["path"] == str(shelf.folder)
     assert retries_of(result, "reader") == 0
 
 
 @pytest.mark.parametrize("dying_at", [pytest.param("data-", marks=pytest.mark.soak), "manifest.json"])
-def test_a_process_killed_while_storing_leaves_the_version_before(
-    dying_at: str, manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
-    store({"version": 1}, manager, instance)
+def test_a_process_killed_while_storing_leaves_the_version_before(shelf: Shelf, dying_at: str) -> None:
+    shelf.store({"version": 1})
     program = f"""
         import os, signal
         import dagster as dg
@@ -271,13 +255,13 @@ def test_a_process_killed_while_storing_leaves_the_version_before(
         def stored():
             return {{"version": 2}}
 
-        dg.materialize([stored], resources={{"io_manager": RankZeroIOManager(base_path={str(assets_path)!r})}})
+        dg.materialize([stored], resources={{"io_manager": RankZeroIOManager(base_path={str(shelf.folder.parent)!r})}})
     """
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert load(manager, instance) == {"version": 1}
-    store({"version": 3}, manager, instance)
-    assert load(manager, instance) == {"version": 3}
+    assert shelf.load() == {"version": 1}
+    shelf.store({"version": 3})
+    assert shelf.load() == {"version": 3}
 
 
 def test_a_failing_object_store_leaves_the_version_before(
@@ -285,8 +269,8 @@ def test_a_failing_object_store_leaves_the_version_before(
 ) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
-    manager = RankZeroIOManager(base_path="memory://bucket/assets")
-    store({"version": 1}, manager, instance)
+    shelf = Shelf(RankZeroIOManager(base_path="memory://bucket/assets"), instance, Path())
+    shelf.store({"version": 1})
     pipe = MemoryFileSystem.pipe_file
 
     def fail(self: MemoryFileSystem, path: str, value: bytes, **options: object) -> None:
@@ -297,44 +281,31 @@ def test_a_failing_object_store_leaves_the_version_before(
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFileSystem, "pipe_file", fail)
         with pytest.raises(OSError, match="network"):
-            store({"version": 2}, manager, instance)
-    assert load(manager, instance) == {"version": 1}
-    store({"version": 3}, manager, instance)
-    assert load(manager, instance) == {"version": 3}
+            shelf.store({"version": 2})
+    assert shelf.load() == {"version": 1}
+    shelf.store({"version": 3})
+    assert shelf.load() == {"version": 3}
 
 
-def test_a_value_that_cannot_be_stored_leaves_the_version_before(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance
-) -> None:
-    store({"version": 1}, manager, instance)
-    result = dg.materialize(
-        [asset_of(threading.Lock)],
-        resources={"io_manager": manager},
-        instance=instance,
-        raise_on_error=False,
-    )
+def test_a_value_that_cannot_be_stored_leaves_the_version_before(shelf: Shelf) -> None:
+    shelf.store({"version": 1})
+    result = shelf.run(asset_of(threading.Lock), raise_on_error=False)
     assert "pickle" in failure_of(result, "stored")[0]
-    assert load(manager, instance) == {"version": 1}
+    assert shelf.load() == {"version": 1}
 
 
-def test_superseded_versions_go_after_one_more(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
+def test_superseded_versions_go_after_one_more(shelf: Shelf) -> None:
     refs = []
     for version in (1, 2, 2, 3):
-        store({"version": version}, manager, instance)
-        refs.append(load(manager, instance, ResultRef))
+        shelf.store({"version": version})
+        refs.append(shelf.load(ResultRef))
     assert refs[2].load() == {"version": 2}
     assert refs[3].load() == {"version": 3}
-    assert len(list((assets_path / "stored").glob("data-*"))) == 2
+    assert len(shelf.names("data-")) == 2
 
 
 def test_a_version_that_a_training_reads_stays_until_it_has_ended(
-    manager: RankZeroIOManager,
-    instance: dg.DagsterInstance,
-    assets_path: Path,
-    torch_distributor: TorchDistributorResource,
-    tmp_path: Path,
+    shelf: Shelf, torch_distributor: TorchDistributorResource, tmp_path: Path
 ) -> None:
     """Ranks are killed after three further versions; their next attempt opens the same file."""
     (began := tmp_path / "began").mkdir()
@@ -351,16 +322,16 @@ def test_a_version_that_a_training_reads_stays_until_it_has_ended(
         return int(stored["version"])
 
     model = torch_asset(name="model", options={"max_restarts": 1})(train)
-    resources = {"io_manager": manager, "torch_distributor": torch_distributor}
+    resources = {"io_manager": shelf.manager, "torch_distributor": torch_distributor}
 
     def trained() -> dg.ExecuteInProcessResult:
-        return dg.materialize([asset_of(0), model], selection="model", resources=resources, instance=instance)
+        return dg.materialize([asset_of(0), model], selection="model", resources=resources, instance=shelf.instance)
 
     def store_version(number: int) -> None:
-        store({"version": torch.tensor(number)}, manager, instance)
+        shelf.store({"version": torch.tensor(number)})
 
     def versions() -> int:
-        return len([name for name in os.listdir(assets_path / "stored") if name.startswith("data-")])
+        return len(shelf.names("data-"))
 
     store_version(1)
     with ThreadPoolExecutor(1) as pool:
@@ -374,159 +345,140 @@ def test_a_version_that_a_training_reads_stays_until_it_has_ended(
             may_end.touch()
         result = outcome.result(120)
     assert result.success
-    (value,) = (assets_path / "model").glob("data-*")
+    (value,) = (shelf.folder.parent / "model").glob("data-*")
     assert value.read_text() == "1"
     store_version(5)
     # The version that was held is a stray now, which goes after an hour.
     assert versions() == 3
-    assert not [name for name in os.listdir(assets_path / "stored") if name.startswith("held-")]
+    assert not shelf.names("held-")
 
 
-def test_a_mark_of_a_run_that_cannot_be_read_keeps_its_version(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
-    store({"version": 1}, manager, instance)
-    (first,) = (assets_path / "stored").glob("data-*")
-    (assets_path / "stored" / f"held-{0:08x}-{first.name}").write_text("unknown://runs/one")
+def test_a_mark_of_a_run_that_cannot_be_read_keeps_its_version(shelf: Shelf) -> None:
+    shelf.store({"version": 1})
+    (first,) = shelf.folder.glob("data-*")
+    (shelf.folder / f"held-{0:08x}-{first.name}").write_text("unknown://runs/one")
     for version in (2, 3):
-        store({"version": version}, manager, instance)
+        shelf.store({"version": version})
     assert first.exists()
-    assert load(manager, instance) == {"version": 3}
+    assert shelf.load() == {"version": 3}
 
 
-def test_files_that_no_version_names_go_after_an_hour(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store({"version": 1}, manager, instance)
-    (assets_path / "stored" / "data-0123456789abcdef-01234567.json").write_text("1")
-    (assets_path / "stored" / "notes").write_text("mine")
+def test_files_that_no_version_names_go_after_an_hour(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf.store({"version": 1})
+    (shelf.folder / "data-0123456789abcdef-01234567.json").write_text("1")
+    (shelf.folder / "notes").write_text("mine")
     # As Hugging Face's save_to_disk names its files, and as an asset below this one may be named.
-    (assets_path / "stored" / "data-00000-of-00001.arrow").write_text("mine")
-    (assets_path / "stored" / "data-0123456789abcdef-01234567.dir").mkdir()
-    store({"version": 2}, manager, instance)
-    assert len(list((assets_path / "stored").glob("data-*"))) == 5
+    (shelf.folder / "data-00000-of-00001.arrow").write_text("mine")
+    (shelf.folder / "data-0123456789abcdef-01234567.dir").mkdir()
+    shelf.store({"version": 2})
+    assert len(shelf.names("data-")) == 5
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 2 * UNFINISHED_AFTER())
-    store({"version": 3}, manager, instance)
-    assert load(manager, instance) == {"version": 3}
-    assert len(list((assets_path / "stored").glob("data-*"))) == 4
-    assert {"notes", "data-00000-of-00001.arrow"} <= set(os.listdir(assets_path / "stored"))
+    shelf.store({"version": 3})
+    assert shelf.load() == {"version": 3}
+    assert len(shelf.names("data-")) == 4
+    assert {"notes", "data-00000-of-00001.arrow"} <= set(shelf.names())
 
 
-def test_two_materializations_at_once_leave_a_complete_version(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_materializations_at_once_leave_a_complete_version(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in (1, 2):
-        store({"version": version}, manager, instance)
+        shelf.store({"version": version})
     upload, others = storage.upload, [3]
 
     def be_overtaken(path: str, target: str) -> None:
         upload(path, target)
         if others:
             # It retires the first version, which has the same content as the file that was just stored.
-            store({"version": others.pop()}, manager, instance)
+            shelf.store({"version": others.pop()})
 
     monkeypatch.setattr(storage, "upload", be_overtaken)
-    store({"version": 1}, manager, instance)
-    assert load(manager, instance) == {"version": 1}
+    shelf.store({"version": 1})
+    assert shelf.load() == {"version": 1}
 
 
-def test_an_input_annotated_as_a_handle_is_not_loaded(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
+def test_an_input_annotated_as_a_handle_is_not_loaded(shelf: Shelf) -> None:
     @dg.asset
     def reader(stored: ResultRef) -> list[str]:
-        (data,) = (assets_path / "stored").glob("data-*")
+        (data,) = shelf.folder.glob("data-*")
         assert stored.load() == {"big": 1}
         return [type(stored).__name__, str(stored.uri == str(data))]
 
-    stored = asset_of({"big": 1})
-    result = dg.materialize([stored, reader], resources={"io_manager": manager}, instance=instance)
+    result = shelf.run(asset_of({"big": 1}), reader)
     assert result.output_for_node("reader") == ["ResultRef", "True"]
 
 
-def test_a_handle_as_output_is_stored_by_its_file(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path
-) -> None:
-    ref = ResultRef.save({"w": torch.ones(4)}, tmp_path / "elsewhere")
-    shown = store(ref, manager, instance)
-    os.unlink(ref.uri)
-    assert (shown["format"], shown["sha256"]) == ("torch", ref.sha256)
-    assert torch.equal(load(manager, instance)["w"], torch.ones(4))
-
-
-def test_a_handle_of_the_same_file_system_is_stored_without_reading_it(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path, assets_path: Path
-) -> None:
+def test_a_handle_of_the_same_file_system_is_stored_without_reading_it(shelf: Shelf, tmp_path: Path) -> None:
     ref = ResultRef.save({"w": torch.ones(4)}, tmp_path / "elsewhere")
     for _ in range(2):
-        store(ref, manager, instance)
-        assert all(data.samefile(ref.uri) for data in (assets_path / "stored").glob("data-*"))
-    assert [path.name for path in (assets_path / "stored").iterdir() if path.name.startswith(".")] == []
+        shelf.store(ref)
+        assert all(data.samefile(ref.uri) for data in shelf.folder.glob("data-*"))
+    os.unlink(ref.uri)
+    assert torch.equal(shelf.load()["w"], torch.ones(4))
+    assert not shelf.names(".")
 
 
 def test_a_stored_handle_is_read_for_its_checksum_when_it_is_opened(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = ResultRef.save({"w": torch.zeros(4)}, tmp_path / "elsewhere")
     data = bytearray(Path(ref.uri).read_bytes())
     data[-1] ^= 1
     Path(ref.uri).write_bytes(data)
     with monkeypatch.context() as patch:
-        patch.setattr(hashlib, "file_digest", lambda file, _: pytest.fail(f"{file.name} was read"))
-        store(ref, manager, instance)
+        patch.setattr(io_manager, "verify", lambda file, *_: pytest.fail(f"{file.name} was read"))
+        shelf.store(ref)
     with pytest.raises(dg.Failure, match="changed or damaged"):
-        load(manager, instance)
+        shelf.load()
 
 
 def test_a_handle_of_another_file_system_is_carried_over(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
     ref = ResultRef.save({"w": torch.ones(4)}, tmp_path / "elsewhere")
-    store(ref, manager, instance)
+    shelf.store(ref)
     os.unlink(ref.uri)
-    assert torch.equal(load(manager, instance)["w"], torch.ones(4))
+    assert torch.equal(shelf.load()["w"], torch.ones(4))
     damaged = ResultRef.save({"a": 1}, tmp_path / "elsewhere")
     Path(damaged.uri).write_text('{"a": 2}')
     with pytest.raises(dg.Failure, match="sha256"):
-        store(damaged, manager, instance)
+        shelf.store(damaged)
 
 
-def test_a_torn_handle_is_not_stored(manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path) -> None:
+def test_a_torn_handle_is_not_stored(shelf: Shelf, tmp_path: Path) -> None:
     ref = ResultRef.save({"a": 1}, tmp_path / "elsewhere")
     Path(ref.uri).write_text('{"a"')
     with pytest.raises(dg.Failure, match="bytes"):
-        store(ref, manager, instance)
+        shelf.store(ref)
     os.unlink(ref.uri)
     with pytest.raises(dg.Failure, match="does not exist"):
-        store(ref, manager, instance)
+        shelf.store(ref)
     with pytest.raises(FileNotFoundError):
-        load(manager, instance)
+        shelf.load()
 
 
-def test_the_checksum_is_the_data_version(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
+def test_the_checksum_is_the_data_version(shelf: Shelf) -> None:
     versions = []
     for value in (1, 2, 1):
-        shown = store({"a": value}, manager, instance)
-        event = instance.get_latest_materialization_event(dg.AssetKey("stored"))
+        shown = shelf.store({"a": value})
+        event = shelf.instance.get_latest_materialization_event(dg.AssetKey("stored"))
         versions.append(event.asset_materialization.tags["dagster/data_version"])
         assert versions[-1] == shown["sha256"]
     assert versions[0] == versions[2] != versions[1]
 
 
-def test_an_asset_may_have_a_data_version_of_its_own(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
-    store(dg.MaterializeResult(value=1, data_version=dg.DataVersion("mine")), manager, instance)
-    event = instance.get_latest_materialization_event(dg.AssetKey("stored"))
+def test_an_asset_may_have_a_data_version_of_its_own(shelf: Shelf) -> None:
+    shelf.store(dg.MaterializeResult(value=1, data_version=dg.DataVersion("mine")))
+    event = shelf.instance.get_latest_materialization_event(dg.AssetKey("stored"))
     assert event.asset_materialization.tags["dagster/data_version"] == "mine"
 
 
-def test_the_types_of_tensors_are_a_table(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
+def test_the_types_of_tensors_are_a_table(shelf: Shelf) -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2, dtype=torch.bfloat16)})
-    shown = store(lambda: model, manager, instance)
+    shown = shelf.store(lambda: model)
     assert [record.data for record in shown["dtypes"].records] == [
         {"dtype": "float32", "tensors": 2, "parameters": 8, "bytes": 32},
         {"dtype": "bfloat16", "tensors": 2, "parameters": 6, "bytes": 12},
@@ -534,72 +486,39 @@ def test_the_types_of_tensors_are_a_table(manager: RankZeroIOManager, instance: 
     assert {column.name: column.type for column in shown["dtypes"].schema.columns}["bytes"] == "int"
 
 
-def test_pickles_can_be_forbidden(manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path) -> None:
-    strict = RankZeroIOManager(base_path=str(assets_path), allow_pickle=False)
+def test_pickles_can_be_forbidden(shelf: Shelf) -> None:
+    strict = replace(shelf, manager=RankZeroIOManager(base_path=str(shelf.folder.parent), allow_pickle=False))
     with pytest.raises(dg.Failure, match="allow_pickle"):
-        store(lambda: Point(1), strict, instance)
-    store({"w": torch.ones(1)}, strict, instance)
-    assert torch.equal(load(strict, instance)["w"], torch.ones(1))
-    store(lambda: Point(1), manager, instance)
+        strict.store(lambda: Point(1))
+    strict.store({"w": torch.ones(1)})
+    assert torch.equal(strict.load()["w"], torch.ones(1))
+    shelf.store(lambda: Point(1))
     for wanted in (object, ResultRef):
         with pytest.raises(dg.Failure, match="allow_pickle"):
-            load(strict, instance, wanted)
+            strict.load(wanted)
 
 
-def test_a_partition_cannot_leave_its_asset(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
-    keys = ["../other", "/etc", "a/b"]
-
-    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(keys))
-    def stored(context: dg.AssetExecutionContext) -> str:
-        return context.partition_key
-
-    defs = dg.Definitions([stored], resources={"io_manager": manager})
-    for key in keys:
-        dg.materialize([stored], resources={"io_manager": manager}, partition_key=key, instance=instance)
-        assert defs.load_asset_value("stored", partition_key=key, instance=instance) == key
-    assert [path.name for path in assets_path.iterdir()] == ["stored"]
-    assert len(list((assets_path / "stored").rglob("manifest.json"))) == 3
+ALIKE = ["../other", "/etc", "p//q", "p/q", "/z", "%2Fz", "..", "%2E%2E", ".", "k", "k/", "a%2Fb", "a/b"]
+ALIKE += ["x" * 300, "x" * 299 + "y"]
 
 
-def test_an_asset_can_start_from_its_own_partition_before(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance
-) -> None:
-    days = dg.DailyPartitionsDefinition(start_date="2026-01-01")
-    before = dg.TimeWindowPartitionMapping(start_offset=-1, end_offset=-1)
-
-    @dg.asset(partitions_def=days, ins={"total": dg.AssetIn(partition_mapping=before)})
-    def total(total: int | None) -> int:
-        return (total or 0) + 1
-
-    for day in ("2026-01-01", "2026-01-02"):
-        result = dg.materialize([total], resources={"io_manager": manager}, partition_key=day, instance=instance)
-    assert result.output_for_node("total") == 2
-
-
-ALIKE = ["p//q", "p/q", "/z", "%2Fz", "..", "%2E%2E", ".", "k", "k/", "a%2Fb", "a/b", "x" * 300, "x" * 299 + "y"]
-
-
-def test_partitions_that_look_alike_are_stored_apart(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
-) -> None:
+def test_partitions_that_look_alike_are_stored_apart(shelf: Shelf) -> None:
     @dg.asset(partitions_def=dg.StaticPartitionsDefinition(ALIKE))
     def stored(context: dg.AssetExecutionContext) -> str:
         return context.partition_key
 
     for key in ALIKE:
-        dg.materialize([stored], resources={"io_manager": manager}, partition_key=key, instance=instance)
-    defs = dg.Definitions([stored], resources={"io_manager": manager})
+        shelf.run(stored, partition_key=key)
+    defs = shelf.defs(stored)
     for key in ALIKE:
-        assert defs.load_asset_value("stored", partition_key=key, instance=instance) == key
-    assert [path.name for path in assets_path.iterdir()] == ["stored"]
+        assert defs.load_asset_value("stored", partition_key=key, instance=shelf.instance) == key
+    assert [path.name for path in shelf.folder.parent.iterdir()] == ["stored"]
 
 
-def test_dimensions_of_a_partition_are_kept_apart(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
+def test_dimensions_of_a_partition_are_kept_apart_and_found_by_a_plain_text(shelf: Shelf) -> None:
     dimensions = {
-        "one": dg.StaticPartitionsDefinition(["a/b", "a"]),
         "two": dg.StaticPartitionsDefinition(["c", "b/c"]),
+        "one": dg.StaticPartitionsDefinition(["a/b", "a"]),
     }
     keys = [dg.MultiPartitionKey({"one": "a/b", "two": "c"}), dg.MultiPartitionKey({"one": "a", "two": "b/c"})]
 
@@ -607,29 +526,36 @@ def test_dimensions_of_a_partition_are_kept_apart(manager: RankZeroIOManager, in
     def stored(context: dg.AssetExecutionContext) -> str:
         return context.partition_key
 
+    @dg.asset(ins={"stored": dg.AssetIn(partition_mapping=dg.SpecificPartitionsPartitionMapping(["a|b/c"]))})
+    def reader(stored: object) -> object:
+        return stored
+
     for key in keys:
-        dg.materialize([stored], resources={"io_manager": manager}, partition_key=key, instance=instance)
-    defs = dg.Definitions([stored], resources={"io_manager": manager})
-    assert [defs.load_asset_value("stored", partition_key=key, instance=instance) for key in keys] == keys
+        shelf.run(stored, partition_key=key)
+    defs = shelf.defs(stored)
+    assert [defs.load_asset_value("stored", partition_key=key, instance=shelf.instance) for key in keys] == keys
+    assert shelf.run(stored, reader, selection=[reader]).output_for_node("reader") == keys[1]
 
 
-def test_assets_whose_keys_hold_slashes_are_stored_apart(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance
-) -> None:
+@pytest.mark.parametrize("make", [UPath, Path])
+def test_the_root_may_be_a_path(shelf: Shelf, make: type) -> None:
+    replace(shelf, manager=RankZeroIOManager(base_path=make(shelf.folder.parent))).store({"a": 1})
+    assert (shelf.folder / "manifest.json").exists()
+
+
+def test_assets_whose_keys_hold_slashes_are_stored_apart(shelf: Shelf) -> None:
     keys = [dg.AssetKey(["a", "b/c"]), dg.AssetKey(["a/b", "c"]), dg.AssetKey(["a", "b", "c"])]
 
     @dg.multi_asset(outs={f"out{number}": dg.AssetOut(key=key) for number, key in enumerate(keys)})
     def assets():
         return 0, 1, 2
 
-    dg.materialize([assets], resources={"io_manager": manager}, instance=instance)
-    defs = dg.Definitions([assets], resources={"io_manager": manager})
-    assert [defs.load_asset_value(key, instance=instance) for key in keys] == [0, 1, 2]
+    shelf.run(assets)
+    defs = shelf.defs(assets)
+    assert [defs.load_asset_value(key, instance=shelf.instance) for key in keys] == [0, 1, 2]
 
 
-def test_a_partition_and_an_asset_of_one_path_are_refused(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance
-) -> None:
+def test_a_partition_and_an_asset_of_one_path_are_refused(shelf: Shelf) -> None:
     @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["k"]))
     def stat() -> str:
         return "the partition"
@@ -638,12 +564,11 @@ def test_a_partition_and_an_asset_of_one_path_are_refused(
     def below() -> str:
         return "the asset"
 
-    resources = {"io_manager": manager}
-    assert dg.materialize([stat], resources=resources, partition_key="k", instance=instance).success
-    refused = dg.materialize([below], resources=resources, instance=instance, raise_on_error=False)
+    assert shelf.run(stat, partition_key="k").success
+    refused = shelf.run(below, raise_on_error=False)
     told, _ = failure_of(refused, "stat__k")
     assert "holds the value of the asset stat, partition k, not of the asset stat/k" in told
-    defs = dg.Definitions([stat, below], resources=resources)
+    defs = shelf.defs(stat, below)
     with pytest.raises(dg.Failure, match="not of the asset stat/k, and their keys make one path"):
-        defs.load_asset_value(["stat", "k"], instance=instance)
-    assert defs.load_asset_value("stat", partition_key="k", instance=instance) == "the partition"
+        defs.load_asset_value(["stat", "k"], instance=shelf.instance)
+    assert defs.load_asset_value("stat", partition_key="k", instance=shelf.instance) == "the partition"

@@ -9,7 +9,8 @@ import pytest
 from tests.dagster.dagster_events import metadata_of
 
 import rankzero.train as rt
-from dagster_rankzero import TABLE_ROWS, describe_run, torch_asset
+from dagster_rankzero import torch_asset
+from dagster_rankzero.metadata import TABLE_ROWS, describe_run
 from rankzero import Launcher, LocalEngine
 from rankzero.report.curves import CHART_POINTS
 

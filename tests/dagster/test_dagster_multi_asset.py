@@ -46,12 +46,18 @@ def test_every_value_goes_to_its_own_io_manager_with_its_own_version(
         assert version_of(instance, key) == shown["sha256"]
 
 
-def test_other_io_managers_and_a_tuple(resources: dict[str, object], instance: dg.DagsterInstance) -> None:
+def test_other_io_managers_and_a_named_tuple_whose_names_count(
+    resources: dict[str, object], instance: dg.DagsterInstance
+) -> None:
     outs = {"model": dg.AssetOut(key=["ml", "model"], io_manager_key="memory"), "metrics": dg.AssetOut()}
 
+    class Trained(NamedTuple):
+        metrics: dict[str, int]
+        model: list[int]
+
     @torch_multi_asset(outs=outs)
-    def training() -> tuple[list[int], dict[str, int]]:
-        return [1], {"loss": 2}
+    def training() -> Trained:
+        return Trained({"loss": 2}, [1])
 
     given = {**resources, "memory": dg.mem_io_manager}
     result = dg.materialize([training], resources=given, instance=instance)
@@ -59,20 +65,6 @@ def test_other_io_managers_and_a_tuple(resources: dict[str, object], instance: d
     assert result.output_for_node("training", "metrics") == {"loss": 2}
     event = instance.get_latest_materialization_event(dg.AssetKey(["ml", "model"]))
     assert len(event.asset_materialization.tags["dagster/data_version"]) == 64
-
-
-def test_the_names_of_a_named_tuple_count_and_not_its_order(resources: dict[str, object]) -> None:
-    class Trained(NamedTuple):
-        metrics: dict[str, int]
-        model: list[int]
-
-    @torch_multi_asset(outs={"model": dg.AssetOut(), "metrics": dg.AssetOut()})
-    def training() -> Trained:
-        return Trained({"loss": 2}, [1])
-
-    result = dg.materialize([training], resources=resources)
-    assert result.output_for_node("training", "model") == [1]
-    assert result.output_for_node("training", "metrics") == {"loss": 2}
 
 
 def test_part_of_it_can_be_selected(resources: dict[str, object], assets_path: Path) -> None:

@@ -32,6 +32,18 @@ def add(weights: dict[str, torch.Tensor]) -> float:
     return weights["w"].sum().item()
 
 
+def executed(
+    resources: dict[str, object], node: dg.OpDefinition, before: dg.OpDefinition | None = None, **more: bool
+) -> dg.ExecuteInProcessResult:
+    """Executes a job of one op, and of one before it."""
+
+    @dg.job(resource_defs=resources)
+    def pipeline() -> None:
+        node(before()) if before else node()
+
+    return pipeline.execute_in_process(**more)
+
+
 def test_an_op_takes_inputs_and_configuration_and_gives_rank_zeros_value(resources: dict[str, object]) -> None:
     @dg.job(resource_defs=resources)
     def pipeline() -> None:
@@ -57,11 +69,7 @@ def test_a_relative_script_begins_at_the_file_that_makes_the_op(
     monkeypatch.chdir(tmp_path / "elsewhere")
     fit = runpy.run_path(str(tmp_path / "defs.py"))["fit"]
 
-    @dg.job(resource_defs=resources)
-    def pipeline() -> None:
-        fit()
-
-    assert value_of(pipeline.execute_in_process(), "fit") == "beside"
+    assert value_of(executed(resources, fit), "fit") == "beside"
     assert fit.description == "Runs fit.py on every rank."
 
 
@@ -70,33 +78,21 @@ def test_a_script_is_an_op_that_can_wait_for_others(resources: dict[str, object]
     script.write_text("import sys\nimport rankzero.train as rt\nrt.set_result(sys.argv[1:])\n")
     fit = torch_distributor_op(script, args=["--epochs", "3"], ins={"start": dg.In(dg.Nothing)})
 
-    @dg.job(resource_defs=resources)
-    def pipeline() -> None:
-        fit(load())
-
-    result = pipeline.execute_in_process()
+    result = executed(resources, fit, load)
     assert value_of(result, "fit_model") == ["--epochs", "3"]
 
 
 def test_a_command_is_an_op(resources: dict[str, object], tmp_path: Path) -> None:
     touch = torch_distributor_op(["touch"], args=[tmp_path / "touched-by-${local_rank}"])
 
-    @dg.job(resource_defs=resources)
-    def pipeline() -> None:
-        touch()
-
-    assert value_of(pipeline.execute_in_process(), "touch") is None
+    assert value_of(executed(resources, touch), "touch") is None
     assert (tmp_path / "touched-by-0").exists()
 
 
 def test_a_reference_to_a_function_is_an_op(resources: dict[str, object]) -> None:
     join = torch_distributor_op("posixpath:join", args=["a", "b"], name="joined")
 
-    @dg.job(resource_defs=resources)
-    def pipeline() -> None:
-        join()
-
-    assert value_of(pipeline.execute_in_process(), "joined") == "a/b"
+    assert value_of(executed(resources, join), "joined") == "a/b"
 
 
 def test_arguments_for_a_function_are_refused_when_defined() -> None:
@@ -131,11 +127,7 @@ def test_an_op_with_several_outputs_gives_each_its_part_of_rank_zeros_value(
     def fit() -> object:
         return ([1.0, 2.0], 0.5) if as_tuple else {"loss": 0.5, "model": [1.0, 2.0]}
 
-    @dg.job(resource_defs=resources)
-    def pipeline() -> None:
-        fit()
-
-    result = pipeline.execute_in_process()
+    result = executed(resources, fit)
     assert result.output_for_node("fit", "model") == [1.0, 2.0]
     assert result.output_for_node("fit", "loss") == 0.5
     outputs = [e for e in result.all_events if e.event_type_value == "STEP_OUTPUT"]
@@ -147,11 +139,7 @@ def test_an_op_whose_value_lacks_an_output_says_what_to_return(resources: dict[s
     def fit() -> dict[str, int]:
         return {"model": 1}
 
-    @dg.job(resource_defs=resources)
-    def pipeline() -> None:
-        fit()
-
-    result = pipeline.execute_in_process(raise_on_error=False)
+    result = executed(resources, fit, raise_on_error=False)
     assert "return a dict with the keys model, loss, notes" in failure_of(result, "fit")[0]
 
 
@@ -160,11 +148,7 @@ def test_an_output_of_type_nothing_has_no_part_in_rank_zeros_value(resources: di
     def fit() -> dict[str, int]:
         return {"loss": 2}
 
-    @dg.job(resource_defs=resources)
-    def pipeline() -> None:
-        fit()
-
-    assert pipeline.execute_in_process().output_for_node("fit", "loss") == 2
+    assert executed(resources, fit).output_for_node("fit", "loss") == 2
 
 
 def test_the_outputs_of_a_graph_have_the_parts_of_its_partitions_and_only_those_that_are_selected(

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import dagster as dg
@@ -24,6 +21,7 @@ OF_DAGSTER_ALONE = {
     "connect": "the engine",
     "deploy_mode": "the engine",
     "spark_conf": "the engine",
+    "name": "of a pipeline's step, whose run is found by it",
     "observation_interval": "Dagster's own",
     "by_reference": "Dagster's own",
     "retry_user_errors": "of a pipeline, as Airflow's operator has it",
@@ -37,31 +35,6 @@ OTHER_THAN_THE_LAUNCHER = {
     "engine": "a name, for YAML and the launchpad; a pipeline's trainings run on Spark",
     "env": "Dagster has no empty value for a mapping but an empty one",
 }
-OF_AIRFLOW_ALONE = {
-    "train": "an argument of TorchDistributorResource.run",
-    "op_args": "an argument of TorchDistributorResource.run",
-    "op_kwargs": "an argument of TorchDistributorResource.run",
-    "conn_id": "Dagster has no connections: the resource is one",
-    "deferrable": "Airflow's own",
-    "skip_on_exit_code": "Airflow's own",
-}
-OTHER_THAN_AIRFLOW = {
-    "num_processes": "2 there: a task of one rank needs no operator; a resource is shared, and its assets choose",
-    "use_gpu": "None there: what the connection says",
-    "processes_per_task": "None there: what the connection says",
-    "checkpoints": "None there, for the launcher's default",
-    "env": "None there; Dagster has no empty value for a mapping but an empty one",
-    "spark_conf": "None there; Dagster has no empty value for a mapping but an empty one",
-}
-
-# In a process of its own, where Airflow writes into a home of its own.
-OPERATOR = """
-import inspect, json
-from airflow_rankzero import TorchDistributorOperator
-found = inspect.signature(TorchDistributorOperator.__init__).parameters.values()
-own = {each.name: each.default for each in found if each.kind is each.KEYWORD_ONLY}
-print("OPTIONS", json.dumps(own, default=lambda value: "an object"))
-"""
 
 
 def defaults_of_the_resource() -> dict[str, object]:
@@ -78,22 +51,6 @@ def test_names_and_defaults_are_those_of_the_launcher() -> None:
     assert set(resource) - set(launcher) == set(OF_DAGSTER_ALONE)
     shared = set(launcher) & set(resource)
     assert {name for name in shared if launcher[name] != resource[name]} == set(OTHER_THAN_THE_LAUNCHER)
-
-
-# By default: each of the two is compared with the launcher.
-@pytest.mark.soak
-def test_names_and_defaults_are_those_of_airflows_operator(tmp_path: Path) -> None:
-    pytest.importorskip("airflow")
-    environment = {**os.environ, "AIRFLOW_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", OPERATOR], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("OPTIONS ")]
-    operator, resource = json.loads(line.removeprefix("OPTIONS ")), defaults_of_the_resource()
-    # What the operator lacks is the launcher's, too, and Airflow's own test finds it.
-    assert set(operator) - set(resource) == set(OF_AIRFLOW_ALONE)
-    shared = set(operator) & set(resource)
-    assert {name for name in shared if operator[name] != resource[name]} == set(OTHER_THAN_AIRFLOW)
 
 
 @pytest.mark.parametrize(

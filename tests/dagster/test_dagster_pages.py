@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
 import yaml
-from tests import servers
-from tests.conftest import until
 from tests.docs import blocks
 from tests.docs.given import training
-from tests.docs.pages import blocks as blocks_of
 
 import dagster_rankzero
 import rankzero.train as rt
-from rankzero import CheckpointConfig, Launcher, ResultRef, RunHandle
+from rankzero import CheckpointConfig, Launcher, ResultRef
 from rankzero.compat.ray_train import TorchTrainer
 
 pytest_plugins = ["rankzero.testing.fixtures"]
-
-WAIT = 120.0
 
 
 class TrainConfig(dg.Config):
@@ -91,27 +82,3 @@ def test_the_blocks_of_a_page_are_definitions(
         "look_at": look_at,
     }
     blocks.run_page(page, "dagster", given, request)
-
-
-# By default: `test_a_step_that_was_killed_is_retried_and_takes_its_training_up`.
-@pytest.mark.soak
-def test_the_first_training_outlives_its_step(tmp_path: Path, dagster_home: Path) -> None:
-    (block,) = [block for block in blocks_of("docs/start-dagster.md") if block.language == "python"]
-    (tmp_path / "first.py").write_text(block.text.replace("time.sleep(1)", "time.sleep(0.1)"))
-    log, store = tmp_path / "log", tmp_path / "runs"
-    command = (sys.executable, "-m", "dagster", "job", "execute", "-f", "first.py", "-j", "train")
-    environment = {**os.environ, "RANKZERO_STORE": str(store)}
-    process = servers.start(*command, log=log, cwd=tmp_path, env=environment)
-    try:
-        until(lambda: any(store.glob("*/checkpoints/*/checkpoint.json")), WAIT, "a checkpoint")
-        step = re.search(r" - (\d+) - model - STEP_START", log.read_text())
-        assert step
-        os.kill(int(step[1]), signal.SIGKILL)
-        assert process.wait(WAIT) == 0, log.read_text()[-3000:]
-    finally:
-        servers.stop([process])
-    assert "attached to the run in" in log.read_text()
-    (directory,) = store.iterdir()
-    run = RunHandle.attach(directory)
-    assert [row["epoch"] for row in run.metrics() if row["rank"] == 0] == list(range(60))
-    assert (run.submission, run.status().attempt) == (0, 0)

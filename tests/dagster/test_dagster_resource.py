@@ -1,7 +1,6 @@
 """`TorchDistributorResource.run`: what comes back, whatever the context and the IO manager."""
 
 import json
-import os
 import signal
 import sys
 import threading
@@ -31,19 +30,6 @@ def train(scale: float = 1.0) -> dict[str, torch.Tensor]:
 @dg.asset
 def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
     return torch_distributor.run(context, train, scale=2.0)
-
-
-@dg.asset
-def total(model: dict[str, torch.Tensor]) -> float:
-    return model["weight"].sum().item()
-
-
-def test_rank_zeros_value_reaches_the_next_asset_through_dagsters_own_io_manager(
-    torch_distributor: TorchDistributorResource, tmp_path: Path
-) -> None:
-    manager = dg.FilesystemIOManager(base_dir=str(tmp_path))
-    result = dg.materialize([model, total], resources={"torch_distributor": torch_distributor, "io_manager": manager})
-    assert result.output_for_node("total") == 2 * 3 * (2.0 + 4.0)
 
 
 def test_a_stored_state_dict_takes_its_own_size_and_not_a_multiple(
@@ -88,40 +74,6 @@ def test_an_asset_shows_the_run_and_its_result(
     assert "[1] rank 1 says hello" in lines
 
 
-def test_equal_results_have_an_equal_data_version(resources: dict[str, object]) -> None:
-    versions = set()
-    for _ in range(2):
-        (event,) = dg.materialize([model], resources=resources).get_asset_materialization_events()
-        versions.add(event.materialization.tags["dagster/data_version"])
-    assert len(versions) == 1
-
-
-def test_an_op_gets_an_output_with_the_same_value_and_metadata(torch_distributor: TorchDistributorResource) -> None:
-    seen = {}
-
-    @dg.op
-    def train_op(context: dg.OpExecutionContext, torch_distributor: TorchDistributorResource):
-        seen["output"] = torch_distributor.run(context, train)
-        return seen["output"]
-
-    @dg.job(resource_defs={"torch_distributor": torch_distributor})
-    def pipeline() -> None:
-        train_op()
-
-    result = pipeline.execute_in_process()
-    assert isinstance(seen["output"], dg.Output)
-    assert seen["output"].metadata["world_size"].value == 2
-    assert torch.equal(result.output_for_node("train_op")["weight"], torch.full((2, 3), 3.0))
-
-
-def test_an_asset_can_be_called_directly(
-    torch_distributor: TorchDistributorResource, asset_context: dg.AssetExecutionContext
-) -> None:
-    returned = model(asset_context, torch_distributor)
-    assert isinstance(returned, dg.MaterializeResult)
-    assert returned.value["weight"].shape == (2, 3)
-
-
 def test_options_change_one_run_only(
     torch_distributor: TorchDistributorResource, asset_context: dg.AssetExecutionContext
 ) -> None:
@@ -164,18 +116,6 @@ def test_configuration_reaches_the_ranks_without_dagster(
     assert returned.value == [0.5, [1, 2], 20, {"a": "b"}, [], []]
 
 
-def test_a_large_value_can_be_handed_on_by_reference(
-    resources: dict[str, object], torch_distributor: TorchDistributorResource
-) -> None:
-    by_reference = torch_distributor.options(by_reference=True)
-    result = dg.materialize([model, total], resources={**resources, "torch_distributor": by_reference})
-    assert result.output_for_node("total") == 36.0
-    shown = metadata_of(result, "model")
-    (kept,) = (Path(shown["run_directory"]) / "result").iterdir()
-    (stored,) = Path(shown["path"]).glob("data-*")
-    assert stored.read_bytes() == kept.read_bytes()
-
-
 def test_a_failing_rank_shows_its_cause_and_is_not_retried(torch_distributor: TorchDistributorResource) -> None:
     def fail() -> None:
         if rt.get_context().rank == 1:
@@ -198,44 +138,6 @@ def test_a_failing_rank_shows_its_cause_and_is_not_retried(torch_distributor: To
     assert "division by zero" in description
     assert retries_of(result, "broken") == 0
     assert not result.get_asset_materialization_events()
-
-
-def test_exceptions_of_the_training_function_are_retried_on_request(
-    torch_distributor: TorchDistributorResource, tmp_path: Path
-) -> None:
-    first = str(tmp_path / "first")
-
-    def fail_once() -> str:
-        if rt.get_context().rank == 0 and not os.path.exists(first):
-            open(first, "w").close()
-            raise ValueError("the first try")
-        return "second try"
-
-    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=2))
-    def flaky(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        return torch_distributor.options(retry_user_errors=True, num_processes=1).run(context, fail_once)
-
-    result = dg.materialize([flaky], resources={"torch_distributor": torch_distributor})
-    assert result.output_for_node("flaky") == "second try"
-    assert retries_of(result, "flaky") == 1
-
-
-def test_a_killed_rank_is_retried_by_the_policy(torch_distributor: TorchDistributorResource, tmp_path: Path) -> None:
-    first = str(tmp_path / "first")
-
-    def die_once() -> str:
-        if rt.get_context().rank == 1 and not os.path.exists(first):
-            open(first, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return "survived"
-
-    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
-    def shaky(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        return torch_distributor.run(context, die_once)
-
-    result = dg.materialize([shaky], resources={"torch_distributor": torch_distributor})
-    assert result.output_for_node("shaky") == "survived"
-    assert retries_of(result, "shaky") == 1
 
 
 def test_errors_of_the_infrastructure_are_retried_by_the_policy(torch_distributor: TorchDistributorResource) -> None:
@@ -289,12 +191,3 @@ def test_sparks_handler_of_signals_does_not_stay(
     assert on_spark.run(asset_context, lambda: 1).value == 1
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert SparkContext._active_spark_context is None
-
-
-def test_a_script_runs_with_its_command_line(
-    torch_distributor: TorchDistributorResource, tmp_path: Path, asset_context: dg.AssetExecutionContext
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import sys\nimport rankzero.train as rt\nrt.set_result({'args': sys.argv[1:]})\n")
-    returned = torch_distributor.run(asset_context, script, "--epochs", 3)
-    assert returned.value == {"args": ["--epochs", "3"]}

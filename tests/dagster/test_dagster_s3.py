@@ -1,9 +1,5 @@
 """`RankZeroIOManager` and run directories on S3: a real server that speaks its protocol."""
 
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -97,35 +93,3 @@ def test_a_handle_of_a_disk_is_carried_to_the_bucket_and_verified(
         dg.materialize([stored], resources=resources, instance=instance)
     defs = dg.Definitions([stored], resources=resources)
     assert torch.equal(defs.load_asset_value("stored", python_type=object, instance=instance)["w"], torch.ones(4))
-
-
-# By default: the same on a disk, in `test_dagster_io_manager.py`.
-@pytest.mark.soak
-def test_a_process_killed_before_the_manifest_leaves_the_version_before(
-    bucket: str, instance: dg.DagsterInstance
-) -> None:
-    @dg.asset
-    def stored() -> dict[str, int]:
-        return {"version": 1}
-
-    resources = {"io_manager": RankZeroIOManager(base_path=f"{bucket}/assets")}
-    dg.materialize([stored], resources=resources, instance=instance)
-    program = f"""
-        import os, signal
-        import dagster as dg
-        import s3fs
-        from dagster_rankzero import RankZeroIOManager
-
-        s3fs.S3FileSystem.pipe_file = lambda self, path, *a, **o: os.kill(os.getpid(), signal.SIGKILL)
-
-        @dg.asset
-        def stored():
-            return {{"version": 2}}
-
-        dg.materialize([stored], resources={{"io_manager": RankZeroIOManager(base_path="{bucket}/assets")}})
-    """
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert len([name for name in store.list_names(f"{bucket}/assets/stored") if name.startswith("data-")]) == 2
-    defs = dg.Definitions([stored], resources=resources)
-    assert defs.load_asset_value("stored", python_type=object, instance=instance) == {"version": 1}

@@ -11,7 +11,8 @@ import dagster as dg
 import pytest
 from dagster._utils.interrupts import raise_interrupts_as
 
-from dagster_rankzero import DELEGATED, IN_PROCESS, MULTIPROCESS, Calls, Step, _compat, lease, run_id_of, signal_of
+from dagster_rankzero._compat import DELEGATED, IN_PROCESS, MULTIPROCESS, signal_of
+from dagster_rankzero.step import Step, lease, run_id_of
 
 POLICY = dg.RetryPolicy
 
@@ -93,45 +94,18 @@ def test_the_signal_is_read_off_the_handler_of_this_dagster() -> None:
     assert signal_of(caught.value) == signal.SIGTERM
 
 
-@pytest.mark.parametrize(
-    ("error", "detaches"), [(OSError("the store is away"), True), (GeneratorExit(), False), (SystemExit(), False)]
-)
-def test_what_else_interrupts(error: BaseException, detaches: bool) -> None:
-    assert STEP.detaches(error) is detaches
-    assert not replace(STEP, is_retried=False).detaches(error)
-
-
-def test_calls_in_parallel_find_theirs_by_what_they_train() -> None:
-    def claim(calls: Calls, identity: str, left: dict[int, str], other: str = _compat.REPLACED) -> int | None:
-        found = {number: _compat.SAME if left[number] == identity else other for number in left}
-        return calls.claim(found.get)
-
-    left = {0: "b", 1: "a"}
-    calls = Calls()
-    assert [claim(calls, identity, left) for identity in ("a", "b", "c", "c")] == [1, 0, 2, 3]
-    # One that has changed does not take the place of another, which may be called for.
-    calls = Calls()
-    assert [claim(calls, identity, left) for identity in ("changed", "a", "b")] == [2, 1, 0]
-    # The only one does, if it is sure that no call comes for it.
-    assert claim(Calls(), "changed", {0: "a"}) == 0
-    calls = Calls()
-    assert [claim(calls, identity, {0: "a"}, _compat.OTHER) for identity in ("b", "a", "c")] == [1, 0, 2]
-    # So does the only one that lives, and the call that it was started for gets no number.
-    calls = Calls()
-    assert [claim(calls, identity, {0: "a"}, _compat.CONTINUED) for identity in ("b", "c", "a")] == [0, 1, None]
-
-
 def test_names_are_stable_distinct_and_can_name_directories() -> None:
     names = [
-        run_id_of(root, key, call)
+        run_id_of(root, key, name)
         for root in ("8f14e45f-1", "8f14e45f-2")
         for key in ("train", "train[1]", "train-1", "../deep." + "x" * 300)
-        for call in (0, 1)
+        for name in (None, "1", "a/b" * 100)
     ]
     assert len(set(names)) == len(names)
     assert all(len(name) <= 200 and "/" not in name for name in names)
-    assert names[0] == run_id_of("8f14e45f-1", "train", 0)
+    assert names[0] == run_id_of("8f14e45f-1", "train")
     assert names[0].startswith("8f14e45f-train-")
+    assert run_id_of("8f14e45f-1", "train", "tuned").startswith("8f14e45f-train-tuned-")
 
 
 @pytest.mark.parametrize(

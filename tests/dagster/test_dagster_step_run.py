@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 from tests.conftest import until
 
-from dagster_rankzero import DELEGATED, MULTIPROCESS, Step, TorchDistributorResource, open_run, step_run
-from rankzero import Launcher, RankZeroError, RunHandle
+from dagster_rankzero import step as steps
+from dagster_rankzero._compat import DELEGATED, MULTIPROCESS
+from dagster_rankzero.step import Step, follow, open_run
+from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle
 from rankzero.pipeline import EngineOpened, LineWritten, Opened
 from rankzero.run import lease as leases
 
@@ -54,9 +54,6 @@ def step(unfinished: set[str], retried: set[str]) -> Step:
         tags = {"dagster/will_retry": "true"} if run_id in retried else {}
         return SimpleNamespace(run_id=run_id, is_finished=run_id not in unfinished, status=status, tags=tags)
 
-    def get_run_group(run_id: str) -> Any:
-        return "one", [get_run_by_id(run_id) for run_id in ("one", "two", "three")]
-
     return Step(
         dagster_run="one",
         root="one",
@@ -68,7 +65,10 @@ def step(unfinished: set[str], retried: set[str]) -> Step:
         run_is_retried=False,
         lease=600.0,
         instance=SimpleNamespace(  # type: ignore[arg-type]
-            get_run_by_id=get_run_by_id, get_run_group=get_run_group, run_retries_enabled=False
+            get_run_by_id=get_run_by_id,
+            get_run_step_stats=lambda *_: [],
+            all_logs=lambda *_, **__: [],
+            run_retries_enabled=False,
         ),
     )
 
@@ -77,10 +77,10 @@ def step(unfinished: set[str], retried: set[str]) -> Step:
 def open_step(tmp_path: Path, marker: str) -> Iterator[Open]:
     launcher = Launcher(1, store=tmp_path / "runs", env={"MARK": marker}, start_timeout=240)
 
-    def open_it(step: Step, *args: Any, context: Any = None) -> AbstractContextManager[Any]:
+    def open_it(step: Step, *args: Any, context: Any = None, name: str | None = None) -> AbstractContextManager[Any]:
         # Each stands for a process of its own, unless a context is given.
         context = context or SimpleNamespace(log=LOG, _step_execution_context=Try())
-        return open_run(launcher, step, context, endless, args, {})
+        return open_run(launcher, step, context, endless, args, {}, name)
 
     yield open_it
     # Nobody follows them to their ends here.
@@ -90,27 +90,27 @@ def open_step(tmp_path: Path, marker: str) -> Iterator[Open]:
     assert all(handle.wait(120) for handle in left)
 
 
-def test_re_executions_at_the_same_time_have_trainings_of_their_own(
-    step: Step, open_step: Open, unfinished: set[str]
-) -> None:
-    unfinished |= {"one", "two"}
-    again = replace(step, dagster_run="two", generation="two")
-    with open_step(step) as first:
-        with open_step(again) as second, open_step(replace(again, number=1)) as attached:
-            assert second.handle.directory != first.handle.directory
-            assert attached.handle.directory == second.handle.directory
-        assert not first.handle.status().final
-
-
-def test_an_automatic_retry_does_not_meddle_with_a_re_execution(
-    step: Step, open_step: Open, unfinished: set[str]
+@pytest.mark.parametrize("comes", ["by hand", "by itself"])
+def test_no_run_ends_the_training_of_a_re_execution_that_is_running(
+    step: Step, open_step: Open, unfinished: set[str], comes: str
 ) -> None:
     unfinished |= {"two", "three"}
-    # Run "one" has failed; a user re-executes it before its own retry begins.
-    with open_step(replace(step, dagster_run="two", generation="two")) as by_hand:
-        with open_step(replace(step, dagster_run="three")) as by_itself:
-            assert by_itself.handle.directory != by_hand.handle.directory
-        assert not by_hand.handle.status().final
+    # Run "one" has failed, and a user has re-executed it.
+    again = replace(step, dagster_run="two", generation="two")
+    other = replace(step, dagster_run="three", generation="three" if comes == "by hand" else "one")
+    with open_step(again, "of two") as first:
+        with pytest.raises(dg.Failure, match="belongs to the Dagster run two, which is running") as refused:  # noqa: SIM117
+            with open_step(other, "of three"):
+                pass
+        assert not refused.value.allow_retries
+        assert not first.handle.status().final
+        with open_step(replace(again, number=1), "of its retry") as retried:
+            assert retried.handle.submission == 0
+        # No step of that run follows it any more.
+        unfinished.discard("two")
+        with open_step(other, "of two") as attached:
+            assert attached.handle.directory == first.handle.directory
+            assert attached.handle.submission == 0
 
 
 def test_a_re_execution_attaches_to_what_a_dead_run_has_left(step: Step, open_step: Open, unfinished: set[str]) -> None:
@@ -142,30 +142,6 @@ def test_the_last_try_is_not_survived_for_long_by_what_it_attached_to(
     assert handle.handle.status().state == "cancelled"
 
 
-def test_a_retry_attaches_though_rows_were_appended_to_its_dataset(
-    step: Step, tmp_path: Path, marker: str, unfinished: set[str]
-) -> None:
-    unfinished.add("one")
-    data = tmp_path / "data"
-    data.mkdir()
-    parquet.write_table(pa.table({"id": [1, 2]}), data / "a.parquet")
-    launcher = Launcher(1, store=tmp_path / "runs", env={"MARK": marker}, start_timeout=240, dataset=str(data))
-
-    def opened(step: Step) -> AbstractContextManager[Any]:
-        context: Any = SimpleNamespace(log=LOG, _step_execution_context=Try())
-        return open_run(launcher, step, context, endless, (), {})
-
-    with opened(step) as first:
-        until(lambda: first.handle.status().state == "running", 240, "the training")
-    parquet.write_table(pa.table({"id": [3]}), data / "b.parquet")
-    with opened(replace(step, number=1)) as again:
-        assert again.attached
-        assert again.handle.directory == first.handle.directory
-    assert len(list((tmp_path / "runs").glob("*/job.json"))) == 1
-    first.handle.cancel()
-    assert first.handle.wait(60)
-
-
 def test_a_user_who_corrects_the_arguments_ends_the_training_that_lives(step: Step, open_step: Open) -> None:
     again = replace(step, dagster_run="two", generation="two")
     with open_step(step, "same") as first, open_step(again, "other") as second:
@@ -173,33 +149,31 @@ def test_a_user_who_corrects_the_arguments_ends_the_training_that_lives(step: St
         assert second.handle.submission == 1
 
 
-def test_a_retry_attaches_to_the_training_that_lives_though_an_argument_is_random(
+def test_a_retry_of_a_step_of_several_trainings_finds_each_by_its_name(
     step: Step, open_step: Open, unfinished: set[str]
 ) -> None:
     unfinished.add("one")
-    with open_step(step, "3f2a") as first, open_step(replace(step, number=1), "9c41") as again:
-        assert again.attached
-        assert again.handle.directory == first.handle.directory
-        assert again.handle.submission == 0
-        assert not first.handle.status().final
+    with open_step(step, "3f2a") as one, open_step(step, "77aa", name="tuned") as other:
+        assert one.handle.directory != other.handle.directory
+        again = replace(step, number=1)
+        # In another order, with other arguments, while both live.
+        with open_step(again, "11cc", name="tuned") as tuned, open_step(again, "9c41") as plain:
+            assert [tuned.handle.directory, plain.handle.directory] == [other.handle.directory, one.handle.directory]
+            assert [tuned.handle.submission, plain.handle.submission] == [0, 0]
 
 
-def test_a_retry_in_another_order_gives_no_training_the_result_of_another(
-    step: Step, open_step: Open, unfinished: set[str]
-) -> None:
-    unfinished.add("one")
-    retry = SimpleNamespace(log=LOG, _step_execution_context=Try())
-    again = replace(step, number=1)
-    with open_step(step, "a") as first:
-        with open_step(again, "b", context=retry):
-            with pytest.raises(RankZeroError, match="another call"), open_step(again, "a", context=retry):
+@pytest.mark.parametrize(
+    ("name", "told"), [(None, "already trained without a name"), ("tuned", "under the name 'tuned'")]
+)
+def test_a_second_training_of_a_name_is_refused(step: Step, open_step: Open, name: str | None, told: str) -> None:
+    this_try = SimpleNamespace(log=LOG, _step_execution_context=Try())
+    with open_step(step, context=this_try, name=name) as first:
+        for args in ((), ("other",)):
+            refused = open_step(step, *args, context=this_try, name=name)
+            with pytest.raises(InvalidJobError, match=rf"{told}: .*options\(name="), refused:
                 pass
-            assert not first.handle.status().final
-        first.handle.cancel()
-        assert first.handle.wait(60)
-    # Nothing lives any more, so each call of the next try finds its own.
-    with open_step(replace(step, number=2, is_retried=False), "b") as other:
-        assert other.handle.directory != first.handle.directory
+        assert not first.handle.status().final
+        assert first.handle.submission == 0
 
 
 @pytest.mark.parametrize(
@@ -207,13 +181,10 @@ def test_a_retry_in_another_order_gives_no_training_the_result_of_another(
     [
         # The pod of a step is evicted, its run goes on.
         ({"executor": DELEGATED}, dg.DagsterExecutionInterruptedError, True),
-        ({"is_retried": False}, dg.DagsterExecutionInterruptedError, False),
         # A user has terminated the run.
         ({"dagster_run": "terminated"}, dg.DagsterExecutionInterruptedError, False),
-        # A person at a terminal; a generator that was left.
-        ({}, KeyboardInterrupt, False),
+        # A generator that was left; the step cannot read its store.
         ({}, GeneratorExit, False),
-        # The step cannot read its store.
         ({}, OSError, True),
     ],
 )
@@ -243,10 +214,10 @@ def test_the_step_s_log_has_the_address_of_the_spark_ui_while_ranks_train(
             yield EngineOpened("http://driver:4040")
             yield LineWritten("[0] trains")
 
-    monkeypatch.setattr(step_run, "Follower", lambda *_, **__: Following())
+    monkeypatch.setattr(steps, "Follower", lambda *_, **__: Following())
     caplog.set_level(logging.INFO)
     lines: list[str] = []
-    assert list(step_run.follow(Opened(None), None, LOG, lines.append, None)) == []  # type: ignore[arg-type]
+    assert list(follow(Opened(None), None, LOG, lines.append, None)) == []  # type: ignore[arg-type]
     assert lines == ["[0] trains"]
     assert "http://driver:4040" in caplog.text
 
@@ -254,12 +225,12 @@ def test_the_step_s_log_has_the_address_of_the_spark_ui_while_ranks_train(
 def test_a_training_ends_whose_dagster_run_was_deleted(
     step: Step, open_step: Open, unfinished: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_run, "QUERY_INTERVAL", 0.1)
+    monkeypatch.setattr(steps, "QUERY_INTERVAL", 0.1)
     unfinished.add("one")
     with open_step(step) as opened:
         until(lambda: opened.handle.status().state == "running", 60, "the training")
         unfinished.discard("one")
-        assert list(step_run.follow(opened, step, LOG, print, None)) == []
+        assert list(follow(opened, step, LOG, print, None)) == []
     assert opened.handle.status().state == "cancelled"
     assert "on request: the Dagster run has ended or was deleted" in str(opened.handle.status().error)
 
@@ -273,7 +244,7 @@ def test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows(
     comes: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_run, "QUERY_INTERVAL", 0.1)
+    monkeypatch.setattr(steps, "QUERY_INTERVAL", 0.1)
     unfinished.add("one")
     with pytest.raises(RankZeroError, match="left to"), open_step(step) as left:  # noqa: PT012
         # Its run's process was killed, and monitoring marks the run; the process of the step lives.
@@ -281,21 +252,21 @@ def test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows(
         if comes == "attached":
             with open_step(replace(step, dagster_run="two", generation="two", is_retried=False)) as attached:
                 assert attached.attached
-                list(step_run.follow(left, step, LOG, print, None))
+                list(follow(left, step, LOG, print, None))
         else:
             retried.add("one")
-            list(step_run.follow(left, step, LOG, print, None))
+            list(follow(left, step, LOG, print, None))
     assert not left.handle.status().final
     # The one that has it now ends it with its own run.
     if comes == "attached":
-        list(step_run.follow(attached, replace(step, dagster_run="two"), LOG, print, None))
+        list(follow(attached, replace(step, dagster_run="two"), LOG, print, None))
         assert left.handle.status().state == "cancelled"
 
 
 def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_ended(
     step: Step, open_step: Open, unfinished: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_run, "QUERY_INTERVAL", 0.1)
+    monkeypatch.setattr(steps, "QUERY_INTERVAL", 0.1)
     last = replace(step, is_retried=False)
     ended: list[str] = []
 
@@ -304,7 +275,7 @@ def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_
             opened.append(left)
             unfinished.discard("one")
             assert attached.wait(60)
-            list(step_run.follow(left, last, LOG, print, None))
+            list(follow(left, last, LOG, print, None))
         ended.append(left.handle.status().state)
 
     opened: list[Opened] = []
@@ -324,23 +295,3 @@ def test_the_process_that_a_training_needs_stays_until_the_run_that_follows_has_
     unfinished.discard("two")
     thread.join(60)
     assert ended == ["cancelled"]
-
-
-def test_a_retry_with_other_arguments_logs_what_differs(
-    torch_distributor: TorchDistributorResource, capfd: pytest.CaptureFixture[str]
-) -> None:
-    numbers = iter([-1, -2])
-
-    @dg.op(retry_policy=dg.RetryPolicy(max_retries=1))
-    def fit(context: dg.OpExecutionContext, torch_distributor: TorchDistributorResource) -> None:
-        torch_distributor.options(num_processes=1).run(context, abs, number := next(numbers))
-        if number == -1:
-            raise ConnectionError("after the training")
-
-    @dg.job(resource_defs={"torch_distributor": torch_distributor})
-    def fitting() -> None:
-        fit()
-
-    assert fitting.execute_in_process().success
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "runs are of other trainings" in line]
-    assert line.endswith("(argument x)")

@@ -66,39 +66,22 @@ def test_a_point_of_the_curve_that_cannot_be_stored_does_not_end_the_training(
     assert not [event for event in done.all_events if event.is_step_restarted]
 
 
-def test_an_interrupt_while_a_point_is_stored_ends_the_training_and_the_retries_of_its_process(
+def test_an_interrupt_while_a_point_is_stored_ends_the_training_and_what_its_run_would_train(
     one_rank: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lives: list[bool] = []
 
-    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
-    def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        def log_event(event: Any) -> None:
-            raise dg.DagsterExecutionInterruptedError
+    def interrupt(*_: Any) -> Any:
+        raise dg.DagsterExecutionInterruptedError
 
-        monkeypatch.setattr(context, "log_event", log_event)
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
+    def first(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        monkeypatch.setattr(context, "log_event", interrupt)
         try:
             return torch_distributor.run(context, endless)
         finally:
             (directory,) = Path(str(one_rank.store)).iterdir()
             lives.append(not RunHandle.attach(directory).status().final)
-
-    done = dg.materialize([model], resources={"torch_distributor": one_rank}, raise_on_error=False)
-    assert not done.success
-    # The process that was interrupted would come back at once: whoever sits there would have to interrupt each try.
-    assert lives == [False]
-
-
-def test_a_run_that_was_interrupted_trains_nothing_more(
-    one_rank: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: Any) -> Any:
-        raise dg.DagsterExecutionInterruptedError
-
-    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=2))
-    def first(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        monkeypatch.setattr(context, "log_event", interrupt)
-        return torch_distributor.run(context, endless)
 
     @dg.asset
     def second(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
@@ -106,6 +89,8 @@ def test_a_run_that_was_interrupted_trains_nothing_more(
 
     done = dg.materialize([first, second], resources={"torch_distributor": one_rank}, raise_on_error=False)
     assert not done.success
+    # The process that was interrupted would come back at once: whoever sits there would have to interrupt each try.
+    assert lives == [False]
     # Dagster goes on with the other step, whose training does not begin.
     assert len(list(Path(str(one_rank.store)).iterdir())) == 1
 
@@ -128,25 +113,12 @@ def observed(result: dg.ExecuteInProcessResult) -> list[dict[str, Any]]:
     return [{"partition": o.partition, **{name: entry.value for name, entry in o.metadata.items()}} for o in seen]
 
 
-@pytest.mark.parametrize("form", [pytest.param("run", marks=pytest.mark.soak), "stream"])
-def test_an_asset_is_observed_while_its_ranks_train(
-    one_rank: TorchDistributorResource, form: str, monkeypatch: pytest.MonkeyPatch, seen: Path
-) -> None:
-    daily = dg.StaticPartitionsDefinition(["a", "b"])
-    if form == "run":
-
-        @dg.asset(partitions_def=daily)
-        def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-            note_events(context, seen, monkeypatch)
-            return torch_distributor.run(context, train, str(seen), 0.0)
-
-    else:
-
-        @dg.asset(partitions_def=daily)
-        def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-            for event in torch_distributor.stream(context, train, str(seen), 0.0):
-                yield event
-                seen.touch()
+def test_an_asset_is_observed_while_its_ranks_train(one_rank: TorchDistributorResource, seen: Path) -> None:
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["a", "b"]))
+    def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        for event in torch_distributor.stream(context, train, str(seen), 0.0):
+            yield event
+            seen.touch()
 
     result = dg.materialize([model], resources={"torch_distributor": one_rank}, partition_key="b")
     shown = observed(result)
@@ -217,21 +189,23 @@ def test_a_step_may_train_twice_and_its_next_try_gets_what_was_done(
         words = [torch_distributor.run(context, note, "pretrained").value]
         if context.retry_number == 0:
             raise OSError("lost")
-        words.append(torch_distributor.run(context, note, "tuned").value)
+        words.append(torch_distributor.options(name="tuned").run(context, note, "tuned").value)
         return words
 
     @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
     def changing(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        value = torch_distributor.run(context, note, f"try {context.retry_number}").value
+        word = f"try {context.retry_number}"
+        values = [torch_distributor.options(name=name).run(context, note, word).value for name in (None, word)]
         if context.retry_number == 0:
             raise OSError("lost")
-        return value
+        return values
 
     result = dg.materialize([pair, changing], resources={"torch_distributor": one_rank})
     assert result.output_for_node("pair") == ["pretrained", "tuned"]
-    # Other arguments are another training.
-    assert result.output_for_node("changing") == "try 1"
-    assert sorted((tmp_path / "trained").read_text().split("\n")) == ["", "pretrained", "try 0", "try 1", "tuned"]
+    # A success is delivered until it is acknowledged, whatever the arguments; another name is another training.
+    assert result.output_for_node("changing") == ["try 0", "try 1"]
+    trained = sorted((tmp_path / "trained").read_text().split("\n"))
+    assert trained == ["", "pretrained", "try 0", "try 0", "try 1", "tuned"]
 
 
 def test_an_interrupt_leaves_no_rank_behind_and_the_callers_handlers_alone(

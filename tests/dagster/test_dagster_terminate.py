@@ -16,10 +16,9 @@ import dagster as dg
 import pytest
 from tests.conftest import processes_with, wait_until_gone
 from tests.dagster.deployment import FINAL, RUN_TIMEOUT, Deployment, wait_until
-from tests.dagster.durable_training import FOLDER_TAG, lettered
+from tests.dagster.durable_training import FOLDER_TAG
 from tests.dagster.terminal import CTRL_C, Terminal
 
-from dagster_rankzero import RankZeroIOManager
 from rankzero import RunHandle
 
 DEFINITIONS = Path(__file__).parent / "durable_training.py"
@@ -91,8 +90,6 @@ def dagster(root: Path, terminals: list[Terminal]) -> Iterator[Deployment]:
     variables = {
         "TEST_STORE": str(root / "runs"),
         "TEST_ASSETS": str(root / "assets"),
-        # For the runs of the backfill: a process for each step would import Dagster once more.
-        "TEST_EXECUTOR": "in process",
         # Only ranks get the resource's `env`; everything that is started here carries another mark.
         "TEST_RANK_MARK": mark_of(root),
     }
@@ -157,112 +154,32 @@ def test_terminating_a_run_ends_its_ranks_and_stores_nothing(
     assert launched.training().submission == 0
 
 
-# By default: `test_an_asset_is_observed_while_its_ranks_train`.
-@pytest.mark.soak
-def test_metrics_are_observed_while_the_ranks_train(
-    launch: Any, dagster: Deployment, instance: dg.DagsterInstance
-) -> None:
-    launched = launch("streamed_job")
-    launched.await_ranks()
-    key = dg.AssetKey("streamed")
-
-    def observed() -> Any:
-        return instance.fetch_observations(key, limit=1).records
-
-    (record,) = wait_until(observed, RUN_TIMEOUT, "an observation")
-    assert record.run_id == launched.run_id
-    assert dagster.status(launched.run_id) == "STARTED"
-    assert record.asset_observation.metadata["metric/loss"].value == 1.0
-    launched.let_go()
-    assert dagster.finish(launched.run_id) == "SUCCESS"
-    event = instance.get_latest_materialization_event(key)
-    assert event.asset_materialization.metadata["metric/loss"].value == 1.0
-
-
+@pytest.mark.parametrize(
+    ("job", "tags"),
+    [
+        pytest.param("durable_job", {}, id="the step"),
+        # Whose step has no retry policy.
+        pytest.param("fragile_job", {"max_retries": "1"}, id="the run", marks=pytest.mark.soak),
+    ],
+)
 def test_a_step_that_was_killed_is_retried_and_takes_its_training_up(
-    launch: Any, dagster: Deployment, root: Path
+    launch: Any, dagster: Deployment, job: str, tags: dict[str, str]
 ) -> None:
-    launched = launch("durable_job")
+    launched = launch(job, **tags)
     ranks = launched.await_ranks()
+    before, again = set(dagster.runs_of(job)), launched.run_id
     os.kill(int((launched.folder / "step-0").read_text()), signal.SIGKILL)
-    wait_until((launched.folder / "step-1").exists, RUN_TIMEOUT, "the next try")
-    assert ranks <= set(processes_with(launched.rank_mark))
-    launched.let_go()
-    assert dagster.finish(launched.run_id) == "SUCCESS"
-    assert launched.training().submission == 0
-    assert launched.training().result()["pid"] in ranks
-
-
-def check_that_it_is_taken_up(launched: Any, dagster: Deployment, again: str, ranks: set[int]) -> None:
-    """Checks that a run has the value of the ranks that another run, which has failed, had started."""
+    if tags:
+        (again,) = wait_until(lambda: set(dagster.runs_of(job)) - before, RUN_TIMEOUT, "the next run")
+        wait_until(lambda: dagster.status(again) == "STARTED", RUN_TIMEOUT, "its start")
+    else:
+        wait_until((launched.folder / "step-1").exists, RUN_TIMEOUT, "the next try")
     assert ranks <= set(processes_with(launched.rank_mark))
     launched.let_go()
     assert dagster.finish(again) == "SUCCESS"
-    assert dagster.status(launched.run_id) == "FAILURE"
+    assert dagster.status(launched.run_id) == ("FAILURE" if tags else "SUCCESS")
     assert launched.training().submission == 0
     assert launched.training().result()["pid"] in ranks
-
-
-@pytest.mark.soak
-def test_a_run_that_dagster_starts_again_takes_its_training_up(launch: Any, dagster: Deployment) -> None:
-    # The step itself has no retry policy.
-    launched = launch("fragile_job", max_retries="1")
-    ranks = launched.await_ranks()
-    before = set(dagster.runs_of("fragile_job"))
-    os.kill(int((launched.folder / "step-0").read_text()), signal.SIGKILL)
-    (again,) = wait_until(lambda: set(dagster.runs_of("fragile_job")) - before, RUN_TIMEOUT, "the next run")
-    wait_until(lambda: dagster.status(again) == "STARTED", RUN_TIMEOUT, "its start")
-    check_that_it_is_taken_up(launched, dagster, again, ranks)
-
-
-# By default: `test_a_step_whose_run_is_dead_leaves_its_training_to_the_run_that_follows`.
-@pytest.mark.soak
-def test_a_step_that_outlives_its_run_leaves_its_training_to_the_next_run(launch: Any, dagster: Deployment) -> None:
-    launched = launch("durable_job", max_retries="1")
-    ranks = launched.await_ranks()
-    before = set(dagster.runs_of("durable_job"))
-    note = launched.folder / "step-0"
-    orphan = Path("/proc", note.read_text())
-    note.unlink()
-    # The process of the run, whose child is the step's.
-    os.kill(int(orphan.joinpath("stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
-    (again,) = wait_until(lambda: set(dagster.runs_of("durable_job")) - before, RUN_TIMEOUT, "the next run")
-    wait_until(note.exists, RUN_TIMEOUT, "its step")
-    wait_until(lambda: not orphan.exists(), RUN_TIMEOUT, "the end of the step that was left")
-    check_that_it_is_taken_up(launched, dagster, again, ranks)
-
-
-# By default: the termination of a run, which the daemon asks for here.
-@pytest.mark.soak
-def test_a_run_that_takes_too_long_is_ended_with_its_ranks(
-    launch: Any, dagster: Deployment, instance: dg.DagsterInstance
-) -> None:
-    launched = launch("durable_job")
-    assert launched.await_ranks()
-    # Now, so that it is the training that takes too long.
-    instance.add_run_tags(launched.run_id, {MAX_RUNTIME_TAG: "1"})
-    assert dagster.finish(launched.run_id) == "FAILURE"
-    launched.await_end()
-    assert wait_until_gone(launched.rank_mark) == []
-    assert launched.training().status().state == "cancelled"
-
-
-# By default: `test_dagster_partitions.py`.
-@pytest.mark.soak
-def test_a_backfill_trains_each_partition(dagster: Deployment, root: Path) -> None:
-    assert dagster.finish_backfill(dagster.start_backfill("lettered", ["a", "c"])) == "COMPLETED_SUCCESS"
-    stored = RankZeroIOManager(base_path=str(root / "assets"))
-    loaded = dg.Definitions(assets=[lettered], resources={"io_manager": stored, "torch_distributor": object()})
-    for key in ("a", "c"):
-        assert loaded.load_asset_value("lettered", partition_key=key) == key.upper()
-
-
-# By default: the same job without a daemon, in many of `test_dagster_asset.py`.
-@pytest.mark.soak
-def test_a_schedule_trains(dagster: Deployment) -> None:
-    dagster.start_schedule("often")
-    wait_until(lambda: dagster.runs_of("quick_job"), RUN_TIMEOUT, "a tick")
-    assert dagster.finish(dagster.runs_of("quick_job")[-1]) == "SUCCESS"
 
 
 def test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs(

@@ -1,8 +1,9 @@
-"""Every row of the table in `docs/tries.md`, with Dagster."""
+"""Every row of the table in `docs/tries.md`, with Dagster, and what else ends or delivers a training of a step."""
 
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -55,13 +56,16 @@ def body(context: dg.AssetExecutionContext, config: Asked, torch_distributor: To
 
 once = dg.asset(body, name="once")
 retried = dg.asset(body, name="retried", retry_policy=dg.RetryPolicy(max_retries=1))
+patient = dg.asset(body, name="patient", retry_policy=dg.RetryPolicy(max_retries=1, delay=600))
 
 defs = dg.Definitions(
-    assets=[once, retried],
+    assets=[once, retried, patient],
     jobs=[
         dg.define_asset_job("once_job", selection=[once], executor_def=dg.in_process_executor),
         dg.define_asset_job("retried_job", selection=[retried], executor_def=dg.in_process_executor),
         dg.define_asset_job("apart_job", selection=[retried], executor_def=dg.multiprocess_executor),
+        dg.define_asset_job("once_apart_job", selection=[once], executor_def=dg.multiprocess_executor),
+        dg.define_asset_job("patient_job", selection=[patient], executor_def=dg.multiprocess_executor),
     ],
     resources={
         "torch_distributor": TorchDistributorResource(
@@ -93,6 +97,16 @@ def apart_job() -> dg.JobDefinition:
     return defs.resolve_job_def("apart_job")
 
 
+def once_apart_job() -> dg.JobDefinition:
+    """Without retries, in a process of its own."""
+    return defs.resolve_job_def("once_apart_job")
+
+
+def patient_job() -> dg.JobDefinition:
+    """With ten minutes before the retry."""
+    return defs.resolve_job_def("patient_job")
+
+
 class Dagster:
     """Executes jobs in this process, on an instance with a home."""
 
@@ -105,10 +119,10 @@ class Dagster:
         """A new run; True if it has succeeded."""
         return self._execute(job, None, asked)
 
-    def execute_again(self, **asked: Any) -> bool:
-        """Re-executes all of the last run."""
-        options = dg.ReexecutionOptions(parent_run_id=self.results[-1].run_id)
-        return self._execute(once_job, options, asked)
+    def execute_again(self, of: int = -1, job: Callable[[], dg.JobDefinition] = once_job, **asked: Any) -> bool:
+        """Re-executes all of a run, the last one if none is named."""
+        options = dg.ReexecutionOptions(parent_run_id=self.results[of].run_id)
+        return self._execute(job, options, asked)
 
     def execute_from_failure(self) -> bool:
         options = dg.ReexecutionOptions.from_failure(self.results[-1].run_id, self.instance)
@@ -117,7 +131,7 @@ class Dagster:
     def _execute(
         self, job: Callable[[], dg.JobDefinition], options: dg.ReexecutionOptions | None, asked: dict[str, Any]
     ) -> bool:
-        name = "once" if job is once_job else "retried"
+        name = "once" if job in (once_job, once_apart_job) else "retried"
         config = {"ops": {name: {"config": asked}}}
         recon = dg.reconstructable(job)
         with dg.execute_job(recon, self.instance, run_config=config, reexecution_options=options) as result:
@@ -150,6 +164,12 @@ class Dagster:
         if failures:
             raise failures[0]
 
+    def kill_step(self, number: signal.Signals = signal.SIGKILL) -> set[int]:
+        """Ends the process of the first try once its ranks train; the ranks."""
+        ranks = self.place.await_training()
+        os.kill(int((self.place.folder / "step-0").read_text()), number)
+        return ranks
+
     def terminate(self) -> None:
         """What Dagster's launcher does: it marks the run, and interrupts its process."""
         self.place.await_training()
@@ -158,14 +178,16 @@ class Dagster:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def killed(dagster: Dagster, meanwhile: Callable[[], None] = lambda: None) -> None:
+def killed(
+    dagster: Dagster, meanwhile: Callable[[], None] = lambda: None, number: signal.Signals = signal.SIGKILL
+) -> None:
     place = dagster.place
 
     def kill() -> None:
-        ranks = place.await_training()
+        place.await_training()
         meanwhile()
         place.let("hold")
-        os.kill(int((place.folder / "step-0").read_text()), signal.SIGKILL)
+        ranks = dagster.kill_step(number)
         until((place.folder / "step-1").exists, WAIT, "the next try")
         left = place.lease()
         (place.folder / "hold").unlink()
@@ -179,7 +201,8 @@ def killed(dagster: Dagster, meanwhile: Callable[[], None] = lambda: None) -> No
 
 def killed_with_other_arguments(dagster: Dagster) -> None:
     dagster.place.let("unsteady")
-    killed(dagster)
+    # As an evicted pod ends, or a process that a person ends.
+    killed(dagster, number=signal.SIGTERM)
 
 
 def deployed(dagster: Dagster) -> None:
@@ -200,8 +223,7 @@ def ended_meanwhile(dagster: Dagster) -> None:
     place.let("hold")
 
     def kill() -> None:
-        place.await_training()
-        os.kill(int((place.folder / "step-0").read_text()), signal.SIGKILL)
+        dagster.kill_step()
         place.let("end")
         until(lambda: place.run().status().final, WAIT, "the end of the training")
         (place.folder / "hold").unlink()
@@ -339,3 +361,64 @@ SOAK = {
 def test_the_training_does_what_the_table_says(row: Row, dagster: Dagster) -> None:
     SCENARIOS[row.name](dagster)
     dagster.place.assert_outcome(row.outcome, dagster.stored())
+
+
+def test_without_another_try_the_training_dies_with_its_step(dagster: Dagster) -> None:
+    def kill() -> None:
+        assert dagster.kill_step()
+        assert wait_until_gone(f"OF_RANK={dagster.place.mark}", WAIT) == []
+
+    with dagster.beside(kill):
+        assert not dagster.execute(once_apart_job)
+
+
+PATIENT = """
+import dagster as dg
+from tests.dagster.test_dagster_tries_table import patient_job
+
+with dg.DagsterInstance.local_temp({home!r}, overrides={{"telemetry": {{"enabled": False}}}}) as instance:
+    dg.execute_job(dg.reconstructable(patient_job), instance)
+"""
+
+
+def test_a_run_that_is_terminated_while_its_step_waits_for_a_retry_ends_the_training(dagster: Dagster) -> None:
+    instance, retries = dagster.instance, dg.DagsterEventType.STEP_UP_FOR_RETRY
+    program = PATIENT.format(home=instance.root_directory)
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True) as run:
+        try:
+            assert dagster.kill_step()
+            (record,) = instance.get_runs(dg.RunsFilter(job_name="patient_job"))
+            until(lambda: instance.all_logs(record.run_id, of_type=retries), WAIT, "a step that waits")
+            assert dagster.place.ranks()
+            # What the code server does to the process of a run that a user terminates.
+            run.send_signal(signal.SIGINT)
+            run.wait(WAIT)
+        finally:
+            run.kill()
+    # Without a look at the status, which would follow the run.
+    assert wait_until_gone(f"OF_RANK={dagster.place.mark}", WAIT) == []
+    until(lambda: dagster.place.run().status().final, WAIT, "the end of the training")
+    assert dagster.place.run().status().state == "cancelled"
+
+
+@pytest.mark.parametrize("job", [once_job, pytest.param(once_apart_job, marks=pytest.mark.soak)])
+def test_a_user_trains_anew_although_the_run_that_stored_the_result_was_deleted(
+    dagster: Dagster, job: Callable[[], dg.JobDefinition]
+) -> None:
+    dagster.place.let("end")
+    assert dagster.execute(job)
+    assert dagster.execute_again(job=job)
+    dagster.instance.delete_run(dagster.results[1].run_id)
+    assert dagster.execute_again(of=0, job=job)
+    assert len(dagster.place.begun()) == 3
+
+
+def test_a_result_that_was_not_stored_is_delivered_although_its_run_was_deleted(dagster: Dagster) -> None:
+    dagster.place.let("end")
+    assert dagster.execute()
+    dagster.place.let("unstorable")
+    assert not dagster.execute_again()
+    dagster.instance.delete_run(dagster.results[1].run_id)
+    assert dagster.execute_again(of=0)
+    assert dagster.stored() == {**dagster.place.begun()[-1]}
+    assert len(dagster.place.begun()) == 2

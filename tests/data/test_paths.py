@@ -143,11 +143,6 @@ def test_columns_in_the_names_of_directories_are_columns(tmp_path: Path) -> None
     assert list(batch) == ["n"]
 
 
-def position(state: Any) -> Any:
-    """A state without the number of its owner, which each object of one process has for itself."""
-    return {name: value for name, value in state.items() if name != "cursor"} if state else state
-
-
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=5),
@@ -181,7 +176,7 @@ def test_any_partitioning_any_worlds_every_row_once(
             for batch in itertools.islice(batches, stops):
                 seen += batch["id"].tolist()
             states.append(shard.state_dict() if stops else state)
-        assert all(position(each) == position(states[0]) for each in states)
+        assert all(each == states[0] for each in states)
         # A rank that got to the end of the epoch has nothing left to resume.
         if stops and states[0] and states[0]["epoch"] == 1:
             break
@@ -413,7 +408,6 @@ def test_a_data_loader_of_several_processes_gives_the_same_batches(
 def test_a_loaded_position_is_that_of_its_epoch_only(
     parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Another test of this process may have written tables, which a cursor names.
     monkeypatch.setattr(context, "_session", None)
     manifest = manifest_of_path(str(parquet), "train")
 
@@ -427,7 +421,7 @@ def test_a_loaded_position_is_that_of_its_epoch_only(
             each.set_epoch(epoch)
             if resume:
                 expected = {**resume, "epoch": epoch, "consumed": resume["consumed"][: epoch == 2]}
-                assert position(each.state_dict()) == expected
+                assert each.state_dict() == expected
         return [ids_of(shard.iter_batches(100, shuffle=True)), ids_of(loader)]
 
     state = {"epoch": 2, "consumed": [[1, 100, 0, 3]], "rows": 1003, "seed": 0}
@@ -462,7 +456,6 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
 ) -> None:
     # torch's loader sets one in the first process that makes others.
     monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
-    # Another test of this process may have written tables, which a cursor names.
     monkeypatch.setattr(context, "_session", None)
     manifest = manifest_of_path(str(parquet), "train")
 
@@ -478,13 +471,13 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
         for rank in range(world_size):
             loader = loader_of(rank, world_size)
             loader.load_state_dict(state)
-            assert position(loader.state_dict()) == position(state)
+            assert loader.state_dict() == state
             batches = iter(loader)
             seen += ids_of(itertools.islice(batches, count))
             after = loader.state_dict()
         state = after
     assert sorted(seen) == list(range(1003))
-    assert position(state) == {"epoch": 1, "consumed": [], "rows": 1003, "seed": 0}
+    assert state == {"epoch": 1, "consumed": [], "rows": 1003, "seed": 0}
     with pytest.raises(ValueError, match="dataset of 7 rows; this one has 1003"):
         loader.load_state_dict({**state, "rows": 7})
     with pytest.raises(TypeError, match="batch_size=None"):

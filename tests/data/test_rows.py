@@ -1,5 +1,7 @@
 """Rows that ranks write: a table that is there when the run has succeeded, and nothing of what failed."""
 
+import contextlib
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tests.conftest import until
 
 import rankzero.train as rt
 from rankzero import CheckpointConfig, InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, store
@@ -95,13 +98,43 @@ def test_a_restart_begins_before_the_rows_of_its_attempt_and_writes_them_again(
     assert sorted(table.to_pandas()["step"]) == steps
     handle = keeping.find()
     assert handle
-    assert "rows" not in os.listdir(f"{handle.directory}/tables/0000")
+    assert not [*Path(handle.directory, "tables/0000").rglob("*.parquet")]
 
 
 def test_rows_on_an_object_store_are_written_again_by_a_restart(bucket: str) -> None:
-    table, began = Launcher(2, store=f"{bucket}/runs", max_restarts=1).run(_restarted, 3)
-    assert (began, sorted(table.to_pandas()["step"])) == ("0000-000002", [3, 3])
+    launcher = Launcher(2, store=f"{bucket}/runs", max_restarts=1, checkpoints=CheckpointConfig(num_to_keep=1))
+    table, began = launcher.run(_restarted, 2)
+    assert (began, sorted(table.to_pandas()["step"])) == ("0000-000001", [2, 2, 3, 3])
     assert "/tables/0001/" in table.uri
+
+
+def _reported_by_rank_0() -> tuple[Table, str | None]:
+    context, checkpoint = rt.get_context(), rt.get_checkpoint()
+    for step in range(2 if checkpoint is None else 0):
+        if context.rank == 0:
+            rt.report({}, checkpoint={"step": step})
+            rt.context.await_checkpoint()
+        writer = rt.context.current().writer
+        until(lambda writer=writer, step=step: writer.count == step + 1, 60, "the checkpoint is known")
+        rt.barrier()
+    with contextlib.suppress(ConnectionError):
+        # Nothing is left of it.
+        rt.write_rows(itertools.chain([{"id": [7]}], _gone()), "other")
+    table = rt.write_rows({"id": [context.rank]})
+    rt.barrier()
+    if context.attempt == 0:
+        os.kill(os.getpid(), 9)
+    return table, checkpoint and checkpoint.id
+
+
+def _gone() -> Any:
+    yield from ()
+    raise ConnectionError("the source is gone")
+
+
+def test_ranks_that_report_nothing_write_rows_behind_the_checkpoints_of_rank_0(launcher: Launcher) -> None:
+    table, began = launcher.options(max_restarts=1).run(_reported_by_rank_0)
+    assert (began, sorted(table.to_pandas()["id"])) == ("0000-000001", [0, 1])
 
 
 @pytest.fixture
@@ -119,11 +152,8 @@ def test_a_driver_that_seemed_dead_leaves_the_rows_of_its_heir(tmp_path: Path) -
     (tmp_path / "result" / "value-0.json").touch()
     # The attempt 1 fails late: 0 is an earlier result, and another driver has begun with 2.
     remove_rows(RunDirectory(str(tmp_path)), range(1, 2))
-    assert [name for name in sorted(os.listdir(tmp_path / "tables")) if os.listdir(tmp_path / "tables" / name)] == [
-        ".stray",
-        "0000",
-        "0002",
-    ]
+    left = {path.parts[-3] for path in (tmp_path / "tables").rglob("*.parquet")}
+    assert left == {".stray", "0000", "0002"}
 
 
 def test_files_of_the_user_beside_rows_and_values_stay(tmp_path: Path) -> None:

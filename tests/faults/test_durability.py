@@ -16,9 +16,8 @@ import pytest
 from tests.conftest import ROOT, until, wait_until_gone
 from tests.faults import kit
 
-from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError, RunHandle
+from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle
 from rankzero.bounds import DRIVER_DEAD_AFTER
-from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.run.status import RunStatus
 from rankzero.submit.drivers import start_driver
@@ -147,18 +146,6 @@ def test_two_processes_follow_one_run(single: Launcher, tmp_path: Path) -> None:
     assert [json.loads(output) for output in outputs] == [[["[0] started"], "attempt 0"]] * 2
 
 
-@pytest.mark.soak
-@pytest.mark.usefixtures("own_warm_servers")
-def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launcher, tmp_path: Path, marker: str) -> None:
-    handle = start(single, tmp_path)
-    strike_driver(handle, signal.SIGKILL)
-    with pytest.raises(EngineError, match="died without ending the run"):
-        handle.result(WAIT)
-    assert wait_until_gone(marker) == []
-    (tmp_path / "go").touch()
-    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 1"
-
-
 @pytest.mark.usefixtures("own_warm_servers")
 @pytest.mark.soak
 def test_a_driver_that_was_stopped_loses_its_ranks_and_its_run(single: Launcher, tmp_path: Path, marker: str) -> None:
@@ -215,23 +202,6 @@ def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -
     until(lambda: run.status().final, WAIT, "the end of the run")
     with pytest.raises(RunCancelledError, match=r"its last follower was absent for 10.0 s"):
         handle.result()
-
-
-@pytest.mark.soak
-def test_a_submitter_that_died_half_way_does_not_block_the_run_id(
-    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
-
-    def die(self: RunDirectory, job: Job, *_: object) -> None:
-        raise KeyboardInterrupt
-
-    (tmp_path / "go").touch()
-    with monkeypatch.context() as patch:
-        patch.setattr(RunDirectory, "write_submission", die)
-        with pytest.raises(KeyboardInterrupt):
-            single.submit(count_and_wait, str(tmp_path))
-    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
 
 
 SUBMITTING = """
@@ -296,27 +266,6 @@ def test_the_run_id_of_a_killed_submitter_is_taken_over(
         # It was not waited for: a driver that started now would exit.
         assert RunDirectory(handle.directory).has_driver(0)
     assert handle.result(WAIT).startswith("attempt")
-
-
-CLAIMING = """
-import os, signal, sys
-from rankzero.run.directory import RunDirectory
-from rankzero.store import files
-
-files.open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-RunDirectory(sys.argv[1]).claim(0)
-"""
-
-
-@pytest.mark.soak
-def test_a_claim_whose_writer_was_killed_is_none_or_names_the_writer(single: Launcher, tmp_path: Path) -> None:
-    """An empty claim would be waited for, since it may be that of a process on another host."""
-    (tmp_path / "go").touch()
-    command = [sys.executable, "-c", CLAIMING, str(Path(str(single.store), "one"))]
-    assert subprocess.run(command, cwd=ROOT, timeout=WAIT).returncode == -signal.SIGKILL
-    run = RunDirectory(str(Path(str(single.store), "one")))
-    assert not run.is_claimed(0) or run.claimant(0)
-    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
 
 
 LATE = """

@@ -174,12 +174,6 @@ def test_each_attempt_of_an_elastic_run_takes_what_there_is_and_goes_on(growing:
     assert run.world_size == run.status().world_size == 4
 
 
-def test_a_world_that_is_too_small_is_waited_for(growing: Launcher, slots: Path) -> None:
-    slots.write_text("1")
-    with pytest.raises(StartTimeoutError, match="offers 1 of the 2 to 4 task slots"):
-        growing.options(num_processes=(2, 4), start_timeout=1.5).run(len, "ab")
-
-
 def test_a_world_that_is_large_enough_starts_within_the_bound(
     growing: Launcher, slots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from tests.conftest import processes_with, until, wait_until_gone
 from tests.faults.kit import TasksEngine
 
-from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, WorkerFailedError
 
 NAMED_WITHIN = 12.0
 """On a busy machine; less than the 15 s of silence after which a process counts as lost."""
@@ -141,97 +140,6 @@ def test_sigterm_gives_user_code_a_grace_period(launcher: Launcher, tmp_path: An
     handle.cancel()
     assert handle.wait(WAIT)
     assert witness.read_text() == "saved"
-
-
-def sleeper() -> None:
-    import subprocess
-
-    subprocess.Popen(["sleep", "600"], start_new_session=True)
-    print(f"agent {os.getppid()}", flush=True)
-    while True:
-        time.sleep(0.1)
-
-
-def running(handle: RunHandle[Any]) -> int:
-    """Waits until the ranks run; the agent's process id."""
-    return next(int(line.split()[-1]) for line in handle.logs(follow=True) if "agent" in line)
-
-
-def kill_driver(handle: RunHandle[Any]) -> None:
-    pid = handle.status().driver_pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-
-
-def kill_agent(handle: RunHandle[Any]) -> None:
-    os.kill(running(handle), signal.SIGKILL)
-
-
-def terminate_driver(handle: RunHandle[Any]) -> None:
-    pid = handle.status().driver_pid
-    assert pid is not None
-    os.kill(pid, signal.SIGTERM)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("strike", "state", "words"),
-    [
-        (kill_driver, "failed", "died without ending the run"),
-        (kill_agent, "failed", "ended by signal 9"),
-        (terminate_driver, "cancelled", "SIGTERM"),
-    ],
-)
-def test_whatever_dies_takes_the_ranks_along_and_is_named(
-    launcher: Launcher,
-    marker: str,
-    strike: Callable[[RunHandle[Any]], None],
-    state: str,
-    words: str,
-    request: pytest.FixtureRequest,
-) -> None:
-    if strike is kill_driver:
-        # Its server ends with it, too.
-        request.getfixturevalue("own_warm_servers")
-    handle = launcher.submit(sleeper)
-    running(handle)
-    strike(handle)
-    assert handle.wait(WAIT)
-    assert wait_until_gone(marker) == []
-    status = handle.status()
-    assert status.state == state
-    assert status.error is not None
-    assert words in status.error["message"]
-    if state == "failed":
-        with pytest.raises(EngineError):
-            handle.result()
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("own_warm_servers")
-def test_a_submitted_run_survives_the_death_of_its_submitter(tmp_path: Any, marker: str) -> None:
-    import subprocess
-    import sys
-
-    program = f"""
-import os, signal
-from rankzero import Launcher
-def train():
-    import time
-    from pathlib import Path
-    print("agent", os.getppid(), flush=True)
-    while not Path({str(tmp_path / "go")!r}).exists(): time.sleep(0.05)
-    return "survived"
-launcher = Launcher(2, store={str(tmp_path / "store")!r}, env={{"MARK": {marker!r}}}, run_id="durable")
-launcher.submit(train)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", program], timeout=WAIT)
-    assert done.returncode == -signal.SIGKILL
-    handle = RunHandle.attach(tmp_path / "store" / "durable")
-    running(handle)
-    (tmp_path / "go").touch()
-    assert handle.result(WAIT) == "survived"
 
 
 def test_many_failures_one_process_no_leaked_descriptors(launcher: Launcher) -> None:

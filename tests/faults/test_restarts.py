@@ -122,13 +122,6 @@ def test_the_budget_ends_and_the_last_failure_is_raised(launcher: Launcher, tmp_
     assert starts[-1][1] >= 2
 
 
-@pytest.mark.soak
-def test_a_delivered_run_is_trained_from_scratch(launcher: Launcher, tmp_path: Path) -> None:
-    launcher = launcher.options(run_id="again")
-    assert launcher.run(train, "none", 0, str(tmp_path / "witness")) == [[0, 0]]
-    assert launcher.run(train, "none", 0, str(tmp_path / "witness")) == [[1, 0]]
-
-
 def test_a_retry_under_way_can_be_cancelled(launcher: Launcher, tmp_path: Path) -> None:
     def fail() -> None:
         raise RetryableError("busy")

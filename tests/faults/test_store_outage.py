@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -186,31 +187,68 @@ def test_a_store_that_is_slow_does_not_hold_the_driver(
             value.result(WAIT)
 
 
+@contextmanager
+def hung(path: Path) -> Iterator[None]:
+    """A file whose reader gets no answer, as on a mount whose server has gone; begins when there is a reader."""
+
+    def opened() -> int | None:
+        try:
+            return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return None
+
+    os.mkfifo(path)
+    writer = until(opened, WAIT, "a reader")
+    try:
+        yield
+    finally:
+        os.close(writer)
+
+
 def wait_without_end(folder: str) -> None:
     Path(folder, "trains").touch()
     threading.Event().wait()
 
 
+@pytest.mark.parametrize("silent", ["caller", "run", "path"])
 def test_a_cancel_reaches_the_driver_that_this_process_started_although_the_store_does_not_answer(
-    launcher: Launcher, bucket: str, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, bucket: str, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch, silent: str
 ) -> None:
     stall = Stall("")
     monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
-    launcher = launcher.options(store=bucket, num_processes=1)
-    with ThreadPoolExecutor(1) as executor:
-        handle = launcher.submit(wait_without_end, str(tmp_path))
+    stores = {"caller": bucket, "run": f"memory://{tmp_path.name}", "path": str(tmp_path / "store")}
+    launcher = launcher.options(store=stores[silent], num_processes=1, run_id="run")
+    with ThreadPoolExecutor(1) as executor, ExitStack() as stack:
+        if silent == "run":
+            # A driver in a thread of this process.
+            handle = stack.enter_context(launcher.owned(wait_without_end, (str(tmp_path),), {}))
+        else:
+            handle = launcher.submit(wait_without_end, str(tmp_path))
         until(lambda: (tmp_path / "trains").exists(), WAIT, "a rank")
-        # For this process alone: the driver is another one.
-        stall.begin()
+        if silent == "path":
+            stack.enter_context(hung(tmp_path / "store/run/submissions/0/cancel"))
+        else:
+            stall.begin()
         try:
-            cancelled = executor.submit(handle.cancel)
+            cancelled = executor.submit(handle.cancel, reason="a user ended it")
             assert wait_until_gone(f"MARK={marker}", WAIT) == []
-            assert not cancelled.done()
+            assert cancelled.done() == (silent == "path")
         finally:
             stall.end()
         cancelled.result(WAIT)
-    assert handle.wait(WAIT)
-    assert handle.status().state == "cancelled"
+        with pytest.raises(RunCancelledError, match="the run was cancelled on request") as raised:
+            handle.result(WAIT)
+        assert raised.value.requested
+
+
+def test_a_rank_fails_while_a_path_of_the_store_hangs(launcher: Launcher, tmp_path: Path, marker: str) -> None:
+    handle = launcher.options(store=str(tmp_path / "store"), run_id="run").submit(fail_when_told, str(tmp_path))
+    for rank in range(2):
+        until(lambda rank=rank: (tmp_path / f"rank-{rank}").exists(), WAIT, "two ranks")
+    with hung(tmp_path / "store/run/submissions/0/cancel"):
+        (tmp_path / "go").touch()
+        with pytest.raises(WorkerFailedError, match="ValueError: as told"):
+            handle.result(WAIT)
 
 
 COMMAND = """
@@ -230,6 +268,7 @@ main(sys.argv[1:])
         (["run", "train.py"], signal.SIGINT, 130),
         (["cancel", "s3://bucket/one"], signal.SIGINT, 1),
         (["status", "s3://bucket/one"], signal.SIGTERM, -signal.SIGTERM),
+        (["status", "path/one"], signal.SIGINT, 1),
     ],
     ids=lambda value: " ".join(value[:1]) if isinstance(value, list) else None,
 )
@@ -237,6 +276,10 @@ def test_a_command_says_that_the_store_does_not_answer_and_can_be_interrupted(
     tmp_path: Path, command: list[str], number: int, code: int
 ) -> None:
     (tmp_path / "train.py").write_text("pass")
+    # A reader of a pipe waits for a process that writes into it, as with a mount whose server has gone.
+    place = tmp_path / "path/one/job.json"
+    place.parent.mkdir(parents=True)
+    os.mkfifo(place)
     # The system accepts connections, and no process reads from them.
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "RANKZERO_STORE": "s3://bucket"}
@@ -252,7 +295,7 @@ def test_a_command_says_that_the_store_does_not_answer_and_can_be_interrupted(
             ) as process,
         ):
             try:
-                said = "the store s3://bucket does not answer"
+                said = f"the store {'s3://bucket' if 'path' not in command[-1] else place} does not answer"
                 until(lambda: said in (tmp_path / "output").read_text() or process.poll() is not None, WAIT, "a line")
                 process.send_signal(number)
                 assert process.wait(WAIT / 2) == code

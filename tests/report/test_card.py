@@ -81,14 +81,14 @@ def test_a_store_that_refuses_does_not_end_the_run_whose_card_is_drawn(
     monkeypatch.setitem(sys.modules, "IPython", shell)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     refused = iter([OSError("the store is away")])
-    status = RunHandle.status
+    job = RunDirectory.job
 
-    def refuse_once(handle: RunHandle[Any]) -> RunStatus:
+    def refuse_once(directory: RunDirectory) -> Job:
         for error in refused:
             raise error
-        return status(handle)
+        return job(directory)
 
-    monkeypatch.setattr(RunHandle, "status", refuse_once)
+    monkeypatch.setattr(RunDirectory, "job", refuse_once)
     with card.showing() as show:
         show(run)
         until(lambda: "the store is away" in caplog.text, 30, "the first look has failed")

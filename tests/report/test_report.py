@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import until
 
-from rankzero import Launcher, RunHandle, RunNotFoundError, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, RunHandle, RunNotFoundError, WorkerFailedError
 from rankzero.cli import main
 from rankzero.job import Job
 from rankzero.report import page, pages, summary
@@ -29,6 +29,7 @@ from rankzero.report.summary import Summary
 from rankzero.run.directory import RunDirectory
 from rankzero.run.names import EVENTS
 
+TOKEN = "a-token-of-letters"
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{SCRIPT}} &amp;"
 
 
@@ -323,7 +324,7 @@ def test_thinning_keeps_the_order(points: list[summary.Point], limit: int) -> No
 
 @pytest.fixture(scope="module")
 def served(store: Path) -> Iterator[str]:
-    with ReportServer(str(store), 0, "chosen") as server:
+    with ReportServer(str(store), 0, TOKEN) as server:
         thread = Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server.url
@@ -432,10 +433,10 @@ def test_serve_gives_nothing_but_runs(served: str, path: str) -> None:
 
 
 def test_serve_answers_nobody_without_the_token(served: str) -> None:
-    top = served.removesuffix("chosen/")
-    for path in ("", "runs/failed.json", "guessed/", "chosen.json", "?token=chosen"):
+    top = served.removesuffix(f"{TOKEN}/")
+    for path in ("", "runs/failed.json", "guessed/", f"{TOKEN}.json", f"?token={TOKEN}"):
         assert get(top + path)[0] == 403
-    assert get(f"{top}chosen")[0] == 200
+    assert get(f"{top}{TOKEN}")[0] == 200
     request = urllib.request.Request(served, method="HEAD")
     with urllib.request.urlopen(request) as reply:
         assert (reply.status, reply.read()) == (200, b"")
@@ -445,6 +446,8 @@ def test_serve_answers_nobody_without_the_token(served: str) -> None:
 def test_a_token_is_made_up_and_a_taken_port_is_named(store: Path) -> None:
     with ReportServer(str(store), 0) as server:
         assert len(server.token) > 20
+        with pytest.raises(InvalidJobError, match="16 or more"):
+            ReportServer(str(store), 0, "short")
         with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\)"):
             ReportServer(str(store), server.server_address[1])
 

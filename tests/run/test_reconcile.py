@@ -9,6 +9,9 @@ from rankzero.run.lease import lease, longest_delay, power
 
 ATTACH, DELIVER, RESUME, FRESH = Decision
 
+FACTS = {"same": "same_training", "repeated": "same_generation"}
+FACTS |= {name: name for name in ("acknowledged", "ending", "unknown", "by_name", "automatic")}
+
 
 @pytest.mark.parametrize(
     ("state", "facts", "decision"),
@@ -27,53 +30,23 @@ ATTACH, DELIVER, RESUME, FRESH = Decision
         pytest.param("running", "same unknown", ATTACH, id="it may be another training, and lives"),
         pytest.param("failed", "same unknown", FRESH, id="it may be another training's checkpoints"),
         pytest.param("succeeded", "same unknown", FRESH, id="it may be another training's result"),
+        pytest.param("failed", "by_name", RESUME, id="another training after a failure"),
+        pytest.param("succeeded", "by_name", RESUME, id="another training after a success"),
+        pytest.param("succeeded", "acknowledged by_name", RESUME, id="another training after a delivery"),
+        pytest.param("succeeded", "same acknowledged by_name", RESUME, id="the same after a delivery"),
+        pytest.param("succeeded", "same by_name", DELIVER, id="nobody has got the result"),
+        pytest.param("running", "same by_name", ATTACH, id="it lives"),
+        pytest.param("running", "by_name", FRESH, id="another one lives: it is refused"),
+        pytest.param("running", "automatic", ATTACH, id="it lives"),
+        pytest.param("running", "ending automatic", FRESH, id="it was asked to stop"),
+        pytest.param("succeeded", "automatic", DELIVER, id="nobody has got the result"),
+        pytest.param("succeeded", "acknowledged automatic", FRESH, id="a delivered result is not given twice"),
+        pytest.param("failed", "automatic", FRESH, id="its checkpoints are of other arguments"),
     ],
 )
-def test_the_same_training(state: str, facts: str, decision: Decision) -> None:
-    assert (
-        decide(
-            state,
-            same_training="same" in facts,
-            acknowledged="acknowledged" in facts,
-            ending="ending" in facts,
-            same_generation="repeated" in facts,
-            unknown="unknown" in facts,
-        )
-        is decision
-    )
-
-
-@pytest.mark.parametrize(
-    ("state", "facts", "decision"),
-    [
-        pytest.param("failed", "", RESUME, id="another training after a failure"),
-        pytest.param("succeeded", "", RESUME, id="another training after a success"),
-        pytest.param("succeeded", "acknowledged", RESUME, id="another training after a delivery"),
-        pytest.param("succeeded", "same acknowledged", RESUME, id="the same after a delivery"),
-        pytest.param("succeeded", "same", DELIVER, id="nobody has got the result"),
-        pytest.param("running", "same", ATTACH, id="it lives"),
-        pytest.param("running", "", FRESH, id="another one lives: it is refused"),
-    ],
-)
-def test_the_name_alone_may_say_which_run_goes_on(state: str, facts: str, decision: Decision) -> None:
-    same, acknowledged = "same" in facts, "acknowledged" in facts
-    assert decide(state, same_training=same, acknowledged=acknowledged, by_name=True) is decision
-
-
-@pytest.mark.parametrize(
-    ("state", "facts", "decision"),
-    [
-        pytest.param("running", "", ATTACH, id="it lives"),
-        pytest.param("running", "ending", FRESH, id="it was asked to stop"),
-        pytest.param("succeeded", "", DELIVER, id="nobody has got the result"),
-        pytest.param("succeeded", "acknowledged", FRESH, id="a delivered result is not given twice"),
-        pytest.param("failed", "", FRESH, id="its checkpoints are of other arguments"),
-    ],
-)
-def test_an_automatic_try_with_other_arguments(state: str, facts: str, decision: Decision) -> None:
-    ending, acknowledged = "ending" in facts, "acknowledged" in facts
-    decided = decide(state, same_training=False, acknowledged=acknowledged, ending=ending, automatic=True)
-    assert decided is decision
+def test_what_an_existing_run_means(state: str, facts: str, decision: Decision) -> None:
+    known = {name: word in facts.split() for word, name in FACTS.items()}
+    assert decide(state, **known) is decision
 
 
 @pytest.mark.parametrize("state", ["pending", "starting", "running", "succeeded", "failed", "cancelled"])

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import signal
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from rankzero.driver.recorder import Recorder
 from rankzero.host.processes import process_namespace
 from rankzero.job import Job
 from rankzero.masking import Mask
+from rankzero.run import observer
 from rankzero.run.checkpoints import Manifest
 from rankzero.run.directory import RunDirectory
 from rankzero.run.observer import CurrentStatus, owns
@@ -237,28 +237,30 @@ SIGNALLED = {"driver_pid": 4242, "driver_namespace": process_namespace(), "drive
 
 
 @pytest.mark.parametrize(
-    ("facts", "job", "signals"),
+    ("facts", "signals"),
     [
-        ({}, {}, 1),
-        ({"driver_start": None}, {}, 0),
-        ({"driver_start": "18"}, {}, 0),
-        ({"driver_namespace": "another"}, {}, 0),
-        ({"driver_pid": None}, {}, 0),
-        ({}, {"owner": {"pid": 1, "start": "17", "namespace": ""}}, 0),
+        ({}, 1),
+        ({"driver_start": None}, 0),
+        ({"driver_start": "18"}, 0),
+        ({"driver_namespace": "another"}, 0),
+        ({"driver_pid": None}, 0),
+        ({"driver_pid": 4243}, 0),
+        ({"driver_thread": "4243 18"}, 0),
     ],
-    ids=["own", "macos", "its id again", "elsewhere", "not begun", "of a caller"],
+    ids=["own", "macos", "its id again", "elsewhere", "not begun", "just starting", "of a caller"],
 )
-def test_a_cancel_wakes_the_driver_of_a_submitted_run_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], job: dict[str, Any], signals: int
+def test_a_cancel_signals_a_driver_that_is_a_process_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], signals: int
 ) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr("rankzero.run.observer.process_state", lambda _, start: "S" if start in (None, "17") else None)
+    monkeypatch.setattr(observer, "caught_signals", lambda pid: {observer.CANCEL} if pid == 4242 else set())
     monkeypatch.setattr("os.kill", lambda *signal: sent.append(signal))
     run = RunDirectory(str(tmp_path / "run"))
-    submit(run, 0, "zero", **job)
+    submit(run, 0, "zero")
     run.write_status(RunStatus(state="running", **{**SIGNALLED, **facts}))
     CurrentStatus(run).cancel(None)
-    assert sent == [(4242, signal.SIGTERM)] * signals
+    assert sent == [(4242, observer.CANCEL)] * signals
     assert run.cancel_request(0) == {"receiver": {}, "reason": ""}
 
 

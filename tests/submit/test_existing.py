@@ -22,6 +22,7 @@ from rankzero.host.processes import describe_process
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.run.identity import Asked, Identity
+from rankzero.run.observer import CANCEL
 from rankzero.run.status import RunStatus
 from rankzero.submit.existing import Existing, assess
 from rankzero.submit.submission import Claim, Step, next_step
@@ -107,7 +108,11 @@ def test_a_try_follows_the_submission_that_came_while_it_computed_a_checksum(
 
 @pytest.fixture
 def driver() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as driver:
+    """A process that ends when its run is cancelled."""
+    ends = f"signal.signal({int(CANCEL)}, lambda *_: os._exit(0)); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", f"import os, signal, time; {ends}"], stdout=subprocess.PIPE) as driver:
+        assert driver.stdout
+        driver.stdout.read(1)
         yield driver
         driver.kill()
 

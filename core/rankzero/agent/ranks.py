@@ -84,8 +84,10 @@ class Rank:
         os.close(write)
         os.close(stack_write)
         self.control.setblocking(False)
-        self.pipe = _reader(read)
-        self.stack_pipe = _reader(stack_read)
+        for descriptor in (read, stack_read):
+            os.set_blocking(descriptor, False)
+        self.pipe: IO[bytes] = open(read, "rb", buffering=0)
+        self.stack_pipe: IO[bytes] = open(stack_read, "rb", buffering=0)
 
     def tell(self, message: Message) -> None:
         """Sends a message now, or later by `flush` if the worker does not read; ignores a dead worker."""
@@ -258,11 +260,6 @@ def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[st
         # The network interface of gloo and NCCL, unless the user has chosen one.
         **{name: value for name, value in socket_environment(config["host"]).items() if name not in chosen},
     }
-
-
-def _reader(fd: int) -> IO[bytes]:
-    os.set_blocking(fd, False)
-    return open(fd, "rb", buffering=0)
 
 
 class Ending:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import IO
 
-from rankzero.channel import frames, limits
+from rankzero.channel import frames
 from rankzero.channel.frames import FrameError, Message
 from rankzero.channel.session import OWN, UPLOADS, Session, content_body, message_body
 
@@ -27,7 +27,7 @@ class Exchange:
     """The session, the files in transfer, the agent's messages, and a wake-up call in each direction."""
 
     def __init__(self) -> None:
-        self.session = Session(limits.BULK_WINDOW, limits.FETCH_WINDOW)
+        self.session = Session(frames.BULK_WINDOW, frames.FETCH_WINDOW)
         self.readable, self._notify = socket.socketpair()
         self.woken, self._wake = socket.socketpair()
         for end in (self.readable, self._notify, self.woken, self._wake):
@@ -192,7 +192,7 @@ class Exchange:
 
 def _drain(end: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        while end.recv(limits.READ_SIZE):
+        while end.recv(frames.READ_SIZE):
             pass
 
 

@@ -1,4 +1,6 @@
-"""Frames: length, optional MAC, one type byte, body. JSON for messages, raw bytes for file content.
+"""Frames: length, optional MAC, one type byte, body; and every size limit of the channel, which both ends read here.
+
+A body is JSON for messages, raw bytes for file content.
 
 Layout: ``uint32 length`` (big endian, of what follows) | ``16 bytes MAC`` (only on an
 authenticated channel) | ``1 byte type`` (``J`` JSON object, ``B`` bytes; `session` adds its own) | rest.
@@ -17,6 +19,25 @@ from typing import Any
 MAX_FRAME = 64 << 20  # Largest frame in bytes that is accepted after the handshake
 MAX_HANDSHAKE_FRAME = 4096  # Largest frame in bytes that is accepted before the peer has proved the secret
 CHUNK = 1 << 20  # Bytes of file content per frame
+
+BULK_WINDOW = 8 << 20
+"""Log and file bytes of one agent that may be sent before the driver has accepted them."""
+
+FETCH_WINDOW = 2 << 20
+"""File bytes to one agent that may be sent before the agent has accepted them. Smaller, because the driver keeps as
+many for each of its agents."""
+
+ACK_EVERY = 1 << 20
+"""Bytes received, or given credit for, after which the counts are sent without waiting for a ping."""
+
+WRITE_AHEAD = 256 << 10
+"""Sealed bytes that may wait for the socket; a sealed frame can no longer be overtaken."""
+
+READ_SIZE = 256 << 10
+"""Most bytes that are read from a socket in one call."""
+
+FILE_THREADS = 32
+"""Threads that read offered files and write uploads, so that a slow store blocks one of them and not the loop."""
 
 _LENGTH = struct.Struct(">I")
 _MAC_SIZE = 16

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rankzero import bounds
-from rankzero.channel import auth, frames, limits
+from rankzero.channel import auth, frames
 from rankzero.channel.auth import Handshake, Hello
 from rankzero.channel.exchange import Exchange
 from rankzero.channel.frames import Decoder, FrameError, Message, Sealer
@@ -299,7 +299,7 @@ class Keeper:
 
     def _send(self, link: Link, unsent: bytearray) -> None:
         while True:
-            while len(unsent) < limits.WRITE_AHEAD and (body := self._next_body()) is not None:
+            while len(unsent) < frames.WRITE_AHEAD and (body := self._next_body()) is not None:
                 unsent += frames.pack(body, link.sealer)
             if not unsent:
                 return
@@ -319,7 +319,7 @@ class Keeper:
     def _receive(self, link: Link) -> bool:
         """Reads once from the socket; returns False at the end of the connection."""
         try:
-            data = link.socket.recv(limits.READ_SIZE)
+            data = link.socket.recv(frames.READ_SIZE)
         except BlockingIOError:
             return True
         if not data:

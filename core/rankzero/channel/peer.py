@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from rankzero.channel import auth, frames, limits
+from rankzero.channel import auth, frames
 from rankzero.channel.auth import Handshake, Hello
 from rankzero.channel.files import Uploads, read_offered
 from rankzero.channel.frames import Decoder, FrameError, Message, Sealer
@@ -59,7 +59,7 @@ class Peer:
         """
         self.task = task
         self.name = name
-        self.session = Session(limits.FETCH_WINDOW, limits.BULK_WINDOW)
+        self.session = Session(frames.FETCH_WINDOW, frames.BULK_WINDOW)
         self.connection: Connection | None = None
         self.number = -1
         self.received_at = self.pinged = time.monotonic()
@@ -204,7 +204,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sends the challenge to the other end."""
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=limits.WRITE_AHEAD)
+        self._transport.set_write_buffer_limits(high=frames.WRITE_AHEAD)
         with contextlib.suppress(OSError):
             tune(self._transport.get_extra_info("socket"))
         self._server.on_made(self)
@@ -275,7 +275,7 @@ class Connection(asyncio.Protocol):
         """Seals and writes the session's next frames, as far as the socket takes them."""
         while self._sealer is not None and not (self._is_full or self._is_closed):
             batch, size = [], 0
-            while size < limits.WRITE_AHEAD and (body := session.next()) is not None:
+            while size < frames.WRITE_AHEAD and (body := session.next()) is not None:
                 batch.append(frames.pack(body, self._sealer))
                 size += len(body)
             if not batch:

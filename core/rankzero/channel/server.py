@@ -18,14 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from rankzero import bounds
-from rankzero.channel import limits
+from rankzero.channel import frames
 from rankzero.channel.auth import Hello
 from rankzero.channel.frames import FrameError, Message
 from rankzero.channel.peer import Connection, OnMessage, Peer
 from rankzero.channel.session import CONTROL, message_body
 from rankzero.channel.tls import Identity
 
-UNPROVED_GRACE = 1.0  # Age before which an unproved connection is not closed for a new one: many may come together
 DISCONNECT_TIMEOUT = bounds.stretched(1.0)  # For agents to receive the server's disconnect
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class ChannelServer:
             on_message: Called in the server's thread for every message of an agent, in order.
             served: Locations of the files that agents may fetch, by name.
             upload_directory: Local directory that receives uploads.
-            can_take: While it returns False, agents may send no more bulk (logs, uploads) than `limits.BULK_WINDOW`;
+            can_take: While it returns False, agents may send no more bulk (logs, uploads) than `frames.BULK_WINDOW`;
                 other messages are not delayed.
             identity: Certificate and key for encrypted connections; None for plain ones.
         """
@@ -72,7 +71,6 @@ class ChannelServer:
         self._loop = asyncio.new_event_loop()
         self._peers: dict[int, Peer] = {}
         self._unproved: dict[Connection, None] = {}
-        self._place_free = asyncio.Event()
         self._ended = asyncio.Event()
         self._withheld: set[Peer] = set()
         self._is_closing = False
@@ -146,7 +144,7 @@ class ChannelServer:
     def _run_loop(self) -> None:
         loop = self._loop
         asyncio.set_event_loop(loop)
-        executor = ThreadPoolExecutor(limits.FILE_THREADS, "rankzero-channel-files")
+        executor = ThreadPoolExecutor(frames.FILE_THREADS, "rankzero-channel-files")
         loop.set_default_executor(executor)
         self._swept = time.monotonic()
         try:
@@ -192,11 +190,9 @@ class ChannelServer:
     async def _accept(self) -> NoReturn:
         with self._listener:
             while True:
-                while len(self._unproved) >= limits.MAX_UNPROVED:
-                    await self._make_room()
                 await self._await_caller()
                 # Many agents connect in the same moment: accept all that are waiting.
-                while len(self._unproved) < limits.MAX_UNPROVED and await self._accept_one():
+                while await self._accept_one():
                     pass
 
     async def _accept_one(self) -> bool:
@@ -224,17 +220,6 @@ class ChannelServer:
             await called.wait()
         finally:
             self._loop.remove_reader(self._listener)
-
-    async def _make_room(self) -> None:
-        oldest = next(iter(self._unproved))
-        left = oldest.made + UNPROVED_GRACE - time.monotonic()
-        if left <= 0:
-            oldest.drop("too many connections that prove nothing")
-            self._unproved.pop(oldest, None)
-            return
-        self._place_free.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._place_free.wait(), left)
 
     def _sweep(self) -> None:
         self._loop.call_later(bounds.PING_INTERVAL / 4, self._sweep)
@@ -301,7 +286,7 @@ class ChannelServer:
         is_back = peer.number >= 0
         peer.number, peer.connection, peer.received_at = hello.number, connection, time.monotonic()
         peer.session.resume(hello.received)
-        self._forget_unproved(connection)
+        self._unproved.pop(connection, None)
         if is_back and peer.is_live and not self._is_closing:
             peer.deliver({"type": RECONNECTED, "reason": "the agent made a new connection"})
         return peer
@@ -319,7 +304,7 @@ class ChannelServer:
 
     def on_end(self, connection: Connection) -> None:
         """Removes a closed connection."""
-        self._forget_unproved(connection)
+        self._unproved.pop(connection, None)
         if connection.peer is not None:
             self._disconnect(connection.peer, connection)
         self._stop_when_alone()
@@ -330,10 +315,6 @@ class ChannelServer:
         peer.connection = None
         if peer.is_live and not self._is_closing:
             peer.deliver({"type": DISCONNECTED, "reason": connection.reason})
-
-    def _forget_unproved(self, connection: Connection) -> None:
-        self._unproved.pop(connection, None)
-        self._place_free.set()
 
     def _grant(self, peer: Peer, size: int) -> None:
         """Gives credit for accepted bulk now, or when the driver can take more."""

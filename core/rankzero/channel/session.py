@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 
-from rankzero.channel import frames, limits
+from rankzero.channel import frames
 from rankzero.channel.frames import FrameError, Message
 
 CONTROL, BULK, OWN, CONTENT, ACK = b"J", b"L", b"C", b"B", b"A"
@@ -112,7 +112,7 @@ class Session:
 
     def next(self) -> bytes | None:
         """Returns the body of the frame to send now; None if there is none or no room for it."""
-        if self._ping or self._unreported >= limits.ACK_EVERY:
+        if self._ping or self._unreported >= frames.ACK_EVERY:
             self._ping, self._unreported = False, 0
             return ACK + _ACK.pack(self.received, self._granted)
         if self._again:

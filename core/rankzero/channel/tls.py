@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 
 from rankzero import bounds
-from rankzero.channel import limits
+from rankzero.channel import frames
 from rankzero.channel.frames import FrameError
 from rankzero.errors import EngineError
 from rankzero.host.network import Wait
@@ -100,7 +100,7 @@ class Records:
                 if self._waiting:
                     self._tls.write(self._waiting)
                     self._waiting.clear()
-            while piece := self._tls.read(limits.READ_SIZE):
+            while piece := self._tls.read(frames.READ_SIZE):
                 pieces.append(piece)
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,10 +16,6 @@ from rankzero.errors import InvalidJobError
 
 if TYPE_CHECKING:
     from rankzero.doctor.examine import Examination
-    from rankzero.doctor.findings import Finding
-
-CONNECTIONS = "rankzero.connections"
-"""Group of entry points of orchestrator packages: each maps a connection's id to arguments of `examine`."""
 
 _MARKS = {"ok": ("+", "green"), "warning": ("!", "yellow"), "problem": ("x", "red")}
 
@@ -49,8 +46,7 @@ def doctor(
     """Find the problems that would stop a training.
 
     First checks this machine: Java, pyspark, the master, the store. Then starts ranks, which check where they run:
-    Python, torch, GPUs, the network, the speed of an all-reduce, clocks, and the store.
-    Every problem is shown with its fix.
+    torch, GPUs, the network, clocks, and the store. Every problem is shown with its fix.
 
     Exit codes: 0 no problem found; 1 a problem would stop a training.
     """
@@ -62,44 +58,27 @@ def doctor(
         cluster = {"engine": engine_of(engine, conf)} if conn_id is None else _connection(conn_id, conf)
         found = examine(**{**cluster, **given}, start_timeout=start_timeout)
     if as_json:
-        words.print_json(found.to_json())
+        words.print_json({"healthy": found.healthy, **asdict(found)})
     else:
         _show(found)
     ctx.exit(0 if found.healthy else 1)
 
 
 def _connection(conn_id: str, conf: dict[str, str]) -> dict[str, Any]:
-    for entry in importlib.metadata.entry_points(group=CONNECTIONS):
+    # An orchestrator's package maps a connection's id to arguments of `examine`.
+    for entry in importlib.metadata.entry_points(group="rankzero.connections"):
         found: dict[str, Any] = entry.load()(conn_id, conf)
         return found
     raise InvalidJobError(f"--conn-id {conn_id} is a connection of Airflow: pip install 'apache-airflow>=3.1' here")
 
 
 def _show(found: Examination) -> None:
-    if sys.stdout.isatty():
-        _show_table(found.findings)
-    else:
-        for finding in found.findings:
-            click.echo(f"{_MARKS[finding.level][0]} {finding.about}: {finding.what}")
-            if advice := finding.mend:
-                click.echo(f"    {advice}")
+    for finding in found.findings:
+        mark, color = _MARKS[finding.level]
+        click.echo(f"{click.style(mark, fg=color)} {finding.about}: {finding.what}")
+        if advice := finding.mend:
+            click.echo(f"    {advice}")
     if found.healthy:
         click.echo("trainings can run here")
     elif found.directory:
         click.echo(f"the output of the ranks: rankzero logs {found.directory}")
-
-
-def _show_table(findings: list[Finding]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE, show_header=False)
-    for finding in findings:
-        mark, color = _MARKS[finding.level]
-        what = Text(finding.what)
-        if advice := finding.mend:
-            what.append(f"\n{advice}", style="italic")
-        table.add_row(Text(mark, style=color), finding.about, what)
-    Console().print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import os
 import re
 import sys
 import time
@@ -87,14 +88,13 @@ def report(run: tuple[str, ...], output: str | None, link: float | None, as_json
 @click.option(
     "--host", default=pages.HOST, show_default=True, help="Address to listen on, such as 0.0.0.0 in a container."
 )
-@click.option("--token", envvar="RANKZERO_SERVE_TOKEN", help="First part of every path, for a proxy with a login.")
-def serve(store: str | None, port: int, host: str, token: str | None) -> None:
+def serve(store: str | None, port: int, host: str) -> None:
     """Show the runs of a STORE in a browser of this machine, until interrupted. Read only.
 
     The printed address contains a token, which keeps out other users of this machine.
     """
     root = words.existing_store(store)
-    with pages.ReportServer(root, port, token, host) as server:
+    with pages.ReportServer(root, port, os.environ.get("RANKZERO_SERVE_TOKEN"), host) as server:
         click.echo(f"the runs of {root}, until Ctrl-C, at\n{server.url}")
         try:
             server.serve_forever()

@@ -7,13 +7,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 from rankzero.compat.torch_distributor import TorchDistributor
 from rankzero.errors import InvalidJobError
 from rankzero.kinds import POSITIVE
-from rankzero.launcher import Launcher
 from rankzero.values.ref import ResultRef
 
 
@@ -52,19 +50,28 @@ class DeepspeedTorchDistributor(TorchDistributor):
         ranks = POSITIVE.check("numGpus", numGpus) * POSITIVE.check("nnodes", nnodes)
         super().__init__(ranks, localMode, useGpu, self._DEEPSPEED_SSL_CONF)
         self.deepspeed_config = deepspeedConfig
-        self._config = _read(deepspeedConfig)
+        self._config: Any = deepspeedConfig or None
+        if isinstance(self._config, (str, os.PathLike)) and os.path.isfile(self._config):
+            try:
+                with open(self._config) as file:
+                    self._config = dict(json.load(file))
+            except (TypeError, ValueError) as error:
+                raise InvalidJobError(f"deepspeedConfig {deepspeedConfig} is no JSON object: {error}") from None
+        if not isinstance(self._config, (str, os.PathLike, dict, type(None))):
+            raise InvalidJobError(f"deepspeedConfig is {deepspeedConfig!r}; give a dict or the path of a JSON file")
 
-    def _launch(self, launcher: Launcher, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        config = self._config
-        if callable(train):
-            return launcher.run(_configured(train, config), *args, **kwargs)
+    def run(self, train_object: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a function or a script and returns rank 0's value, as `TorchDistributor.run` does."""
         with tempfile.TemporaryDirectory(prefix="rankzero-deepspeed-") as directory:
             # A script gets the path of a local file for a reference, on every host.
-            sent = ResultRef.save(config, directory) if isinstance(config, dict) else config
-            return launcher.run(train, *args, *_command_line(sent))
+            config = ResultRef.save(self._config, directory) if isinstance(self._config, dict) else self._config
+            flags = ["--deepspeed"] if config is None else ["--deepspeed", "--deepspeed_config", config]
+            if callable(train_object):
+                return super().run(_configured(train_object, self._config), *args, **kwargs)
+            return super().run(train_object, *args, *flags, **kwargs)
 
 
-def _configured(function: Callable[..., Any], config: dict[str, Any] | str | None) -> Callable[..., Any]:
+def _configured(function: Any, config: Any) -> Any:
     """Returns the function with the configuration in ``sys.argv``."""
 
     @functools.wraps(function)
@@ -75,26 +82,7 @@ def _configured(function: Callable[..., Any], config: dict[str, Any] | str | Non
             with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
                 json.dump(config, file)
             path = file.name
-        sys.argv = [*sys.argv[:1], *_command_line(path)]
+        sys.argv[1:] = ["--deepspeed"] if path is None else ["--deepspeed", "--deepspeed_config", path]
         return function(*args, **kwargs)
 
     return call
-
-
-def _command_line(config: Any) -> list[Any]:
-    return ["--deepspeed"] if config is None else ["--deepspeed", "--deepspeed_config", config]
-
-
-def _read(config: Any) -> dict[str, Any] | str | None:
-    """Returns the configuration to send: its content, or the path of a file on executors. Raises InvalidJobError."""
-    if not config or isinstance(config, dict):
-        return config or None
-    if not isinstance(config, (str, os.PathLike)):
-        raise InvalidJobError(f"deepspeedConfig is a {type(config).__name__}; give a dict or the path of a JSON file")
-    if not os.path.isfile(path := os.fspath(config)):
-        return path
-    try:
-        with open(path) as file:
-            return dict(json.load(file))
-    except (TypeError, ValueError) as error:
-        raise InvalidJobError(f"deepspeedConfig {path} is no JSON object: {error}") from None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -15,6 +15,8 @@ from rankzero.launcher import Launcher
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+
+    from rankzero.engines.base import Engine
 
 R = TypeVar("R")
 
@@ -37,13 +39,9 @@ class TorchDistributor:
         backend: Backend of the process group, as for `rankzero.Launcher`; ``"gloo"`` works with GPUs, too.
 
     Attributes:
-        num_processes: World size.
-        local_mode: The argument of the same name.
-        use_gpu: The argument of the same name.
         num_tasks: Number of Spark tasks, or of local processes.
         spark: The active SparkSession; None if there is none.
-        logger: Logger with the name of this class.
-        ssl_conf: The argument ``_ssl_conf``.
+        ssl_conf: The argument ``_ssl_conf``; the other arguments have attributes of their names.
 
     Raises:
         InvalidJobError: a value is wrong (a ValueError).
@@ -71,7 +69,7 @@ class TorchDistributor:
             warnings.warn("num_workers is called num_processes", DeprecationWarning, stacklevel=2)
             num_processes = num_workers
         self.logger = logging.getLogger(type(self).__name__)
-        self.num_processes = _count(num_processes)
+        self.num_processes: int = POSITIVE.check("num_processes", num_processes)
         self.local_mode = _flag("local_mode", local_mode)
         self.use_gpu = _flag("use_gpu", use_gpu)
         self.ssl_conf = _ssl_conf
@@ -93,7 +91,7 @@ class TorchDistributor:
         if not self.use_gpu:
             return self.num_processes
         if self.local_mode:
-            available = len(_driver_gpus(self.spark))
+            available = _count_gpus(self.spark)
             if not available:
                 raise InsufficientSlotsError(
                     f"GPUs were unable to be found on the driver: use_gpu=True needs {self.num_processes} GPUs, one "
@@ -121,15 +119,18 @@ class TorchDistributor:
 
     def _check_encryption(self) -> None:
         """Raises EngineError for a cluster with encryption, unless its configuration allows the training."""
-        if not (self.spark and _is_true(self.spark.conf.get("spark.ssl.enabled", "false"))):
+        if not self._allows("spark.ssl.enabled"):
             return
         exposed = "arguments, gradients and results cross the network without encryption"
-        if not _is_true(self.spark.conf.get(self.ssl_conf, "false")):
+        if not self._allows(self.ssl_conf):
             raise EngineError(
                 f"the cluster has TLS encryption enabled (spark.ssl.enabled), but {exposed}: "
                 f"set {self.ssl_conf!r} to 'true' in the Spark configuration to train without it"
             )
         self.logger.warning("the cluster has TLS encryption enabled, but %s, as %s allows", exposed, self.ssl_conf)
+
+    def _allows(self, name: str) -> bool:
+        return self.spark is not None and self.spark.conf.get(name, "false").strip().lower() == "true"
 
     @overload
     def run(self, train_object: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
@@ -147,54 +148,24 @@ class TorchDistributor:
             EngineError: the cluster requires encryption.
             RankZeroError: see `Launcher.run`.
         """
-        return self._run(self._launcher, train_object, args, kwargs)
+        return self._placed().run(train_object, *args, **kwargs)
 
-    def _run(self, launcher: Launcher, train_object: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs and not callable(train_object):
-            raise InvalidJobError(
-                "Running pytorch file does not support key-word type arguments: give the script's command line as "
-                "positional arguments"
-            )
-        where = "local"
-        if not self.local_mode:
-            from rankzero.engines.specs import engine_of_session
-
-            self._check_encryption()
-            where = "distributed"
-            per_task = self.num_processes // self.num_tasks
-            launcher = launcher.options(engine=engine_of_session(self.spark), processes_per_task=per_task)
-        self.logger.info("Started %s training with %s processes", where, self.num_processes)
-        value = self._launch(launcher, train_object, args, kwargs)
-        self.logger.info("Finished %s training with %s processes", where, self.num_processes)
-        return value
-
-    def _train_on_dataframe(
-        self, train_function: Callable[..., R], spark_dataframe: Any, *args: Any, **kwargs: Any
-    ) -> R:
-        """Runs a function whose ranks read the rows of a DataFrame: `rankzero.train.get_dataset_shard`.
-
-        The DataFrame may have any partitions: the shares of two ranks differ by one row at most.
-
-        Args:
-            train_function: A function that calls `_get_spark_partition_data_loader`, or reads the shard itself.
-            spark_dataframe: The rows.
-            args: Positional arguments of the function.
-            kwargs: Keyword arguments of the function.
-
-        Raises:
-            InvalidJobError: ``local_mode`` is True, a column cannot become a tensor, or there are too few rows.
-            RankZeroError: see `run`.
-        """
+    def _train_on_dataframe(self, train_function: Any, spark_dataframe: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a function as `run` does; its ranks read shares of a DataFrame: `rankzero.train.get_dataset_shard`."""
         if self.local_mode:
             raise InvalidJobError(
                 "TorchDistributor.train_on_dataframe requires setting TorchDistributor.local_mode to False; or use "
                 "Launcher(dataset=...), which takes a DataFrame anywhere"
             )
-        value: R = self._run(self._launcher.options(dataset=spark_dataframe), train_function, args, kwargs)
-        return value
+        return self._placed().options(dataset=spark_dataframe).run(train_function, *args, **kwargs)
 
-    def _launch(self, launcher: Launcher, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return launcher.run(train, *args, **kwargs)
+    def _placed(self) -> Launcher:
+        """Returns the launcher for this machine or the session. Raises EngineError for a cluster with encryption."""
+        if self.local_mode:
+            return self._launcher
+        self._check_encryption()
+        per_task = self.num_processes // self.num_tasks
+        return self._launcher.options(engine=engine_of_session(self.spark), processes_per_task=per_task)
 
 
 def _get_spark_partition_data_loader(
@@ -202,11 +173,7 @@ def _get_spark_partition_data_loader(
 ) -> DataLoader[Any]:
     """Returns a loader of this rank's rows of the DataFrame that `TorchDistributor._train_on_dataframe` was given.
 
-    Args:
-        num_samples: Rows of an epoch; if there are fewer, the loader restarts at the first row.
-        batch_size: Rows of a batch, which is a list of the columns' tensors.
-        num_workers: Number of processes of the loader; 0 for none.
-        prefetch_factor: Batches that each process prepares in advance.
+    A batch is a list of the columns' tensors. If there are fewer than ``num_samples`` rows, it restarts at the first.
     """
     from torch.utils.data import DataLoader
 
@@ -218,15 +185,6 @@ def _get_spark_partition_data_loader(
     return DataLoader(data, batch_size=None, num_workers=num_workers, prefetch_factor=ahead)
 
 
-def _count(value: Any) -> int:
-    """Returns a number of processes, which may be an integer of numpy, as an int. Raises InvalidJobError."""
-    try:
-        count = value if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = value
-    return int(POSITIVE.check("num_processes", count))
-
-
 def _flag(name: str, value: Any) -> bool:
     """Returns a flag, which may be a bool of numpy, 0 or 1, as a bool. Raises InvalidJobError."""
     if isinstance(value, (str, type(None))) or value not in (True, False):
@@ -234,25 +192,18 @@ def _flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _is_true(value: str) -> bool:
-    return value.strip().lower() == "true"
-
-
-def _driver_gpus(session: Any) -> list[str]:
-    """Returns the GPUs that Spark's driver was given; without them, the GPUs that the system lists."""
+def _count_gpus(session: Any) -> int:
+    """Returns the number of GPUs that Spark's driver was given; without any, of those that the system lists."""
     context = getattr(session, "_sc", None)
-    resource = context.resources.get("gpu") if context is not None else None
-    if resource is not None:
-        return list(resource.addresses)
+    if context is not None and (resource := context.resources.get("gpu")) is not None:
+        return len(resource.addresses)
     from rankzero.engines.gpus import local_gpus
 
-    return local_gpus()
+    return len(local_gpus())
 
 
 def active_session() -> Any:
     """Returns the active SparkSession of this thread or process; None if there is none, or pyspark is not loaded."""
-    import sys
-
     if "pyspark" not in sys.modules:
         return None
     from pyspark.errors import PySparkException
@@ -262,3 +213,14 @@ def active_session() -> Any:
         return SparkSession.active()
     except PySparkException:
         return None
+
+
+def engine_of_session(session: Any) -> Engine:
+    """Returns the engine that uses a SparkSession of this process, classic or of Spark Connect."""
+    from rankzero.engines.connect.engine import SparkConnectEngine, is_connect_session
+
+    if is_connect_session(session):
+        return SparkConnectEngine(session=session)
+    from rankzero.engines.spark.engine import SparkEngine
+
+    return SparkEngine(session=session)

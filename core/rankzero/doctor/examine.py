@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
-import queue
 import re
 import secrets
 import socket
 import tempfile
-import threading
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rankzero import bounds
 from rankzero import store as stores
-from rankzero.doctor.findings import OK, PROBLEM, Finding, judge
-from rankzero.doctor.probe import collect_facts
-from rankzero.engines.base import Engine
+from rankzero.doctor.findings import OK, PROBLEM, Finding, collect_facts, judge
+from rankzero.engines.base import Engine, in_thread
 from rankzero.errors import RankZeroError
 from rankzero.job import Job, new_run_id
 from rankzero.launcher import Launcher
 from rankzero.run.handle import RunHandle
 
-DOCTOR_CONNECT_TIMEOUT = bounds.scaled(3.0)  # For one address of a Spark master to resolve and to accept a connection
+DOCTOR_CONNECT_TIMEOUT = bounds.scaled(3.0)  # For one address of a Spark master to accept a connection
 DOCTOR_STORE_TIMEOUT = bounds.stretched(15.0)  # For a store, whose client may retry for minutes, to take an object
 DOCTOR_HANG_TIMEOUT = bounds.scaled(60.0)  # Without progress after which the ranks hang; short, since a user waits
-
-_HTTPS_PORT, _HTTP_PORT = 443, 80
 
 
 @dataclass(frozen=True)
@@ -51,10 +44,6 @@ class Examination:
     def healthy(self) -> bool:
         """Returns False if a problem would stop a training."""
         return all(finding.level != PROBLEM for finding in self.findings)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the examination as plain JSON values."""
-        return {"healthy": self.healthy, **asdict(self)}
 
 
 def examine(
@@ -82,22 +71,13 @@ def examine(
         True
     """
     root = stores.root_of(store)
-    problems = find_problems(engine, root, use_gpu=use_gpu, processes_per_task=processes_per_task)
-    if problems:
+    if problems := find_problems(engine, root, use_gpu=use_gpu, processes_per_task=processes_per_task):
         return Examination([Finding(PROBLEM, "from here", problem) for problem in problems], [])
     findings = [Finding(OK, "from here", "no problem found")]
-    num_processes = math.ceil(num_processes / processes_per_task) * processes_per_task
-    launcher = Launcher(
-        num_processes,
-        engine=engine,
-        use_gpu=use_gpu,
-        processes_per_task=processes_per_task,
-        store=root,
-        start_timeout=start_timeout,
-        hang_timeout=DOCTOR_HANG_TIMEOUT(),
-        run_id=f"doctor-{secrets.token_hex(4)}",
-        labels={"doctor": "1"},
-    )
+    num_processes += -num_processes % processes_per_task
+    launcher = Launcher(num_processes, engine=engine, use_gpu=use_gpu, store=root, labels={"doctor": "1"})
+    launcher = launcher.options(start_timeout=start_timeout, hang_timeout=DOCTOR_HANG_TIMEOUT())
+    launcher = launcher.options(processes_per_task=processes_per_task, run_id=f"doctor-{secrets.token_hex(4)}")
     nonce = secrets.token_hex(8)
     root = stores.normalize(root)
     url = root if stores.is_url(root) else None
@@ -106,35 +86,19 @@ def examine(
         with launcher.owned(collect_facts, (url, nonce), {}) as handle:
             handle.wait()
         ranks: list[dict[str, Any]] = handle.result()
-        started = handle.status().started
-        findings += judge(ranks, started, use_gpu=use_gpu, store=root)
+        findings += judge(ranks, handle.status().started, store=root)
     except RankZeroError as error:
-        failed = Finding(PROBLEM, "a training", f"{type(error).__name__}: {error}", _fix_of(str(error)))
+        failed = Finding(PROBLEM, "a training", f"{type(error).__name__}: {error}")
         return Examination([*findings, failed], [], handle.directory if handle else None)
     finally:
-        if url:
+        for rank in range(num_processes) if url else ():
             with contextlib.suppress(Exception):
-                for rank in range(num_processes):
-                    stores.remove(f"{url}/.doctor-{nonce}-{rank}")
+                stores.remove(f"{url}/.doctor-{nonce}-{rank}")
     # An examination removes its run. The driver must have written the report before, or would write it again.
     handle.await_driver(DOCTOR_STORE_TIMEOUT())
     with contextlib.suppress(Exception):
         stores.remove(handle.directory)
     return Examination(findings, ranks)
-
-
-_FIXES = {
-    "no driver was found": "executors must reach the driver by TCP: open ports= to them, or set spark.driver.host to "
-    "an address that they can reach",
-    "No module named 'torch'": "install torch for the Python of the executors (spark.pyspark.python), or ship it with "
-    "spark.archives",
-    "different Python minor": "set spark.pyspark.python to a Python of this minor version",
-    "task slots": "add executors or cores, or examine fewer ranks (-n)",
-}
-
-
-def _fix_of(error: str) -> str:
-    return next((fix for text, fix in _FIXES.items() if text in error), "")
 
 
 def find_problems(engine: Engine, root: str, *, use_gpu: bool = False, processes_per_task: int = 1) -> list[str]:
@@ -146,12 +110,9 @@ def find_problems(engine: Engine, root: str, *, use_gpu: bool = False, processes
         use_gpu: Whether the trainings use GPUs.
         processes_per_task: Ranks of one Spark task.
     """
-    checks = [
-        functools.partial(_check_job, engine, use_gpu, processes_per_task),
-        functools.partial(_check_master, str(engine.to_spec()[0].get("master") or "")),
-        functools.partial(_check_store, root),
-    ]
-    return [problem for check in checks if (problem := check())]
+    master = str(engine.to_spec()[0].get("master") or "")
+    found = [_check_job(engine, use_gpu, processes_per_task), _check_master(master), _check_store(root)]
+    return [problem for problem in found if problem]
 
 
 def _check_job(engine: Engine, use_gpu: bool, processes_per_task: int) -> str | None:
@@ -176,89 +137,35 @@ def _check_job(engine: Engine, use_gpu: bool, processes_per_task: int) -> str | 
 
 
 def _check_master(master: str) -> str | None:
-    addresses = master_addresses(master)
+    """Returns why no host of a master ``spark://one:7077,two:7077`` can be reached; None for one and other masters."""
     reasons = []
-    for host, port in addresses:
+    for host, port in re.findall(r"[/,]([^/,]+):(\d+)", master) if master.startswith("spark://") else ():
         try:
-            _within(DOCTOR_CONNECT_TIMEOUT(), functools.partial(_connect, host, port))
+            connect = functools.partial(socket.create_connection, (host.strip("[]"), int(port)))
+            in_thread(connect).result(DOCTOR_CONNECT_TIMEOUT()).close()
             # A cluster with several masters needs only one of them.
             return None
-        except TimeoutError:
-            reasons.append(f"{host}:{port} did not answer within {DOCTOR_CONNECT_TIMEOUT():g} s")
         except OSError as error:
-            reasons.append(f"{host}:{port} does not answer ({error})")
-    if not reasons:
-        return None
-    return f"master {master!r} cannot be reached: {', '.join(reasons)}; check host, port and firewall"
-
-
-def master_addresses(master: str) -> list[tuple[str, int]]:
-    """Returns the hosts and ports in a master's URL; none for ``local`` and ``yarn``.
-
-    Example:
-        >>> master_addresses("spark://one:7077,[fe80::2]:7077")
-        [('one', 7077), ('fe80::2', 7077)]
-        >>> master_addresses("k8s://https://api")
-        [('api', 443)]
-    """
-    found = re.fullmatch(r"(?:spark://|k8s://(?:(https?)://)?)([^/]+)/?.*", master)
-    if not found:
-        return []
-    addresses = []
-    for part in found[2].split(","):
-        address = re.fullmatch(r"(.+?)(?::(\d+))?", part)
-        if address:
-            default = _HTTP_PORT if found[1] == "http" else _HTTPS_PORT
-            addresses.append((address[1].strip("[]"), int(address[2] or default)))
-    return addresses
-
-
-def _connect(host: str, port: int) -> None:
-    socket.create_connection((host, port), timeout=DOCTOR_CONNECT_TIMEOUT()).close()
+            late = f"did not answer within {DOCTOR_CONNECT_TIMEOUT():g} s" if isinstance(error, TimeoutError) else ""
+            reasons.append(f"{host}:{port} {late or f'does not answer ({error})'}")
+    what = f"master {master!r} cannot be reached: {', '.join(reasons)}; check host, port and firewall"
+    return what if reasons else None
 
 
 def _check_store(root: str) -> str | None:
     try:
         location = stores.normalize(root)
         if stores.is_url(location):
-            _within(DOCTOR_STORE_TIMEOUT(), functools.partial(stores.prove, location))
+            in_thread(functools.partial(stores.prove, location)).result(DOCTOR_STORE_TIMEOUT())
         else:
-            _check_directory(location)
+            # A run creates the missing directories of its path.
+            while not os.path.lexists(location):
+                location = os.path.dirname(location)
+            with tempfile.TemporaryFile(dir=location):
+                pass
     except TimeoutError:
-        bound = DOCTOR_STORE_TIMEOUT()
-        return f"store {root!r} did not accept a file within {bound:g} s; check its address and credentials"
+        seconds = DOCTOR_STORE_TIMEOUT()
+        return f"store {root!r} did not accept a file within {seconds:g} s; check its address and credentials"
     except Exception as error:
         return f"store {root!r} cannot be written ({type(error).__name__}: {error}); check path and rights"
     return None
-
-
-def _check_directory(path: str) -> None:
-    """Raises OSError unless a run can create its directory at a path. Creates no directory itself."""
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    if not os.path.isdir(path):
-        raise NotADirectoryError(f"{path} is not a directory")
-    with tempfile.TemporaryFile(dir=path):
-        pass
-
-
-def _within(seconds: float, action: Callable[[], None]) -> None:
-    """Runs an action that may hang in the system's resolver or a store's client. Raises TimeoutError after a time."""
-    answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-
-    def act() -> None:
-        try:
-            action()
-        except Exception as error:
-            answer.put(error)
-        else:
-            answer.put(None)
-
-    # A daemon thread, since a resolver that hangs must not keep this process from exiting.
-    threading.Thread(target=act, name="rankzero-test", daemon=True).start()
-    try:
-        error = answer.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
-    if error:
-        raise error

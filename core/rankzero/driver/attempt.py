@@ -152,7 +152,7 @@ class Attempt:
     def _read_store(self) -> tuple[Manifest | None, str]:
         """Returns the checkpoint to start from and the token; removes what earlier attempts left. May be repeated."""
         resume = self.committer.newest()
-        remove_leftovers(self._run, range(self.job.first_attempt, self._number), self.job.fresh_since)
+        remove_leftovers(self._run, range(self.job.first_attempt, self._number))
         return resume, self._run.token()
 
     def _gives_up(self, error: Exception) -> bool:

@@ -75,7 +75,7 @@ class Committer:
         self._owner = owner
         self._wake = wake
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
-        self._newest: dict[int, dict[str, Any]] = {}
+        self._newest = -1
         self._has_warned = False
         self._commits: dict[int, Future[Manifest]] = {}
         self._lost: list[int] = []
@@ -102,7 +102,10 @@ class Committer:
         committed = [manifest for manifest in self._sweep("") if manifest.attempt >= self.fresh_since]
         # Damaged checkpoints are not pruned: `rankzero gc` removes them with their run.
         self._kept = kept = up_to_whole(self._run, committed)
-        if not (found := without_rows(self._run, kept)):
+        if kept and (not (found := without_rows(self._run, kept)) or found[-1] is not kept[-1]):
+            what = "rows that ended with their attempt precede it. Write rows behind the training"
+            logger.warning("nothing resumes from checkpoint %s: %s", kept[-1].id, what)
+        if not kept or not found:
             return None
         self._in_use = found[-1].id
         # The previous attempt may have died before it pruned.
@@ -149,22 +152,24 @@ class Committer:
         return self._commit_of(part["index"], parts)
 
     def _commit_of(self, given: int, parts: dict[int, dict[str, Any]]) -> Future[Manifest] | None:
-        if any(part.get("index", -1) > given for part in self._newest.values()):
-            # A report of another thread, or of a signal handler, overtook this one: its rows are the newer ones.
+        if self._newest > given:
+            # A report of another thread, or of a signal handler, overtook this one.
             self.drop(given)
             return None
         found: dict[str, Any] = {}
         positions = (pair for part in parts.values() for pair in part.get("positions", {}).items())
         if any(found.setdefault(name, position) != position for name, position in positions):
-            lead = parts[min(parts)]["id"]
-            logger.warning("checkpoint %s is left out: the ranks reported it at different batches of a dataset", lead)
+            if not self._has_warned:
+                self._has_warned = True
+                what = "the ranks reported it at different batches of a dataset"
+                logger.warning("checkpoint %s is left out, as may be later ones: %s", parts[min(parts)]["id"], what)
             self.drop(given)
             return None
         for index in sorted(index for index in self._incoming if index < given):
             self.drop(index)
         del self._incoming[given]
-        self._newest = parts
-        commit = self._commits[given] = self.submit(functools.partial(self._commit_parts, parts))
+        self._newest = given
+        commit = self._commits[given] = self.submit(functools.partial(self._commit_parts, given, parts))
         self.do(self._prune)
         return commit
 
@@ -288,10 +293,10 @@ class Committer:
         """True while a queued action is not done."""
         return self._last is not None and not self._last.done()
 
-    def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> Manifest:
+    def _commit_parts(self, index: int, parts: dict[int, dict[str, Any]]) -> Manifest:
         def is_outdated(error: Exception) -> bool:
             # A newer checkpoint replaces this one; other queued actions do not.
-            return self._closed or self._newest is not parts or isinstance(error, NotOwnerError)
+            return self._closed or self._newest != index or isinstance(error, NotOwnerError)
 
         try:
             manifest = store.patiently(
@@ -346,6 +351,8 @@ class Committer:
             # Ranks may still be reading the one before the newest, until they are notified of the newest.
             own = [manifest.id for manifest in self._kept if manifest.attempt == self._attempt]
             in_use = [] if self._is_released else [self._in_use, *own[-2:]]
+            # The next attempt starts from it.
+            in_use += [manifest.id for manifest in without_rows(self._run, self._kept)[-1:]]
             for manifest in to_remove(self._kept, self._config, in_use):
                 remove(self._run, manifest)
                 self._kept.remove(manifest)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import wait
 from typing import Any
 
 from rankzero import bounds, store
@@ -22,7 +24,7 @@ from rankzero.driver.states import follow
 from rankzero.driver.tables import remove_computed
 from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import Inbox, Watch
-from rankzero.engines.base import Engine, Flag
+from rankzero.engines.base import Engine, Flag, in_thread
 from rankzero.errors import (
     HANG,
     EngineError,
@@ -38,7 +40,6 @@ from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.names import REPORT_FILE
-from rankzero.run.status import RunStatus
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,13 @@ MANY_AGENTS = 256
 
 
 class Driver:
-    """Runs one submission of a run to its end and writes the outcome into the run directory."""
+    """Runs one submission of a run to its end and writes the outcome into the run directory.
+
+    Attributes:
+        inbox: Receives what ends the run from outside.
+        recorder: Writes the lines of this submission, also while its stage is started.
+        places: The engine's session, which may leave a JVM behind.
+    """
 
     def __init__(
         self,
@@ -77,12 +84,12 @@ class Driver:
         self._budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
         secrets = secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {}))
-        self._recorder = Recorder(run, job, Mask(secrets))
+        self.recorder = Recorder(run, job, Mask(secrets))
         self._watch = Watch(
-            run, self._job, self._recorder, self.inbox, leased=leased, note_cancelling=self._note_cancelling
+            run, self._job, self.recorder, self.inbox, leased=leased, note_cancelling=self._note_cancelling
         )
         self._trackers = Trackers(run, self._job, trackers)
-        self._places = Places(engine, self.inbox)
+        self.places = Places(engine, self.inbox)
         self._started_at: float | None = None
 
     def run(self, refused: Exception | None = None) -> None:
@@ -95,7 +102,11 @@ class Driver:
         Raises:
             ResultError: the store does not take the outcome.
         """
-        self._recorder.note_thread()
+        self.recorder.note_thread()
+        if self._job.submission:
+            with contextlib.suppress(Exception):
+                # The page of the submission before.
+                store.remove(self._run.path(REPORT_FILE))
         self._trackers.start()
         try:
             self._run_to_its_end(refused)
@@ -107,43 +118,23 @@ class Driver:
         try:
             verdict = self._attempt_until_done(refused)
         except RunCancelledError as error:
-            self._recorder.finish(state="cancelled", error=error.to_json())
+            self.recorder.finish(state="cancelled", error=error.to_json())
         except RankZeroError as error:
-            self._recorder.finish(state="failed", error=error.to_json())
+            self.recorder.finish(state="failed", error=error.to_json())
         except BaseException as error:
             logger.exception("the driver failed")
             what = EngineError(f"the driver failed: {type(error).__name__}: {error}")
-            self._recorder.finish(state="failed", error=what.to_json())
+            self.recorder.finish(state="failed", error=what.to_json())
         else:
             assert verdict.success is not None
             result, value = verdict.success
             # Before the final status: the next submission may write new rows as soon as it sees that.
             remove_computed(self._job)
-            self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
+            self.recorder.finish(state="succeeded", result=result.to_json(), value=value)
         finally:
             self._trackers.end()
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
-            self._places.close()
-
-    @property
-    def recorder(self) -> Recorder:
-        """Writes the lines of this submission, also while its stage is started (`rankzero.driver.main.Delegation`)."""
-        return self._recorder
-
-    @property
-    def status(self) -> RunStatus:
-        """The status of the run as this driver has it in memory."""
-        return self._recorder.status
-
-    @property
-    def left_nothing(self) -> bool:
-        """False if an engine session did not close in time, so its JVM may still run."""
-        return self._places.left_nothing
-
-    @property
-    def superseded(self) -> bool:
-        """True if another driver has the run by now, which this one detected too late."""
-        return self._recorder.superseded
+            self.places.close()
 
     def _attempt_until_done(self, refused: Exception | None) -> Verdict:
         """Makes attempts until one succeeds; raises the error of the last one when no further attempt is allowed."""
@@ -159,7 +150,7 @@ class Driver:
                 after = self._budget.after(_restart_cause(verdict.error))
                 if after is None:
                     raise verdict.error
-                before, last = last, verdict.lost_by and (verdict.lost_by, self._recorder.status.checkpoint)
+                before, last = last, verdict.lost_by and (verdict.lost_by, self.recorder.status.checkpoint)
                 if last and last == before:
                     assert isinstance(verdict.error, RankZeroError)
                     raise ending.repeats(verdict.error)
@@ -169,29 +160,28 @@ class Driver:
                     failures[host] += 1
                     if failures[host] == FAILURES_OF_A_BAD_HOST:
                         what = f"{host} made {failures[host]} attempts fail: take it out of the cluster"
-                        self._recorder.announce("bad-host", what, host=host)
+                        self.recorder.announce("bad-host", what, host=host)
                 self._prepare_restart(verdict.error, pause)
         except BaseException:
             # Processes that an attempt left behind end with the session, so it closes before the run has ended.
-            self._places.close()
+            self.places.close()
             raise
 
     def _attempt(self) -> Verdict:
         """Makes one attempt and returns how it ended."""
-        number, recorder, mailbox = self._number, self._recorder, self.inbox.renew()
+        number, recorder, mailbox = self._number, self.recorder, self.inbox.renew()
         recorder.update(state="starting", phase="opening", attempt=number, preemptions=self._budget.preemptions)
         deadline = time.monotonic() + self._job.start_timeout
-        plan = Plan(self._run, self._job, self._places, recorder, self._check, self._env, deadline)
+        plan = Plan(self._run, self._job, self.places, recorder, self._check, self._env, deadline)
         placed = follow(plan.state(), Placed, mailbox, recorder)
         self._job = placed.plan.job
         self._note_placement(number, placed)
         if placed.session.num_agents(placed.num_tasks) > MANY_AGENTS:
             allow_open_files()
-        attempt = Attempt(self._run, number, placed, self._recorder, mailbox, self._watch, self._env, self._started_at)
+        attempt = Attempt(self._run, number, placed, self.recorder, mailbox, self._watch, self._env, self._started_at)
         try:
-            if attempt.resume:
-                recorder.update(checkpoint=attempt.resume.id)
-            return follow(Starting(attempt), Final, mailbox, self._recorder).verdict
+            recorder.update(checkpoint=attempt.resume and attempt.resume.id)
+            return follow(Starting(attempt), Final, mailbox, self.recorder).verdict
         finally:
             attempt.close()
             if self._started_at is None:
@@ -200,18 +190,16 @@ class Driver:
     def _prepare_restart(self, error: BaseException, pause: float) -> None:
         """Records the restart, waits for the pause between two attempts, and closes the session if it is broken."""
         cause, what = _restart_cause(error), str(error).splitlines()[0]
-        checkpoint = self._recorder.status.checkpoint
-        begin = f"checkpoint {checkpoint}" if checkpoint else "the beginning"
-        logger.warning("attempt %s follows in %s s from %s, because %s", self._number, pause, begin, what)
+        logger.warning("attempt %s follows in %s s, because %s", self._number, pause, what)
         event = {"type": "restart", "attempt": self._number, "cause": cause, "what": what, "pause": pause}
-        self._recorder.event(event)
+        self.recorder.event(event)
         end = time.monotonic() + pause
         self._check()
         while (left := end - time.monotonic()) > 0:
             self.inbox.wait(min(left, bounds.TICK))
             self._check()
-        if self._places.is_broken():
-            self._places.close()
+        if self.places.is_broken():
+            self.places.close()
 
     def _check(self) -> None:
         """Raises the typed error if the run must end while no attempt of it is running."""
@@ -223,16 +211,16 @@ class Driver:
     def _note_cancelling(self) -> None:
         """Records that the run is about to be cancelled, so that no other try attaches to it while its ranks stop."""
         # A success stands, whatever the driver is asked for behind it.
-        if not (self._recorder.status.cancelling or self._recorder.status.certain):
-            self._recorder.update(cancelling=True)
+        if not (self.recorder.status.cancelling or self.recorder.status.certain):
+            self.recorder.update(cancelling=True)
 
     def _note_placement(self, number: int, placed: Placed) -> None:
         """Records the world size of an attempt if the job alone does not determine it."""
         if self._job.min_processes is not None:
             world_size = self._job.sized(placed.num_tasks).num_processes
             what = f"attempt {number} starts with {world_size} ranks, of {self._job.world}, on {placed.session.place}"
-            self._recorder.announce("world", what, attempt=number, world_size=world_size)
-            self._recorder.update(world_size=world_size)
+            self.recorder.announce("world", what, attempt=number, world_size=world_size)
+            self.recorder.update(world_size=world_size)
 
 
 def _restart_cause(error: BaseException) -> str | None:
@@ -270,9 +258,9 @@ class DriverThread(threading.Thread):
         """Returns None while the driver runs, then 0, like `subprocess.Popen.poll`."""
         return 0 if self._ended.is_set() else None
 
-    def interrupt(self) -> None:
-        """Makes the driver end the run, without the store."""
-        self.driver.inbox.interrupt("the run was cancelled, and the store does not answer")
+    def cancel(self) -> None:
+        """Makes the driver end the run on request, without the store."""
+        self.driver.inbox.cancel()
 
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has finished, for at most ``timeout`` seconds."""
@@ -287,19 +275,15 @@ def write_report(run: RunDirectory) -> None:
     """Writes the page of a run that has ended. An error is only logged, and a silent store is not waited for."""
 
     def write() -> None:
-        # Imported here, since no launch waits for it.
-        from rankzero.report import page
-
         try:
+            # Imported here, since no launch waits for it.
+            from rankzero.report import page
+
             text = page.render([page.collect(RunHandle(run.directory, follows=False))])
             store.write_bytes(run.path(REPORT_FILE), text.encode("utf-8", "replace"))
         except Exception as error:
             logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
 
-    thread = threading.Thread(target=write, name="rankzero-report", daemon=True)
-    thread.start()
-    thread.join(bounds.REPORT_TIMEOUT())
-    if thread.is_alive():
-        logger.warning(
-            "the report of the run takes more than %g s; `rankzero report` makes it", bounds.REPORT_TIMEOUT()
-        )
+    timeout = bounds.REPORT_TIMEOUT()
+    if not wait([in_thread(write, "rankzero-report")], timeout).done:
+        logger.warning("the report of the run takes more than %g s; `rankzero report` makes it", timeout)

@@ -149,18 +149,15 @@ class Verdict:
         error: The error, if it did not.
         blamed: The host that may have caused the error, as the engine names it.
         cause: The failure of a rank that the error reports, if it reports one.
+        lost_by: The exception, without numbers, if it is restarted only because a lost rank may have caused it, though
+            the agents of all ranks that had not failed have replied.
     """
 
     success: Success | None = None
     error: BaseException | None = None
     blamed: str | None = None
     cause: Failure | None = None
-
-    @property
-    def lost_by(self) -> str | None:
-        """The exception, without numbers, if it is restarted only because a lost rank may have caused it."""
-        cause = self.cause
-        return cause.kind[0] if cause and cause.restart_cause == LOST and cause.report.exception_type else None
+    lost_by: str | None = None
 
 
 Explain = Callable[[BaseException], RankZeroError]
@@ -250,7 +247,9 @@ def host_to_blame(failures: Sequence[Failure]) -> str | None:
 def failed(facts: Facts, tail: Callable[[int], list[str]], stacks: Mapping[int, str]) -> Verdict:
     """Returns the end of an attempt by failures of ranks; `judge` has stacks if only consequences are known."""
     cause = first_cause(facts.failures)
-    return Verdict(error=_failed(cause, facts, tail, stacks), blamed=host_to_blame(facts.failures), cause=cause)
+    may_be_own = cause.report.exception_type and policy.NO_REPLY not in stacks.values()
+    lost_by = cause.kind[0] if may_be_own and cause.restart_cause == LOST else None
+    return Verdict(None, _failed(cause, facts, tail, stacks), host_to_blame(facts.failures), cause, lost_by)
 
 
 def _failed(cause: Failure, facts: Facts, tail: Callable[[int], list[str]], stacks: Mapping[int, str]) -> RankZeroError:

@@ -18,8 +18,6 @@ _FRAME = re.compile(r'File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", "/rankzero/", "/lib/python3")
 _WAITING = ("/torch/distributed/", "/torch/nn/parallel/distributed")
 _NOT_WAITING = "/torch/distributed/checkpoint/"
-_HOROVOD = "/rankzero/compat/horovod/"
-_HOROVOD_DEPTH = 4  # Number of innermost calls in which a call of hvd shows that a rank waits in an operation of hvd
 
 
 class HangWatch:
@@ -103,7 +101,7 @@ class HangWatch:
             self._stacks_deadline = now + bounds.STACKS_WINDOW()
             self._broadcast(Dump())
         elif now > self._stacks_deadline or len(self._stacks) == len(self._ranks):
-            return {rank: self._stacks.get(rank, "no answer: its agent or the network hangs") for rank in self._ranks}
+            return {rank: self._stacks.get(rank, policy.NO_REPLY) for rank in self._ranks}
         return None
 
 
@@ -200,8 +198,6 @@ def is_waiting(stack: str) -> bool:
     if not frames:
         return False
     path, _, function = frames[0]
-    if any(_HOROVOD in path for path, _, _ in frames[:_HOROVOD_DEPTH]):
-        return True
     if function == "_engine_run_backward":
         return True
     return _NOT_WAITING not in path and any(sign in path for sign in _WAITING)

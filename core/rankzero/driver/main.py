@@ -30,7 +30,7 @@ from rankzero.driver.places import Placed, Places, Plan
 from rankzero.driver.states import follow
 from rankzero.driver.watch import Watch
 from rankzero.engines.base import Engine, within
-from rankzero.errors import RankZeroError, RunNotFoundError, StartTimeoutError
+from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError, StartTimeoutError
 from rankzero.host import processes
 from rankzero.host.processes import (
     allow_open_files,
@@ -43,6 +43,7 @@ from rankzero.host.processes import (
 )
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
+from rankzero.run.observer import CANCEL
 from rankzero.task.stage import OVER
 
 if TYPE_CHECKING:
@@ -116,8 +117,6 @@ def drive(
         owner: File descriptor of the owner's pipe; None for a run with a lease.
         engine: The engine of a driver in its stage; None takes the engine of the job.
     """
-    from rankzero.engines.specs import engine_from_spec
-
     # A store that fails for a moment must not end the run.
     job = store.patiently(lambda: _job(run, submission), STORE_OUTAGE(), STORE_RETRY_INTERVAL(), store.is_missing)
     if job.submission != submission:
@@ -125,7 +124,7 @@ def drive(
     private = read_private()
     if private.get("nonce", job.nonce) != job.nonce:
         sys.exit(f"{run.directory} was removed and submitted again before this driver started")
-    engine = engine or engine_from_spec(job.engine, private["engine"])
+    engine = engine or _engine_of(job.engine, private["engine"])
     os.environ.update(bounds.environment(private["env"]))
     may_delegate = engine.can_host_driver(run, job)
     if not (may_delegate or run.claim_driver(job.submission, STORE_OUTAGE())):
@@ -141,6 +140,7 @@ def drive(
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
+    signal.signal(CANCEL, lambda *_: driver.inbox.cancel())
     if owner is not None:
         exited = "the process that called run() has exited"
         when_gone(job.owner, functools.partial(driver.inbox.interrupt, exited), owner)
@@ -159,16 +159,33 @@ def drive(
                 refused = error
         if not is_delegated:
             driver.run(refused)
-        code = int(driver.superseded)
+        code = int(driver.recorder.superseded)
     except BaseException:
         logger.exception("the outcome of the run could not be written")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        if not driver.left_nothing:
+        if not driver.places.left_nothing:
             processes.kill_descendants()
         # A driver whose run has ended must exit even if a JVM or a thread hangs.
         os._exit(code)
+
+
+def _engine_of(spec: dict[str, Any], private: dict[str, Any]) -> Engine:
+    """Returns the engine that `Engine.to_spec` described. Raises InvalidJobError for an unknown kind."""
+    if spec["kind"] == "local":
+        from rankzero.engines.local import LocalEngine
+
+        return LocalEngine()
+    if spec["kind"] == "spark":
+        from rankzero.engines.spark.engine import SparkEngine
+
+        return SparkEngine(master=spec["master"], conf=private["conf"])
+    if spec["kind"] == "spark-connect":
+        from rankzero.engines.connect.engine import SparkConnectEngine
+
+        return SparkConnectEngine(private["url"])
+    raise InvalidJobError(f"unknown engine {spec['kind']!r} in job.json")
 
 
 def main_in_stage() -> None:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -23,7 +22,7 @@ from rankzero.driver.recorder import Recorder
 from rankzero.driver.states import State
 from rankzero.driver.tables import Tables
 from rankzero.driver.watch import Inbox
-from rankzero.engines.base import ActionThread, Engine, EngineSession, within, words_of
+from rankzero.engines.base import ActionThread, Engine, EngineSession, in_thread, within, words_of
 from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
@@ -169,7 +168,7 @@ class Opening(_Asking):
 
     def _close_late(self, reply: Future[Any]) -> None:
         if not reply.exception() and (session := reply.result()[0]) is not self._plan.places.session:
-            threading.Thread(target=session.close, name="rankzero-late", daemon=True).start()
+            in_thread(session.close)
 
     def on_reply(self, reply: Any, now: float) -> State:
         """Keeps the session for this attempt and later ones."""

@@ -122,6 +122,10 @@ COLLECTIVE_SIGNS = ("torch/distributed/", "torch/nn/parallel/distributed", "_eng
 """Parts of stack lines that show a rank inside a collective, or in the backward pass that calls collectives."""
 
 
+NO_REPLY = "no answer: its agent or the network hangs"
+"""The stack of a rank whose agent did not reply to a request for it."""
+
+
 def not_in_collective(stacks: Mapping[int, str]) -> list[int]:
     """Returns the ranks outside of a collective in which other ranks wait; empty if no rank waits in one."""
     waiting = {rank for rank, stack in stacks.items() if any(sign in stack for sign in COLLECTIVE_SIGNS)}

@@ -38,7 +38,7 @@ from rankzero.run.status import RunStatus, pace
 from rankzero.values.ref import ResultRef
 
 OUTCOME_RETRY_INTERVAL = bounds.scaled(0.25)  # Between two writes of a status whose outcome is certain
-HEARTBEAT_DELAY = bounds.scaled(1.0)  # For a write of lines to an object store to carry the heartbeat
+HEARTBEAT_DELAY = 1.0  # Seconds for a write of lines to an object store to carry the heartbeat
 logger = logging.getLogger(__name__)
 
 
@@ -358,7 +358,7 @@ class StatusWriter:
 
     def _beat_interval(self) -> float:
         """Returns the seconds between heartbeats, longer on an object store, where writes of lines carry most."""
-        return self.status.interval + (HEARTBEAT_DELAY() if self._run.is_remote else 0.0)
+        return self.status.interval + (HEARTBEAT_DELAY if self._run.is_remote else 0.0)
 
     def check_superseded(self) -> None:
         """Checks whether another submission or another run has the directory by now."""

@@ -173,7 +173,7 @@ class Storage:
         self._facts.is_given_up = True
         self._committer.sweep()
         attempts = range(self._number, self._number + 1)
-        remove = functools.partial(remove_rows, self._run, attempts, self._committer.fresh_since)
+        remove = functools.partial(remove_rows, self._run, attempts)
         self._committer.do(remove, as_owner=True)
         if self._run.is_remote:
             self._committer.do(functools.partial(remove_values, self._run, attempts), as_owner=True)
@@ -194,9 +194,9 @@ def files_of(run: RunDirectory, checkpoint: Manifest | None) -> dict[str, str]:
     return {f"checkpoint-{name}": run.path(FOLDER, checkpoint.id, file) for name, file in files.items()}
 
 
-def remove_leftovers(run: RunDirectory, attempts: range, fresh_since: int = 0) -> None:
+def remove_leftovers(run: RunDirectory, attempts: range) -> None:
     """Removes files that ranks of earlier attempts had begun to write when the ranks or their driver died."""
-    remove_rows(run, attempts, fresh_since)
+    remove_rows(run, attempts)
     if run.is_remote:
         remove_values(run, attempts)
         return

@@ -132,32 +132,20 @@ def _name_of(folder: str) -> str:
     return folder.rstrip("/").rpartition("/")[2]
 
 
-def remove_rows(run: RunDirectory, attempts: range, fresh_since: int = 0) -> None:
+def remove_rows(run: RunDirectory, attempts: range) -> None:
     """Deletes rows of these failed attempts, and of earlier ones whose value was never stored.
 
-    Rows of later attempts stay: a delayed driver may have been replaced by now.
-
-    Args:
-        run: The run.
-        attempts: The failed attempts.
-        fresh_since: First attempt of this training. The rows of an earlier training belong to its checkpoints.
+    Rows of later attempts stay: a delayed driver may have been replaced by now. So do the files by which rows have
+    begun, as long as the checkpoints behind them.
     """
     values = store.list_names(run.path("result"))
     for name in store.list_names(run.path(FOLDER)):
         number = int(name) if name.isdecimal() else attempts.stop
-        if fresh_since <= number < attempts.stop and (number in attempts or not _has_result(number, values)):
-            for table in store.list_names(run.path(FOLDER, name)):
-                _remove_files(run.path(FOLDER, name, table))
-
-
-def _remove_files(table: str) -> None:
-    files = store.list_files(table)
-    if files and all(map(is_file, files)):
-        store.remove(table)
-        return
-    # Other files in the folder are a user's.
-    for file in filter(is_file, files):
-        store.remove(store.join(table, file))
+        if number < attempts.stop and (number in attempts or not _has_result(number, values)):
+            # Other files in the folder are a user's.
+            for path in store.list_files(run.path(FOLDER, name)):
+                if is_file(path.partition("/")[2]):
+                    store.remove(run.path(FOLDER, name, path))
 
 
 def _has_result(attempt: int, values: list[str]) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 from rankzero import bounds
 from rankzero.channel.messages import Message, decode
 from rankzero.driver.recorder import Recorder
+from rankzero.engines.base import in_thread
 from rankzero.errors import RunCancelledError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory, bound_of
@@ -19,7 +20,7 @@ from rankzero.run.lease import interval_of
 
 logger = logging.getLogger(__name__)
 
-LEASE_POLL_INTERVAL_MAX = bounds.scaled(30.0)  # Most seconds between two reads of a lease on an object store
+LEASE_POLL_INTERVAL_MAX = 30.0  # Most seconds between two reads of a lease on an object store
 LEASE_SHARE = 0.1  # Share of the lease's time between two of them, where each is a request
 MISSED_RENEWALS = 3  # Renewals that the last follower may miss: half a minute, three minutes on an object store
 BACKLOG = 256  # Most messages that wait for the driver before agents have to hold back their log lines
@@ -78,6 +79,7 @@ class Inbox:
     def __init__(self) -> None:
         self.mailbox = Mailbox()
         self.interrupted: str | None = None
+        self.is_cancelled = False
         self.is_retrier_gone = False
         """True once the process that would start the next try has exited, so only a present follower keeps the run
         alive."""
@@ -105,6 +107,11 @@ class Inbox:
         self.interrupted = self.interrupted or reason
         self.wake()
 
+    def cancel(self) -> None:
+        """Cancels the run on request, also if the store does not answer. Threads and signal handlers may call it."""
+        self.is_cancelled = True
+        self.wake()
+
 
 class Watch:
     """Watches for a request to cancel, an interrupt, an abandoned lease and a newer submission."""
@@ -127,7 +134,7 @@ class Watch:
             recorder: Reports whether another submission has the run.
             inbox: Receives the interrupt.
             leased: False if the driver watches its owner by other means.
-            note_cancelling: Called before `check` ends the run without a request.
+            note_cancelling: Called before `check` ends the run without a request in the store.
         """
         self._run = run
         self._submission = job.submission
@@ -139,7 +146,8 @@ class Watch:
         self._lease_seen = time.monotonic()
         self._is_unreadable = False
         self._next_poll = self._next_lease = 0.0
-        self._poller: threading.Thread | None = None
+        self._poll_result: Future[None] = Future()
+        self._poll_result.set_result(None)
         self._is_removed = False
         self._request: dict[str, Any] | None = None
         # On a disk each check reads it, which is cheap: a removed directory may soon belong to another run.
@@ -150,8 +158,8 @@ class Watch:
     def check(self) -> None:
         """Raises RunCancelledError, with the reason, if the run must end. Cheap enough for every pass of a loop."""
         now = time.monotonic()
-        if self._inbox.interrupted:
-            self._interrupted = self._interrupted or self._interrupted_end(self._inbox.interrupted)
+        if self._inbox.interrupted or self._inbox.is_cancelled:
+            self._interrupted = self._interrupted or self._interrupted_end()
             raise self._interrupted.with_traceback(None)
         if now >= self._next_poll:
             self._next_poll = now + (self._recorder.status.interval if self._run.is_remote else bounds.TICK)
@@ -166,17 +174,17 @@ class Watch:
         if self._abandoned:
             raise self._own_end(self._abandoned)
 
-    def _interrupted_end(self, reason: str) -> RunCancelledError:
-        # A cancel from this host writes the request, then wakes its driver by a signal.
+    def _interrupted_end(self) -> RunCancelledError:
+        # The process that cancels the run writes its reason into the store after it has sent the signal.
         deadline = time.monotonic() + 2 * bounds.CANCEL_REQUEST_TIMEOUT()
-        if self._poller:
-            # The store may have executed its read before the request came.
-            self._poller.join(bounds.CANCEL_REQUEST_TIMEOUT())
         self._poll(bounds.CANCEL_REQUEST_TIMEOUT())
-        while self._is_unreadable and time.monotonic() < deadline:
+        while self._inbox.is_cancelled and self._request is None and time.monotonic() < deadline:
             time.sleep(bounds.POLL_INTERVAL_SHORT)
             self._poll(bounds.POLL_INTERVAL_SHORT)
-        return self._requested_end() or self._own_end(reason)
+        if self._inbox.is_cancelled and self._request is None:
+            self._request = {"reason": ""}
+            self._note_cancelling()
+        return self._requested_end() or self._own_end(self._inbox.interrupted or "")
 
     def _requested_end(self) -> RunCancelledError | None:
         if self._request is None:
@@ -197,14 +205,12 @@ class Watch:
         return False
 
     def _poll(self, timeout: float = 0.0) -> None:
-        """Polls the run directory; on an object store in a thread, for which it waits ``timeout`` seconds at most."""
-        if not self._run.is_remote:
-            self._read()
-            return
-        if self._poller is None or not self._poller.is_alive():
-            self._poller = threading.Thread(target=self._read, name="rankzero-watch", daemon=True)
-            self._poller.start()
-        self._poller.join(timeout)
+        """Polls the run directory in a thread, which hangs if the store does; waits ``timeout`` seconds at most."""
+        if self._poll_result.done():
+            self._poll_result = in_thread(self._read, "rankzero-watch")
+            # A disk replies immediately.
+            timeout = timeout if self._run.is_remote else bounds.CANCEL_REQUEST_TIMEOUT()
+        wait([self._poll_result], timeout)
 
     def _read(self) -> None:
         try:
@@ -214,7 +220,7 @@ class Watch:
             if self._orphan_timeout and time.monotonic() >= self._next_lease:
                 if self._run.is_remote:
                     self._next_lease = time.monotonic() + min(
-                        self._orphan_timeout * LEASE_SHARE, LEASE_POLL_INTERVAL_MAX()
+                        self._orphan_timeout * LEASE_SHARE, LEASE_POLL_INTERVAL_MAX
                     )
                 self._check_lease(time.monotonic(), self._orphan_timeout)
             self._is_unreadable = False

@@ -211,6 +211,24 @@ class AgentGroup(abc.ABC):
     def __init__(self) -> None:
         self._ended = threading.Event()
 
+    def _hold(
+        self, work: Callable[[], object], on_end: OnEnd, kind: Callable[..., threading.Thread] = threading.Thread
+    ) -> None:
+        """Calls the function that holds the agents in a daemon thread of this kind, and reports its end."""
+
+        def hold() -> None:
+            error: BaseException | None = None
+            try:
+                work()
+            except BaseException as caught:
+                error = caught
+            self._ended.set()
+            on_end(error)
+
+        thread = kind(target=hold)
+        thread.daemon = True
+        thread.start()
+
     def wait(self, timeout: float) -> bool:
         """Waits for the agents; returns True if all have ended within ``timeout`` seconds."""
         return self._ended.wait(timeout)
@@ -279,7 +297,12 @@ class ActionThread:
         future: Future[T] = Future()
         self._actions.put((future, action))
         if not self._thread.ident:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:
+                # At the limit of threads, or at the end of the process: the caller waits without a limit.
+                self._actions.put(None)
+                self._work()
         return future
 
     def end(self, timeout: float = 0.0) -> None:
@@ -299,20 +322,26 @@ class ActionThread:
             del item, future, action
 
 
+def in_thread(action: Callable[[], T], name: str = "rankzero-engine") -> Future[T]:
+    """Calls a function in a daemon thread, so that its caller can wait with a limit.
+
+    A call into a JVM that was stopped, and a request to a store that hangs, never return.
+    """
+    own = ActionThread(name)
+    future = own.submit(action)
+    own.end()
+    return future
+
+
 def within(seconds: float, action: Callable[[], object], thread: ActionThread | None = None) -> bool:
     """Runs an engine's action in a thread for limited time; returns False if it took longer.
-
-    A call into a JVM that was stopped never returns.
 
     Args:
         seconds: The limit.
         action: The function that the thread calls.
         thread: The thread; None for a new one.
     """
-    own = thread or ActionThread()
-    future = own.submit(action)
-    if thread is None:
-        own.end()
+    future = thread.submit(action) if thread else in_thread(action)
     if not wait([future], seconds).done:
         logger.warning("the engine did not answer within %s s", seconds)
         return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,20 +121,9 @@ class LocalGroup(AgentGroup):
 
     def __init__(self, config: AgentConfig, on_end: OnEnd) -> None:
         super().__init__()
-        self._config = config
-        self._on_end = on_end
         self._agent: subprocess.Popen[bytes] | None = None
         self._cancelled = False
-        threading.Thread(target=self._hold, name="rankzero-agent", daemon=True).start()
-
-    def _hold(self) -> None:
-        error: BaseException | None = None
-        try:
-            hold(self._config, self._on_start)
-        except BaseException as caught:
-            error = caught
-        self._ended.set()
-        self._on_end(error)
+        self._hold(lambda: hold(config, self._on_start), on_end)
 
     def _on_start(self, agent: subprocess.Popen[bytes]) -> None:
         self._agent = agent

@@ -41,13 +41,14 @@ class Card:
 
     def __init__(self, handle: RunHandle[Any]) -> None:
         self._handle = handle
-        self._summary = Summary(handle.fresh_since)
+        self._summary: Summary | None = None
 
     def html(self) -> str:
         """Returns the card of this moment. Raises OSError or RankZeroError if the run cannot be read."""
         job, status = RunDirectory(self._handle.directory).job(), self._handle.status()
-        self._summary.read(self._handle, status)
-        return render(job, self._handle.directory, status, self._summary, time.time())
+        summary = self._summary = self._summary or Summary(job.fresh_since)
+        summary.read(self._handle, status)
+        return render(job, self._handle.directory, status, summary, time.time())
 
 
 @contextlib.contextmanager
@@ -77,12 +78,11 @@ def showing() -> Iterator[Callable[[RunHandle[Any]], None]]:
 def _refresh(place: Any, handle: RunHandle[Any], ended: threading.Event) -> None:
     from IPython.display import HTML
 
-    card: Card | None = None
-    is_last = False
+    card, is_last, pause = Card(handle), False, 0.0
     while not is_last:
-        is_last = card is not None and ended.wait(max(bounds.POLL_INTERVAL_LONGEST, handle.pace))
+        is_last = ended.wait(pause)
+        pause = max(bounds.POLL_INTERVAL_LONGEST, handle.pace)
         try:
-            card = card or Card(handle)
             place.update(HTML(card.html()))
         except Exception:
             # A card that cannot be drawn must not fail a training.

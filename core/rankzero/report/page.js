@@ -432,6 +432,7 @@
         add(line.cells[2], "span", { class: `badge ${/^[a-z]+$/.test(state) ? state : ""}` }, state);
       });
       if (!found.length) add(body, "p", { class: "note" }, "No run.");
+      if (data.older) add(body, "p", { class: "note" }, `${data.older} older runs are not shown: rankzero runs lists them.`);
     };
     compare.addEventListener("click", () => { location.href = `compare?${[...chosen].map((id) => `run=${encodeURIComponent(id)}`).join("&")}`; });
     search.addEventListener("input", draw);

@@ -140,15 +140,16 @@ def render(runs: list[dict[str, Any]]) -> str:
     return _page(title, {"runs": runs})
 
 
-def render_list(location: str, runs: list[dict[str, Any]]) -> str:
+def render_list(location: str, runs: list[dict[str, Any]], left_out: int) -> str:
     """The page of a store: its newest runs, each with a link to its report.
 
     Args:
         location: The root of their directories.
         runs: Of each ``id``, ``name``, ``state``, ``world``, ``created``, ``started``, ``ended``, ``used`` and the
             ``last`` metrics.
+        left_out: The number of older runs.
     """
-    return _page(location, {"store": location, "list": runs})
+    return _page(location, {"store": location, "list": runs, "older": left_out})
 
 
 def _page(title: str, facts: dict[str, Any]) -> str:

@@ -10,13 +10,14 @@ import http
 import http.server
 import json
 import logging
+import re
 import secrets
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankzero import store
-from rankzero.errors import RankZeroError, RunNotFoundError
+from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError
 from rankzero.job import Job
 from rankzero.report import page
 from rankzero.run.directory import RunDirectory
@@ -101,7 +102,7 @@ def _list(location: str, may_see: MaySee) -> str:
         }
         for one in found[:MAX_RUNS]
     ]
-    return page.render_list(location, runs)
+    return page.render_list(location, runs, len(found) - len(runs))
 
 
 class ReportServer(http.server.ThreadingHTTPServer):
@@ -118,6 +119,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
         host: Address to listen on.
 
     Raises:
+        InvalidJobError: the token is short, or has other characters than a path may have.
         OSError: the port is taken.
     """
 
@@ -126,6 +128,8 @@ class ReportServer(http.server.ThreadingHTTPServer):
     def __init__(self, location: str, port: int, token: str | None = None, host: str = HOST) -> None:
         self.location = store.normalize(location)
         self.token = token or secrets.token_urlsafe(16)
+        if not re.fullmatch(r"[\w-]{16,}", self.token, re.ASCII):
+            raise InvalidJobError("a token of served pages has 16 or more letters, digits, - and _")
         self._host = host
         try:
             super().__init__((host, port), _Handler)

@@ -180,7 +180,7 @@ class Summary:
         for name, value in values.items():
             if is_number(value):
                 curve = curves.setdefault(name, Curve())
-                curve.add((event["time"], float(len(curve.points)), float(value)), MAX_POINTS)
+                curve.add((event["time"], 0.0, float(value)), MAX_POINTS)
 
     def _add_phase(self, kind: str, event: Mapping[str, Any]) -> None:
         rank, attempt = event.get("rank"), event.get("attempt", self._attempt)

@@ -37,7 +37,7 @@ DAMAGED = "damaged"
 _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})-([0-9]{6}|[1-9][0-9]{6,})")
 """Name of a checkpoint's folder."""
 
-_BEGUN = re.compile(r"([0-9]+)/_begun-([^/]+)-[0-9]+-([0-9]+)")
+_BEGUN = re.compile(r"([0-9]+)/_begun-[^/]+-[0-9]+-([0-9]+)")
 """Path of a file of `begun_file` in the folder of tables."""
 
 _FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{re.escape(PIECES)}|{DAMAGED}")
@@ -142,7 +142,7 @@ def read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
     found = []
     for name in names:
         # These errors mean that the checkpoint is not committed. Any other error comes from the store.
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError, AttributeError):
             facts = json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST)))
             manifest = Manifest(**{key: facts[key] for key in facts.keys() & Manifest.__dataclass_fields__.keys()})
             if manifest.id == name:
@@ -196,24 +196,19 @@ def begun_file(table: str, rank: int, index: int) -> str:
 
 
 def without_rows(run: RunDirectory, manifests: list[Manifest]) -> list[Manifest]:
-    """Returns the checkpoints that no rows of their attempt precede, and logs why the newest one is none of them.
+    """Returns the checkpoints that no rows of their attempt precede.
 
     Rows end with their attempt, so an attempt that started from another checkpoint would lack some.
 
     Raises:
         OSError: the store cannot be read (or an error of its fsspec driver).
     """
-    found: dict[int, tuple[int, str]] = {}
+    found: dict[int, int] = {}
     for path in store.list_files(run.path(TABLES)) if manifests else ():
         if begun := _BEGUN.fullmatch(path):
-            attempt, at = int(begun[1]), (int(begun[3]), begun[2])
-            found[attempt] = min(at, found.get(attempt, at))
-    kept = [one for one in manifests if one.attempt not in found or one.index < found[one.attempt][0]]
-    if manifests and kept[-1:] != manifests[-1:]:
-        last = manifests[-1]
-        what = f"rows of the table {found[last.attempt][1]!r}, which ended with their attempt, precede it"
-        logger.warning("nothing resumes from checkpoint %s: %s. Write rows behind the training", last.id, what)
-    return kept
+            attempt, index = int(begun[1]), int(begun[2])
+            found[attempt] = min(index, found.get(attempt, index))
+    return [one for one in manifests if one.attempt not in found or one.index < found[one.attempt]]
 
 
 def mark_damaged(run: RunDirectory, name: str) -> None:

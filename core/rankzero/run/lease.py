@@ -9,13 +9,12 @@ import contextlib
 import math
 import time
 
-from rankzero import bounds
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 
 RETRY_DELAY_MAX = 24 * 3600.0  # Longest delay in seconds between two tries, if the delay grows
-RENEWAL_INTERVAL = bounds.scaled(10.0)  # Most seconds between two renewals of a lease on a disk
-RENEWAL_INTERVAL_REMOTE = bounds.scaled(60.0)  # The same on an object store, where each is a request
+RENEWAL_INTERVAL = 10.0  # Most seconds between two renewals of a lease on a disk
+RENEWAL_INTERVAL_REMOTE = 60.0  # The same on an object store, where each is a request
 SCHEDULING_SLACK = 900.0  # Seconds from when a try is due to its first poll: a pool may be full, a deployment slow
 DETACHED_LEASE = 1800.0  # Shortest lease of a run that a service follows, such as a triggerer, which may restart
 LAST_LEASE = 60.0  # Seconds for which a run outlives its last try: longer than a short outage of a store
@@ -57,7 +56,7 @@ def power(base: float, exponent: int) -> float:
 
 def interval_of(run: RunDirectory, bound: float) -> float:
     """Returns the seconds between two renewals of a run that ends after ``bound`` seconds without a renewal."""
-    return min(RENEWAL_INTERVAL_REMOTE() if run.is_remote else RENEWAL_INTERVAL(), bound / 4)
+    return min(RENEWAL_INTERVAL_REMOTE if run.is_remote else RENEWAL_INTERVAL, bound / 4)
 
 
 class Renewal:

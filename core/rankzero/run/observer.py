@@ -14,14 +14,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from rankzero import bounds, store
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
-from rankzero.host.processes import STOPPED, process_namespace, process_state, thread_lives
+from rankzero.host.processes import STOPPED, caught_signals, process_namespace, process_state, thread_lives
 from rankzero.run.directory import RunDirectory
 from rankzero.run.status import RunStatus
 
@@ -107,9 +106,13 @@ class CurrentStatus:
 
     def cancel(self, receiver: Mapping[str, Any] | None, reason: str = "") -> None:
         """Requests the end of `submission`, as `RunHandle.cancel` describes."""
+        if self._accepted:
+            # The store may not answer now.
+            self._signal_driver(self._accepted)
         status = self.read()
         if status.final or status.submission > self.submission:
             return
+        self._signal_driver(status)
         self._run.request_cancel(self.submission, receiver, reason)
         job = self._run.job() if status.driver_pid is None else None
         is_for_a_cluster = job and job.submission == self.submission and "deploy_mode" in job.engine
@@ -118,23 +121,29 @@ class CurrentStatus:
             error = RunCancelledError("the run was cancelled before its driver started", requested=True)
             ended = replace(status, state="cancelled", error=error.to_json(), ended=time.time())
             self._run.write_status(ended)
-        else:
-            self._wake_driver(status)
 
-    def _wake_driver(self, status: RunStatus) -> None:
-        """Signals the driver of a submitted run if it is on this machine, since it polls the run directory seldom.
+    def _signal_driver(self, status: RunStatus) -> None:
+        """Sends `CANCEL` to a driver that is a process of this machine, since it polls the run directory seldom.
 
-        The request is stored already: without a signal the driver finds it. A driver whose start is not known, as on
-        macOS, gets none, since another process may have its id.
+        A driver that is a thread polls: the process is its caller's. So does one whose start is not known, as on macOS:
+        another process may have its id.
         """
         pid, start = status.driver_pid, status.driver_start
-        if pid is None or start is None or status.driver_namespace != process_namespace():
+        if pid is None or start is None or status.driver_thread or status.driver_namespace != process_namespace():
             return
-        with contextlib.suppress(OSError, RunNotFoundError):
-            job = self._run.job()
-            is_own = status.submission == self.submission == job.submission and job.owner is None
-            if is_own and process_state(pid, start):
-                os.kill(pid, signal.SIGTERM)
+        if not status.final and status.submission == self.submission and process_state(pid, start):
+            signal_cancel(pid)
+
+
+CANCEL = signal.SIGUSR1
+"""Signal to a driver process that the end of its run was requested. The request is in the store, soon or already."""
+
+
+def signal_cancel(pid: int) -> None:
+    """Sends `CANCEL` to a driver process, but not while it is just starting and has no handler yet."""
+    if CANCEL in (caught_signals(pid) or ()):
+        with contextlib.suppress(OSError):
+            os.kill(pid, CANCEL)
 
 
 def owns(run: RunDirectory, submission: int, nonce: str) -> bool:
@@ -187,15 +196,11 @@ class OwnDriver(Protocol):
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has ended, at most ``timeout`` seconds."""
 
-    def interrupt(self) -> None:
-        """Makes the driver end the run, without the store."""
+    def cancel(self) -> None:
+        """Makes the driver end the run on request, without the store."""
 
     def last_output(self) -> bytes:
         """Returns the end of what the driver's process has printed; empty for a thread."""
-
-
-_CANCEL_WRITTEN_AFTER = 5.0
-"""Seconds in which a slow store has a request to cancel: a driver that is signalled before it counts as interrupted."""
 
 
 class Observer:
@@ -217,11 +222,10 @@ class Observer:
         self.current = CurrentStatus(run)
 
     def cancel(self, receiver: Mapping[str, Any] | None, reason: str) -> None:
-        """Requests the end of the run; if the store does not answer, signals a driver that this process started."""
-        request = store.in_thread(lambda: self.current.cancel(receiver, reason))
-        if not wait([request], _CANCEL_WRITTEN_AFTER).done and self._driver and os.getpid() == self._pid:
-            self._driver.interrupt()
-        request.result()
+        """Requests the end of the run: from a driver that this process started, then in the store."""
+        if self._driver and os.getpid() == self._pid:
+            self._driver.cancel()
+        self.current.cancel(receiver, reason)
 
     def status(self, timeout: float) -> RunStatus:
         """Returns the current status, from a store that may fail for ``timeout`` seconds.
@@ -350,7 +354,9 @@ class HeartbeatWatch:
             self._last, self._last_seen = status.heartbeat, time.monotonic()
         unchanged = time.monotonic() - max(self._last_seen, self._blind_until)
         age = time.time() - status.heartbeat if is_first and not _process_state(status) else 0.0
-        return driver_is_dead(age, unchanged, dead_after(status))
+        bound = dead_after(status)
+        # The clocks of the two hosts may differ.
+        return unchanged > bound or age > bound + CLOCK_SKEW
 
 
 def process_lives(status: RunStatus) -> bool | None:
@@ -389,11 +395,3 @@ def dead_after(status: RunStatus) -> float:
     A driver that a cluster has not started yet has `RunStatus.patience` seconds until its first heartbeat.
     """
     return max(DRIVER_DEAD_AFTER(), _MISSED * status.interval, status.patience)
-
-
-def driver_is_dead(age: float, unchanged: float, bound: float) -> bool:
-    """Returns True if a driver on another host counts as dead: its heartbeat is older than ``bound`` seconds.
-
-    The clocks of the two hosts may differ by `CLOCK_SKEW`; the reader has read the same heartbeat for ``unchanged``.
-    """
-    return unchanged > bound or age > bound + CLOCK_SKEW

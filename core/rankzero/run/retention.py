@@ -20,12 +20,11 @@ from typing import Any
 
 from rankzero import store
 from rankzero.errors import RunNotFoundError
-from rankzero.job import Job
 from rankzero.kinds import SECONDS
 from rankzero.run.checkpoints import FOLDER, list_committed, remove
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
-from rankzero.run.names import DATASETS, TABLES, is_run_file
+from rankzero.run.names import DATASETS
 
 REMOVAL_CLAIM_TIMEOUT = 3600.0  # Seconds for which a submission may be unwritten: the upload of its payload takes time
 
@@ -193,7 +192,7 @@ def collect(
 
 
 def _remove_earlier(run: RunDirectory, before: float, dry_run: bool) -> list[Removed]:
-    """Removes checkpoints and rows of earlier trainings with the same run id that are older than a Unix time."""
+    """Removes checkpoints of earlier trainings with the same run id that are older than a Unix time."""
     job = run.job()
     removed: list[Removed] = []
     if not job.fresh_since:
@@ -204,22 +203,6 @@ def _remove_earlier(run: RunDirectory, before: float, dry_run: bool) -> list[Rem
             removed.append(Removed(folder, EARLIER, store.tree_size(folder), manifest.time))
             if not dry_run:
                 remove(run, manifest)
-    return removed + _remove_earlier_rows(run, job, dry_run) if job.created < before else removed
-
-
-def _remove_earlier_rows(run: RunDirectory, job: Job, dry_run: bool) -> list[Removed]:
-    """Removes the rows of attempts of earlier trainings that have no result."""
-    removed: list[Removed] = []
-    values = store.list_names(run.path("result"))
-    earlier = [name for name in store.list_names(run.path(TABLES)) if name.isdecimal() and int(name) < job.fresh_since]
-    for name in earlier:
-        if any(value.startswith(f"value-{int(name)}.") for value in values):
-            continue
-        folder = run.path(TABLES, name)
-        files = [file for file in store.list_files(folder) if is_run_file(f"{TABLES}/{name}/{file}")]
-        removed += [Removed(folder, EARLIER, store.tree_size(folder), job.created)] if files else []
-        for file in files if not dry_run else []:
-            store.remove(store.join(folder, file))
     return removed
 
 

@@ -132,12 +132,9 @@ def attempt(log: Any, what: str, action: Callable[[], T], otherwise: T) -> T:
     try:
         return action()
     except Exception as error:
-        log.warning("%s", encodable(f"{what} is left out, which does not affect the training: {_describe(error)}"))
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        log.warning("%s", encodable(f"{what} is left out, which does not affect the training: {why}"))
         return otherwise
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def may_retry(error: RankZeroError, *, has_checkpoint: bool, retry_user_errors: bool = True) -> bool:

@@ -42,7 +42,7 @@ from rankzero.store.location import (
     why_untrusted,
 )
 from rankzero.store.proof import prove
-from rankzero.store.waiting import in_thread, is_missing, patiently
+from rankzero.store.waiting import is_missing, patiently
 
 __all__ = [
     "STORE_VARIABLE",
@@ -53,7 +53,6 @@ __all__ = [
     "exists",
     "fingerprint",
     "has_scheme",
-    "in_thread",
     "is_absolute",
     "is_missing",
     "is_unfinished",

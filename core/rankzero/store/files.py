@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 from rankzero.store.location import filesystem_of, is_url
+from rankzero.store.waiting import brief
 
 PRIVATE_DIRECTORY = 0o700
 
@@ -28,6 +29,7 @@ def make_directory(location: str) -> None:
             raise
 
 
+@brief
 def exists(location: str) -> bool:
     """Returns True if the file or directory exists."""
     if is_url(location):
@@ -38,6 +40,7 @@ def exists(location: str) -> bool:
     return os.path.exists(location)
 
 
+@brief
 def size(location: str) -> int:
     """Returns the size of a file in bytes."""
     if is_url(location):
@@ -62,6 +65,7 @@ def tree_size(location: str) -> int:
     return total
 
 
+@brief
 def modified(location: str) -> float:
     """Returns the Unix time at which a file was written. Raises FileNotFoundError, or OSError if it is unknown."""
     if not is_url(location):
@@ -90,6 +94,7 @@ def fingerprint(file: str | int | os.stat_result) -> str:
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
 
 
+@brief
 def list_names(location: str) -> list[str]:
     """Returns the sorted base names in a directory; empty if the directory does not exist."""
     if is_url(location):
@@ -118,6 +123,7 @@ def list_files(location: str) -> list[str]:
     return sorted(found)
 
 
+@brief
 def sizes(location: str) -> dict[str, int]:
     """Returns the bytes of each file in a directory, by base name; one request for 1,000 files of an object store."""
     if not is_url(location):
@@ -132,6 +138,7 @@ def sizes(location: str) -> dict[str, int]:
     return {}
 
 
+@brief
 def read_bytes(location: str) -> bytes:
     """Returns the bytes of a whole file, by one request to an object store. Raises FileNotFoundError."""
     if is_url(location):
@@ -148,6 +155,7 @@ def read_bytes(location: str) -> bytes:
         return file.read()
 
 
+@brief
 def read_from(location: str, start: int) -> bytes:
     """Returns the bytes of a file on a URL from ``start`` on, by one request. Raises FileNotFoundError."""
     filesystem, path = filesystem_of(location)
@@ -168,6 +176,7 @@ def write_bytes(location: str, data: bytes, *, durable: bool = False) -> None:
     write_parts(location, [data], durable=durable)
 
 
+@brief
 def write_parts(location: str, parts: Sequence[bytes | memoryview], *, durable: bool = False) -> None:
     """Replaces the file by the concatenated parts, atomically; see `write_bytes`."""
     if is_url(location):
@@ -196,6 +205,7 @@ def sync_directory(path: str) -> None:
             os.close(descriptor)
 
 
+@brief
 def create(location: str, data: bytes) -> bool:
     """Writes a file that does not exist yet; returns False, without a change, if it does. Of two callers one wins.
 
@@ -334,7 +344,7 @@ def copy_within(source: str, target: str) -> bool:
         return True
     filesystem, path = filesystem_of(source)
     other, target_path = filesystem_of(target)
-    if filesystem.filesystem != other.filesystem:
+    if filesystem != other:
         return False
     try:
         filesystem.cp_file(path, target_path)

@@ -16,7 +16,6 @@ import tempfile
 from typing import Any
 
 from rankzero.errors import InvalidJobError
-from rankzero.store.waiting import Watched
 
 _LOCAL = re.compile(r"(?:file|local):(?://(?=/)|(?=/))")
 """Scheme that may precede an absolute path. Java writes ``file:/x``."""
@@ -118,10 +117,10 @@ def filesystem_of(location: str) -> tuple[Any, str]:
 
     try:
         filesystem, path = fsspec.core.url_to_fs(location)
+        return filesystem, path
     except ImportError as error:
         driver = DRIVERS.get(scheme_of(location), "fsspec")
         raise InvalidJobError(f"{location} needs {driver} here: pip install '{driver}'") from error
-    return Watched(filesystem, "/".join(location.split("/", 3)[:3])), path
 
 
 def join(base: str, *parts: str) -> str:

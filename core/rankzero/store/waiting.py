@@ -5,80 +5,72 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 from rankzero.errors import RunNotFoundError
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 SILENCE = 10.0
 """Seconds without an answer after which a process logs that a store does not answer."""
 
-_BRIEF = frozenset({"cat_file", "exists", "ls", "modified", "pipe_file", "size"})
-"""Requests of fsspec's file systems that a store answers quickly; an upload may take as long as it needs."""
-
 _silent: set[str] = set()
 """Stores of which this process has logged that they do not answer, until they do."""
 
+_requests: dict[int, tuple[float, str]] = {}
+"""The brief request that each thread waits for: since when, and its location."""
 
-@dataclass(frozen=True)
-class Watched:
-    """A file system of fsspec, of whose store one line is logged if it does not answer a brief request."""
+os.register_at_fork(after_in_child=_requests.clear)
+_watcher = threading.Thread()
 
-    filesystem: Any
-    store: str
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.filesystem, name)
-        return functools.partial(self._request, found) if name in _BRIEF else found
+def brief(request: Callable[P, T]) -> Callable[P, T]:
+    """Marks a function as a request that a store answers quickly; one line is logged if it does not.
 
-    def _request(self, request: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        timer = threading.Timer(SILENCE, self._log)
-        timer.daemon = True
-        # At the end of the process no thread can be started.
-        with contextlib.suppress(RuntimeError):
-            timer.start()
+    Most files of a disk are read faster than a thread starts, so one thread watches the requests while there are any.
+    """
+
+    @functools.wraps(request)
+    def watched(*args: P.args, **options: P.kwargs) -> T:
+        global _watcher
+        thread, location = threading.get_ident(), str(args[0])
+        if thread in _requests:
+            return request(*args, **options)
+        _requests[thread] = (time.monotonic(), location)
         try:
+            if not _watcher.is_alive():
+                _watcher = threading.Thread(target=_watch, name="rankzero-store", daemon=True)
+                # At the end of the process no thread can be started.
+                with contextlib.suppress(RuntimeError):
+                    _watcher.start()
             answer = request(*args, **options)
-            _silent.discard(self.store)
+            _silent.discard(_store_of(location))
             return answer
         finally:
-            timer.cancel()
+            _requests.pop(thread, None)
 
-    def _log(self) -> None:
-        if self.store not in _silent:
-            _silent.add(self.store)
-            what = "does not answer: a request has waited for %g s, and waits on; check its address and the network"
-            logger.warning(f"the store %s {what}", self.store, SILENCE)
+    return watched
 
 
-def in_thread(action: Callable[[], T]) -> Future[T]:
-    """Calls a function of the store in a daemon thread, so that its caller can wait with a limit.
+def _store_of(location: str) -> str:
+    return "/".join(location.split("/", 3)[:3]) if "://" in location else location
 
-    Returns:
-        The future result. A store that hangs never completes it, and does not keep the process alive.
-    """
-    future: Future[T] = Future()
 
-    def act() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:
-            future.set_exception(error)
-
-    try:
-        threading.Thread(target=act, name="rankzero-store", daemon=True).start()
-    except RuntimeError:
-        # At the limit of threads, or at the end of the process: the caller waits without a limit.
-        act()
-    return future
+def _watch() -> None:
+    while _requests:
+        time.sleep(SILENCE / 4)
+        for began, location in [*_requests.values()]:
+            if time.monotonic() - began >= SILENCE and (store := _store_of(location)) not in _silent:
+                _silent.add(store)
+                what = "does not answer: a request has waited for %g s, and waits on; check it and the network"
+                logger.warning(f"the store %s {what}", store, SILENCE)
 
 
 def is_missing(error: Exception) -> bool:

@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,14 +21,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import IO, Any
 
-from rankzero import bounds, store
+from rankzero import bounds
 from rankzero.bounds import CANCEL_TIMEOUT
+from rankzero.engines.base import in_thread
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, located
-from rankzero.host.processes import caught_signals, describe_process, fork_safe, this_process
+from rankzero.host.processes import describe_process, fork_safe, this_process
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
-from rankzero.run.observer import owns
+from rankzero.run.observer import owns, signal_cancel
 from rankzero.submit.prepare import Request, prepare
 from rankzero.submit.submission import recording_end
 from rankzero.task.hold import MARKER
@@ -55,10 +55,10 @@ class DriverProcess(subprocess.Popen[bytes]):
         size = os.fstat(self._output).st_size
         return os.pread(self._output, LAST_OUTPUT, max(0, size - LAST_OUTPUT))
 
-    def interrupt(self) -> None:
-        """Makes the driver end the run, without the store. One that is just starting gets no signal."""
-        if self.poll() is None and signal.SIGTERM in (caught_signals(self.pid) or ()):
-            self.terminate()
+    def cancel(self) -> None:
+        """Makes the driver end the run on request, without the store."""
+        if self.poll() is None:
+            signal_cancel(self.pid)
 
     def await_end(self, timeout: float) -> None:
         """Waits until the driver has exited, or for the given seconds."""
@@ -278,7 +278,7 @@ def _cancel(run: RunDirectory, job: Job, stop_timeout: float) -> None:
 def _await(seconds: float, action: Callable[[], object]) -> None:
     """Calls a function that reads the store; stops waiting after some time, since the store may not answer."""
     with contextlib.suppress(TimeoutError):
-        store.in_thread(action).result(seconds)
+        in_thread(action).result(seconds)
 
 
 @contextlib.contextmanager
@@ -308,7 +308,7 @@ def _thread_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
         )
         raise
     else:
-        if not (driver.status.final or driver.status.certain):
+        if not (driver.recorder.status.final or driver.recorder.status.certain):
             # The caller saw a final status that the driver did not write: no training may continue without an owner.
             driver.inbox.interrupt("the process that called run() no longer follows it")
     finally:

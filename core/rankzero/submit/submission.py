@@ -20,10 +20,11 @@ from typing import Any
 
 from rankzero import bounds, store
 from rankzero.data.table import FOLDER as TABLES
+from rankzero.engines.base import in_thread
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
-from rankzero.run.checkpoints import list_committed, list_folders, read_manifests, without_rows
+from rankzero.run.checkpoints import Manifest, list_folders, read_manifests, without_rows
 from rankzero.run.directory import RunDirectory, new_claim
 from rankzero.run.identity import Asked, Decision, describe
 from rankzero.run.tries import PipelineTry
@@ -159,7 +160,9 @@ def submit(
                 await_end(run, existing.job)
             elif step is Step.CLAIM:
                 began = time.monotonic()
-                claim, number, job = _claim(run, number, existing, make_job, files, start_timeout, caller)
+                claim, number, job = _claim(run, number, existing, make_job, files, start_timeout)
+                if job and existing:
+                    _report_earlier(run, existing, job, caller)
                 # Another submitter may need as long for its files, and must not count as dead meanwhile.
                 patience = max(patience, 2 * (time.monotonic() - began))
             elif step is Step.WAIT:
@@ -196,7 +199,6 @@ def _claim(
     make_job: MakeJob,
     files: Files,
     start_timeout: float,
-    caller: PipelineTry | None,
 ) -> tuple[Claim, int, Job | None]:
     """Claims the next number, at least ``least``, and writes the submission.
 
@@ -219,8 +221,6 @@ def _claim(
             job = _job_of(run, number, existing, make_job)
             is_written = run.write_submission(job, start_timeout)
             if (newest := run.newest_claim()) == number and is_written:
-                if existing:
-                    _report_earlier(run, existing, job, caller)
                 return Claim.WON, number, job
         # This took so long that another submitter counted this one as dead and submitted the run.
         with contextlib.suppress(FileNotFoundError):
@@ -231,27 +231,29 @@ def _claim(
 def _job_of(run: RunDirectory, number: int, existing: Existing | None, make_job: MakeJob) -> Job:
     """Returns the job of a submission, which continues the training of the existing run if that is decided."""
     # Checkpoints of a run whose job was lost belong to another training.
-    first_attempt = 1 + _last_attempt(run)
+    folders = list_folders(run)
+    first_attempt = 1 + _last_attempt(run, folders)
     if existing is None:
         job = make_job(number, first_attempt, first_attempt)
         return replace(job, beginning="from scratch: it is the first submission under this id")
     first_attempt = max(1 + existing.status.attempt, first_attempt)
     fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
     run.keep_outcome(existing.status)
-    job = replace(make_job(number, first_attempt, fresh_since), beginning=_beginning(run, existing))
-    return replace(job, metrics=_last_metrics(run, existing)) if existing.decision is Decision.RESUME else job
+    job = make_job(number, first_attempt, fresh_since)
+    if existing.decision is not Decision.RESUME:
+        return replace(job, beginning=_from_scratch(existing))
+    found = [manifest for manifest in read_manifests(run, folders) if manifest.attempt >= fresh_since]
+    usable = without_rows(run, found)
+    place = f"checkpoint {usable[-1].id}" if usable else "its beginning, since no checkpoint counts"
+    beginning = f"resumed from {place}; to start over, change code_version{changes(existing)}"
+    return replace(job, beginning=beginning, metrics=_last_metrics(existing, found))
 
 
-def _beginning(run: RunDirectory, existing: Existing) -> str:
-    """Returns `Job.beginning` of a submission behind an existing one."""
-    comparison = existing.comparison
-    if existing.decision is Decision.RESUME:
-        found = without_rows(run, list_committed(run, existing.job.fresh_since))
-        place = f"checkpoint {found[-1].id}" if found else "its beginning, since it has no checkpoint"
-        return f"resumed from {place}; to start over, change code_version{changes(existing)}"
-    if comparison.differing:
-        return f"from scratch: other than before: {describe(comparison.differing)}"
-    if comparison.unknown:
+def _from_scratch(existing: Existing) -> str:
+    """Returns `Job.beginning` of a submission behind an existing one that begins from scratch."""
+    if existing.comparison.differing:
+        return f"from scratch: other than before: {describe(existing.comparison.differing)}"
+    if existing.comparison.unknown:
         return f"from scratch: {explain_unknown(existing)}"
     if existing.status.state == "succeeded":
         return "from scratch: its result was delivered"
@@ -298,27 +300,25 @@ def _await_submission(run: RunDirectory, number: int, timeout: float) -> Claim:
     return Claim.NONE if _submission_of(run) >= number else Claim.VOID
 
 
-def _last_attempt(run: RunDirectory) -> int:
+def _last_attempt(run: RunDirectory, folders: list[str]) -> int:
     """Returns the highest attempt that left checkpoints, rows or a value: the status may be older than those."""
-    numbers = [name.partition("-")[0] for name in list_folders(run)]
+    numbers = [name.partition("-")[0] for name in folders]
     numbers += store.list_names(run.path(TABLES))
     numbers += [name.removeprefix("value-").partition(".")[0] for name in store.list_names(run.path("result"))]
     return max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
 
-def _last_metrics(run: RunDirectory, existing: Existing) -> dict[str, Any]:
-    """Returns the last values of the metrics of a training that resumes.
+def _last_metrics(existing: Existing, committed: list[Manifest]) -> dict[str, Any]:
+    """Returns the last values of the metrics of a training that resumes from the last of these checkpoints.
 
     A driver that was killed may have committed checkpoints, from which the training resumes, and not written its last
     status. Such a checkpoint has the metrics of its report.
     """
-    status, metrics = existing.status, dict(existing.status.metrics)
-    folders = list_folders(run)
-    newer = folders[folders.index(status.checkpoint) + 1 :] if status.checkpoint in folders else folders
-    # Older ones come before what the status has: the last submission began with their metrics.
-    of_last = [name for name in newer if int(name.partition("-")[0]) >= existing.job.first_attempt]
-    for manifest in read_manifests(run, of_last):
-        metrics |= manifest.metrics
+    status, metrics, names = existing.status, dict(existing.status.metrics), [manifest.id for manifest in committed]
+    for manifest in committed[names.index(status.checkpoint) + 1 if status.checkpoint in names else 0 :]:
+        # Older ones come before what the status has: the last submission began with their metrics.
+        if manifest.attempt >= existing.job.first_attempt:
+            metrics |= manifest.metrics
     return metrics
 
 
@@ -350,7 +350,7 @@ def recording_end() -> Iterator[Written]:
             with contextlib.suppress(Exception):
                 # A store that does not answer must not keep a caller that was interrupted.
                 recording = functools.partial(_record_end, written.run, written.nonce, error)
-                store.in_thread(recording).result(_RECORD_TIMEOUT)
+                in_thread(recording).result(_RECORD_TIMEOUT)
         raise
 
 

@@ -260,7 +260,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     The call never waits for other ranks. A thread writes and commits a copy of the checkpoint while training continues;
     the next report with a checkpoint waits until this one is written. When all parts are stored, the checkpoint is the
     one that `get_checkpoint` returns and from which a restart resumes. Until then, or if a part fails, the previous one
-    is used. Rows that this rank has written (`write_rows`) belong to the checkpoint: a restart keeps them.
+    is used.
 
     Args:
         metrics: Name to value. Numbers, strings, and one-element tensors or arrays. An integer of more than 2048 bits
@@ -320,13 +320,6 @@ def await_checkpoint() -> None:
     session = own("await_checkpoint")
     if session.writer is not None:
         session.writer.await_settled()
-
-
-def follow_checkpoint() -> None:
-    """Counts the whole checkpoint that rank 0 reports now: `await_checkpoint` and `get_checkpoint` then include it."""
-    session = own("follow_checkpoint")
-    if session.writer is not None:
-        session.writer.follow()
 
 
 def get_checkpoint() -> Checkpoint | None:

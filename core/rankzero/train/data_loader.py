@@ -19,7 +19,7 @@ from rankzero.train.batches import ARE_BATCHES, BatchDataset, SampleDataset
 from rankzero.train.context import current, get_context
 from rankzero.train.epochs import Epochs, Position
 from rankzero.train.process_group import broadcast_object
-from rankzero.train.share import DrawnByRankZero, ShardedIterable, Share, Skipping, samplers_of
+from rankzero.train.share import ShardedIterable, Share, Skipping, samplers_of
 
 Batch = Any
 
@@ -66,9 +66,6 @@ class PreparedDataLoader:
         for part in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), self.loader.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(at.epoch)
-        if at.done and at.order and (order := self._order()) and order != at.order["order"]:
-            _begin_anew(at)
-        at.order = {}
         if at.loader is not None:
             # Not earlier, since `set_epoch` may still choose another epoch.
             self.loader.load_state_dict(at.loader)  # type: ignore[attr-defined]
@@ -104,28 +101,12 @@ class PreparedDataLoader:
             return state
         state = {"epoch": at.epoch, "batches": at.done, "world_size": get_context().world_size}
         state["batch_size"] = self.loader.batch_size
-        if at.done:
-            if not at.order and at.alone and at is not self._epochs.next and (order := self._order()):
-                # All ranks have drawn this order when the iteration began.
-                at.order = {"order": order}
-            state |= at.order
         if at.loader is not None:
             state["loader"] = at.loader
         elif self._is_stateful() and not at.skipped and at.alone:
             # The loader's own state would not contain skipped batches, and is that of its last iteration.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
-
-    def _order(self) -> str | None:
-        """Returns the identity of the epoch's order, equal on all ranks, which all call this; None if it is unknown."""
-        sampler = self.loader.sampler
-        for each in (sampler, getattr(self.loader.batch_sampler, "inner", None)):
-            if isinstance(each, DrawnByRankZero):
-                return each.order()
-        # Data sets that are a rank's own may differ in length between ranks, which have to agree.
-        if type(sampler) is DistributedSampler and sampler.num_replicas == get_context().world_size:
-            return f"{len(cast(Any, sampler.dataset))} rows, seed {sampler.seed}, shuffle {sampler.shuffle}"
-        return None
 
     def _is_stateful(self) -> bool:
         """Returns True for a loader of torchdata, whose workers and data set have a state."""
@@ -135,8 +116,8 @@ class PreparedDataLoader:
         """Resumes at the position of ``state``: the next iteration yields the rest of that epoch, which may be empty.
 
         After a change of the world size or of the batch size the ranks resume at the same position of the epoch,
-        rounded down to whole batches. If the data set has another length, or the rows another order, the epoch begins
-        at its first batch. With the data of `DatasetShard.to_torch` every row is used exactly once.
+        rounded down to whole batches. The data and their order have to be the same: that many batches are skipped. With
+        the data of `DatasetShard.to_torch` every row is used exactly once.
         """
         if isinstance(data := self.loader.dataset, BatchDataset):
             from rankzero.data.shares import Stretch
@@ -151,21 +132,10 @@ class PreparedDataLoader:
         before, now = state.get("batch_size") or 0, self.loader.batch_size or 0
         before, now = (before, now) if before and now else (1, 1)
         done = state["batches"] * state["world_size"] * before // (world_size * now)
-        at = Position(state["epoch"], done, done, order={"order": state["order"]} if "order" in state else {})
+        at = Position(state["epoch"], done, done)
         if "loader" in state and self._is_stateful() and (state["world_size"], before) == (world_size, now):
             at.skipped, at.loader = 0, state["loader"]
         self._epochs.start_at(at)
-
-
-def _begin_anew(at: Position) -> None:
-    """Begins the epoch at its first batch: in another order the first batches are not those that were used."""
-    at.done, at.skipped, at.loader = 0, 0, None
-    if get_context().rank == 0:
-        print(
-            "rankzero: the data set or the order of its rows differs from those before the checkpoint, so the epoch "
-            "begins at its first batch. Samplers of your own have the same order after a restart if they draw by the "
-            "functions of torch, random or numpy, which are seeded for each epoch"
-        )
 
 
 def prepare_data_loader(

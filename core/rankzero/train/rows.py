@@ -233,6 +233,7 @@ class TableWriter:
         writer, world = self._session.writer, self._session.context
         if self._session.parts is not None and writer is not None:
             path = store.join(os.path.dirname(self._folder), begun_file(self._name, world.rank, writer.count))
+            self._begun.append(path)
             with self._storing(), self._place.open_write(path):
                 pass
 
@@ -266,7 +267,8 @@ class TableWriter:
         """Removes the files of the call, while an exception is being handled."""
         with contextlib.suppress(Exception):
             self._opened.__exit__(*sys.exc_info())
-        self._session.unremoved.update(dict.fromkeys(self._begun, self._place.remove))
+        # The rows before the file by which they have begun.
+        self._session.unremoved.update(dict.fromkeys(reversed(self._begun), self._place.remove))
         self._begun.clear()
         if self._before is None:
             self._session.row_schemas.pop(self._name, None)

@@ -5,8 +5,6 @@ The module imports torch, so `rankzero.train` imports it late.
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -121,7 +119,6 @@ class DrawnByRankZero(Sampler[Any]):
         self._drop = drop
         self._epoch = 0
         self._drawn: list[Any] | None = None
-        self._order = ""
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, which has an order of its own."""
@@ -137,17 +134,10 @@ class DrawnByRankZero(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._share.of(self._of_epoch(), drop=self._drop))
 
-    def order(self) -> str:
-        """Returns a checksum of the epoch's order, equal on all ranks, which all call this."""
-        drawn = self._of_epoch()
-        self._order = self._order or hashlib.sha256(pickle.dumps(drawn)).hexdigest()[:16]
-        return self._order
-
     def _of_epoch(self) -> list[Any]:
         if self._drawn is None:
             drawn = self._draw() if self._share.rank == 0 else []
             self._drawn = broadcast_object(drawn) if self._share.world_size > 1 else drawn
-            self._order = ""
         return self._drawn
 
     def _draw(self) -> list[Any]:

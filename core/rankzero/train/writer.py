@@ -106,13 +106,8 @@ class CheckpointWriter:
 
     @property
     def count(self) -> int:
-        """Returns how many checkpoints this rank has reported."""
-        return self._next
-
-    @property
-    def is_sharded(self) -> bool | None:
-        """Returns whether the checkpoints of this attempt are sharded; None before the first one."""
-        return self._sharded
+        """Returns how many checkpoints this rank has reported, or has been told of if only others report any."""
+        return self._next or self._settled + 1
 
     def follow(self) -> None:
         """Counts a whole checkpoint that rank 0 reports, so that this rank can wait for it and receives it."""

@@ -69,9 +69,6 @@ _LOST_RESULT = (
     "when an attempt begins with it"
 )
 
-HOROVOD = "RANKZERO_HOROVOD"
-"""Environment variable: set to ``1`` in ``env=``, ``import horovod.torch`` finds `rankzero.compat.horovod` in ranks."""
-
 
 def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
     """Entry point of the worker process."""
@@ -149,8 +146,7 @@ def _work(
         return session.count_progress()
 
     control.beat(start.beat_interval, count_progress)
-    if os.environ.get(HOROVOD) == "1":
-        importlib.import_module("rankzero.compat.horovod.install").install_in_rank(start.context)
+    importlib.import_module("rankzero.compat").enter_rank(start.context)
     ending.callback(writer.finish)
     control.send(messages.Entered(phases["started"], phases["imported"], time.time(), torch.__version__))
     value = call(start, control.fetch, lambda: bool(session.has_result or session.count_progress() or has_made_group()))

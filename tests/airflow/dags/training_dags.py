@@ -49,19 +49,18 @@ def never_ends() -> None:
     threading.Event().wait()
 
 
-def make_endless(dag_id: str, orphan_timeout: float) -> None:
-    with DAG(dag_id, schedule=None, start_date=datetime(2026, 1, 1), params={"mark": "none"}):
-        TorchDistributorOperator(
-            task_id="train",
-            train=never_ends,
-            env={"MARK": "{{ params.mark }}"},
-            conn_id="here",
-            retries=0,
-            orphan_timeout=orphan_timeout,
-        )
+with DAG("endless", schedule=None, start_date=datetime(2026, 1, 1), params={"mark": "none"}):
+    TorchDistributorOperator(
+        task_id="train",
+        train=never_ends,
+        env={"MARK": "{{ params.mark }}"},
+        conn_id="here",
+        retries=0,
+        orphan_timeout=60,
+    )
 
 
-def train_until_told(folder: str, megabytes: int, rate: float) -> dict:
+def train_until_told(folder: str) -> dict:
     """Ends when the file ``go`` is there; the result tells which process trained, and on what it went on."""
     import os
     import time
@@ -78,11 +77,7 @@ def train_until_told(folder: str, megabytes: int, rate: float) -> dict:
     while not Path(folder, "go").exists():
         time.sleep(0.05)
     print("rank has seen it", flush=True)
-    return {
-        "pid": np.array(os.getpid()),
-        "epoch": np.array(checkpoint.load()["epoch"] if checkpoint else 0),
-        "ballast": np.zeros(megabytes << 18, np.float32),
-    }
+    return {"pid": np.array(os.getpid()), "epoch": np.array(checkpoint.load()["epoch"] if checkpoint else 0)}
 
 
 @task
@@ -92,40 +87,16 @@ def describe(trained) -> dict:
 
 
 def make_told(dag_id: str, **kwargs: object) -> None:
-    with DAG(
-        dag_id,
-        schedule=None,
-        start_date=datetime(2026, 1, 1),
-        params={"mark": "none", "folder": "/nowhere", "megabytes": 0},
-        render_template_as_native_obj=True,
-    ):
+    with DAG(dag_id, schedule=None, start_date=datetime(2026, 1, 1), params={"mark": "none", "folder": "/nowhere"}):
         trained = TorchDistributorOperator(
             task_id="train",
             train=train_until_told,
-            # A user corrects the rate by a variable of the run's own.
-            op_args=["{{ params.folder }}", "{{ params.megabytes }}", "{{ var.value.get(params.mark, 1.0) }}"],
+            op_args=["{{ params.folder }}"],
             env={"MARK": "{{ params.mark }}"},
             conn_id="here",
             **{"retry_delay": timedelta(seconds=1), **kwargs},
         )
         describe(trained.output)
-
-
-def meet(folder: str, me: int, others: int) -> int:
-    """Returns once all of them train at the same time."""
-    import time
-    from pathlib import Path
-
-    Path(folder, str(me)).touch()
-    while len(list(Path(folder).iterdir())) < others:
-        time.sleep(0.05)
-    return me
-
-
-with DAG("mapped", schedule=None, start_date=datetime(2026, 1, 1), params={"folder": "/nowhere"}):
-    TorchDistributorOperator.partial(task_id="train", train=meet, num_processes=1, timeout=60, conn_id="here").expand(
-        op_args=[["{{ params.folder }}", me, 3] for me in range(3)]
-    )
 
 
 def tell_a_secret(folder: str) -> None:
@@ -172,7 +143,4 @@ make_told("durable", retries=3)
 make_told("forgotten", retries=1, retry_delay=timedelta(hours=1))
 make_told("forgotten_run", retries=1, retry_delay=timedelta(hours=1))
 make_told("deferred", retries=3, deferrable=True)
-make_told("deferred_once", retries=0, deferrable=True)
 shipped()
-make_endless("endless", 60)
-make_endless("leased", 6)

@@ -11,8 +11,8 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Its scheduler, API server, DAG processor, triggerer and database."""
     deployment = Deployment(tmp_path_factory.mktemp("airflow"))
     try:
-        told = ["durable", "deferred", "deferred_once", "forgotten", "forgotten_run", "failing"]
-        deployment.wait_until_ready(["shipped", "endless", "leased", "pulling", "mapped", "secretive", *told])
+        told = ["durable", "deferred", "forgotten", "forgotten_run", "failing"]
+        deployment.wait_until_ready(["shipped", "endless", "pulling", "secretive", *told])
         yield deployment
     finally:
         deployment.stop()

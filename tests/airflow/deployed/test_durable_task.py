@@ -65,9 +65,9 @@ class Training:
         assert self.run.status().state == "cancelled"
 
 
-def start(airflow: Deployment, dag_id: str, folder: Path, megabytes: int = 0) -> Training:
+def start(airflow: Deployment, dag_id: str, folder: Path) -> Training:
     marker = f"told-{secrets.token_hex(8)}"
-    run_id = airflow.trigger(dag_id, mark=marker, folder=str(folder), megabytes=megabytes)
+    run_id = airflow.trigger(dag_id, mark=marker, folder=str(folder))
     return Training(airflow, dag_id, run_id, marker, folder)
 
 
@@ -92,21 +92,6 @@ def test_the_next_try_attaches_to_the_training_of_a_killed_one(durable: Training
     assert "[0] rank has seen it" in log
 
 
-# By default: the row "unstored-retry" of `test_airflow_tries_table.py`.
-@pytest.mark.soak
-def test_a_training_that_ended_while_nobody_looked_is_delivered(durable: Training) -> None:
-    ranks = durable.await_ranks()
-    task = durable.airflow.task_process("durable", durable.run_id, "train")
-    supervisor = int(Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[1])
-    # With its supervisor: Airflow finds out by the silence alone.
-    for pid in (supervisor, task):
-        os.kill(pid, signal.SIGKILL)
-    durable.let_go()
-    wait_until(lambda: durable.run.status().final, RUN_TIMEOUT, "the end of the training")
-    assert durable.finish()["pid"] in ranks
-    assert durable.run.submission == 0
-
-
 @pytest.mark.soak
 def test_a_worker_that_is_drained_leaves_the_training_to_another(durable: Training) -> None:
     ranks = durable.await_ranks()
@@ -117,66 +102,6 @@ def test_a_worker_that_is_drained_leaves_the_training_to_another(durable: Traini
     assert durable.finish()["pid"] in ranks
     # It has cost no try.
     assert durable.airflow.look("durable", durable.run_id, "train")["try_number"] == 1
-
-
-# By default: `test_marking_a_task_failed_ends_its_ranks`.
-@pytest.mark.soak
-@pytest.mark.parametrize("state", ["failed", "success"])
-def test_marking_a_running_task_ends_its_training(durable: Training, state: str) -> None:
-    durable.await_ranks()
-    durable.airflow.mark("durable", durable.run_id, "train", state)
-    durable.assert_gone()
-
-
-@pytest.mark.soak
-def test_clearing_a_running_task_ends_its_training_and_goes_on_from_the_checkpoint(durable: Training) -> None:
-    ranks = durable.await_ranks()
-    durable.airflow.clear("durable", durable.run_id, "train")
-    wait_until(lambda: not set(ranks) & set(processes_with(durable.marker)), RUN_TIMEOUT, "their end")
-    durable.await_try(2)
-    durable.let_go()
-    made = durable.finish()
-    assert made["pid"] not in ranks
-    assert made["epoch"] == 1
-
-
-# By default: the row "ended-other-arguments" of `test_airflow_tries_table.py`.
-@pytest.mark.soak
-def test_clearing_a_running_task_with_corrected_arguments_begins_from_scratch(durable: Training) -> None:
-    ranks = durable.await_ranks()
-    durable.airflow.call("POST", "/api/v2/variables", {"key": durable.marker, "value": "0.001"})
-    durable.airflow.clear("durable", durable.run_id, "train")
-    wait_until(lambda: not set(ranks) & set(processes_with(durable.marker)), RUN_TIMEOUT, "their end")
-    durable.await_try(2)
-    durable.let_go()
-    made = durable.finish()
-    assert made["pid"] not in ranks
-    # The checkpoint of the other rate is there, and not lent.
-    assert made["epoch"] == 0
-
-
-# In every run of the suite: "succeeded" of `test_airflow_tries_table.py`.
-@pytest.mark.soak
-def test_clearing_a_delivered_task_trains_from_scratch(durable: Training) -> None:
-    durable.let_go()
-    first = durable.finish()
-    assert durable.run.submission == 0
-    durable.airflow.clear("durable", durable.run_id, "train")
-    durable.await_try(2, "success")
-    second = durable.finish()
-    assert durable.run.submission == 1
-    assert second["pid"] != first["pid"]
-    assert second["epoch"] == 0
-
-
-@pytest.mark.soak
-def test_a_large_result_is_not_in_the_database(airflow: Deployment, tmp_path: Path) -> None:
-    training = start(airflow, "durable", tmp_path, megabytes=500)
-    training.let_go()
-    training.finish()
-    ref = training.run.result_ref()
-    assert ref.size > 500 << 20
-    assert len(str(airflow.xcom("durable", training.run_id, "train"))) < 4000
 
 
 def await_retry(training: Training) -> None:
@@ -233,29 +158,6 @@ def test_a_deferred_training_survives_the_death_of_its_triggerer(deferred: Train
     made = deferred.finish()
     assert made["pid"] in ranks
     assert deferred.run.submission == 0
-
-
-@pytest.mark.soak
-def test_marking_a_deferred_task_ends_its_training(deferred: Training) -> None:
-    deferred.await_ranks()
-    deferred.airflow.mark("deferred", deferred.run_id, "train", "failed")
-    # The triggerer looks at what was changed every few seconds.
-    wait_until(lambda: deferred.run.status().final, 2 * STOP_TIMEOUT, "the end of the run")
-    assert deferred.run.status().state == "cancelled"
-
-
-@pytest.mark.soak
-def test_a_deferred_task_that_was_cleared_delivers_the_training_of_its_next_try(
-    airflow: Deployment, tmp_path: Path
-) -> None:
-    # Without another retry: the end of the old training must not be the new one's.
-    training = start(airflow, "deferred_once", tmp_path)
-    training.await_try(1, "deferred")
-    ranks = training.await_ranks()
-    airflow.clear("deferred_once", training.run_id, "train")
-    wait_until(lambda: not set(ranks) & set(processes_with(training.marker)), 2 * STOP_TIMEOUT, "their end")
-    training.let_go()
-    assert training.finish()["pid"] not in ranks
 
 
 # By default: `test_listeners.py`.

@@ -1,8 +1,6 @@
 """What only a real worker shows: pickling from its oddly named DAG modules, other DAGs' pulls, an embedded Spark."""
 
-import os
 import secrets
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,17 +31,6 @@ def test_dag_file_function_trains_and_any_dag_pulls_its_result(airflow: Deployme
     assert airflow.xcom("pulling", pulled, "pull") == "85 nan"
 
 
-# By default: the mapped tasks of `test_operator.py`.
-@pytest.mark.soak
-def test_mapped_trainings_run_side_by_side(airflow: Deployment, tmp_path: Path) -> None:
-    run_id = airflow.trigger("mapped", folder=str(tmp_path))
-    assert airflow.finish("mapped", run_id) == "success"
-    tasks = airflow.call("GET", f"/api/v2/dags/mapped/dagRuns/{run_id}/taskInstances")["task_instances"]
-    assert sorted(task["map_index"] for task in tasks) == [0, 1, 2]
-    values = [airflow.xcom("mapped", run_id, "train", f"return_value?map_index={index}") for index in range(3)]
-    assert values == [0, 1, 2]
-
-
 def test_a_deferred_task_shows_its_secrets_nowhere(airflow: Deployment, tmp_path: Path) -> None:
     """The triggerer, another process than that of the task, shows the line that has one."""
     token = secrets.token_hex(8)
@@ -72,15 +59,14 @@ def test_errors_of_ranks_are_named_as_in_the_dag_file_and_a_look_up_is_one(airfl
 
 
 @pytest.fixture
-def endless(airflow: Deployment, request: pytest.FixtureRequest) -> Iterator[tuple[str, str, RunHandle[Any]]]:
+def endless(airflow: Deployment) -> Iterator[tuple[str, str, RunHandle[Any]]]:
     """A training that never ends and ignores SIGTERM: DAG run id, its ranks' marker, its run."""
-    dag_id = getattr(request, "param", "endless")
     marker = f"endless-{secrets.token_hex(8)}"
-    run_id = airflow.trigger(dag_id, mark=marker)
-    run = airflow.run_of(dag_id, run_id)
+    run_id = airflow.trigger("endless", mark=marker)
+    run = airflow.run_of("endless", run_id)
     wait_until(lambda: run.status().state == "running", RUN_TIMEOUT, "the training")
     assert len(processes_with(marker)) >= 2
-    wait_until(lambda: "[1] never ends" in airflow.log(dag_id, run_id, "train"), RUN_TIMEOUT, "live log lines")
+    wait_until(lambda: "[1] never ends" in airflow.log("endless", run_id, "train"), RUN_TIMEOUT, "live log lines")
     yield run_id, marker, run
     assert processes_with(marker) == []
 
@@ -93,18 +79,4 @@ def test_marking_a_task_failed_ends_its_ranks(airflow: Deployment, endless: tupl
     assert run.status().state == "cancelled"
     # By the task, and not by the lease of a run that has lost it.
     assert "on request: Airflow has set the task to failed" in str(run.status().error)
-    wait_until(lambda: not processes_with(marker), STOP_TIMEOUT, "the end of the ranks")
-
-
-# By default: the lease of a run in `tests/submit`.
-@pytest.mark.soak
-@pytest.mark.parametrize("endless", ["leased"], indirect=True)
-def test_a_run_without_a_try_that_could_come_back_ends_by_its_lease(
-    airflow: Deployment, endless: tuple[str, str, RunHandle[Any]]
-) -> None:
-    run_id, marker, run = endless
-    os.kill(airflow.task_process("leased", run_id, "train"), signal.SIGKILL)
-    assert airflow.finish("leased", run_id) == "failed"
-    wait_until(lambda: run.status().final, STOP_TIMEOUT, "the end of the run")
-    assert "no process followed the run for orphan_timeout=6" in str(run.status().error)
     wait_until(lambda: not processes_with(marker), STOP_TIMEOUT, "the end of the ranks")

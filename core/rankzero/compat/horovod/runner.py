@@ -5,21 +5,21 @@ from __future__ import annotations
 import functools
 import pickle
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rankzero.compat import HOROVOD
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.launcher import Launcher
 from rankzero.run.output import is_own
 from rankzero.run.printing import print_line
-from rankzero.submit.training import check_callable
-from rankzero.worker.main import HOROVOD
 
 MESSAGE = "log_to_driver: "
 """Prefix of a line of `log_to_driver`."""
 
-VERBOSITIES = ("log_callback_only", "all")
+_IGNORED = ("verbose", "stdout", "stderr", "nics", "network_interface", "network_interfaces", "use_gloo",
+            "disable_cache", "prefix_output_with_timestamp")  # fmt: skip
+"""Options of Horovod that are accepted and have no effect."""
 
 
 class HorovodRunner:
@@ -44,10 +44,8 @@ class HorovodRunner:
         self, *, np: int, driver_log_verbosity: str = "log_callback_only", launcher: Launcher | None = None
     ) -> None:
         if isinstance(np, bool) or not isinstance(np, int) or np == 0:
-            raise InvalidJobError(
-                f"np is {np!r}; give 2 for two ranks on Spark, or -2 for two processes on this machine"
-            )
-        if driver_log_verbosity not in VERBOSITIES:
+            raise InvalidJobError(f"np is {np!r}; give 2 for two ranks on Spark, -2 for two processes on this machine")
+        if driver_log_verbosity not in ("all", "log_callback_only"):
             raise InvalidJobError(
                 f"driver_log_verbosity is {driver_log_verbosity!r}; choose 'all' or 'log_callback_only'"
             )
@@ -62,54 +60,19 @@ class HorovodRunner:
             EngineError: ``np > 0`` without an active SparkSession.
             RankZeroError: see `Launcher.run`.
         """
-        launcher = with_names(self._launcher).options(num_processes=abs(self.num_processor))
-        if self.num_processor < 0:
-            launcher = launcher.options(engine=None)
-        elif launcher.engine is None:
-            np = self.num_processor
-            otherwise = f"give np=-{np} for processes on this machine"
-            launcher = launcher.options(engine=on_spark(f"HorovodRunner(np={np})", np, otherwise).engine)
-        value, _ = launcher.followed(main, (), kwargs, self._show)
-        return value
+        np, engine = self.num_processor, self._launcher.engine
+        if np < 0:
+            engine = None
+        elif engine is None:
+            engine = on_spark(f"HorovodRunner(np={np})", np, f"give np=-{np} for processes on this machine").engine
+        launcher = _with_names(self._launcher).options(num_processes=abs(np), engine=engine)
+        return launcher.followed(main, (), kwargs, self._show)[0]
 
     def _show(self, line: str, run_id: str) -> None:
         if self.driver_log_verbosity == "all" or is_own(line):
             print_line(line, run_id)
         elif MESSAGE in line:
             print_line(line.replace(MESSAGE, "", 1), run_id)
-
-
-def on_spark(caller: str, num_proc: int | None, otherwise: str) -> Launcher:
-    """Returns a launcher for the active SparkSession.
-
-    Args:
-        caller: Name of the calling function, for errors.
-        num_proc: Number of ranks; None: as many as the session has slots.
-        otherwise: Advice for the error without a session.
-
-    Raises:
-        EngineError: there is no session.
-        InvalidJobError: ``num_proc`` is None, and the session is one of Spark Connect.
-    """
-    from rankzero.compat.torch_distributor import active_session
-    from rankzero.engines.specs import engine_of_session
-
-    session = active_session()
-    if session is None:
-        raise EngineError(
-            f"{caller} needs an active SparkSession: create one with SparkSession.builder, or {otherwise}"
-        )
-    if num_proc is None:
-        context = getattr(session, "sparkContext", None)
-        if context is None:
-            raise InvalidJobError("num_proc is None, and Spark Connect does not tell how many slots there are: give it")
-        num_proc = int(context.defaultParallelism)
-    return Launcher(num_processes=num_proc, engine=engine_of_session(session))
-
-
-def with_names(launcher: Launcher, env: Mapping[str, str] | None = None) -> Launcher:
-    """Returns a launcher whose ranks can import ``horovod`` and ``sparkdl``, with more environment variables."""
-    return launcher.options(env={HOROVOD: "1", **(launcher.env or {}), **(env or {})})
 
 
 def log_to_driver(message: str) -> None:
@@ -121,42 +84,7 @@ def log_to_driver(message: str) -> None:
     if not isinstance(message, str):
         raise TypeError(f"log_to_driver takes a text, not {type(message).__name__}")
     for line in message.splitlines() or [""]:
-        print(f"{MESSAGE}{line}", file=sys.stdout, flush=True)
-
-
-_CHANGE_NOTHING = frozenset(
-    {"verbose", "stdout", "stderr", "nics", "network_interface", "network_interfaces", "use_gloo", "disable_cache",
-     "prefix_output_with_timestamp"}
-)  # fmt: skip
-
-_LOCALHOST = re.compile(r"(?:localhost|127\.0\.0\.1):(\d+)")
-"""Hosts that are this machine, with its number of slots."""
-
-_ELSEWHERE = "the engine knows its hosts. Leave it out, or give launcher=Launcher(engine=...)"
-_MPI = "ranks meet by torch.distributed. Leave it out"
-_RESIZED = "use rankzero.compat.horovod.spark.run_elastic"
-
-_REFUSED = {
-    "np": "it is num_proc, which is given, too",
-    "func": "it is fn, which is given, too",
-    "hosts": _ELSEWHERE,
-    "hostfile": _ELSEWHERE,
-    "host_discovery_script": _ELSEWHERE,
-    "slots": _ELSEWHERE,
-    "ssh_port": _ELSEWHERE,
-    "ssh_identity_file": _ELSEWHERE,
-    "executable": "the engine has a Python for its ranks. Leave it out",
-    "output_filename": "the run directory has the lines of each rank. Leave it out",
-    "use_mpi": _MPI,
-    "mpi_args": _MPI,
-    "extra_mpi_args": _MPI,
-    "min_num_proc": _RESIZED,
-    "max_num_proc": _RESIZED,
-    "min_np": _RESIZED,
-    "max_np": _RESIZED,
-    "reset_limit": _RESIZED,
-    "cooldown_range": _RESIZED,
-}
+        print(f"{MESSAGE}{line}", flush=True)
 
 
 def run(
@@ -164,9 +92,8 @@ def run(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
-    *,
     start_timeout: float | None = None,
-    env: Mapping[str, str] | None = None,
+    *,
     launcher: Launcher | None = None,
     **options: Any,
 ) -> list[Any]:
@@ -180,10 +107,9 @@ def run(
         kwargs: Keyword arguments of the function.
         num_proc: Number of ranks; ``np`` is an alias. None: as many as the SparkSession has slots.
         start_timeout: Seconds until every rank must have started.
-        env: Environment variables of the ranks.
         launcher: All other options, and the engine.
-        options: Horovod's other options. ``hosts="localhost:4"`` is this machine. ``verbose``, ``stdout``, ``stderr``,
-            ``nics``, ``use_gloo`` and similar ones are accepted and have no effect.
+        options: Horovod's other options. ``env`` is a dict of environment variables, ``hosts="localhost:4"`` this
+            machine; ``verbose``, ``stdout``, ``nics`` and similar ones have no effect; all others are refused.
 
     Raises:
         EngineError: neither a SparkSession nor ``num_proc``.
@@ -197,50 +123,29 @@ def run(
     """
     fn = options.pop("func", None) if fn is None else fn
     num_proc = options.pop("np", None) if num_proc is None else num_proc
-    if launcher is None and (here := _LOCALHOST.fullmatch(str(options.get("hosts")))):
-        del options["hosts"]
-        num_proc, launcher = num_proc or int(here[1]), Launcher()
-    check_options(options)
     if launcher is None:
         from rankzero.compat.torch_distributor import active_session
 
-        is_here = num_proc is not None and active_session() is None
-        otherwise = "give num_proc for processes on this machine"
-        launcher = Launcher() if is_here else on_spark("horovod.run", num_proc, otherwise)
-    if num_proc is not None:
-        launcher = launcher.options(num_processes=num_proc)
-    if start_timeout is not None:
-        launcher = launcher.options(start_timeout=start_timeout)
-    return run_all(with_names(launcher, env), fn, args, kwargs)
-
-
-def run_all(
-    launcher: Launcher, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> list[Any]:
-    """Calls ``fn`` on every rank and returns the values of all ranks."""
+        if here := re.fullmatch(r"(?:localhost|127\.0\.0\.1):(\d+)", str(options.get("hosts"))):
+            del options["hosts"]
+            num_proc = num_proc or int(here[1])
+        if here or (num_proc is not None and active_session() is None):
+            launcher = Launcher()
+        else:
+            launcher = on_spark("horovod.run", num_proc, "give num_proc for processes on this machine")
+    env = options.pop("env", None)
+    for name, value in options.items():
+        if name not in _IGNORED and value not in (None, False):
+            raise InvalidJobError(
+                f"{name}={value!r} is not supported: give rankzero's own options by launcher=Launcher(...), and see "
+                "docs/migrate-horovod.md"
+            )
     if not callable(fn):
         raise InvalidJobError(f"fn is {fn!r}; give a function. Launcher runs scripts, too")
-    if not isinstance(args, (tuple, list)):
-        raise InvalidJobError(f"args is {args!r}; give a tuple, such as ({args!r},)")
-    if not isinstance(kwargs or {}, Mapping):
-        raise InvalidJobError(f"kwargs is {kwargs!r}; give a dict")
-    check_callable(fn, tuple(args), dict(kwargs or {}))
-    return list(launcher.run(_gathered(fn), *args, **(kwargs or {})) or ())
+    given = {"num_processes": num_proc, "start_timeout": start_timeout}
+    launcher = launcher.options(**{name: value for name, value in given.items() if value is not None})
 
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises InvalidJobError for an option of Horovod that is not supported, and for an unknown one."""
-    for name, value in options.items():
-        if name in _REFUSED and value not in (None, False):
-            raise InvalidJobError(f"{name}={value!r} is not supported: {_REFUSED[name]}")
-        if name not in _CHANGE_NOTHING and name not in _REFUSED:
-            raise InvalidJobError(f"there is no option {name!r}; give those of Launcher by launcher=Launcher(...)")
-
-
-def _gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function so that it returns the list of all ranks' values on rank 0."""
-
-    # The wrapped name becomes the name of the run, and the signature checks the arguments.
+    # The name of the function becomes the name of the run, and its signature checks the arguments.
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> list[Any] | None:
         import cloudpickle
@@ -250,4 +155,30 @@ def _gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
         pickles = rt.all_gather_object(cloudpickle.dumps(fn(*args, **kwargs)))
         return [pickle.loads(each) for each in pickles] if rt.get_context().rank == 0 else None
 
-    return call
+    return list(_with_names(launcher, env).run(call, *args, **(kwargs or {})) or ())
+
+
+def on_spark(caller: str, num_proc: int | None, otherwise: str = "give launcher=Launcher(...)") -> Launcher:
+    """Returns a launcher of the active SparkSession: of ``num_proc`` ranks, or of as many as it has slots.
+
+    Raises:
+        EngineError: there is no session; names the ``caller`` and what to do ``otherwise``.
+        InvalidJobError: ``num_proc`` is None, and the session is one of Spark Connect.
+    """
+    from rankzero.compat.torch_distributor import active_session, engine_of_session
+
+    session = active_session()
+    if session is None:
+        raise EngineError(
+            f"{caller} needs an active SparkSession: create one with SparkSession.builder, or {otherwise}"
+        )
+    if num_proc is None:
+        if not (context := getattr(session, "sparkContext", None)):
+            raise InvalidJobError("num_proc is None, and Spark Connect does not tell how many slots there are: give it")
+        num_proc = int(context.defaultParallelism)
+    return Launcher(num_processes=num_proc, engine=engine_of_session(session))
+
+
+def _with_names(launcher: Launcher, env: Mapping[str, str] | None = None) -> Launcher:
+    """Returns a launcher whose ranks can import ``horovod`` and ``sparkdl``, with more environment variables."""
+    return launcher.options(env={HOROVOD: "1", **(launcher.env or {}), **(env or {})})

@@ -102,8 +102,7 @@ class TorchTrainer:
         return result_of(handle, value)
 
     def _base(self) -> Launcher:
-        from rankzero.compat.torch_distributor import active_session
-        from rankzero.engines.specs import engine_of_session
+        from rankzero.compat.torch_distributor import active_session, engine_of_session
         from rankzero.launcher import Launcher
 
         session = active_session()

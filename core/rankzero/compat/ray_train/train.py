@@ -12,7 +12,7 @@ from rankzero.compat.ray_train import config
 from rankzero.compat.ray_train.checkpoint import Checkpoint, Result, StoredCheckpoint
 from rankzero.compat.ray_train.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from rankzero.errors import RankZeroError as TrainingFailedError
-from rankzero.train.context import await_checkpoint, current, follow_checkpoint
+from rankzero.train.context import await_checkpoint, current
 from rankzero.values.plain import scalar
 
 if TYPE_CHECKING:
@@ -49,9 +49,8 @@ def report(
     config.refuse("report", options)
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise TypeError(f"checkpoint is a {type(checkpoint).__name__}; give Checkpoint.from_directory(path)")
-    is_kept = sharded or rt.get_context().rank == 0
     with contextlib.nullcontext() if checkpoint is None else checkpoint.as_directory() as directory:
-        rt.report(_scalars(metrics), checkpoint=directory if is_kept else None, sharded=sharded)
+        rt.report(_scalars(metrics), checkpoint=directory, sharded=sharded)
     # No worker returns before the checkpoints of all are copied.
     gave = rt.all_gather_object(checkpoint is not None)
     if any(gave) and not (all(gave) if sharded else gave[0]):
@@ -59,8 +58,8 @@ def report(
             f"rank {gave.index(True)} reported a checkpoint, and rank {gave.index(False)} none: report one on rank 0, "
             "or one on every rank with sharded=True"
         )
-    if gave[0] and not is_kept:
-        follow_checkpoint()
+    if gave[0] and checkpoint is None and (writer := current().writer):
+        writer.follow()
 
 
 _print_once = functools.cache(print)

@@ -7,7 +7,6 @@ import functools
 import logging
 import secrets
 import socket
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -241,25 +240,18 @@ class ConnectGroup(AgentGroup):
         self._server = server
         self._num_tasks = num_tasks
         self._task = task
-        self._on_end = on_end
         self._retry_longer = retry_longer
         self._profile = profile
         # Other runs use this session, too.
         self._tag = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
-        threading.Thread(target=self._collect, name="rankzero-stage", daemon=True).start()
+        self._hold(self._collect, on_end)
 
     def _collect(self) -> None:
-        error: BaseException | None = None
-        try:
-            # The tag applies to this thread alone.
-            self._session.addTag(self._tag)
-            tasks = self._session.range(self._num_tasks, numPartitions=self._num_tasks)
-            with_profile = {"profile": self._profile} if self._profile else {}
-            tasks.mapInArrow(self._task, "task long", barrier=True, **with_profile).collect()
-        except BaseException as caught:
-            error = caught
-        self._ended.set()
-        self._on_end(error)
+        # The tag applies to this thread alone.
+        self._session.addTag(self._tag)
+        tasks = self._session.range(self._num_tasks, numPartitions=self._num_tasks)
+        with_profile = {"profile": self._profile} if self._profile else {}
+        tasks.mapInArrow(self._task, "task long", barrier=True, **with_profile).collect()
 
     def tolerate_outage(self) -> None:
         """Retries for longer: a client that gives up ends its stage as soon as the server is reachable again."""

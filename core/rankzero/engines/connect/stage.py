@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,12 +117,11 @@ class StageGroup(AgentGroup):
         super().__init__()
         self._engine = engine
         self._attempt: int = config["attempt"]
-        self._on_end = on_end
         # The tasks have the user's environment already, which may hold secrets.
         settings = {name: value for name, value in config.items() if name != "env"}
         settings["secret"] = stage.sealed(config["secret"], engine.secret, self._attempt)
         stage.put(engine.folder, f"{stage.ATTEMPT}{self._attempt}", json.dumps(settings))
-        threading.Thread(target=self._follow, name="rankzero-stage", daemon=True).start()
+        self._hold(self._follow, on_end)
 
     def _follow(self) -> None:
         names = {f"{stage.ENDED}{self._attempt}-{task}" for task in range(self._engine.num_tasks)}
@@ -134,9 +132,8 @@ class StageGroup(AgentGroup):
         for name in sorted(names):
             with open(os.path.join(self._engine.folder, name)) as file:
                 texts.append(file.read())
-        errors = [text for text in texts if text]
-        self._ended.set()
-        self._on_end(RuntimeError(errors[0]) if errors else None)
+        if errors := [text for text in texts if text]:
+            raise RuntimeError(errors[0])
 
     def cancel(self) -> None:
         """Makes the tasks kill their agents."""

@@ -18,7 +18,6 @@ import hashlib
 import inspect
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +28,7 @@ from rankzero.data import kinds
 from rankzero.data.files import filesystem_of, open_file
 from rankzero.data.kinds import VECTOR
 from rankzero.data.manifest import ARROW, File, Manifest, encode_schema
-from rankzero.engines.base import Flag
+from rankzero.engines.base import Flag, in_thread
 from rankzero.engines.spark import part as part_module
 from rankzero.engines.spark.errors import first_lines, reason
 from rankzero.engines.spark.stage import with_own_python
@@ -304,20 +303,16 @@ def action(
         EngineError: Spark failed.
     """
     tag = f"rankzero-data-{secrets.token_hex(8)}"
-    found: list[Any] = []
-    failed: list[BaseException] = []
     done = Flag()
 
-    def act() -> None:
+    def act() -> Any:
         try:
             with _tagged(frame, tag):
-                found.append(run())
-        except BaseException as error:
-            failed.append(error)
+                return run()
         finally:
             done.set()
 
-    threading.Thread(target=act, name="rankzero-data", daemon=True).start()
+    result = in_thread(act, "rankzero-data")
     try:
         begun = time.monotonic()
         say_at = begun + DATAFRAME_PROGRESS_INTERVAL()
@@ -329,12 +324,12 @@ def action(
                 say(f"Spark computes {where}: {_progress(frame)}, {now - begun:.0f} s")
     except BaseException:
         # Repeated, because a single cancel would not reach a job that Spark has not started yet.
-        threading.Thread(target=_cancel_until, args=(done, frame, tag), name="rankzero-cancel", daemon=True).start()
+        in_thread(lambda: _cancel_until(done, frame, tag), "rankzero-cancel")
         done.wait(DATAFRAME_PROGRESS_INTERVAL())
         raise
-    if failed:
-        raise _explained(failed[0], where) from failed[0]
-    return found[0]
+    if error := result.exception():
+        raise _explained(error, where) from error
+    return result.result()
 
 
 def _explained(error: BaseException, where: str) -> Exception:

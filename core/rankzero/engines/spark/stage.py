@@ -33,35 +33,25 @@ class SparkGroup(AgentGroup):
         self._job = job
         self._num_tasks = num_tasks
         self._task = task
-        self._on_end = on_end
         self._profile = profile
         # Runs of other stores may have this name and share the session.
         self._group = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
-        thread = InheritableThread(target=self._collect)
-        thread.daemon = True
-        thread.start()
+        self._hold(self._collect, on_end, InheritableThread)
 
     def _collect(self) -> None:
-        error: BaseException | None = None
-        try:
-            job = self._job
-            description = f"rankzero: {job.name} on {job.world} ranks, run {job.run_id}"
-            self._context.setJobGroup(self._group, description, interruptOnCancel=True)
-            tasks = self._num_tasks
-            rows = self._context.parallelize(range(tasks), tasks)
-            if self._profile is not None:
-                from pyspark.resource import ResourceProfile
+        job, tasks = self._job, self._num_tasks
+        description = f"rankzero: {job.name} on {job.world} ranks, run {job.run_id}"
+        self._context.setJobGroup(self._group, description, interruptOnCancel=True)
+        rows = self._context.parallelize(range(tasks), tasks)
+        if self._profile is not None:
+            from pyspark.resource import ResourceProfile
 
-                rows = rows.withResources(ResourceProfile(self._profile))
-            rdd = rows.barrier().mapPartitions(self._task)
-            with with_own_python(self._context):
-                # Fixes the executors' Python and pickles the task.
-                rdd._jrdd  # noqa: B018
-            rdd.collect()
-        except BaseException as caught:
-            error = caught
-        self._ended.set()
-        self._on_end(error)
+            rows = rows.withResources(ResourceProfile(self._profile))
+        rdd = rows.barrier().mapPartitions(self._task)
+        with with_own_python(self._context):
+            # Fixes the executors' Python and pickles the task.
+            rdd._jrdd  # noqa: B018
+        rdd.collect()
 
     def cancel(self) -> None:
         """Cancels the stage with its tasks, agents and ranks; from Spark 4 on also a stage that has not started."""

@@ -1,6 +1,8 @@
-"""What of a Spark configuration counts as secret."""
+"""Which names of a Spark configuration count as secret."""
 
 import pytest
+
+from rankzero.masking import secrets_of
 
 
 @pytest.mark.parametrize(
@@ -17,8 +19,6 @@ import pytest
     ],
 )
 def test_secret_by_name(name: str) -> None:
-    from rankzero.masking import secrets_of
-
     assert secrets_of({name: "geheim"}) == ["geheim"]
 
 
@@ -34,6 +34,4 @@ def test_secret_by_name(name: str) -> None:
     ],
 )
 def test_what_logs_need_stays_readable(name: str, value: str) -> None:
-    from rankzero.masking import secrets_of
-
     assert secrets_of({name: value}) == []

@@ -9,9 +9,8 @@ from typing import Any, get_origin
 import dagster as dg
 from pydantic import ValidationError
 
-from dagster_rankzero.arguments.inputs import type_of_input
-from dagster_rankzero.arguments.partitions import PARTITION_KEYS, PartitionArguments, take_single
 from dagster_rankzero.fields import ADDED, added_to, check_fields
+from dagster_rankzero.inputs import PARTITION_KEYS, PartitionArguments, take_single, type_of_input
 from dagster_rankzero.resource import TorchDistributorResource
 from rankzero.pipeline import reports
 
@@ -34,21 +33,10 @@ def build_compute(
     arguments: Mapping[str, Any],
     finish: Callable[[Any, Any, list[str]], Any] = take_single,
 ) -> Callable[..., Any]:
-    """Builds the step's function, which has the same inputs after a context, and runs the training.
+    """Builds the step's function: its signature, which ``@dg.asset`` and ``@dg.op`` read, has the training's inputs.
 
-    Args:
-        decorator: Name of the decorator, for errors.
-        train: The training function. Its parameters are inputs, except for ``config``,
-            ``partition_key`` and ``partition_keys``.
-        resource_key: Key of the `TorchDistributorResource`.
-        options: Changes to the resource for this step.
-        context_type: `dagster.AssetExecutionContext` or `dagster.OpExecutionContext`.
-        arguments: Arguments of Dagster's decorator. A parameter that ``ins`` describes is an input, whatever its name.
-        finish: Makes the step's return value from its context, the result of the run, and the keys of its
-            partitions if ``train`` takes ``partition_keys``.
-
-    Returns:
-        A function with the signature that ``@dg.asset`` and ``@dg.op`` read.
+    A parameter that ``ins`` describes among the arguments of Dagster's decorator is an input, whatever its name.
+    ``finish`` makes the step's return value from its context, the result of the run, and its ``partition_keys``.
 
     Raises:
         dagster.DagsterInvalidDefinitionError: a parameter cannot reach the ranks.
@@ -121,23 +109,18 @@ def collect_options(options: Mapping[str, Any] | None, **named: Any) -> dict[str
 
 
 def _as_step_parameter(train: Callable[..., Any], parameter: inspect.Parameter) -> inspect.Parameter:
-    name = parameter.name
+    name, annotation, why = parameter.name, _annotation_of(train, parameter), ""
     if name in CONTEXT_NAMES:
-        raise dg.DagsterInvalidDefinitionError(
-            f"{train.__name__} has a parameter {name!r}, but it runs inside ranks, where Dagster's context does "
-            "not exist: remove it (rankzero.train.get_context() tells rank and world size), or call "
-            "TorchDistributorResource.run from an asset of your own"
-        )
-    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-        raise dg.DagsterInvalidDefinitionError(
-            f"{train.__name__} has the parameter {str(parameter)!r}; inputs have names: make it an ordinary parameter"
-        )
-    annotation = _annotation_of(train, parameter)
-    if _is_resource(annotation):
-        raise dg.DagsterInvalidDefinitionError(
-            f"{train.__name__} asks for the resource {name!r}, but it runs inside ranks, where resources do not "
-            "exist: pass plain values, or call TorchDistributorResource.run from an asset of your own"
-        )
+        why = f"has a parameter {name!r}, but it runs inside ranks, where Dagster's context does not exist: remove it "
+        why += "(rankzero.train.get_context() tells rank and world size), or call TorchDistributorResource.run from an "
+        why += "asset of your own"
+    elif parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+        why = f"has the parameter {str(parameter)!r}; inputs have names: make it an ordinary parameter"
+    elif _is_resource(annotation):
+        why = f"asks for the resource {name!r}, but it runs inside ranks, where resources do not exist: pass plain "
+        why += "values, or call TorchDistributorResource.run from an asset of your own"
+    if why:
+        raise dg.DagsterInvalidDefinitionError(f"{train.__name__} {why}")
     if parameter.kind is inspect.Parameter.VAR_KEYWORD:
         return parameter.replace(annotation=_EMPTY)
     if name != CONFIG:
