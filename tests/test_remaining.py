@@ -14,6 +14,9 @@ ALL_REDUCE = f"""
 BACKWARD = f'  File "{SITE}/autograd/graph.py", line 824 in _engine_run_backward\n{USER}'
 SAVE = f'  File "{SITE}/distributed/checkpoint/filesystem.py", line 9 in write\n{USER}'
 EVALUATE = f'  File "{SITE}/nn/modules/linear.py", line 125 in forward\n{USER}'
+HVD = f"""
+  File "/x/rankzero/compat/horovod/torch/operations.py", line 9 in wait
+{USER}"""
 DOOR = f"""
 {USER}
   File "/x/rankzero/compat/horovod/runner.py", line 9 in call"""
@@ -28,6 +31,7 @@ ONE = frozenset({1})
     [
         (ALL_REDUCE, True, "waits in all_reduce, train.py:12 in train"),
         (BACKWARD, True, "waits in _engine_run_backward, train.py:12 in train"),
+        (HVD, True, "waits in wait, train.py:12 in train"),
         (DOOR, False, "is in train, train.py:12 in train"),
         (SAVE, False, "is in write, train.py:12 in train"),
         (EVALUATE, False, "is in forward, train.py:12 in train"),

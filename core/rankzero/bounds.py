@@ -96,7 +96,6 @@ CHECKPOINT_RETRY_TIMEOUT = scaled(30.0)  # For the newest checkpoint while the s
 WAITING_INTERVAL = scaled(30.0)  # Between two messages about what an attempt waits for
 PROGRESS_LINE_INTERVAL = scaled(5.0)  # Between two progress lines in a log
 TICK = 0.1  # Between two checks of time limits and of the run directory
-HVD_ROUND_PAUSE = 0.001  # Before Horovod's next round after a round without a ready operation
 
 # Polls of what cannot wake the process that waits for it: the longer it usually takes, the longer the interval.
 POLL_INTERVAL_BRIEF = 0.02  # A lock

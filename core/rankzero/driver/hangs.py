@@ -16,7 +16,7 @@ IDLE_SHARE = 0.1  # Largest share of a core that a waiting rank uses, for its he
 
 _FRAME = re.compile(r'File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", "/rankzero/", "/lib/python3")
-_WAITING = ("/torch/distributed/", "/torch/nn/parallel/distributed")
+_WAITING = ("/torch/distributed/", "/torch/nn/parallel/distributed", "/rankzero/compat/horovod/torch/")
 _NOT_WAITING = "/torch/distributed/checkpoint/"
 
 

@@ -10,17 +10,11 @@ from tests.faults.kit import SlotsEngine
 import rankzero.compat.horovod.torch as hvd
 import rankzero.train as rt
 from rankzero import Launcher, RetryableError, WorkerFailedError
+from rankzero.train.context import await_checkpoint
 
 
 def train(slots: str, sizes: list[int]) -> Any:
     """Two batches an attempt, then a commit, then another world; the last one goes to the end of the epoch."""
-    import time
-
-    import torch
-
-    import rankzero.compat.horovod.torch as hvd
-    import rankzero.train as rt
-
     hvd.init()
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 1.0)
@@ -34,10 +28,6 @@ def train(slots: str, sizes: list[int]) -> Any:
             group["lr"] = 0.1 * hvd.size()
 
     state.register_reset_callbacks([reset])
-
-    def is_kept(batch: int) -> bool:
-        last = rt.get_checkpoint()
-        return last is not None and last.load()["elastic"]["values"]["batch"] == batch
 
     @hvd.elastic.run
     def loop(state: Any) -> Any:
@@ -59,9 +49,6 @@ def train(slots: str, sizes: list[int]) -> Any:
             weights = hvd.allgather_object(model.weight.item())
             return state.history, state.batch, weights
         state.commit()
-        # Rank 0 alone has a checkpoint to wait for.
-        while hvd.rank() == 0 and not is_kept(state.batch):
-            time.sleep(0.01)
         if hvd.rank() == 0:
             # Never seen half written.
             Path(f"{slots}-new").write_text(str(sizes[attempt + 1]))
@@ -202,10 +189,6 @@ class Best(hvd.elastic.TorchState):
 
 
 def several_parts() -> Any:
-    import time
-
-    import rankzero.train as rt
-
     hvd.init()
     model = linear(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -231,9 +214,6 @@ def several_parts() -> Any:
         if hvd.rank() == 1:
             samplers["second"].record_batch(0, 2)
         state.commit()
-        while hvd.rank() == 0 and rt.get_checkpoint() is None:
-            time.sleep(0.01)
-        hvd.barrier()
         raise RetryableError("again")
 
     return loop(state)
@@ -245,83 +225,55 @@ def test_every_part_of_a_state_comes_back(tmp_path: Path) -> None:
 
 
 def two_loops() -> Any:
-    import time
-
-    import rankzero.train as rt
-
     hvd.init()
 
     @hvd.elastic.run
     def loop(state: Any) -> Any:
         return hvd.allgather_object(state.step)
 
-    def commit(state: Any) -> None:
-        before = rt.get_checkpoint()
-        state.commit()
-        while hvd.rank() == 0 and rt.get_checkpoint() == before:
-            time.sleep(0.01)
-
     first = hvd.elastic.ObjectState(step=0)
     loop(first)
     first.step = 1
-    commit(first)
+    first.commit()
     first.step = 2
     assert loop(first) == [2, 2], "nothing of this attempt is lost"
     assert loop(hvd.elastic.ObjectState(step=7)) == [7, 7]
-    commit(hvd.elastic.ObjectState(size=1))
-    hvd.barrier()
+    hvd.elastic.ObjectState(size=1).commit()
     raise RetryableError("again")
 
 
-def test_a_loop_goes_on_from_an_earlier_attempt_and_from_its_own_state(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailedError, match="last commit is of a state with size, not step"):
-        Launcher(2, store=tmp_path, max_restarts=1).run(two_loops)
-
-
 def two_states_of_the_same_names() -> Any:
-    import time
-
-    import rankzero.compat.horovod.torch as hvd
-    import rankzero.train as rt
-
     hvd.init()
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
-        pass
+        """Only restores and synchronizes."""
 
     first, second = (hvd.elastic.ObjectState(epoch=0) for _ in range(2))
     loop(first)
     loop(second)
     second.epoch = 7
     second.commit()
-    while rt.get_checkpoint() is None:
-        time.sleep(0.01)
     raise RetryableError("again")
 
 
 def a_report_of_ones_own() -> Any:
-    import time
-
-    import rankzero.compat.horovod.torch as hvd
-    import rankzero.train as rt
-
     hvd.init()
     if rt.get_context().attempt:
         hvd.elastic.run(print)(hvd.elastic.ObjectState(epoch=0))
     rt.report({}, checkpoint={"weights": 1})
-    while rt.get_checkpoint() is None:
-        time.sleep(0.01)
+    await_checkpoint()
     raise RetryableError("again")
 
 
 @pytest.mark.parametrize(
     ("train", "message"),
     [
+        (two_loops, "the last commit is of a state with size, not step"),
         (two_states_of_the_same_names, "the last commit is of state 2 of the training, not of state 1"),
         (a_report_of_ones_own, "the last checkpoint is of rt.report, not of state.commit"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_never_taken_for_the_state(tmp_path: Path, train: Any, message: str) -> None:
     with pytest.raises(WorkerFailedError, match=message):
-        Launcher(1, store=tmp_path, max_restarts=1).run(train)
+        Launcher(2, store=tmp_path, max_restarts=1).run(train)

@@ -1,216 +1,186 @@
-"""Ranks that disagree, skip, or die: the tensor and the ranks are named, at once."""
+"""Ranks that disagree, skip, fail, or die: every rank gets an error that names the operation and the ranks."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import free_port
 
+import rankzero.compat.horovod.torch as hvd
 from rankzero import HangError, Launcher, WorkerFailedError
+from rankzero.compat.horovod.torch import operations, world
+from rankzero.driver.hangs import is_waiting
+
+LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
+"""A wait that no test means fails, and does not last half an hour."""
 
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
-    return Launcher(2, store=tmp_path)
+    return Launcher(2, store=tmp_path, env=LIMIT)
 
 
-def test_shapes_types_and_operations_that_differ(launcher: Launcher) -> None:
-    def train() -> Any:
-        import torch
+def disagreements() -> Any:
+    import torch
 
-        import rankzero.compat.horovod.torch as hvd
+    hvd.init()
+    rank = hvd.rank()
+    found = {}
+    for name, call in {
+        "shape": lambda name: hvd.allreduce(torch.ones(2 + rank), name=name),
+        "type": lambda name: hvd.allreduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank]), name=name),
+        "op": lambda name: hvd.allreduce(torch.ones(2), op=[hvd.Sum, hvd.Min][rank], name=name),
+        "scale": lambda name: hvd.allreduce(torch.ones(2), prescale_factor=1.0 + rank, name=name),
+        "number": lambda name: hvd.allreduce(torch.ones(1 + rank), name=name),
+        "group": lambda name: hvd.grouped_allreduce([torch.ones(2)] * (1 + rank), name=name),
+        "root": lambda name: hvd.broadcast(torch.ones(2), rank, name=name),
+        "tail": lambda name: hvd.allgather(torch.ones(2, 1 + rank), name=name),
+        "set": lambda _: hvd.add_process_set([rank]),
+    }.items():
+        with pytest.raises(hvd.MismatchError) as error:
+            call(name)
+        found[name] = str(error.value)
+    # Not affected, and issued while another one fails.
+    good = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="good")
+    with pytest.raises(hvd.MismatchError):
+        hvd.allreduce(torch.ones(2 + rank), name="bad")
+    assert hvd.synchronize(good).tolist() == [2, 2]
+    # A rank that has joined has nothing to gather.
+    if rank == 1:
+        with pytest.raises(hvd.MismatchError, match="allgather needs data of rank .0., which has joined"):
+            hvd.allgather(torch.ones(3), name="x")
+        with pytest.raises(hvd.MismatchError, match="only sums and averages"):
+            hvd.allreduce(torch.ones(300), name="y", op=hvd.Min)
+        hvd.barrier()
+    assert hvd.join() == 1
+    return hvd.allgather_object(found)
 
-        hvd.init()
-        rank, messages = hvd.rank(), []
-        for name, call in {
-            "shape": lambda: hvd.allreduce(torch.ones(2 + rank), name="x"),
-            "type": lambda: hvd.allreduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank]), name="y"),
-            "op": lambda: hvd.allreduce(torch.ones(2), op=[hvd.Sum, hvd.Min][rank], name="z"),
-            "root": lambda: hvd.broadcast(torch.ones(2), rank, name="w"),
-            "tail": lambda: hvd.allgather(torch.ones(2, 1 + rank), name="v"),
-        }.items():
-            try:
-                call()
-            except hvd.MismatchError as error:
-                messages.append(f"{name} {error}")
-        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2, "the rest goes on"
-        return hvd.allgather_object(messages)
 
-    ours, theirs = launcher.run(train)
+def test_what_differs_between_ranks_is_named_on_every_rank(launcher: Launcher) -> None:
+    ours, theirs = launcher.run(disagreements)
     assert ours == theirs
-    shape, dtype, op, root, tail = ours
-    assert shape == (
-        "shape 'allreduce.x' is not the same on all ranks: rank 0: allreduce Average torch.float32 [2]; "
+    assert ours["shape"] == (
+        "'allreduce.shape' is not the same on all ranks: rank 0: allreduce Average torch.float32 [2]; "
         "rank 1: allreduce Average torch.float32 [3]"
     )
-    assert "torch.int64" in dtype
-    assert "Min" in op
-    assert "of rank 1" in root
-    assert "[2]" in tail
+    parts = {"type": "torch.int64", "op": "Min", "scale": "prescale 2", "root": "of rank 1", "tail": "[2]"}
+    for name, part in {**parts, "number": "[1]", "group": ", allreduce", "set": "barrier [1]"}.items():
+        assert part in ours[name]
 
 
-def test_a_rank_that_skips_a_tensor_and_goes_on(launcher: Launcher) -> None:
-    def train() -> None:
-        import torch
+def wrong_calls() -> None:
+    import torch
 
-        import rankzero.compat.horovod.torch as hvd
+    with pytest.raises(ValueError, match="has not been initialized"):
+        hvd.rank()
+    hvd.init()
+    one, many = torch.ones(1), torch.ones(1000)
+    for error, message, call in [
+        (NotImplementedError, "Adasum is not supported", lambda: hvd.allreduce(one, op=hvd.Adasum)),
+        (ValueError, "not both", lambda: hvd.allreduce(one, average=True, op=hvd.Sum)),
+        (TypeError, "takes a torch.Tensor, not a list", lambda: hvd.allreduce([1.0])),
+        (TypeError, "does not reduce tensors of torch.uint16", lambda: hvd.allreduce(many.to(torch.uint16))),
+        (TypeError, "torch.bool has no average", lambda: hvd.allreduce(one.bool())),
+        (TypeError, "op is hvd.Min.* torch.complex64 ", lambda: hvd.allreduce(many.to(torch.complex64), op=hvd.Min)),
+        (TypeError, "takes a dense tensor", lambda: hvd.allreduce(torch.eye(2).to_sparse())),
+        (ValueError, "share their memory", lambda: hvd.allreduce_(one.expand(4))),
+        (ValueError, "root_rank is 7", lambda: hvd.broadcast(one, 7)),
+        (ValueError, "needs splits", lambda: hvd.alltoall(torch.ones(3))),
+        (ValueError, "add up to 2 rows", lambda: hvd.alltoall(torch.ones(2), splits=[1, 2])),
+        (ValueError, "not a scalar", lambda: hvd.allgather(torch.tensor(1.0))),
+        (ValueError, "takes hvd.Average or hvd.Sum", lambda: hvd.reducescatter(many, op=hvd.Max)),
+        (ValueError, "do not exist", lambda: hvd.add_process_set([0, 7])),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+    if hvd.rank() == 0:
+        # Its peer issues it only after the second call was refused.
+        late = hvd.allreduce_async(one, name="late")
+        with pytest.raises(ValueError, match=r"'allreduce.late' was issued again before it has ended"):
+            hvd.allreduce_async(one, name="late")
+    hvd.broadcast_object("refused")
+    hvd.synchronize(late if hvd.rank() == 0 else hvd.allreduce_async(one, name="late"))
+    assert not hvd.mpi_built()
+    assert hvd.gloo_built()
+    assert bool(hvd.nccl_built()) == torch.distributed.is_nccl_available()
+    hvd.start_timeline("timeline.json")
+    hvd.stop_timeline()
 
-        hvd.init()
-        hvd.allreduce(torch.ones(2), name=["left", "right"][hvd.rank()])
 
-    with pytest.raises(
-        WorkerFailedError, match="'allreduce.left' was issued by rank .0., but rank .1. has not"
-    ) as failure:
-        launcher.run(train)
-    assert failure.value.exception_type is not None
-    assert failure.value.exception_type.endswith("StallError")
+def test_wrong_calls_are_refused(launcher: Launcher) -> None:
+    launcher.run(wrong_calls)
 
 
-def test_a_rank_that_returns_without_it(launcher: Launcher) -> None:
-    def train() -> None:
-        import torch
-
-        import rankzero.compat.horovod.torch as hvd
-
-        hvd.init()
-        if hvd.rank() == 0:
-            hvd.allreduce(torch.ones(2), name="gradient")
-
-    with pytest.raises(WorkerFailedError, match="'allreduce.gradient' was issued by rank .0., but rank .1. has ended"):
-        launcher.run(train)
+@pytest.mark.parametrize("seconds", ["abc", "-1", "inf"])
+def test_seconds_that_are_none_are_refused_by_name(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", seconds)
+    with pytest.raises(ValueError, match=f"HOROVOD_STALL_CHECK_TIME_SECONDS is '{seconds}'; give seconds"):
+        world._seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", 60)
 
 
-def test_a_rank_that_computes_on_is_waited_for_with_a_warning_and_not_for_ever(tmp_path: Path) -> None:
-    def train(shut_down: bool) -> str:
-        import time
+def ends(how: str) -> None:
+    """Rank 0 waits for something that rank 1 never does."""
+    import os
+    import time
 
-        import torch
+    import torch
 
-        import rankzero.compat.horovod.torch as hvd
+    hvd.init()
+    pair = hvd.add_process_set([0, 1]) if how == "in a set" else hvd.global_process_set
+    if hvd.rank() == 0:
+        if how == "join":
+            hvd.join()
+        hvd.allreduce(torch.ones(2), name="gradient", process_set=pair)
+    elif hvd.rank() == 1:
+        if how == "dies":
+            os._exit(9)
+        if how == "waits for another":
+            hvd.allreduce(torch.ones(2), name="other")
+        if how == "goes on":
+            while True:
+                hvd.allreduce_async(torch.ones(2), name="others")
+                time.sleep(600)
+    elif how == "waits for another":
+        hvd.barrier()
 
-        hvd.init()
-        if hvd.rank() == 1:
-            # As long as the others' warning, or their error, takes, and an answer of each to the other's question.
-            time.sleep(600 if shut_down else 7)
-        hvd.allreduce(torch.ones(2), name="gradient")
-        return "waited"
 
-    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
-    handle = Launcher(3, store=tmp_path, env=env).submit(train, False)
-    assert handle.result(60) == "waited"
-    for rank in (0, 2):
-        warned = [line for line in handle.logs(rank) if f"rank {rank} has waited" in line]
-        assert any(line.endswith("for rank [1] to issue 'allreduce.gradient'") for line in warned), warned
+NEVER = "'allreduce.gradient' was issued by rank [0], but rank"
 
-    # Time enough for the other rank, too, to begin its round and to answer.
-    env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "10"
-    named = r"rank \d has waited \d+ s for rank \[1\] to issue 'allreduce.gradient'"
-    with pytest.raises(WorkerFailedError, match=named) as failure:
-        Launcher(3, store=tmp_path, env=env).run(train, True)
-    assert failure.value.rank in (0, 2)
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "message"),
+    [
+        ("returns", 2, f"{NEVER} [1] has ended without it"),
+        ("in a set", 3, f"{NEVER} [1] has ended without it"),
+        ("join", 2, "rank [0] waits in join(), but rank [1] has ended"),
+        ("waits for another", 3, f"while all ranks wait, {NEVER} [1, 2] has not"),
+        ("goes on", 2, f"for 8 s {NEVER} [1] has not"),
+    ],
+)
+def test_what_a_rank_waits_for_in_vain_is_named(tmp_path: Path, how: str, ranks: int, message: str) -> None:
+    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "8"}
+    handle = Launcher(ranks, store=tmp_path, env=env if how == "goes on" else LIMIT).submit(ends, how)
+    # Ranks that wait for each other have the same error at the same time.
+    error = re.escape(message).replace(re.escape(NEVER), ".*" + re.escape(NEVER))
+    with pytest.raises(WorkerFailedError, match=error) as failure:
+        handle.result(60)
+    assert (failure.value.exception_type or "").endswith("StallError")
+    if how == "goes on":
+        assert [line for line in handle.logs(0) if "rankzero: rank 0 has waited" in line and NEVER in line]
 
 
 def test_a_rank_that_dies_is_the_first_cause(launcher: Launcher) -> None:
-    def train() -> None:
-        import os
-
-        import torch
-
-        import rankzero.compat.horovod.torch as hvd
-
-        hvd.init()
-        if hvd.rank() == 1:
-            os._exit(9)
-        hvd.allreduce(torch.ones(2), name="gradient")
-
     with pytest.raises(WorkerFailedError) as failure:
-        launcher.run(train)
+        launcher.run(ends, "dies")
     assert (failure.value.rank, failure.value.exit_code) == (1, 9)
-
-
-def test_bad_calls_are_refused(launcher: Launcher) -> None:
-    def train() -> None:
-        import torch
-
-        import rankzero.compat.horovod.torch as hvd
-
-        with pytest.raises(ValueError, match="has not been initialized"):
-            hvd.rank()
-        hvd.init()
-        one = torch.ones(1)
-        with pytest.raises(NotImplementedError, match="Adasum is not supported"):
-            hvd.allreduce(one, op=hvd.Adasum)
-        with pytest.raises(ValueError, match="not both"):
-            hvd.allreduce(one, average=True, op=hvd.Sum)
-        with pytest.raises(TypeError, match="takes a torch.Tensor, not a list"):
-            hvd.allreduce([1.0])
-        for dtype in (torch.uint16, torch.float8_e5m2):
-            with pytest.raises(TypeError, match=f"does not reduce tensors of {dtype}"):
-                hvd.allreduce(torch.ones(1000).to(dtype))
-        with pytest.raises(TypeError, match="takes a dense tensor"):
-            hvd.allreduce(torch.eye(2).to_sparse())
-        with pytest.raises(ValueError, match="share their memory"):
-            hvd.allreduce_(torch.ones(1).expand(4))
-        with pytest.raises(ValueError, match="root_rank is 7"):
-            hvd.broadcast(one, 7)
-        with pytest.raises(ValueError, match="needs splits"):
-            hvd.alltoall(torch.ones(3))
-        with pytest.raises(ValueError, match="add up to 2 rows"):
-            hvd.alltoall(torch.ones(2), splits=[1, 2])
-        with pytest.raises(ValueError, match="not a scalar"):
-            hvd.allgather(torch.tensor(1.0))
-        for rows in (1, 1000):
-            with pytest.raises(TypeError, match="torch.bool has no average"):
-                hvd.allreduce(torch.ones(rows, dtype=torch.bool))
-            for op in (hvd.Min, hvd.Max, hvd.Product):
-                with pytest.raises(TypeError, match=f"op is hvd.{op}.* torch.complex64 "):
-                    hvd.allreduce(torch.ones(rows, dtype=torch.complex64), op=op)
-        handle = hvd.allreduce_async(one, name="twice")
-        hvd.synchronize(handle)
-        if hvd.rank() == 0:
-            # Its peer issues it only after the second call was refused.
-            late = hvd.allreduce_async(one, name="late")
-            with pytest.raises(ValueError, match="was issued again before"):
-                hvd.allreduce_async(one, name="late")
-        hvd.broadcast_object("refused")
-        hvd.synchronize(late if hvd.rank() == 0 else hvd.allreduce_async(one, name="late"))
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match="not named: 1 of"):
-            hvd.DistributedOptimizer(optimizer, list(model.named_parameters())[:1])
-        with pytest.raises(ValueError, match="Found duplicates: weight"):
-            hvd.DistributedOptimizer(optimizer, [("weight", parameter) for parameter in model.parameters()])
-        assert not hvd.mpi_built()
-        assert hvd.gloo_built()
-        assert hvd.cuda_built() == (torch.version.cuda is not None)
-        assert bool(hvd.nccl_built()) == torch.distributed.is_nccl_available()
-        hvd.start_timeline("timeline.json")
-        hvd.stop_timeline()
-
-    launcher.run(train)
-
-
-def test_a_rank_that_has_joined_has_nothing_to_gather(launcher: Launcher) -> None:
-    def train() -> None:
-        import torch
-
-        import rankzero.compat.horovod.torch as hvd
-
-        hvd.init()
-        if hvd.rank() == 1:
-            with pytest.raises(hvd.MismatchError, match="needs data of rank .0., which has joined"):
-                hvd.allgather(torch.ones(3), name="x")
-            with pytest.raises(hvd.MismatchError, match="only sums and averages"):
-                hvd.allreduce(torch.ones(300), name="y", op=hvd.Min)
-        hvd.join()
-
-    launcher.run(train)
 
 
 def test_a_rank_that_hangs_is_seen_while_its_peer_waits_for_it_to_shut_down(launcher: Launcher) -> None:
     def train() -> None:
         import time
-
-        import rankzero.compat.horovod.torch as hvd
 
         hvd.init()
         if hvd.rank() == 1:
@@ -222,3 +192,145 @@ def test_a_rank_that_hangs_is_seen_while_its_peer_waits_for_it_to_shut_down(laun
             handle.result(60)
     finally:
         handle.cancel()
+
+
+def again_and_again() -> Any:
+    """After each kind of failure the same processes shut down, initialize and continue, as a loop by hand does."""
+    import os
+    import threading
+
+    import torch
+
+    def reduce(name: str, **options: Any) -> Any:
+        return hvd.allreduce(torch.ones(300), name=name, **options)
+
+    def raises() -> None:
+        if hvd.rank() == 1:
+            raise ValueError("no data")
+        reduce("lost")
+
+    def raises_with_operations_under_way() -> None:
+        both = [hvd.allreduce_async(torch.ones(300), name=f"{index}") for index in range(100)]
+        if hvd.rank() == 0:
+            hvd.allreduce_async(torch.ones(300), name="own")
+            raise ValueError("no data")
+        assert hvd.synchronize(both)[99][0].item() == 1
+        hvd.barrier()
+
+    def fails(in_rank: int | None) -> None:
+        usual = operations._reduce
+        if in_rank in (None, hvd.rank()):
+
+            def out_of_memory(*_: Any) -> None:
+                raise RuntimeError("out of memory")
+
+            operations._reduce = out_of_memory
+        try:
+            with pytest.raises(hvd.HorovodInternalError) as first:
+                reduce("large")
+            with pytest.raises(hvd.HorovodInternalError) as second:
+                reduce("next")
+            assert str(first.value) == str(second.value)
+        finally:
+            operations._reduce = usual
+        assert f"rank {hvd.rank() if in_rank is None else in_rank} failed: RuntimeError: out of memory" in str(
+            first.value
+        )
+        raise first.value
+
+    def fails_in_a_set() -> None:
+        both = hvd.add_process_set([0, 1])
+        if hvd.rank() == 1:
+            raise ValueError("no data")
+        if both.included():
+            reduce("left", process_set=both)
+
+    found, files = [], []
+    hvd.init()
+    kinds = (raises, raises_with_operations_under_way, lambda: fails(None), lambda: fails(1), fails_in_a_set)
+    for kind in kinds * 3:
+        try:
+            kind()
+        except (ValueError, hvd.HorovodInternalError) as error:
+            found.append(type(error).__name__)
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        assert "rankzero-horovod" not in [thread.name for thread in threading.enumerate()]
+        files.append(len(os.listdir("/proc/self/fd")))
+        hvd.init()
+        assert reduce("again", op=hvd.Sum)[0].item() == 3
+        assert hvd.broadcast_object(hvd.rank(), 1) == 1
+    assert min(files[5:]) <= max(files[:5]), f"connections stay open: {files}"
+    torch.distributed.destroy_process_group()
+    hvd.shutdown()
+    hvd.init()
+    return hvd.allgather_object(found)
+
+
+def test_ranks_continue_after_each_kind_of_failure(tmp_path: Path) -> None:
+    zero, one, two = Launcher(3, store=tmp_path, env=LIMIT).run(again_and_again)
+    failed = ["HorovodInternalError"] * 2
+    assert zero == ["StallError", "ValueError", *failed, "StallError"] * 3
+    assert one == ["ValueError", "StallError", *failed, "ValueError"] * 3
+    assert two == ["StallError", "StallError", *failed] * 3
+
+
+PROGRAM = """
+import os, sys, torch
+import rankzero.compat.horovod.torch as hvd
+
+hvd.init()
+rank = hvd.rank()
+if sys.argv[1] == "killed":
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    try:
+        hvd.allreduce(torch.ones(300), name="gradient")
+    except hvd.HorovodInternalError as error:
+        print(error)
+    sys.exit()
+other = hvd.allreduce_async(torch.ones(2), name=f"only on {rank}")
+for index in range(5):
+    hvd.allreduce(torch.ones(300), name=f"{index}")
+hvd.allreduce(torch.ones(2), name=f"only on {1 - rank}")
+late = [hvd.allreduce_async(torch.ones(3000), name=f"late {index}") for index in range(40)]
+if rank == 1:
+    other.wait()
+"""
+"""A program of two ranks that ends at once, with operations under way."""
+
+
+def started(how: str, port: int) -> list[subprocess.Popen[str]]:
+    import os
+
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, how],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **place, "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.soak)])
+def test_a_program_exits_without_an_abort(count: int) -> None:
+    for _ in range(count):
+        ranks = started("exits", free_port())
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], outputs
+
+
+def test_a_killed_peer_is_named_by_its_rank() -> None:
+    zero, one = started("killed", free_port())
+    output, _ = zero.communicate(timeout=120)
+    one.communicate(timeout=120)
+    assert "rank [1] has died, while rank 0 waited for 'allreduce.gradient'" in output
+    assert (zero.returncode, one.returncode) == (0, -9)
+
+
+def test_a_rank_that_waits_in_hvd_counts_as_waiting() -> None:
+    assert is_waiting(f'  File "{operations.__file__}", line 1 in wait\n')

@@ -1,356 +1,497 @@
-"""`DistributedOptimizer`: the losses of plain DDP, Horovod's rules about its calls."""
+"""`DistributedOptimizer` steps as one process with the batches of all ranks does, for every optimizer and gradient."""
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import rankzero.compat.horovod.torch as hvd
 from rankzero import Launcher
 
-STEPS = 50
 
-CLIPPED = 1.0
-"""The norm of accumulated gradients, which some steps have less of, and some more."""
+class OfOwn(torch.optim.Optimizer):
+    """With a required argument, attributes, and a step without a closure."""
 
+    def __init__(self, params: Any, factor: float) -> None:
+        self.factor, self.steps = factor, 0
+        super().__init__(params, {"lr": 0.1})
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Launcher:
-    return Launcher(2, store=tmp_path)
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] * self.factor / self.steps)
 
-def digits(rank: int, size: int) -> Any:
-    """This rank's batches of real digits, in the order of the steps."""
-    import importlib.util
+    def state_dict(self) -> Any:
+        return {"steps": torch.tensor(self.steps), "past": [(torch.empty(0, 2), None, {"norm": 1.5})]}
 
-    import numpy
-    import torch
-
-    # From its file: the import of sklearn takes longer than the training.
-    found = importlib.util.find_spec("sklearn")
-    assert found
-    assert found.submodule_search_locations
-    path = f"{found.submodule_search_locations[0]}/datasets/data/digits.csv.gz"
-    table = torch.from_numpy(numpy.loadtxt(path, delimiter=",", dtype=numpy.float32, max_rows=STEPS * 16 * size))
-    images = table[:, :-1].reshape(-1, 1, 8, 8) / 16
-    labels = table[:, -1].long()
-    return [
-        (images[start + rank * 16 : start + rank * 16 + 16], labels[start + rank * 16 : start + rank * 16 + 16])
-        for start in range(0, STEPS * 16 * size, 16 * size)
-    ]
+    def load_state_dict(self, state: Any) -> None:
+        self.steps = state["steps"].item()
 
 
-def sentences(rank: int, size: int) -> Any:
-    import torch
+class Sam(torch.optim.Optimizer):
+    """Which goes uphill by the gradient that it has, and steps by that of the closure (Foret et al., 2020)."""
 
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, 50, (STEPS, size * 4, 6), generator=generator)
-    return [(step[rank * 4 : rank * 4 + 4], step[rank * 4 : rank * 4 + 4, 0] % 3) for step in tokens]
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
 
-
-def build(shape: str, sparse: bool) -> Any:
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    if shape == "lstm":
-
-        class Lstm(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.embedding = nn.Embedding(50, 8, sparse=sparse)
-                self.lstm = nn.LSTM(8, 8, batch_first=True)
-                self.head = nn.Linear(8, 3)
-
-            def forward(self, x: Any) -> Any:
-                return self.head(self.lstm(self.embedding(x))[0][:, -1])
-
-        return Lstm()
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        parameters = self.param_groups[0]["params"]
+        uphill = [parameter.grad * 0.05 for parameter in parameters]
+        for parameter, change in zip(parameters, uphill, strict=True):
+            parameter.add_(change)
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        for parameter, change in zip(parameters, uphill, strict=True):
+            parameter.sub_(change)
+        self.inner.step()
+        return loss
 
 
-@pytest.mark.parametrize(
-    ("shape", "size"),
-    [
-        pytest.param("cnn", 2, marks=pytest.mark.soak),
-        ("accumulation", 2),
-        ("lstm", 2),
-        pytest.param("lstm", 4, marks=pytest.mark.soak),
-    ],
-)
-def test_the_losses_of_plain_ddp(tmp_path: Path, shape: str, size: int) -> None:
-    def train() -> Any:
-        import torch
-        from torch.nn.functional import cross_entropy
-        from torch.nn.parallel import DistributedDataParallel
-
-        import rankzero.compat.horovod.torch as hvd
-
-        hvd.init()
-        rank, size = hvd.rank(), hvd.size()
-        batches = sentences(rank, size) if shape == "lstm" else digits(rank, size)
-        passes = 2 if shape == "accumulation" else 1
-
-        def losses(model: Any, optimizer: Any, *, ours: bool) -> list[float]:
-            found, norms = [], []
-            for step, (x, y) in enumerate(batches):
-                loss = cross_entropy(model(x), y)
-                if ours or (step + 1) % passes == 0:
-                    loss.backward()
-                else:
-                    with model.no_sync():
-                        loss.backward()
-                if (step + 1) % passes == 0:
-                    if ours and passes > 1:
-                        optimizer.synchronize()
-                    if passes > 1:
-                        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED)))
-                    if ours and passes > 1:
-                        with optimizer.skip_synchronize():
-                            optimizer.step()
-                    else:
-                        optimizer.step()
-                    optimizer.zero_grad()
-                found.append(loss.item())
-            # Of clipped gradients alone the scale does not count.
-            assert passes == 1 or min(norms) < CLIPPED < max(norms), norms
-            return found
-
-        def make(model: Any) -> Any:
-            return torch.optim.SGD(model.parameters(), lr=0.01 * size, momentum=0.0 if shape == "lstm" else 0.9)
-
-        model = build(shape, sparse=shape == "lstm")
-        optimizer = hvd.DistributedOptimizer(
-            make(model), named_parameters=model.named_parameters(), backward_passes_per_step=passes
-        )
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        mine = losses(model, optimizer, ours=True)
-        plain = DistributedDataParallel(build(shape, sparse=False))
-        return mine, losses(plain, make(plain), ours=False)
-
-    mine, plain = Launcher(size, store=tmp_path).run(train)
-    assert len(mine) == STEPS
-    assert mine == pytest.approx(plain, abs=1e-5)
-    assert mine[-1] < mine[0]
-
-
-def test_horovods_rules(launcher: Launcher) -> None:
-    def train() -> Any:
-        import torch
-
-        import rankzero.compat.horovod.torch as hvd
-
-        hvd.init()
-        rank = hvd.rank()
-        model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "unused": torch.nn.Linear(2, 1)})
-        plain = torch.optim.AdamW(model.parameters(), lr=0.1 * (rank + 1))
-        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), compression=hvd.Compression.fp16)
-        assert isinstance(optimizer, torch.optim.AdamW)
-        assert type(optimizer).__name__ == "AdamW"
-        assert optimizer.param_groups is plain.param_groups
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        hvd.broadcast_parameters(model.state_dict())
-        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
-        assert optimizer.param_groups[0]["lr"] == 0.2, "options are broadcast, too"
-
-        loss = model["used"](torch.full((1, 2), rank + 1.0)).sum()
-        loss.backward()
-        with pytest.raises(AssertionError, match="zero_grad"):
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        assert torch.allclose(model["used"].weight.grad, torch.full((1, 2), 1.5)), "the mean of 1 and 2"
-        assert torch.equal(model["unused"].weight.grad, torch.zeros(1, 2)), "reduced as zeros"
-        with pytest.warns(UserWarning, match="skip_synchronize"):
-            optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad(set_to_none=False)
-        assert optimizer.param_groups[0]["lr"] == 0.1
-        state = optimizer.state_dict()
-        optimizer.load_state_dict(state)
-
-        fresh = torch.optim.AdamW(model.parameters(), lr=9.0)
-        hvd.broadcast_optimizer_state(optimizer if rank == 0 else fresh, root_rank=0)
-        if rank == 1:
-            assert fresh.param_groups[0]["lr"] == 0.1
-            assert fresh.state[model["used"].weight]["step"].item() == 1.0
-
-        other = torch.nn.Linear(2, 1)
-        twice = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
-        other(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(AssertionError, match="more than backward_passes_per_step=1"):
-            other(torch.ones(1, 2)).sum().backward()
-        twice.load_state_dict(twice.state_dict())
-        twice.zero_grad()
-        return True
-
-    assert launcher.run(train)
-
-
-def test_options_of_the_reduction(launcher: Launcher) -> None:
-    def train() -> Any:
-        import torch
-
-        import rankzero.compat.horovod.torch as hvd
-
-        hvd.init()
-        rank = hvd.rank()
-
-        def gradient(make: Any, x: Any, passes: int = 1, **options: Any) -> Any:
-            model = make()
-            hvd.broadcast_parameters(model.state_dict())
-            plain = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
-            if passes > 1:
-                optimizer.set_backward_passes_per_step(passes)
-            for _ in range(passes):
-                model(x).sum().backward()
-            optimizer.synchronize()
-            return model.weight.grad
-
-        def linear() -> Any:
-            return torch.nn.Linear(2, 1, bias=False)
-
-        def embedding() -> Any:
-            return torch.nn.Embedding(4, 2, sparse=True)
-
-        x, row = torch.full((1, 2), rank + 1.0), torch.tensor([rank])
-        dense = gradient(embedding, row, sparse_as_dense=True)
-        sparse = gradient(embedding, row)
-        assert (dense.is_sparse, sparse.is_sparse) == (True, True), "the step gets what the backward pass gave"
-        assert torch.equal(dense.to_dense(), sparse.to_dense())
-        return {
-            "average": gradient(linear, x).tolist(),
-            "predivided": gradient(linear, x, gradient_predivide_factor=4.0).tolist(),
-            "sum": gradient(linear, x, op=hvd.Sum).tolist(),
-            "passes": gradient(linear, x, passes=3).tolist(),
-            "rows": dense.to_dense().tolist(),
-        }
-
-    assert launcher.run(train) == {
-        "average": [[1.5, 1.5]],
-        "predivided": [[1.5, 1.5]],
-        "sum": [[3.0, 3.0]],
-        "passes": [[4.5, 4.5]],
-        "rows": [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]],
+def kinds() -> dict[str, Callable[[Any], Any]]:
+    """Every class of torch.optim but SparseAdam, and such as users write."""
+    found = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type)}
+    return {
+        **{
+            name: lambda parameters, cls=cls: cls(parameters, lr=0.1)
+            for name, cls in found.items()
+            if name not in ("Optimizer", "SparseAdam")
+        },
+        "fused": lambda parameters: torch.optim.Adam(parameters, lr=0.1, fused=True),
+        "tensor lr": lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.1), momentum=0.9),
+        "of own": lambda parameters: OfOwn(parameters, 0.5),
+        "sam": lambda parameters: Sam(parameters, 0.1),
     }
 
 
-def test_batch_norm_over_all_ranks(launcher: Launcher) -> None:
-    def train() -> Any:
-        import torch
-
-        import rankzero.compat.horovod.torch as hvd
-
-        hvd.init()
-        # Far from zero, where squares have no digits left.
-        whole = 1000 + torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(1))
-        mine = whole[:3] if hvd.rank() == 0 else whole[3:]
-        ours, plain = hvd.SyncBatchNorm(3), torch.nn.BatchNorm1d(3)
-        whole, mine = whole.requires_grad_(), mine.detach().clone().requires_grad_()
-        normal, expected = ours(mine), plain(whole)
-        found = torch.cat(hvd.allgather_object(normal.detach()))
-        torch.testing.assert_close(found, expected.detach(), atol=1e-3, rtol=1e-3)
-        # Of what all ranks make of it, not of this one's part alone.
-        normal.pow(3).sum().backward()
-        expected.pow(3).sum().backward()
-        found = torch.cat(hvd.allgather_object(mine.grad))
-        torch.testing.assert_close(found, whole.grad, atol=1e-2, rtol=1e-2)
-        torch.testing.assert_close(ours.running_var, plain.running_var)
-        torch.testing.assert_close(ours.running_mean, plain.running_mean)
-        return True
-
-    assert launcher.run(train)
+def loss_of(parameters: Any, rank: int) -> Any:
+    return sum(((parameter - rank) ** 2 * (index + 1)).sum() for index, parameter in enumerate(parameters))
 
 
-def test_batch_norm_of_every_kind(launcher: Launcher) -> None:
-    def train() -> Any:
-        import torch
+def every_optimizer() -> None:
+    def parameters() -> Any:
+        return [torch.nn.Parameter(torch.full(shape, 3.0, dtype=torch.float64)) for shape in ((3, 2), (2, 2))]
 
-        import rankzero.compat.horovod.torch as hvd
+    for name, make in kinds().items():
+        ours, plain = parameters(), parameters()
+        optimizer, reference = make(ours), make(plain)
+        attributes = dict(vars(optimizer))
+        wrapped = hvd.DistributedOptimizer(optimizer, [(str(index), one) for index, one in enumerate(ours)])
+        assert isinstance(wrapped, type(reference)), name
+        assert {key: vars(wrapped)[key] for key in attributes} == attributes, name
 
-        hvd.init()
-        rank = hvd.rank()
-        generator = torch.Generator().manual_seed(1)
+        def closure(wrapped: Any = wrapped, ours: Any = ours) -> Any:
+            wrapped.zero_grad()
+            loss = loss_of(ours, hvd.rank())
+            loss.backward()
+            return hvd.allreduce(loss.detach())
 
-        def compared(shape: Any, needs_input: bool = True, **options: Any) -> None:
-            """Two steps of training and one of evaluation, against torch's own layer on the batch of all ranks."""
-            ours, plain = hvd.SyncBatchNorm(3, **options).double(), torch.nn.BatchNorm1d(3, **options).double()
-            if ours.affine:
-                for layer in (ours, plain):
-                    torch.nn.init.constant_(layer.weight, 1.5)
-                    torch.nn.init.constant_(layer.bias, 0.5)
-            plain._check_input_dim = lambda _: None
-            for is_training in (True, True, False):
-                ours.train(is_training)
-                plain.train(is_training)
-                whole = torch.randn(shape, generator=generator, dtype=torch.float64)
-                mine = (whole[:1] if rank == 0 else whole[1:]).clone().requires_grad_(needs_input)
-                whole.requires_grad_(needs_input)
-                normal, expected = ours(mine), plain(whole)
-                torch.testing.assert_close(torch.cat(hvd.allgather_object(normal.detach())), expected.detach())
-                if not (needs_input or ours.affine):
-                    continue
-                normal.pow(3).sum().backward()
-                expected.pow(3).sum().backward()
-                if needs_input:
-                    torch.testing.assert_close(torch.cat(hvd.allgather_object(mine.grad)), whole.grad)
-                for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-                    # Of this rank's part; DistributedOptimizer adds them up.
-                    torch.testing.assert_close(hvd.allreduce(one.grad, op=hvd.Sum), other.grad)
-                    one.grad = other.grad = None
-            torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()))
+        def expected(reference: Any = reference, plain: Any = plain) -> Any:
+            reference.zero_grad()
+            loss = (loss_of(plain, 0) + loss_of(plain, 1)) / 2
+            loss.backward()
+            return loss
 
-        compared((5, 3))
-        compared((5, 3, 4, 2))
-        compared((5, 3, 4), needs_input=False)
-        compared((5, 3, 4), momentum=None)
-        compared((5, 3, 4), momentum=0.0, eps=0.1)
-        compared((5, 3, 4), affine=False)
-        compared((5, 3, 4), affine=False, needs_input=False)
-        compared((5, 3, 4), track_running_stats=False)
-        return True
+        for _ in range(3):
+            if name != "LBFGS":
+                closure()
+                expected()
+            has_closure = name in ("LBFGS", "sam")
+            wrapped.step(*[closure] * has_closure)
+            reference.step(*[expected] * has_closure)
+        for mine, other in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9, msg=name)
 
-    assert launcher.run(train)
+        # Rank 1's state, also in an optimizer that has none yet.
+        later = wrapped if hvd.rank() == 1 else make(parameters())
+        hvd.broadcast_optimizer_state(later, root_rank=1)
+        states = hvd.allgather_object(later.state_dict())
+        # torch loads floats in the type of their parameter.
+        torch.testing.assert_close(states[0], states[1], rtol=1e-6, atol=0, check_dtype=False, msg=name)
 
 
-def test_batch_norm_in_half_a_precision(launcher: Launcher) -> None:
-    def train() -> Any:
-        import torch
+def schedulers_and_hooks() -> None:
+    warnings.simplefilter("error")
+    for when in ("before", "after"):
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        optimizer: Any = torch.optim.SGD([parameter], lr=1.0)
+        calls: list[Any] = []
 
-        import rankzero.compat.horovod.torch as hvd
+        def around(optimizer: Any, parameter: Any = parameter, calls: Any = calls) -> Any:
+            optimizer.register_step_pre_hook(lambda *_: calls.append(parameter.grad.tolist()))
+            optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+            return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
-        hvd.init()
+        scheduler = around(optimizer) if when == "before" else None
+        optimizer = hvd.DistributedOptimizer(optimizer, [("p", parameter)])
+        scheduler = scheduler or around(optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (parameter.sum() * (hvd.rank() + 1)).backward()
+            optimizer.step()
+            scheduler.step()
+            # torch takes the class for one that it has not seen.
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert calls == [[1.5] * 3, "after"] * 2, "once for each step, with the mean of 1 and 2"
+        assert parameter.tolist() == [-1.5 - 0.75] * 3
+        assert optimizer.param_groups[0]["lr"] == 0.25
+    warnings.resetwarnings()
+
+
+def parameters_that_come_later() -> None:
+    import copy
+    import gc
+    import pickle
+    import weakref
+
+    rank = hvd.rank()
+    model: Any = torch.nn.ModuleList([torch.nn.Linear(2, 1, bias=False) for _ in range(3)])
+    hvd.broadcast_parameters(model.state_dict())
+    thawed, added, stranger = model[1].weight, model[2].weight, torch.nn.Parameter(torch.zeros(2))
+    thawed.requires_grad_(False)
+    optimizer: Any = torch.optim.SGD([*model[0].parameters(), thawed], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+    def gradients(*parameters: Any) -> Any:
+        optimizer.zero_grad()
+        loss: Any = sum((parameter * (rank + 1)).sum() for parameter in parameters)
+        loss.backward()
+        optimizer.step()
+        return [parameter.grad.unique().tolist() for parameter in parameters]
+
+    first = model[0].weight
+    assert gradients(first) == [[1.5]]
+    thawed.requires_grad_(True)
+    assert gradients(first, thawed) == [[1.5], [1.5]], "frozen when the optimizer was wrapped"
+    optimizer.add_param_group({"params": [added]})
+    optimizer.add_param_group({"params": [stranger], "lr": 1.0})
+    assert gradients(first, added, stranger) == [[1.5], [1.5], [1.5]], "added, with a name and without one"
+    first.requires_grad_(False)
+    assert gradients(thawed) == [[1.5]]
+    assert first.grad is None
+    first.requires_grad_(True)
+    # Another optimizer for the same parameters, as for the next phase of a fine-tuning.
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
+    assert gradients(first, thawed) == [[1.5], [1.5]]
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+    for of_object in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="state_dict"):
+            of_object(optimizer)
+
+    def dropped() -> Any:
+        model = torch.nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return weakref.ref(model.weight)
+
+    parameter = dropped()
+    hvd.barrier()
+    gc.collect()
+    assert parameter() is None, "nothing keeps a model that is no longer used"
+
+
+def layouts_types_and_options() -> None:
+    layouts = (torch.channels_last, torch.contiguous_format)
+    parts = {
+        # Of another layout on each rank.
+        "channels_last": torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=layouts[hvd.rank()]),
+        "large": (torch.arange(2.0**19) % 512).view(4, 2, 256, 256).to(memory_format=layouts[hvd.rank()]),
+        "scalar": torch.tensor(1.0),
+        "empty": torch.empty(0, 3),
+        "complex": torch.ones(40, dtype=torch.complex64),
+        "bfloat16": torch.ones(40, dtype=torch.bfloat16),
+        "float64": torch.ones(40, dtype=torch.float64),
+    }
+    fp16 = {"compression": hvd.Compression.fp16}
+    for options, factor in [
+        ({}, 1.5),
+        ({"gradient_predivide_factor": 4.0}, 1.5),
+        ({"op": hvd.Sum}, 3.0),
+        ({"backward_passes_per_step": 2}, 3.0),
+        (fp16, 1.5),
+        ({**fp16, "backward_passes_per_step": 2}, 3.0),
+        ({"groups": 2}, 1.5),
+    ]:
+        named = {name: torch.nn.Parameter(part.detach().clone()) for name, part in parts.items()}
+        plain = torch.optim.SGD(named.values(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(plain, named.items(), **options)
+        for parameter in named.values():
+            parameter.grad = torch.zeros_like(parameter)
+        before = {name: parameter.grad for name, parameter in named.items()}
+        for _ in range(options.get("backward_passes_per_step", 1)):
+            loss: Any = sum((named[name] * parts[name] * (hvd.rank() + 1)).sum().abs() for name in named)
+            loss.backward()
+        optimizer.step()
+        for name, parameter in named.items():
+            assert parameter.grad is before[name], "the tensor that others may hold"
+            assert parameter.grad.stride() == parameter.stride()
+            torch.testing.assert_close(parameter.grad, parts[name] * factor)
+    for groups, reason in [
+        (0, "positive integer"),
+        ("all", "positive integer"),
+        ([torch.ones(1)], "list of lists"),
+        ([["weight"]], "must consist of torch.Tensor"),
+        ([list(named.values()), list(named.values())], "at most once"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            hvd.DistributedOptimizer(torch.optim.SGD(named.values(), lr=0.1), groups=groups)
+    with pytest.raises(ValueError, match="not named: 6 of"):
+        hvd.DistributedOptimizer(torch.optim.SGD(named.values(), lr=0.1), list(named.items())[:1])
+    with pytest.raises(ValueError, match="Found duplicates: weight"):
+        hvd.DistributedOptimizer(torch.optim.SGD(named.values()), [("weight", one) for one in named.values()])
+    # A sum beyond float16 is divided before.
+    for factor, expected in ((1.0, float("inf")), (2.0, 40_000.0)):
+        parameter = torch.nn.Parameter(torch.zeros(300))
+        plain = torch.optim.SGD([parameter], lr=0.1)
+        optimizer = hvd.DistributedOptimizer(plain, gradient_predivide_factor=factor, **fp16)
+        (parameter * 40_000).sum().backward()
+        optimizer.step()
+        assert parameter.grad is not None
+        assert parameter.grad.unique().item() == expected
+
+
+def refused() -> None:
+    """What would give wrong gradients is refused, and the next step is free."""
+    rank = hvd.rank()
+
+    def made(**options: Any) -> Any:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        return parameter, hvd.DistributedOptimizer(optimizer, [("weight", parameter)], **options)
+
+    # Between the passes of one step, where what was accumulated would be lost.
+    parameter, optimizer = made(backward_passes_per_step=2)
+    (parameter * (rank + 1)).sum().backward()
+    with pytest.raises(AssertionError, match="backward_passes_per_step=2"):
+        optimizer.zero_grad()
+    optimizer.step()
+    assert parameter.grad.tolist() == [1.5] * 3, "a step before all passes"
+    optimizer.zero_grad()
+    changes: list[Callable[[], Any]] = [
+        lambda: torch.nn.utils.clip_grad_norm_([parameter], 0.1),
+        lambda: setattr(parameter, "grad", None),
+    ]
+    for options in ({}, {"compression": hvd.Compression.fp16}):
+        for change in changes:
+            parameter, optimizer = made(**options)
+            (parameter * (rank + 1)).sum().backward()
+            with pytest.raises(AssertionError, match="more than backward_passes_per_step=1"):
+                parameter.sum().backward()
+            change()
+            with pytest.raises(AssertionError, match="'weight.*' was changed on its way"):
+                optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.zero_grad()
+    parameter, optimizer = made()
+    with pytest.raises(AssertionError, match="create_graph"):
+        parameter.pow(2).sum().backward(create_graph=True)
+    parameter.grad = None
+    # Of another shape on each rank: the others are reduced.
+    wrong, right = torch.nn.Parameter(torch.ones(3 + rank)), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([wrong, right], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, [("wrong", wrong), ("right", right)])
+    ((wrong.sum() + right.sum()) * (rank + 1)).backward()
+    with pytest.raises(hvd.MismatchError, match=r"gradient.wrong.*rank 0.*\[3\].*rank 1.*\[4\]"):
+        optimizer.step()
+    assert right.grad is not None
+    assert right.grad.tolist() == [1.5] * 3
+    optimizer.zero_grad()
+    parameter, optimizer = made(op=hvd.Sum)
+    (parameter * (rank + 1)).sum().backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="a second time"):
+        optimizer.synchronize()
+    assert parameter.grad.tolist() == [6.0] * 3
+
+
+def two_models_of_the_same_names() -> None:
+    """As a GAN is trained: the generator's loss goes through the discriminator."""
+    rank = hvd.rank()
+    models: list[Any] = [torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False)) for _ in range(2)]
+    optimizers = []
+    for model in models:
+        hvd.broadcast_parameters(model.state_dict())
+        plain = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizers.append(hvd.DistributedOptimizer(plain, model.named_parameters()))
+        # After which calls without a name are counted anew, but not optimizers.
+        hvd.join()
+    for _ in range(20):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        # The hooks of each rank fire in another order.
+        for model, factor in list(zip(models, (1.0, 10.0), strict=True))[:: 1 if rank == 0 else -1]:
+            (model(torch.ones(1, 4)) * factor * (rank + 1)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [model[0].weight.grad.unique().tolist() for model in models] == [[1.5], [15.0]]
+    generator, discriminator = models
+    optimizers[1].zero_grad()
+    (discriminator(generator(torch.ones(1, 4)).detach()) * (rank + 1)).sum().backward()
+    optimizers[1].step()
+    discriminator.requires_grad_(False)
+    optimizers[0].zero_grad()
+    (discriminator(generator(torch.ones(1, 4))) * (rank + 1)).sum().backward()
+    optimizers[0].step()
+    same = hvd.allgather_object([parameter.tolist() for model in models for parameter in model.parameters()])
+    assert same[0] == same[1]
+
+
+def gradient_scalers() -> None:
+    """An overflow on one rank skips the step on all."""
+    for fused, is_clipped in ((False, False), (False, True), (True, False), (True, True)):
+        model = torch.nn.Linear(4, 2)
+        hvd.broadcast_parameters(model.state_dict())
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        moved = []
+        for step in range(4):
+            before = model.weight.detach().clone()
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.full((3, 4), hvd.rank() + 1.0)).float().mean()
+            scaler.scale(loss * (float("inf") if step == 1 and hvd.rank() == 1 else 1.0)).backward()
+            if is_clipped:
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+            scaler.update()
+            moved.append(round((before - model.weight)[0, 0].item(), 4))
+        assert moved[0] == pytest.approx(0.075, abs=1e-3), "the mean of 1 and 2, by two outputs; times the rate"
+        assert [bool(change) for change in moved] == [True, False, True, True]
+        assert scaler.get_scale() == 512.0
+        assert len({str(weights) for weights in hvd.allgather_object(model.weight.tolist())}) == 1
+
+
+def sparse_gradients() -> None:
+    # Rows of each rank: with duplicates, other numbers of them, none at all, and no backward pass.
+    steps: Any = [([0, 0, 3], [3, 5]), ([1], []), ([], []), (None, [2, 2]), ([4], None)]
+
+    def made(cls: Any) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(6, 2, sparse=True)
+        return model, cls(list(model.parameters()), lr=0.1)
+
+    for cls in (torch.optim.SparseAdam, torch.optim.SGD):
+        plain, reference = made(cls)
+        for step in steps:
+            reference.zero_grad()
+            for index, part in enumerate(step):
+                if part is not None:
+                    (plain(torch.tensor(part, dtype=torch.int64)) * (index + 1) / 2).sum().backward()
+            reference.step()
+        for options in ({}, {"sparse_as_dense": True}, {"compression": hvd.Compression.fp16}):
+            model, optimizer = made(cls)
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+            for step in steps:
+                optimizer.zero_grad()
+                if step[hvd.rank()] is not None:
+                    (model(torch.tensor(step[hvd.rank()], dtype=torch.int64)) * (hvd.rank() + 1)).sum().backward()
+                optimizer.step()
+                assert model.weight.grad.is_sparse
+            torch.testing.assert_close(model.weight, plain.weight, msg=f"{cls} {options}")
+
+
+def batch_norm() -> None:
+    """Two steps of training and one of evaluation, against torch's own layer on the batch of all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    for shape, dtype, options in [
+        ((5, 3), torch.float64, {}),
+        ((5, 3, 4, 2), torch.float64, {}),
+        ((5, 3, 4), torch.float64, {"momentum": None, "eps": 0.1}),
+        ((5, 3, 4), torch.float64, {"affine": False}),
+        ((5, 3, 4), torch.float64, {"track_running_stats": False}),
         # More rows than the largest number of a float16.
-        whole = 3 + torch.randn(2, 3, 40_000, generator=torch.Generator().manual_seed(1))
-        for dtype in (torch.bfloat16, torch.float16):
-            for has_statistics in (True, False):
-                for of_model in (torch.float32, dtype):
-                    ours = hvd.SyncBatchNorm(3, track_running_stats=has_statistics).to(of_model)
-                    plain = torch.nn.BatchNorm1d(3, track_running_stats=has_statistics).to(of_model)
-                    mine = whole[hvd.rank() :][:1].to(dtype).requires_grad_()
-                    normal, expected = ours(mine), plain(whole.to(dtype))
-                    assert normal.dtype == expected.dtype == dtype
-                    torch.testing.assert_close(normal, expected[hvd.rank() :][:1], atol=2e-2, rtol=2e-2)
-                    normal.float().pow(3).sum().backward()
-                    assert mine.grad.dtype == dtype
-                    assert mine.grad.isfinite().all()
-                    if has_statistics:
-                        torch.testing.assert_close(ours.running_mean, plain.running_mean, atol=1e-2, rtol=1e-2)
-                        torch.testing.assert_close(ours.running_var, plain.running_var, atol=1e-2, rtol=1e-2)
-        return True
+        ((2, 3, 40_000), torch.float16, {}),
+    ]:
+        ours: Any = hvd.SyncBatchNorm(3, **options).to(dtype)
+        plain: Any = torch.nn.BatchNorm1d(3, **options).to(dtype)
+        plain._check_input_dim = lambda _: None
+        close: Any = {} if dtype == torch.float64 else {"atol": 2e-2, "rtol": 2e-2}
+        for is_training in (True, True, False):
+            ours.train(is_training)
+            plain.train(is_training)
+            whole = (3 + torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+            mine = (whole[:1] if hvd.rank() == 0 else whole[1:]).clone().requires_grad_()
+            whole.requires_grad_()
+            normal, expected = ours(mine), plain(whole)
+            found = torch.cat(hvd.allgather_object(normal.detach()))
+            torch.testing.assert_close(found, expected.detach(), **close)
+            normal.float().pow(3).sum().backward()
+            assert mine.grad is not None
+            assert mine.grad.isfinite().all()
+            if dtype == torch.float64:
+                expected.float().pow(3).sum().backward()
+                torch.testing.assert_close(torch.cat(hvd.allgather_object(mine.grad)), whole.grad, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()), **close)
+    ours = hvd.SyncBatchNorm(3)
+    ours(torch.ones(1 - hvd.rank(), 3))
+    assert torch.cat([ours.running_mean, ours.running_var]).isfinite().all(), "one row in all"
 
-    assert launcher.run(train)
+
+def parameters_of_every_kind() -> None:
+    rank = hvd.rank()
+    model: Any = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.LSTM(2, 2))
+    model = model.to(memory_format=torch.channels_last) if rank else model
+    model[0].register_buffer("nothing", torch.empty(0, 3))
+    model[0].register_buffer("mask", torch.tensor([rank == 1, False]))
+    model[0].register_buffer("strided", torch.full((4, 4), float(rank))[::2, ::2])
+    model[0].register_buffer("one", torch.full((4,), float(rank))[::2][:1])
+    model[1].num_batches_tracked.fill_(7 * rank)
+    for params in (model.state_dict(), model.named_parameters(), list(model.parameters()), model.parameters()):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(rank)
+        hvd.broadcast_parameters(params, root_rank=1)
+        assert all(bool((parameter == 1).all()) for parameter in model.parameters())
+    assert (model[1].num_batches_tracked.item(), model[0].mask.tolist(), model[0].one.tolist()) == (
+        7,
+        [True, False],
+        [1],
+    )
+    assert model[0].strided.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    for wrong, reason in [
+        ({"a": torch.ones(2), "extra_state": {"steps": 1}}, "'extra_state' is a dict"),
+        ({"a": torch.ones(2, device="meta")}, "'a' is on the meta device"),
+        ("model", "invalid params of type: str"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            hvd.broadcast_parameters(wrong)
+    with pytest.raises(hvd.MismatchError, match=r"parameter.a.*rank 0.*\[2\].*rank 1.*\[3\]"):
+        hvd.broadcast_parameters({"a": torch.ones(2 + rank)})
 
 
-def test_batch_norm_of_one_row_in_all_leaves_statistics_finite(launcher: Launcher) -> None:
-    def train() -> Any:
-        import torch
+CHECKS: list[Callable[[], None]] = [
+    every_optimizer, schedulers_and_hooks, parameters_that_come_later, layouts_types_and_options, refused,
+    two_models_of_the_same_names, gradient_scalers, sparse_gradients, batch_norm, parameters_of_every_kind,
+]  # fmt: skip
 
-        import rankzero.compat.horovod.torch as hvd
 
-        hvd.init()
-        ours = hvd.SyncBatchNorm(3)
-        ours(torch.ones(1 - hvd.rank(), 3))
-        return torch.cat([ours.running_mean, ours.running_var]).isfinite().all().item()
+def run_all(checks: list[Callable[[], None]]) -> None:
+    hvd.init()
+    for check in checks:
+        print(check.__name__)
+        check()
 
-    assert launcher.run(train)
+
+@pytest.mark.parametrize("half", [CHECKS[::2], CHECKS[1::2]], ids=["even", "odd"])
+def test_every_optimizer_and_gradient(tmp_path: Path, half: Any) -> None:
+    Launcher(2, store=tmp_path, env={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}).run(run_all, half)

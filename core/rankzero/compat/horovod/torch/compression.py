@@ -8,21 +8,7 @@ import torch
 
 
 class Compressor:
-    """The interface of a compression: base of `NoneCompressor`, `FP16Compressor` and of users' classes."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns the tensor to send, and the context that `decompress` needs."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Returns the received tensor in its original type."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors without compression."""
+    """The interface of a compression, and the compression that sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -40,7 +26,7 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns the tensor to send, and the context that `decompress` needs."""
+        """Returns the tensor to send, and its type."""
         return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
 
     @staticmethod
@@ -52,5 +38,5 @@ class FP16Compressor(Compressor):
 class Compression:
     """The compressions that the operations accept: ``none`` and ``fp16``."""
 
-    none = NoneCompressor
+    none = Compressor
     fp16 = FP16Compressor

@@ -1,19 +1,27 @@
-"""`Coordinator`: executes collectives that are matched by name, in whatever order each rank issues them.
+"""`Coordinator`: matches operations by name, in whatever order each rank issues them, and executes them in one order.
 
 torch.distributed matches collectives by their order, Horovod by their names, since the hooks of a backward pass fire in
-a different order on each rank. The ranks therefore first agree, in rounds. In a round each rank sends the operations
-that it has newly issued (an all-gather of a small buffer). All ranks then execute the operations that every rank has
-issued, in the same order; small allreduces of one kind are fused. A rank that waits for no result takes part in no
-round, and the other ranks wait for it in theirs.
+a different order on each rank. Each process set therefore has a thread, which alone uses the set's connections. In each
+cycle the threads all-gather a small message: for every operation that a rank has issued since the last cycle a hash of
+its name and one of everything that must be equal. So every rank keeps the same table and finds the same operations
+ready. Names and shapes travel only for errors and for ranks that have joined. A rank without operations sleeps, and the
+others wait in their all-gather, since nothing can become ready without it.
+
+Horovod itself exchanges a bit vector of known names instead. The two ways were not measured against each other.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import itertools
+import os
+import pickle
+import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,376 +29,349 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rankzero import bounds
-from rankzero.compat.horovod.torch import execute
-from rankzero.compat.horovod.torch.agreement import (
-    JOINED,
-    SHUT_DOWN,
-    WAITING,
-    Agreement,
-    Issued,
-    Received,
-    Requests,
-    Rounds,
-    Turn,
-    listed,
-)
-from rankzero.compat.horovod.torch.errors import HorovodInternalError, StallError
-from rankzero.compat.horovod.torch.messages import (
-    Handle,
+from rankzero.bounds import stretched
+from rankzero.compat.horovod.torch import operations
+from rankzero.compat.horovod.torch.operations import (
+    HorovodInternalError,
     Meta,
-    Numbers,
-    Report,
+    MismatchError,
     Request,
-    aligned,
-    failure_message,
-    inline_begin,
+    StallError,
+    hashes,
 )
+
+JOINED, ENDED, WAITING, DEADLOCK, EXPIRED = 1, 2, 4, 8, 16
+"""What a message announces of its rank, beside operations."""
+
+CAPACITY = 32
+"""Operations that one message announces; further ones follow in the next cycle."""
+
+TICK = 1.0
+"""Seconds after which an idle rank takes part in a cycle, so that others receive its state."""
+
+PAUSE = 0.005
+"""Longest pause in seconds between cycles in which nothing was issued; it grows by a thousandth of the time waited."""
+
+DEADLOCK_AFTER = stretched(5.0)
+"""Seconds without a new operation after which ranks that all wait in `Request.wait` fail."""
+
+ROLL_CALL = stretched(5.0)
+"""Seconds that a rank waits for the others' accounts of a lost connection; longer than `TICK`."""
 
 
 class Coordinator:
-    """A rank's member of a set of ranks. A thread that waits for a result runs the rounds, or else its own thread."""
+    """The connections of a process set, and the thread that uses them.
 
-    def __init__(self, ranks: Sequence[int], timeout: timedelta, warn_after: float) -> None:
-        """Creates the set's process groups. Every rank of the world must do so, members or not.
+    The thread is a daemon, but `close` joins it before Python finalizes, and ends gloo's. gloo's thread must never be
+    the last that refers to a tensor of Python: to free it, it would wait for the interpreter's lock, which `close`
+    holds, and abort the process while Python finalizes ("terminate called without an active exception"). The buffers
+    of messages therefore live as long as the coordinator, and other tensors until the next message was exchanged:
+    gloo has a single thread here, which has freed the collectives before it by then.
 
-        Args:
-            ranks: Global ranks of the set.
-            timeout: Time after which an operation that a rank has not issued is an error.
-            warn_after: Seconds after which such an operation is logged as a warning.
-        """
-        control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-        # A group for tensors on the CPU, and with GPUs another one for theirs.
-        self._data = {"cpu": dist.new_group(list(ranks), timeout=timeout, backend="gloo")}
-        if dist.get_backend() != "gloo":
-            self._data["gpu"] = dist.new_group(list(ranks), timeout=timeout)
-        self._groups = [control, *self._data.values()]
-        self.ranks = list(ranks)
-        me = dist.get_rank()
+    Args:
+        number: Number of the set, counted over the life of the process: the same on all ranks.
+        ranks: Global ranks of the set.
+        timeout: Seconds after which an operation that another rank has not issued is an error.
+        warn_after: Seconds after which a line names such an operation, and after which it is repeated.
+    """
+
+    def __init__(self, number: int, ranks: Sequence[int], timeout: float, warn_after: float) -> None:
+        self.ranks, self.size, me = list(ranks), len(ranks), dist.get_rank()
         self.rank = self.ranks.index(me) if me in self.ranks else -1
-        """This rank's index in the set; -1 if it is not a member."""
-        self._rounds = Rounds(control, self.rank, len(ranks))
-        self._roll = Roll(control, self.ranks, self.rank) if self.rank >= 0 else None
-        self._timeout = timeout.total_seconds()
-        self.warn_after = warn_after
+        """Index of this rank in the set; -1 if it is not a member."""
         self.optimizers = itertools.count(1)
         """Numbers of the optimizers that reduce gradients over this set."""
-        self._numbers = Numbers()
-        self._agreement = Agreement(self.ranks, self._timeout, warn_after)
-        self._flag = 0
-        self._reporting: threading.Thread | None = None
-        self._joining: Handle | None = None
-        self._ending: Handle | None = None
-        self._waiters = 0
-        self._mutex = threading.Lock()
-        self.requests = Requests(self._mutex)
-        """The operations that this rank has issued; `wait` or `drive` executes them."""
-        self._turn = Turn(self._mutex)
-        self._thread: threading.Thread | None = None
-        self._round_since: float | None = None
-
-    @property
-    def size(self) -> int:
-        """Returns the number of ranks of the set."""
-        return len(self.ranks)
-
-    def process_group(self, device: torch.device) -> Any:
-        """Returns torch's process group for tensors on a device."""
-        return self._data["cpu"] if device.type == "cpu" else self._data.get("gpu", self._data["cpu"])
+        self._timeout, self._warn_after, self._warned = timeout, warn_after, 0.0
+        limit = timedelta(seconds=timeout + 10 * TICK)
+        # Ranks that are no members must create it, too.
+        self.accelerated: Any = dist.new_group(self.ranks, timeout=limit) if dist.get_backend() != "gloo" else None
+        if self.rank < 0:
+            return
+        self._store = distributed_c10d.PrefixStore(f"rankzero/hvd/{number}", distributed_c10d._get_default_store())
+        gloo: Any = dist.ProcessGroupGloo
+        names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        options = gloo._Options()
+        options._timeout, options._threads = limit, 1
+        options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+        # Not registered with torch.distributed, whose references would keep the connections of a failed rank open.
+        self.control: Any = gloo(self._store, self.rank, self.size, options)
+        self.streams: dict[torch.device, Any] = {}
+        self.batch: list[operations.Running] = []
+        """The collectives since the last message, with their tensors."""
+        self.error: Exception | None = None
+        self._queue: queue.SimpleQueue[Request | int] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._calls: dict[str, int] = {}
+        self._mine: dict[int, Request] = {}
+        self._unsent: list[Request] = []
+        self._table: dict[int, dict[int, tuple[int, int]]] = {}
+        """For each operation that is not ready, the digest and the payload of each rank that has issued it."""
+        self._flags, self._all_flags, self._waiters = 0, [0] * self.size, list[None]()
+        self._quiet_since, self._last = 0.0, 0
+        self._row = array.array("q", bytes(8 * (2 + 3 * CAPACITY)))
+        self._rows = self._row * self.size
+        self._buffers = [torch.frombuffer(each, dtype=torch.int64) for each in (self._rows, self._row)]
+        self._runs = threading.Lock()
+        self._runs.acquire()
+        self._thread = threading.Thread(target=self._run, name="rankzero-horovod", daemon=True)
+        self._thread.start()
 
     # -- what callers do -----------------------------------------------------------------------
 
-    def drive(self) -> None:
-        """Lets the coordinator's thread execute the issued operations while the caller continues."""
-        with self._mutex:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rankzero-horovod", daemon=True)
-                self._thread.start()
-            self._turn.wake()
-
-    def wait(self, handle: Handle) -> Any:
-        """Returns the result of an operation. Raises the error with which it failed."""
-
-        def is_needed() -> bool:
-            # A finished operation ends the wait, too: the thread with the turn may block on ranks that need this one.
-            return not handle.is_done
-
-        with self._mutex:
-            self._waiters += 1
-            try:
-                while self._turn.take(is_needed):
-                    self._carry_on()
-                    if self.requests.failed and not handle.is_done:
-                        # The operation failed while it was executed.
-                        handle.finish(error=self.requests.failed)
-            finally:
-                self._waiters -= 1
-                self._turn.wake()
-        if handle.error:
-            raise handle.error
-        return handle.result
-
-    def join(self) -> int:
-        """Takes part in other ranks' allreduces with zeros until all have joined; returns the rank that joined last."""
-        handle = Handle()
-        with self._mutex:
-            if self.requests.failed:
-                raise self.requests.failed
-            self._joining = handle
-            self._flag |= JOINED
-        return int(self.wait(handle))
-
-    def end(self) -> None:
-        """Announces that this rank issues no more operations; `await_end` waits until all ranks have done so.
-
-        Operations for which other ranks still wait for this one fail there immediately.
-        """
-        with self._mutex:
-            self._flag |= SHUT_DOWN
-            self._ending = Handle()
-            if self.requests.failed or self.rank < 0 or self.size == 1:
-                self._ending.finish()
-            self._turn.wake()
-
-    def await_end(self) -> None:
-        """Waits until no rank issues more operations, or one has failed."""
-        if self._ending:
-            with contextlib.suppress(HorovodInternalError):
-                self.wait(self._ending)
-
-    def destroy(self) -> None:
-        """Closes the connections of a set that has ended or failed."""
-        for group in self._groups if self.rank >= 0 else ():
-            # The user may have destroyed torch's default group, and with it these.
-            with contextlib.suppress(ValueError):
-                dist.destroy_process_group(group)
-
-    def await_peers(self) -> None:
-        """Waits until all ranks know that an operation has failed in this one.
+    def issue(self, kind: str, name: str | None, *args: Any) -> Request:
+        """Gives a `Request` to the thread; its name is the user's, or the number of the call without a name.
 
         Raises:
-            HorovodInternalError: a rank does not come to its next round within ``warn_after``.
+            ValueError: this rank is not a member, or an operation of this name has not ended.
+            HorovodInternalError: an earlier operation has failed.
         """
-        if self._reporting:
-            self._reporting.join(self.warn_after)
-            if self._reporting.is_alive():
-                raise HorovodInternalError(
-                    f"{self._me} cannot initialize again: others may still wait for it in the operation that has "
-                    "failed in this rank alone, which nothing interrupts. Let the error end the attempt, with "
-                    "max_restarts and restart_on for another one"
-                ) from self.requests.failed
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is no member of the process set of ranks {self.ranks}")
+        with self._lock:
+            if name is None:
+                self._calls[kind] = self._calls.get(kind, 0) + 1
+                name = f"noname.{self._calls[kind]}"
+        request = Request(f"{kind}.{name}", *args)
+        request.waiters = self._waiters
+        with self._lock:
+            if self.error is not None:
+                raise type(self.error)(*self.error.args) from self.error
+            if request.key in self._mine:
+                raise ValueError(f"{request.name!r} was issued again before it has ended: wait, or use another name")
+            self._mine[request.key] = request
+            self._queue.put(request)
+        return request
 
-    # -- who is waited for ---------------------------------------------------------------------
+    def join(self) -> int:
+        """Adds zeros to sums of other ranks until all have joined; returns the rank that joined last."""
+        joined = self.issue("join", "", [], [])
+        self._queue.put(JOINED)
+        joined.wait()
+        return self.ranks[self._last]
 
-    def stall(self) -> float:
-        """Returns the seconds for which the current round has waited for a rank."""
-        since = self._round_since
-        return 0.0 if since is None else time.monotonic() - since
+    def end(self) -> None:
+        """Announces that this rank issues no more operations; those for which others still wait fail there."""
+        if self.rank >= 0:
+            self._queue.put(ENDED)
 
-    def call_roll(self) -> str:
-        """Records that this rank is in its round; returns which ranks are missing, and what this rank waits for."""
-        number, stall = self._rounds.number, self.stall()
-        missing = self._roll.answer(number) if self._roll else []
-        whom = f"rank {missing}" if missing else "another rank"
-        names = self._awaited()
-        return f"{self._me} has waited {stall:.0f} s for {whom} to {f'issue {names}' if names else 'continue or end'}"
+    def close(self) -> None:
+        """Waits until all ranks have ended or one has failed, and closes the connections."""
+        if self.rank >= 0:
+            # Waits here, where a rank counts as one that waits for others.
+            with self._runs:
+                self._thread.join()
+            self._disconnect()
 
-    @property
-    def _me(self) -> str:
-        return f"rank {self.ranks[self.rank]}"
+    def group(self, device: torch.device) -> Any:
+        """Returns torch's process group for tensors on a device."""
+        return self.control if device.type == "cpu" or self.accelerated is None else self.accelerated
 
-    def _awaited(self) -> str:
-        """Returns the names of the operations that this rank has issued and that have not finished."""
-        return listed(self.requests.names())
+    def complete(self, request: Request, error: Exception | None = None) -> None:
+        """Ends an operation of this rank."""
+        with self._lock:
+            self._mine.pop(request.key, None)
+        request.end(error)
 
-    # -- rounds --------------------------------------------------------------------------------
+    # -- the thread ----------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _run(self) -> None:
-        def is_needed() -> bool:
-            has_ended = self._ending and self._ending.is_done and not self.requests
-            return not (self.requests.failed or self._agreement.is_over or has_ended)
-
-        def has_work() -> bool:
-            is_ending = self._ending and not self._ending.is_done
-            return bool(self.requests or self._joining or is_ending) and not self._waiters
-
-        with self._mutex:
-            while self._turn.take(is_needed, has_work):
-                self._carry_on()
-
-    def _carry_on(self) -> None:
-        """Runs one round without the mutex, and ends the turn."""
         try:
-            self._mutex.release()
-            self._round()
-        finally:
-            self._mutex.acquire()
-            self._turn.give()
-
-    def _round(self) -> None:
-        """Exchanges messages, and executes the operations that are ready. Needs the turn."""
-        if self.requests.failed:
-            return
-        try:
-            # The flags are read first: a rank that has joined has issued all operations before.
-            flags = self._flag | (WAITING if self._waiters else 0)
-            new = self.requests.new()
-            message = self._numbers.encode(flags, new)
-            try:
-                received = self._exchange(message)
-            except StallError as error:
-                self._fail(error, is_known=True)
-                return
-            if self._reduced_inline(new, message, received):
-                return
-            reports = [self._numbers.decode(message) for message in received.messages]
-            if failures := [report.failure for report in reports if report.failure]:
-                self._fail(HorovodInternalError(failures[0]), is_known=True)
-                return
-            ready = self._agreement.receive(reports)
-            # A caller that waits in inference mode may execute operations whose tensors others train with.
-            with torch.inference_mode(False):
-                self._carry_out(ready, reports, received)
-            self._end_waits()
-            if late := self._agreement.check_stalls(reports, agreed=bool(ready)):
-                print(f"rankzero: {late}", flush=True)
+            while self._cycle():
+                pass
+            failed = HorovodInternalError("Horovod has been shut down")
+        except HorovodInternalError as error:
+            # All ranks raise it in the same cycle.
+            failed = error
         except Exception as error:
-            self._fail(error)
-            return
-        except BaseException as error:
-            # A signal handler has raised: this rank no longer knows which operations the others execute.
-            self._fail(HorovodInternalError(f"{self._me} was interrupted by {type(error).__name__}"))
-            raise
-        if not ready:
-            time.sleep(bounds.HVD_ROUND_PAUSE)
-
-    def _exchange(self, message: bytes) -> Received:
-        self._round_since = time.monotonic()
-        try:
-            return self._rounds.exchange(message)
-        except RuntimeError as error:
-            if self.stall() >= self._timeout:
-                raise StallError(self.call_roll()) from error
-            lost = self.ranks[self._rounds.source]
-            raise StallError(
-                f"{self._me} waits for {self._awaited() or 'the others'}, but rank {lost}, or one that it waited for, "
-                f"has died: {error}"
-            ) from error
-        finally:
-            self._round_since = None
-
-    def _reduced_inline(self, new: Sequence[Request], message: bytes, received: Received) -> bool:
-        """Handles the most frequent round, in which all ranks send only tiny tensors of the same known names."""
-        begin = inline_begin(message, (0, WAITING))
-        if not begin or any(other[:begin] != message[:begin] for other in received.messages):
-            return False
-        self.requests.remove(new)
-        for request in new:
-            execute.reduce_inline(request.meta, request, received.tensors(request.meta, (begin,) * self.size))
-            begin += aligned(request.meta.inline_bytes)
-        return True
-
-    def _carry_out(self, ready: dict[str, Issued], reports: Sequence[Report], received: Received) -> None:
-        batch: list[tuple[Meta, Request]] = []
-        for name, issued in ready.items():
-            meta = next(iter(issued.values()))
-            request = self.requests.take(name, meta)
-            if error := self._agreement.refusal(name, meta, issued):
-                request.handle.finish(error=error)
-            elif meta.kind != "allreduce":
-                # Other operations are executed in the agreed order, after the reductions before them.
-                self._reduce(batch)
-                batch = []
-                with _naming([name]):
-                    execute.run(self, meta, request)
-            elif meta.inline_bytes and all(name in message.inline for message in reports):
-                begins = tuple(message.inline[name] for message in reports)
-                execute.reduce_inline(meta, request, received.tensors(meta, begins))
-            else:
-                batch.append((meta, request))
-        self._reduce(batch)
-
-    def _reduce(self, batch: Sequence[tuple[Meta, Request]]) -> None:
-        with _naming([request.full_name for _, request in batch]):
-            execute.allreduce(self, batch)
-
-    def _end_waits(self) -> None:
-        """Finishes `join` once all ranks have joined, and `await_end` once all have ended."""
-        last = self._agreement.end_joins()
-        if last is not None:
-            # Ranks that joined early have made fewer calls, so the numbers of calls differ.
-            self.requests.forget_calls()
-            with self._mutex:
-                joining, self._joining = self._joining, None
-                self._flag &= ~JOINED
-            if joining:
-                joining.finish(last)
-        if self._ending and self._agreement.is_over:
-            self._ending.finish()
-
-    def _fail(self, error: Exception, *, is_known: bool = False) -> None:
-        """Fails all operations of this rank, and sends the failure to the other ranks unless it is known to them."""
-        failed = error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error))
-        if failed is not error:
+            failed = HorovodInternalError(self._account(error))
             failed.__cause__ = error
-        self.requests.fail(failed)
-        with self._mutex:
-            waiting = [handle for handle in (self._joining, self._ending) if handle]
-            self._joining = None
-        for handle in waiting:
-            handle.finish(error=failed)
-        if not is_known:
-            # The other ranks receive the failure in their next round, for which this rank does not wait.
-            message = failure_message(f"{self._me} failed: {failed}")
+        with self._lock:
+            self.error, found = failed, list(self._mine.values())
+            self._mine.clear()
+        for request in found:
+            request.end(failed)
+        self._runs.release()
+        if failed.__cause__ is not None:
+            traceback.clear_frames(failed.__cause__.__traceback__)
+            self._disconnect()
 
-            def report() -> None:
-                with contextlib.suppress(RuntimeError):
-                    self._rounds.exchange(message)
+    def _disconnect(self) -> None:
+        """Closes the connections, so that no rank waits for this one."""
+        for running in self.batch:
+            with contextlib.suppress(RuntimeError):
+                running.work.wait()
+        # gloo closes them, and joins its thread, when nothing refers to the group any more; the tensors outlive it.
+        self.control = None
+        self.batch.clear()
+        accelerated, self.accelerated = self.accelerated, None
+        if accelerated is not None and dist.is_initialized():
+            if self.error is not None and self.error.__cause__ is not None and hasattr(accelerated, "abort"):
+                accelerated.abort()
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(accelerated)
 
-            self._reporting = threading.Thread(target=report, name="rankzero-horovod-failure", daemon=True)
-            self._reporting.start()
-
-
-class Roll:
-    """Finds the ranks of a set that have not come to a slow round, by their entries in torch's store.
-
-    Args:
-        group: Process group of the set, whose name is the prefix of its entries.
-        ranks: Global ranks of the set.
-        rank: Index of this rank in the set.
-    """
-
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
-        store = distributed_c10d._get_default_store()
-        self._store = distributed_c10d.PrefixStore(f"rankzero.horovod.{group.group_name}", store)
-        self._ranks = ranks
-        self._rank = rank
-        self._answered = 0
-
-    def answer(self, number: int) -> list[int]:
-        """Records that this rank has come to a round.
-
-        Returns:
-            Global ranks that have not recorded it; an empty list if the store is closed.
-        """
+    def _account(self, error: Exception) -> str:
+        """Returns what has failed, in this rank or in others. The store has each rank's account of it."""
+        is_lost = isinstance(error, RuntimeError) and "gloo" in str(error)
+        mine = "" if is_lost else f"rank {self.ranks[self.rank]} failed: {type(error).__name__}: {error}"
+        others, accounts = {rank for rank in range(self.size) if rank != self.rank}, [mine]
         try:
-            if number > self._answered:
-                self._answered = number
-                self._store.set(str(self._rank), str(number))
-            others = [index for index in range(len(self._ranks)) if index != self._rank]
-            return [self._ranks[index] for index in others if not self._came(index, number)]
+            self._store.set(f"account/{self.rank}", mine)
+            deadline = time.monotonic() + ROLL_CALL()
+            while is_lost and others and time.monotonic() < deadline:
+                found = {rank for rank in others if self._store.check([f"account/{rank}"])}
+                accounts += [self._store.get(f"account/{rank}").decode() for rank in sorted(found)]
+                others -= found
+                time.sleep(0.0 if found else 0.05)
         except RuntimeError:
-            return []
+            # Rank 0 has the store.
+            others &= {0}
+        what = "; ".join(filter(None, accounts))
+        if not what:
+            what = f"rank {[self.ranks[rank] for rank in sorted(others)]} has died" if others else str(error)
+        waits = ", ".join(repr(request.name) for request in list(self._mine.values())[:5])
+        return f"{what}, while rank {self.ranks[self.rank]} waited for {waits or 'others'}"
 
-    def _came(self, index: int, number: int) -> bool:
-        key = str(index)
-        return bool(self._store.check([key])) and int(self._store.get(key)) >= number
+    def _receive(self) -> None:
+        """Takes what callers have issued; waits for it as long as this rank's state allows."""
+        quiet = time.monotonic() - self._quiet_since if self._quiet_since else 0.0
+        timeout = min(quiet / 10, PAUSE + quiet / 1000, TICK) if self._mine or self._flags else TICK
+        timeout = 0.0 if self._unsent else timeout
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found = self._queue.get(timeout > 0, timeout or None)
+                timeout = 0.0
+                if isinstance(found, int):
+                    self._flags |= found
+                elif found.metas:
+                    self._unsent.append(found)
 
+    def _cycle(self) -> bool:
+        """Exchanges a message, and executes what is ready. Returns False once all ranks have ended."""
+        self._receive()
+        now = time.monotonic()
+        flags, touched = self._exchange(now)
+        if any((new ^ old) & (JOINED | ENDED) for new, old in zip(flags, self._all_flags, strict=True)):
+            touched = dict.fromkeys(self._table)
+            joined = [rank for rank in range(self.size) if flags[rank] & ~self._all_flags[rank] & JOINED]
+            self._last = joined[-1] if joined else self._last
+        self._all_flags = flags
+        self._quiet_since = 0.0 if touched else self._quiet_since or now
+        if any(each & EXPIRED for each in flags) or (not touched and any(each & DEADLOCK for each in flags)):
+            self._expire(flags)
+        if ready := [key for key in touched if self._is_ready(self._table[key])]:
+            self._execute(ready)
+        self._end_join()
+        if self._quiet_since and self._mine:
+            self._warn(now)
+        return not all(each & ENDED for each in flags)
 
-@contextlib.contextmanager
-def _naming(names: Sequence[str]) -> Iterator[None]:
-    """Adds the names of the operations to torch's error messages in the block."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise HorovodInternalError(f"{listed(names)}: {error}") from error
+    def _exchange(self, now: float) -> tuple[list[int], dict[int, None]]:
+        """Returns the flags of all ranks, and the operations that their messages announce, in one order."""
+        flags = self._flags | (WAITING if self._waiters else 0)
+        if self._quiet_since and now - self._quiet_since > DEADLOCK_AFTER():
+            flags |= DEADLOCK if all(each & WAITING for each in self._all_flags) else 0
+        oldest = min((one.since for one in list(self._mine.values()) if one.metas), default=now)
+        flags |= EXPIRED if now - oldest > self._timeout else 0
+        sent, self._unsent = self._unsent[:CAPACITY], self._unsent[CAPACITY:]
+        # A rank has joined or ended only once all that it has issued before is announced.
+        row = [flags & ~(JOINED | ENDED) if self._unsent else flags, len(sent)]
+        for request in sent:
+            row += request.key, request.digest, request.payload
+        self._row[: len(row)] = array.array("q", row)
+        self.control._allgather_base(*self._buffers).wait()
+        self.batch.clear()
+        rows, length, touched = self._rows, len(self._row), dict[int, None]()
+        for rank in range(self.size):
+            start = rank * length + 2
+            for at in range(start, start + 3 * rows[start - 1], 3):
+                self._table.setdefault(rows[at], {})[rank] = rows[at + 1], rows[at + 2]
+                touched[rows[at]] = None
+        return list(rows[::length]), touched
+
+    def _is_ready(self, issued: dict[int, tuple[int, int]]) -> bool:
+        return all(rank in issued or self._all_flags[rank] & (JOINED | ENDED) for rank in range(self.size))
+
+    def _end_join(self) -> None:
+        joining, flags = self._mine.get(hashes("join.", ())[0]) if self._flags & JOINED else None, self._all_flags
+        if joining is None:
+            return
+        joined, gone = ([rank for rank, each in zip(self.ranks, flags, strict=True) if each & 3 in kinds]
+                        for kinds in ((JOINED, JOINED | ENDED), (ENDED,)))  # fmt: skip
+        if len(joined) == self.size:
+            # Ranks that joined early have made fewer calls without a name.
+            self._calls.clear()
+            self._all_flags = [each & ~JOINED for each in flags]
+        elif not gone:
+            return
+        self._flags &= ~JOINED
+        error = StallError(f"rank {joined} waits in join(), but rank {gone} has ended") if gone else None
+        self.complete(joining, error)
+
+    def _execute(self, ready: list[int]) -> None:
+        requests, unclear = [], {}
+        for key in ready:
+            issued = self._table.pop(key)
+            if len(issued) < self.size or len({digest for digest, _ in issued.values()}) > 1:
+                unclear[key] = issued
+            elif (request := self._mine[key]).is_number:
+                operations.reduce_numbers(request, [issued[at][1] for at in range(self.size)])
+                self.complete(request)
+            else:
+                requests.append(request)
+        # Fails operations on which ranks differ, or that an ended rank lacks; adds zeros for ranks that have joined.
+        told = self._tell(list(unclear)) if unclear else []
+        for key, issued in unclear.items():
+            name, metas = told[min(issued)][key]
+            error = self._refusal(name, metas, [at for at in range(self.size) if at not in issued])
+            if len({digest for digest, _ in issued.values()}) > 1:
+                parts = [f"rank {self.ranks[at]}: {', '.join(map(str, told[at][key][1]))}" for at in sorted(issued)]
+                error = MismatchError(f"{name!r} is not the same on all ranks: {'; '.join(parts)}")
+            mine = self._mine.get(key)
+            if error is None:
+                requests.append(mine or Request(name, metas, [operations.neutral(meta) for meta in metas]))
+            elif mine is not None:
+                self.complete(mine, error)
+        if requests:
+            operations.run(self, requests)
+
+    def _tell(self, keys: Sequence[int]) -> list[dict[int, tuple[str, tuple[Meta, ...]]]]:
+        """Returns the names and properties that every rank has for these operations."""
+        mine = {key: (self._mine[key].name, self._mine[key].metas) for key in keys if key in self._mine}
+        return [pickle.loads(each) for each in operations.gather_bytes(self, pickle.dumps(mine))]
+
+    def _refusal(self, name: str, metas: Sequence[Meta], missing: list[int]) -> Exception | None:
+        """Returns the error of an operation that some ranks lack; None if they take part with zeros."""
+        lacking = [self.ranks[at] for at in missing]
+        if gone := [self.ranks[at] for at in missing if self._all_flags[at] & 3 == ENDED]:
+            others = [rank for rank in self.ranks if rank not in lacking]
+            return StallError(f"{name!r} was issued by rank {others}, but rank {gone} has ended without it")
+        if not missing or all(operations.may_join(meta) for meta in metas):
+            return None
+        if metas[0].kind == "allreduce":
+            return MismatchError(f"{name!r}: rank {lacking} has joined, which only sums and averages allow: {metas[0]}")
+        return MismatchError(f"{name!r}: {metas[0].kind} needs data of rank {lacking}, which has joined")
+
+    def _lacking(self, key: int, name: str) -> str:
+        issued = self._table.get(key, {})
+        has, lacks = (
+            [rank for at, rank in enumerate(self.ranks) if (at in issued) is is_in] for is_in in (True, False)
+        )
+        return f"{name!r} was issued by rank {has}, but rank {lacks} has not"
+
+    def _warn(self, now: float) -> None:
+        late = [
+            one for one in list(self._mine.values()) if now - one.since > self._warn_after and one.key in self._table
+        ]
+        if late and now - self._warned > self._warn_after:
+            self._warned = now
+            names = "; ".join(self._lacking(one.key, one.name) for one in late[:5])
+            waited = now - min(one.since for one in late)
+            print(f"rankzero: rank {self.ranks[self.rank]} has waited {waited:.0f} s: {names}", flush=True)
+
+    def _expire(self, flags: list[int]) -> None:
+        names = {key: name for told in self._tell(list(self._table)) for key, (name, _) in told.items()}
+        why = f"for {self._timeout:g} s" if any(each & EXPIRED for each in flags) else "while all ranks wait,"
+        named = [self._lacking(key, name) for key, name in sorted(names.items(), key=lambda item: item[1])]
+        raise StallError(f"{why} {'; '.join(named[:5])}")

@@ -1,28 +1,31 @@
-"""`DistributedOptimizer`: reduces gradients during the backward pass."""
+"""`DistributedOptimizer`: reduces gradients during the backward pass. `SyncBatchNorm`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from rankzero.compat.horovod.torch.allreduce import checked_op
 from rankzero.compat.horovod.torch.compression import Compression
-from rankzero.compat.horovod.torch.execute import AVERAGE
-from rankzero.compat.horovod.torch.reducer import Reducer, Reduction
-from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
+from rankzero.compat.horovod.torch.operations import AVERAGE, SUM, HorovodInternalError, Request
+from rankzero.compat.horovod.torch.reductions import allreduce, allreduce_async_, checked_op, sparse_allreduce_async
+from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set, size
 
-NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+_hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
+"""The hook of each parameter, which belongs to the optimizer that was created last for it."""
 
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    named_parameters: NamedParameters | None = None,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
     op: str | None = None,
@@ -43,8 +46,8 @@ def DistributedOptimizer(
         gradient_predivide_factor: Factor by which gradients are divided before the sum; the rest of the division by
             the number of ranks follows after it.
         num_groups: Old name of ``groups``.
-        groups: A number, or lists of parameters. It is checked and has no effect, since small gradients are always
-            reduced together.
+        groups: A number, or lists of parameters. It is checked and has no effect, since gradients that are ready
+            together are reduced together.
         sparse_as_dense: Whether sparse gradients are sent as dense tensors; the step gets them sparse.
         process_set: The ranks that take part.
 
@@ -57,15 +60,15 @@ def DistributedOptimizer(
     op = checked_op(op)
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor is for op=hvd.Average")
-    _check_passes(backward_passes_per_step)
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
     _check_groups(num_groups or None if groups is None else groups)
-    names = _named(optimizer, named_parameters)
-    how = Reduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
-    reducer = Reducer(names, backward_passes_per_step, how)
-    base = type(optimizer)
+    scales = (1 / gradient_predivide_factor, gradient_predivide_factor) if op == AVERAGE else (1.0, 1.0)
+    reducer = _Reducer(_named(optimizer, named_parameters), op, scales, process_set)
+    reducer.compression, reducer.sparse_as_dense = compression, sparse_as_dense
+    reducer.set_passes(backward_passes_per_step)
     # The object stays the same, since schedulers and scalers refer to it.
+    base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     distributed = cast(_Distributed, optimizer)
     distributed._rz = reducer
@@ -76,39 +79,30 @@ def DistributedOptimizer(
     return distributed
 
 
-def _check_passes(passes: Any) -> None:
-    if not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step is {passes!r}; it must be a positive integer")
-
-
 def _check_groups(groups: Any) -> None:
     if groups is None or (isinstance(groups, int) and groups > 0):
         return
     if not isinstance(groups, list) or not all(isinstance(group, (list, tuple)) for group in groups):
         raise ValueError(f"groups is {groups!r}; it must be a positive integer or a list of lists of parameters")
     grouped = [parameter for group in groups for parameter in group]
-    if wrong := [part for part in grouped if not isinstance(part, torch.Tensor)]:
-        raise ValueError(f"groups must consist of torch.Tensor, not {type(wrong[0]).__name__}")
-    if len(set(grouped)) < len(grouped):
-        raise ValueError("a parameter can only appear once in groups")
+    if any(not isinstance(part, torch.Tensor) for part in grouped) or len(set(grouped)) < len(grouped):
+        raise ValueError("groups must consist of torch.Tensor, each at most once")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _named(optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None) -> dict[torch.Tensor, str]:
+def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torch.Tensor, str]:
     """Returns the names that the user gave to the parameters. Raises ValueError."""
-    if named_parameters is None:
-        return {}
-    pairs = list(named_parameters)
+    pairs = [] if named_parameters is None else list(named_parameters)
     if any(not isinstance(pair, tuple) for pair in pairs):
         raise ValueError("named_parameters should be a sequence of tuples (name, parameter): model.named_parameters()")
-    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-    if twice:
+    if twice := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
         raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
-    named: dict[torch.Tensor, str] = {parameter: name for name, parameter in pairs}
-    if missing := sum(parameter not in named for parameter in _parameters(optimizer)):
+    named = {parameter: name for name, parameter in pairs}
+    missing = sum(parameter not in named for parameter in _parameters(optimizer))
+    if missing and named_parameters is not None:
         raise ValueError(
             f"named_parameters was specified, but one or more model parameters were not named: {missing} of the "
             "optimizer's"
@@ -116,7 +110,7 @@ def _named(optimizer: torch.optim.Optimizer, named_parameters: NamedParameters |
     return named
 
 
-def _reducing(step: Callable[..., Any], reducer: Reducer) -> Callable[..., Any]:
+def _reducing(step: Callable[..., Any], reducer: _Reducer) -> Callable[..., Any]:
     """Wraps a step to reduce gradients before it; with a closure, after each call of the closure."""
 
     @functools.wraps(step)
@@ -126,7 +120,6 @@ def _reducing(step: Callable[..., Any], reducer: Reducer) -> Callable[..., Any]:
             return step(**options)
         if not reducer.should_synchronize:
             return step(closure, **options)
-
         if reducer.has_begun():
             # Gradients of a backward pass before the step, as SAM has one.
             reducer.before_step()
@@ -144,7 +137,7 @@ def _reducing(step: Callable[..., Any], reducer: Reducer) -> Callable[..., Any]:
 class _Distributed(torch.optim.Optimizer):
     """The methods that `DistributedOptimizer` adds to an optimizer's class."""
 
-    _rz: Reducer
+    _rz: _Reducer
 
     def step(self, closure: Any = None, **options: Any) -> Any:
         """Waits for the gradients of all ranks, then steps; with a closure, after each call of the closure."""
@@ -170,7 +163,9 @@ class _Distributed(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # torch's GradScaler reads this property in its step, before it checks for overflows, which must include those
         # of all ranks.
-        self._rz.before_unscaling()
+        if self._rz.should_synchronize and not self._rz.is_synchronized:
+            self._rz.synchronize()
+            self._rz.is_ready = True
         own = vars(self).get("_step_supports_amp_scaling")
         return bool(getattr(super(), "_step_supports_amp_scaling", False) if own is None else own)
 
@@ -185,7 +180,6 @@ class _Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sets the number of backward passes whose gradients are summed before a reduction. Raises ValueError."""
-        _check_passes(passes)
         self._rz.set_passes(passes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -200,3 +194,203 @@ class _Distributed(torch.optim.Optimizer):
 
     def __getstate__(self) -> Any:
         raise TypeError("a DistributedOptimizer cannot be copied or pickled: give its state_dict()")
+
+
+class _Sent(NamedTuple):
+    """A gradient on its way: the tensor, its version, the handle of its reduction, the context of its compression."""
+
+    gradient: torch.Tensor
+    version: int
+    request: Request
+    context: Any
+
+
+class _Reducer:
+    """Starts the reduction of gradients during the backward pass, and waits for the results."""
+
+    compression: Any = Compression.none
+    sparse_as_dense = False
+
+    def __init__(self, known: dict[torch.Tensor, str], op: str, scales: tuple[float, float], group: ProcessSet) -> None:
+        self._known, self._op, self._scales, self._group = known, op, scales, group
+        self.should_synchronize, self.is_synchronized, self.is_ready = True, False, False
+        # A second optimizer may have parameters with the same names, such as the second network of a GAN.
+        number = next(group.coordinator.optimizers)
+        self._suffix = f"#{number}" if number > 1 else ""
+        self._names: dict[torch.Tensor, str] = {}
+        self._sent: dict[torch.Tensor, _Sent] = {}
+        self._sparse_dims: dict[torch.Tensor, int] = {}
+        self._hooked: set[torch.Tensor] = set()
+        self._has_peers = group.size() > 1 and group.included()
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Adds parameters, and installs a hook on each one that requires gradients and has none yet."""
+        for parameter in parameters:
+            if parameter not in self._names:
+                self._names[parameter] = self._known.get(parameter, f"noname.{len(self._names)}") + self._suffix
+                self._left[parameter] = self._passes
+            if self._has_peers and parameter.requires_grad and parameter not in self._hooked:
+                if before := _hooks.pop(parameter, None):
+                    before.remove()
+                # A cycle of a parameter and its reducer would never be freed.
+                method = weakref.WeakMethod(self._on_gradient)
+                hook = lambda one, method=method: (call := method()) and call(one)  # noqa: E731
+                _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooked.add(parameter)
+
+    def set_passes(self, passes: int) -> None:
+        """Sets the number of backward passes whose gradients are summed before a reduction. Raises ValueError."""
+        if not isinstance(passes, int) or passes < 1:
+            raise ValueError(f"backward_passes_per_step is {passes!r}; it must be a positive integer")
+        self._passes, self._left = passes, dict.fromkeys(self._names, passes)
+
+    def has_begun(self) -> bool:
+        """Returns True between a backward pass and the wait for its gradients."""
+        return bool(self._sent) or any(left != self._passes for left in self._left.values())
+
+    def check_idle(self) -> None:
+        """Raises AssertionError between a backward pass and the step."""
+        if self.has_begun():
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(): the gradients are on their way, or summed over "
+                f"backward_passes_per_step={self._passes}"
+            )
+
+    def before_step(self) -> None:
+        """Calls `synchronize`, unless the user has switched it off or a gradient scaler has called it."""
+        if self.should_synchronize and not self.is_ready:
+            self.synchronize()
+        self.is_synchronized = self.is_ready = False
+
+    # A compiled step must not trace waits for other ranks.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def synchronize(self) -> None:
+        """Starts the reductions that no hook has started, with zeros for missing gradients, and waits for all.
+
+        Raises:
+            HorovodInternalError: a reduction failed; all others have ended.
+            AssertionError: a gradient was changed while it was reduced.
+        """
+        if not self._has_peers:
+            return
+        if self.is_synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(), "
+                "or synchronize() called twice: gradients are reduced a second time",
+                stacklevel=4,
+            )
+        for parameter, sent in self._sent.items():
+            if parameter.grad is not sent.gradient or sent.gradient._version != sent.version:
+                raise AssertionError(
+                    f"the gradient of {self._names[parameter]!r} was changed on its way to the other ranks: call "
+                    "optimizer.synchronize() before you clip or unscale gradients, and step in "
+                    "optimizer.skip_synchronize()"
+                )
+        self.add(list(self._names) if len(self._hooked) < len(self._names) else [])
+        for parameter in self._names:
+            if parameter.requires_grad and parameter not in self._sent:
+                self._begin(parameter)
+        errors = []
+        for parameter, sent in self._sent.items():
+            try:
+                self._finish(parameter, sent)
+            except HorovodInternalError as error:
+                errors.append(error)
+        self._sent.clear()
+        self.set_passes(self._passes)
+        if errors:
+            raise errors[0]
+        self.is_synchronized = True
+
+    def forget(self) -> None:
+        """Waits for running reductions, and resets the state as after a step."""
+        for sent in self._sent.values():
+            # The step is discarded anyway: elastic.run restores the state after such an error.
+            with contextlib.suppress(HorovodInternalError):
+                sent.request.wait()
+        self._sent.clear()
+        self.set_passes(self._passes)
+        self.is_synchronized = self.is_ready = False
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter in self._sent:
+            raise AssertionError(
+                f"gradients of {self._names[parameter]!r} were computed more than backward_passes_per_step="
+                f"{self._passes} times before step(): increase it to accumulate gradients locally"
+            )
+        self.is_synchronized = self.is_ready = False
+        self._left[parameter] -= 1
+        if self._left[parameter] == 0:
+            self._begin(parameter)
+
+    def _begin(self, parameter: torch.Tensor) -> None:
+        name, gradient, context = f"gradient.{self._names[parameter]}", parameter.grad, None
+        if gradient is None:
+            # Another rank may have a gradient of this parameter.
+            gradient = torch.zeros_like(parameter)
+            if dims := self._sparse_dims.get(parameter):
+                gradient = gradient.to_sparse(dims)
+            parameter.grad = gradient
+        if gradient.requires_grad:
+            raise AssertionError(
+                f"the gradient of {self._names[parameter]!r} requires a gradient itself, which other ranks do not "
+                "know of: for create_graph=True call torch.autograd.grad"
+            )
+        if gradient.is_sparse:
+            self._sparse_dims[parameter] = gradient.sparse_dim()
+        if gradient.is_sparse and not self.sparse_as_dense:
+            request = sparse_allreduce_async(gradient, name, self._op, self._group)
+        else:
+            # `detach` would count the reduction's writes as changes by the user.
+            dense = gradient.to_dense() if gradient.is_sparse else gradient.data
+            compressed, context = self.compression.compress(dense)
+            request = allreduce_async_(compressed, None, name, self._op, *self._scales, self._group)
+        self._sent[parameter] = _Sent(gradient, gradient._version, request, context)
+
+    def _finish(self, parameter: torch.Tensor, sent: _Sent) -> None:
+        reduced = sent.request.wait()
+        if not reduced.is_sparse:
+            reduced = self.compression.decompress(reduced, sent.context)
+        if sent.gradient.is_sparse:
+            parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse(sent.gradient.sparse_dim())
+        elif reduced.data_ptr() != sent.gradient.data_ptr():
+            sent.gradient.copy_(reduced)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization with the mean and variance over all ranks; on a CPU, too."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalizes ``input`` of shape ``(batch, channels, ...)``."""
+        self._check_input_dim(input)
+        if not (self.training or not self.track_running_stats) or size() == 1:
+            plain: torch.Tensor = super().forward(input)
+            return plain
+        dims, shape = [dim for dim in range(input.dim()) if dim != 1], [1, -1] + [1] * (input.dim() - 2)
+        # Half a precision holds neither the sums nor, beyond 65504, the count; torch's own takes them so, too.
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        count = x.new_tensor([x.numel() / input.size(1)])
+        total = allreduce(torch.cat([x.sum(dims), count]), name="sync_batch_norm.sum", op=SUM)
+        rows = total[-1].detach()
+        mean = total[:-1] / rows
+        # Around the mean of all ranks: the mean of squares less the square of the mean would lose every digit.
+        centred = x - mean.view(shape)
+        squares = allreduce(centred.square().sum(dims), name="sync_batch_norm.squares", op=SUM)
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+            with torch.no_grad():
+                if self.num_batches_tracked is not None:
+                    self.num_batches_tracked.add_(1)
+                share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked or 1)
+                unbiased = squares.detach() / (rows - 1).clamp(min=1)
+                self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), share)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+        output = centred * torch.rsqrt((squares / rows).view(shape) + self.eps)
+        if self.affine:
+            output = output * self.weight.view(shape) + self.bias.view(shape)
+        result: torch.Tensor = output.to(input.dtype)
+        return result

@@ -1,31 +1,26 @@
-"""The rank of this process, the sets of ranks that communicate, and warnings about ranks that others wait for."""
+"""The rank of this process, and the sets of ranks that communicate."""
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import rankzero.train as rt
-from rankzero import bounds
 from rankzero.compat.horovod.torch.coordinator import Coordinator
-from rankzero.compat.horovod.torch.messages import Meta, Request
+from rankzero.compat.horovod.torch.operations import Meta
 from rankzero.train.context import at_return
 
 logger = logging.getLogger(__name__)
 
-STALL_WARNING_AFTER = 60.0
-STALL_TIMEOUT = 1800.0
-STALL_TIMEOUT_MAX = 30 * 24 * 3600.0
+STALL_WARNING_AFTER, STALL_TIMEOUT, STALL_TIMEOUT_MAX = 60.0, 1800.0, 30 * 24 * 3600.0
 """Horovod's own defaults of its variables for warnings and shutdowns, and the largest value of both, in seconds."""
-
-NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 class ProcessSet:
@@ -44,7 +39,8 @@ class ProcessSet:
     def coordinator(self) -> Coordinator:
         """Returns the coordinator that executes the set's operations. Raises ValueError before it is created."""
         if self._coordinator is None:
-            raise ValueError(NOT_INITIALIZED if self is global_process_set else "give it to hvd.add_process_set first")
+            is_world, text = self is global_process_set, "Horovod has not been initialized; use hvd.init()."
+            raise ValueError(text if is_world else "give it to hvd.add_process_set first")
         return self._coordinator
 
     def size(self) -> int:
@@ -61,9 +57,16 @@ class ProcessSet:
 
     def _open(self, number: int) -> None:
         warn_after = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", STALL_WARNING_AFTER)
-        timeout = timedelta(seconds=_seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", STALL_TIMEOUT))
+        timeout = _seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", STALL_TIMEOUT)
+        self._coordinator = Coordinator(next(_opened), self.ranks, timeout, warn_after)
         self.process_set_id = number
-        self._coordinator = Coordinator(self.ranks, timeout, warn_after)
+        _sets[number] = self
+
+    def _close(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.close()
+        _sets.pop(self.process_set_id or 0, None)
+        self._coordinator = self.process_set_id = None
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
@@ -80,45 +83,12 @@ def _seconds(name: str, default: float) -> float:
     return found or default
 
 
-class Watcher:
-    """Logs warnings about ranks for which this rank has waited long, in a thread, until it is stopped.
-
-    Args:
-        sets: Returns the current sets of ranks.
-    """
-
-    def __init__(self, sets: Callable[[], Sequence[Coordinator]]) -> None:
-        self._sets = sets
-        self._warn_at: dict[Coordinator, float] = {}
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="rankzero-horovod-stalls", daemon=True).start()
-
-    def stop(self) -> None:
-        """Stops the thread without waiting for it."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(bounds.POLL_INTERVAL_LONGEST):
-            for group in self._sets():
-                if group.stall() >= bounds.POLL_INTERVAL_LONGEST:
-                    self._check(group)
-                else:
-                    self._warn_at.pop(group, None)
-
-    def _check(self, group: Coordinator) -> None:
-        found, stall = group.call_roll(), group.stall()
-        if stall >= self._warn_at.setdefault(group, group.warn_after):
-            self._warn_at[group] = stall + group.warn_after
-            print(f"rankzero: {found}", flush=True)
-
-
 global_process_set = ProcessSet([])
 _sets: dict[int, ProcessSet] = {}
-_ended: list[Coordinator] = []
-"""What the last `shutdown` has closed."""
-_watcher: Watcher | None = None
+_opened = itertools.count()
 _world: Any = None
-"""torch's process group when this process became a rank."""
+_process = 0
+"""torch's process group, and the process, when this process became a rank."""
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -130,62 +100,34 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
     Raises:
         ValueError: ``comm`` is an MPI communicator or a part of the ranks.
-        HorovodInternalError: an operation has failed in this rank alone before `shutdown`, and others still wait in it.
     """
-    global _watcher, _world
+    global _world, _process
     if is_initialized():
         return
-    for ended in _ended:
-        ended.await_peers()
-    _ended.clear()
-    # Removes the sets of an earlier training of this process that failed.
-    _forget()
+    # Ends the sets of an earlier training of this process that failed.
+    shutdown()
     rt.ensure_process_group()
-    _world = dist.group.WORLD
+    _world, _process = dist.group.WORLD, os.getpid()
     everybody = list(range(dist.get_world_size()))
     if comm is not None and (not isinstance(comm, (list, tuple)) or sorted(comm) not in ([], everybody)):
         raise ValueError(f"comm is {comm!r}; MPI communicators are not supported: use hvd.add_process_set(ranks)")
     global_process_set.ranks = everybody
     global_process_set._open(0)
-    _sets[0] = global_process_set
-    at_return(_end)
-    _watcher = Watcher(lambda: [one for each in list(_sets.values()) if (one := each._coordinator)])
-    if not isinstance(process_sets, str):
-        for process_set in process_sets or ():
-            add_process_set(process_set)
+    at_return(shutdown)
+    for process_set in () if isinstance(process_sets, str) else process_sets or ():
+        add_process_set(process_set)
 
 
+# Before Python finalizes: a thread of gloo or of a coordinator that needs Python after that aborts the process.
+@atexit.register
 def shutdown() -> None:
     """Ends this rank's part once all ranks end theirs; operations that still wait for this rank fail on other ranks."""
-    for coordinator in _end():
-        coordinator.destroy()
-        _ended.append(coordinator)
-
-
-def _end() -> list[Coordinator]:
-    """Ends this rank's part, but keeps its connections until the process exits."""
-    found = [process_set.coordinator for process_set in _sets.values()]
-    for coordinator in found:
-        coordinator.end()
-    if len(found) > 1:
-        # Ranks may wait for this rank in one set while it waits for ranks of another set.
-        for coordinator in found:
-            if coordinator.rank >= 0:
-                coordinator.drive()
-    for coordinator in found:
-        coordinator.await_end()
-    _forget()
-    return found
-
-
-def _forget() -> None:
-    global _watcher
-    for process_set in _sets.values():
-        process_set._coordinator = None
-    _sets.clear()
-    if _watcher:
-        _watcher.stop()
-        _watcher = None
+    # A process that a rank has forked has none of its threads.
+    found = list(_sets.values()) if _process == os.getpid() else []
+    for process_set in found:
+        process_set.coordinator.end()
+    for process_set in found:
+        process_set._close()
 
 
 def is_initialized() -> bool:
@@ -207,16 +149,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if any(found.ranks == other.ranks for other in _sets.values()):
         raise ValueError(f"a process set of the ranks {found.ranks} is there already")
     # Ranks that create different groups would block each other; this barrier detects and names them.
-    agreed = global_process_set.coordinator
-    agreed.wait(
-        agreed.requests.issue(
-            Request(
-                "process_set", max(_sets) + 1, Meta("barrier", shape=tuple(found.ranks)), torch.empty(0, device="cpu")
-            )
-        )
-    )
-    found._open(max(_sets) + 1)
-    _sets[max(_sets) + 1] = found
+    number, meta = max(_sets) + 1, Meta("barrier", shape=tuple(found.ranks))
+    global_process_set.coordinator.issue("process_set", str(number), [meta], [torch.empty(0, device="cpu")]).wait()
+    found._open(number)
     return found
 
 
@@ -225,10 +160,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set is global_process_set or process_set not in _sets.values():
         return False
     process_set.coordinator.end()
-    process_set.coordinator.await_end()
-    process_set.coordinator.destroy()
-    del _sets[process_set.process_set_id or 0]
-    process_set._coordinator = process_set.process_set_id = None
+    process_set._close()
     return True
 
 
@@ -247,87 +179,35 @@ def size() -> int:
     return global_process_set.coordinator.size
 
 
-def local_rank() -> int:
-    """Returns the index of this rank in its task: ``cuda:{local_rank()}`` is its GPU, wherever ranks are placed."""
-    size()
-    return rt.get_context().local_rank
+def _answer(value: Callable[[], int], text: str) -> Callable[[], int]:
+    """Returns a function that answers a question about the rank or about torch."""
+
+    def answer() -> int:
+        return value()
+
+    answer.__doc__ = f"Returns {text}."
+    return answer
 
 
-def local_size() -> int:
-    """Returns the number of ranks in this task."""
-    size()
-    return rt.get_context().local_world_size
+def _of_context(name: str, text: str) -> Callable[[], int]:
+    return _answer(lambda: size() and getattr(rt.get_context(), name), text)
 
 
-def cross_rank() -> int:
-    """Returns the index of this rank's task."""
-    size()
-    return rt.get_context().node_rank
-
-
-def cross_size() -> int:
-    """Returns the number of tasks."""
-    size()
-    return rt.get_context().num_nodes
-
-
-def is_homogeneous() -> bool:
-    """Returns True, since every task has the same number of ranks."""
-    size()
-    return True
-
-
-def gloo_built() -> bool:
-    """Returns True if torch has gloo."""
-    return dist.is_gloo_available()
-
-
-def gloo_enabled() -> bool:
-    """Returns True if torch has gloo."""
-    return dist.is_gloo_available()
-
-
-def nccl_built() -> int:
-    """Returns the version of NCCL that torch has; 0 if it has none."""
-    if not dist.is_nccl_available():
-        return 0
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return version if isinstance(version, int) else version[0] * 10000 + version[1] * 100 + version[2]
-
-
-def cuda_built() -> bool:
-    """Returns True if torch has CUDA."""
-    return torch.version.cuda is not None
-
-
-def rocm_built() -> bool:
-    """Returns True if torch has ROCm."""
-    return torch.version.hip is not None
-
-
-def mpi_built() -> bool:
-    """Returns False, since ranks communicate without MPI."""
-    return False
-
-
-def mpi_enabled() -> bool:
-    """Returns False, since ranks communicate without MPI."""
-    return False
-
-
-def mpi_threads_supported() -> bool:
-    """Returns False, since ranks communicate without MPI."""
-    return False
-
-
-def ddl_built() -> bool:
-    """Returns False, since IBM's DDL is not supported."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Returns False, since Intel's oneCCL is not supported."""
-    return False
+local_rank = _of_context("local_rank", "the index of this rank in its task: ``cuda:{local_rank()}`` is always its GPU")
+local_size = _of_context("local_world_size", "the number of ranks in this task")
+cross_rank = _of_context("node_rank", "the index of this rank's task")
+cross_size = _of_context("num_nodes", "the number of tasks")
+is_homogeneous = _answer(lambda: size() > 0, "True, since every task has the same number of ranks")
+gloo_built = gloo_enabled = _answer(dist.is_gloo_available, "True if torch has gloo")
+nccl_built = _answer(
+    lambda: sum(part * 100**place for place, part in enumerate(reversed(torch.cuda.nccl.version()[:3])))  # type: ignore[no-untyped-call]
+    if dist.is_nccl_available() else 0, "the version of NCCL that torch has, such as 22703; 0 if it has none",
+)  # fmt: skip
+cuda_built = _answer(lambda: torch.version.cuda is not None, "True if torch has CUDA")
+rocm_built = _answer(lambda: torch.version.hip is not None, "True if torch has ROCm")
+mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answer(
+    lambda: False, "False: MPI, IBM's DDL and Intel's oneCCL are not supported"
+)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
