@@ -181,16 +181,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Removes the files that were kept in memory; after a failure the next suite does."""
-    if (place := config.stash.get(_in_memory, None)) and config.stash.get(_passed, False):
-        shutil.rmtree(place, ignore_errors=True)
+    """Removes the files that were kept in memory, after a failure the next suite does; names what the suite has left.
 
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Names the temporary directories that the suite has left, and what is in them, below the failed tests."""
+    Behind the summary, where also who sees only the end of the output reads it.
+    """
     for name in config.stash.get(_left, []):
         files = [str(path) for path in Path(tempfile.gettempdir(), name).rglob("*")]
-        terminalreporter.write_line(f"LEFT {tempfile.gettempdir()}/{name}: {files[:5]}")
+        print(f"LEFT {tempfile.gettempdir()}/{name}: {files[:5]}")
+    if (place := config.stash.get(_in_memory, None)) and config.stash.get(_passed, False):
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def until(look: Callable[[], T | None], bound: float, what: str, pause: float = LOOK) -> T:

@@ -82,7 +82,7 @@ else:
     raise AssertionError("-1")
 
 from dagster_rankzero import TorchDistributorResource
-assert TorchDistributorResource(cool_down=2.0)._launcher({}).cool_down == 2.0
+assert TorchDistributorResource(cool_down=2.0)._launcher().cool_down == 2.0
 assert TorchDistributorResource().options(cool_down=4.0).cool_down == 4.0
 """
 

@@ -1,5 +1,6 @@
 """Decisions, as tables: no processes, no clocks."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -158,8 +159,15 @@ def test_nobody_is_missing_where_nobody_waits() -> None:
         (3600.0, 0.0, True),
     ],
 )
-def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: float, dead: bool) -> None:
-    assert observer.driver_is_dead(age, unchanged, observer.dead_after(RunStatus())) is dead
+def test_a_driver_whose_heartbeat_stands_still_is_dead(
+    age: float, unchanged: float, dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, status, began = observer.HeartbeatWatch(), RunStatus(heartbeat=time.time() - age), time.monotonic()
+    is_dead = watch.is_silent(status)
+    if not is_dead:
+        monkeypatch.setattr(time, "monotonic", lambda: began + unchanged)
+        is_dead = watch.is_silent(status)
+    assert is_dead is dead
 
 
 NOW, PATIENT = 0.0, GROWTH_TIMEOUT()

@@ -61,7 +61,7 @@ class RunDirectoryLink(_XComLink):
 
 
 class ReportLink(_XComLink):
-    """The report of the run, which exists once the run has ended, and on a disk also while it is live."""
+    """The report of the run, which exists once the run has ended."""
 
     name = "Report"
     xcom_key = "rankzero_report_url"

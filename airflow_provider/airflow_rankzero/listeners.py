@@ -77,6 +77,7 @@ _WAITING = ("scheduled", "queued", "running", "restarting", "up_for_retry", "up_
 _ENDED = ("failed", "success", "skipped", "upstream_failed", "removed")
 
 _KEY = ("dag_id", "run_id", "task_id", "map_index")
+LABELS = ("dag_id", "dag_run_id", "task_id", "map_index")  # The same, among the labels of a training
 
 Tasks = dict[tuple[Any, ...], Any]
 """Rows of tasks by their keys."""
@@ -111,7 +112,7 @@ def poll(before: Tasks) -> Tasks:
     rows = _rows(columns, task.state.in_(_WAITING), xcom.key == DIRECTORY_KEY, *same)
     waiting = {tuple(row[: len(_KEY)]): row for row in rows}
     for key in waiting.keys() - before.keys():
-        logger.info("the training of %s ends with the task", key)
+        logger.info("the training of %s is watched", key)
     for key in before.keys() - waiting.keys():
         # A store that does not respond delays no other training.
         threading.Thread(target=_end, args=(before[key],), name="rankzero-watch", daemon=True).start()
@@ -132,6 +133,9 @@ def _end(row: Any) -> None:
             # Another operator's XCom of the same key.
             return
         handle = RunHandle[Any].attach(directory, follows=False)
+        if [handle.labels.get(name) for name in LABELS] != [str(part) for part in row[: len(_KEY)]]:
+            # A training that the task has only started, and left alone.
+            return
         if handle.wait(FOLLOWER_GRACE):
             return
         task = _table("taskinstance.TaskInstance")

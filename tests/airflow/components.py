@@ -70,7 +70,7 @@ def main() -> None:
             return run(Path(folder), name, parent)
     codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in names]
     # Tests kill components.
-    sys.exit(max(codes))
+    sys.exit(max(0, *codes))
 
 
 if __name__ == "__main__":

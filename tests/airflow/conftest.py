@@ -20,8 +20,6 @@ from tests.conftest import restore_signal_handlers, signal_handlers, until
 
 from rankzero import Launcher
 
-RunDag = Callable[..., Any]
-
 # Deleted when the object is, at the end of the test process.
 _home = tempfile.TemporaryDirectory(prefix="rankzero-airflow-", ignore_cleanup_errors=True)
 HOME = _home.name
@@ -208,7 +206,9 @@ def watched(
         context["ti"].xcom_push(key="run_directory", value=str(tmp_path / "left"))
 
     note()
-    made = Watched(dag.dag_id, run_dag(dag).run_id, Launcher(1, store=tmp_path, run_id="left"))
+    run_id = run_dag(dag).run_id
+    labels = {"dag_id": dag.dag_id, "dag_run_id": run_id, "task_id": "train", "map_index": "-1"}
+    made = Watched(dag.dag_id, run_id, Launcher(1, store=tmp_path, run_id="left", labels=labels))
     yield made
     made.launcher.find().cancel()
     assert made.launcher.find().wait(60)

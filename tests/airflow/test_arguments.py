@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.airflow.conftest import RunDag
+from tests.airflow.versions import RunDag
 
 OF_THE_LAUNCHER_ALONE = {
     "engine": "the operator has conn_id, master and spark_conf",

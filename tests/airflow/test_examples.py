@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.airflow.conftest import RunDag, register
+from tests.airflow.conftest import register
+from tests.airflow.versions import RunDag
 from tests.conftest import JVM_TIMEOUT, ROOT, restore_signal_handlers, signal_handlers, until
 
 from rankzero import Launcher, ResultRef

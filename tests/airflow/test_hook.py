@@ -33,7 +33,6 @@ def test_the_hook_gives_the_target(tell: Any) -> None:
 
 
 def test_problems_and_the_lack_of_them_are_told(tell: Any, tmp_path: Path) -> None:
-    """Which problems there are is of `tests/test_problems.py`."""
     ok, words = tell(engine="local")
     assert ok, words
     assert f"nothing stands against a training on this machine, and {tmp_path} can be written" in words

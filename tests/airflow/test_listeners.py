@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.airflow.conftest import RunDag, Watched, wait_long
+from tests.airflow.conftest import Watched, wait_long
+from tests.airflow.versions import RunDag
 from tests.conftest import until
 
 from rankzero import RunHandle

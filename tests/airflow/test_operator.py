@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.airflow import versions
-from tests.airflow.conftest import RunDag
+from tests.airflow.versions import RunDag
 from tests.conftest import until
 
 from rankzero import Launcher

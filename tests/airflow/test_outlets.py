@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.airflow import versions
-from tests.airflow.conftest import RunDag
+from tests.airflow.versions import RunDag
 
 
 def events_of(dag_id: str) -> list[tuple[str, list[str], dict[str, Any]]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.airflow.conftest import RunDag
+from tests.airflow.versions import RunDag
 
 
 def of_variable() -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.airflow import versions
-from tests.airflow.conftest import RunDag
+from tests.airflow.versions import RunDag
 
 TOKEN = "token-of-the-test-8261"
 STORE_KEY = "key-of-the-store-7350"

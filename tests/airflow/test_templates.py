@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.airflow.conftest import RunDag
+from tests.airflow.versions import RunDag
 
 WORLD = "import os\nimport rankzero.train as rt\nrt.set_result(int(os.environ['WORLD_SIZE']))\n"
 
@@ -134,9 +134,6 @@ async def trained_later(lr: float) -> None:
     [
         ({"num_processes": 0}, "num_processes is 0"),
         ({"num_processes": "many"}, "num_processes is 'many'; it must be a whole number"),
-        ({"num_processes": 3, "processes_per_task": 2}, "processes_per_task=2"),
-        ({"use_gpu": "yes"}, "use_gpu is 'yes'"),
-        ({"ports": (2, 1)}, "ports is (2, 1)"),
         ({"train": 7}, "train is 7; give a function"),
         ({"op_args": "--lr 0.1"}, "op_args is '--lr 0.1'; it must be a list of arguments"),
         ({"op_kwargs": [1]}, "op_kwargs is [1]; it must map names to arguments"),
@@ -145,7 +142,6 @@ async def trained_later(lr: float) -> None:
         ({"train": trained_later}, "train=trained_later is an async function"),
         ({"log_ranks": 0}, "log_ranks is 0; give a list of ranks"),
         ({"log_ranks": "0"}, "log_ranks is '0'; give a list of ranks"),
-        ({"log_ranks": ["0"]}, "log_ranks is ['0']; give a list of ranks"),
         ({"log_ranks": "{{ params.ranks }}"}, "log_ranks is '{{ params.ranks }}', but cannot be a template"),
         ({"skip_on_exit_code": "99"}, "skip_on_exit_code is '99'; give exit codes, such as 99 or [98, 99]"),
         ({"skip_on_exit_code": True}, "skip_on_exit_code is [True]; give exit codes"),

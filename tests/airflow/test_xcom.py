@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.airflow import versions
-from tests.airflow.conftest import RunDag
+from tests.airflow.versions import RunDag
 
 
 def test_every_value_that_is_pushed_is_pulled_unchanged(dag: Any, run_dag: RunDag) -> None:

@@ -2,9 +2,12 @@
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+RunDag = Callable[..., Any]
 
 
 @functools.cache

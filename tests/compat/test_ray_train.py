@@ -207,7 +207,10 @@ def of_each_worker(config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_checkpoint_is_rank_0s_or_has_the_files_of_all_workers(fit: FitsLoop, sharded: bool) -> None:
-    result = fit(of_each_worker, {"ranks": [0, 1], "sharded": sharded})
+    if not sharded:
+        with pytest.raises(TrainingFailedError, match="files that rank 0's checkpoint lacks.*sharded=True"):
+            fit(of_each_worker, {"ranks": [0, 1], "sharded": False})
+    result = fit(of_each_worker, {"ranks": [0, 1] if sharded else [0], "sharded": sharded})
     expected = {"common": "0", "model-rank=0.pt": "0", **({"model-rank=1.pt": "1"} if sharded else {})}
     assert result.return_value == [expected] * 2
     assert result.checkpoint is not None

@@ -68,7 +68,6 @@ def test_a_relative_script_begins_at_the_file_that_makes_the_op(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     fit = runpy.run_path(str(tmp_path / "defs.py"))["fit"]
-
     assert value_of(executed(resources, fit), "fit") == "beside"
     assert fit.description == "Runs fit.py on every rank."
 
@@ -77,21 +76,18 @@ def test_a_script_is_an_op_that_can_wait_for_others(resources: dict[str, object]
     script = tmp_path / "fit-model.py"
     script.write_text("import sys\nimport rankzero.train as rt\nrt.set_result(sys.argv[1:])\n")
     fit = torch_distributor_op(script, args=["--epochs", "3"], ins={"start": dg.In(dg.Nothing)})
-
     result = executed(resources, fit, load)
     assert value_of(result, "fit_model") == ["--epochs", "3"]
 
 
 def test_a_command_is_an_op(resources: dict[str, object], tmp_path: Path) -> None:
     touch = torch_distributor_op(["touch"], args=[tmp_path / "touched-by-${local_rank}"])
-
     assert value_of(executed(resources, touch), "touch") is None
     assert (tmp_path / "touched-by-0").exists()
 
 
 def test_a_reference_to_a_function_is_an_op(resources: dict[str, object]) -> None:
     join = torch_distributor_op("posixpath:join", args=["a", "b"], name="joined")
-
     assert value_of(executed(resources, join), "joined") == "a/b"
 
 

@@ -354,7 +354,7 @@ def test_spark_reads_a_table_of_ranks_with_other_columns(launcher: Launcher, ses
 
 @pytest.mark.soak
 def test_the_rank_whose_columns_do_not_fit_gets_the_error(launcher: Launcher) -> None:
-    with pytest.raises(WorkerFailedError, match="Field a has incompatible types: int64 vs string") as raised:
+    with pytest.raises(WorkerFailedError, match="Field a has incompatible types: string vs int64") as raised:
         launcher.run(_other_columns, [({"a": [1]}, {"a": ["x"]})])
     assert (raised.value.rank, raised.value.exception_type) == (1, "TypeError")
 

@@ -15,9 +15,10 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
-from rankzero.driver.driver import Reporter
+from rankzero.driver.driver import write_report
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.trackers import Trackers
+from rankzero.engines.base import ActionThread
 from rankzero.job import Job
 from rankzero.masking import Mask
 from rankzero.run.directory import RunDirectory
@@ -244,7 +245,8 @@ def test_the_driver_that_reads_its_own_run_is_no_follower(tmp_path: Path) -> Non
     directory = RunDirectory(handle.directory)
     until(lambda: directory.status().state == "running", 60, "the run starts")
     lease = directory.lease()
-    Reporter(directory).close()
+    write_report(directory, thread := ActionThread())
+    thread.end()
     assert "<html" in Path(directory.path("report.html")).read_text()
     assert directory.lease() == lease
     list(handle.events())

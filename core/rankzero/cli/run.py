@@ -219,9 +219,9 @@ def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
                 summary.read(handle, status)
                 left = summary.seconds_left
                 facts = [status.shown, *([f"attempt {status.attempt}"] if status.attempt else [])]
-                if summary.slowest is not None:
+                if (slowest := summary.slowest) is not None:
                     of = "" if summary.total is None else f"/{summary.total:g}"
-                    facts.append(f"{summary.slowest.done:g}{of} {summary.unit}")
+                    facts.append(f"{slowest.done:g}{of} {summary.unit}")
                 facts += [] if left is None else [f"{duration(round(left))} left"]
                 numbers = [(name, value) for name, value in summary.last.items() if type(value) in (int, float)]
                 shown = "  ".join([*facts, *(f"{name} {value:.4g}" for name, value in numbers[:5])])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import os
 import threading
@@ -24,7 +24,7 @@ from rankzero.driver.states import follow
 from rankzero.driver.tables import remove_computed
 from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import Inbox, Watch
-from rankzero.engines.base import Engine, Flag, in_thread
+from rankzero.engines.base import ActionThread, Engine, Flag
 from rankzero.errors import (
     HANG,
     EngineError,
@@ -104,15 +104,15 @@ class Driver:
         """
         self.recorder.note_thread()
         if self._job.submission:
-            with contextlib.suppress(Exception):
-                # The page of the submission before.
-                store.remove(self._run.path(REPORT_FILE))
+            # The page of the submission before.
+            self._watch.thread.submit(functools.partial(store.remove, self._run.path(REPORT_FILE)))
         self._trackers.start()
         try:
             self._run_to_its_end(refused)
         finally:
             self._trackers.close()
-            write_report(self._run)
+            write_report(self._run, self._watch.thread)
+            self._watch.thread.end()
 
     def _run_to_its_end(self, refused: Exception | None) -> None:
         try:
@@ -180,7 +180,11 @@ class Driver:
             allow_open_files()
         attempt = Attempt(self._run, number, placed, self.recorder, mailbox, self._watch, self._env, self._started_at)
         try:
-            recorder.update(checkpoint=attempt.resume and attempt.resume.id)
+            if (found := attempt.resume and attempt.resume.id) != recorder.status.checkpoint:
+                recorder.update(checkpoint=found)
+            if number > self._job.first_attempt:
+                begin = f"checkpoint {attempt.resume.id}" if attempt.resume else "the beginning"
+                logger.warning("attempt %s begins at %s", number, begin)
             return follow(Starting(attempt), Final, mailbox, self.recorder).verdict
         finally:
             attempt.close()
@@ -271,8 +275,13 @@ class DriverThread(threading.Thread):
         return b""
 
 
-def write_report(run: RunDirectory) -> None:
-    """Writes the page of a run that has ended. An error is only logged, and a silent store is not waited for."""
+def write_report(run: RunDirectory, thread: ActionThread) -> None:
+    """Writes the page of a run that has ended. An error is only logged, and a silent store is not waited for.
+
+    Args:
+        run: The run.
+        thread: The thread that writes.
+    """
 
     def write() -> None:
         try:
@@ -285,5 +294,5 @@ def write_report(run: RunDirectory) -> None:
             logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
 
     timeout = bounds.REPORT_TIMEOUT()
-    if not wait([in_thread(write, "rankzero-report")], timeout).done:
+    if not wait([thread.submit(write)], timeout).done:
         logger.warning("the report of the run takes more than %g s; `rankzero report` makes it", timeout)

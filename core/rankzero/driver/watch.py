@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rankzero import bounds
 from rankzero.channel.messages import Message, decode
 from rankzero.driver.recorder import Recorder
-from rankzero.engines.base import in_thread
+from rankzero.engines.base import ActionThread
 from rankzero.errors import RunCancelledError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory, bound_of
@@ -146,6 +146,8 @@ class Watch:
         self._lease_seen = time.monotonic()
         self._is_unreadable = False
         self._next_poll = self._next_lease = 0.0
+        self.thread = ActionThread("rankzero-watch")
+        """Reads the run directory, and hangs if the store does."""
         self._poll_result: Future[None] = Future()
         self._poll_result.set_result(None)
         self._is_removed = False
@@ -177,7 +179,9 @@ class Watch:
     def _interrupted_end(self) -> RunCancelledError:
         # The process that cancels the run writes its reason into the store after it has sent the signal.
         deadline = time.monotonic() + 2 * bounds.CANCEL_REQUEST_TIMEOUT()
-        self._poll(bounds.CANCEL_REQUEST_TIMEOUT())
+        for _ in range(2):
+            # The first read may have begun before the request was written.
+            self._poll(bounds.CANCEL_REQUEST_TIMEOUT())
         while self._inbox.is_cancelled and self._request is None and time.monotonic() < deadline:
             time.sleep(bounds.POLL_INTERVAL_SHORT)
             self._poll(bounds.POLL_INTERVAL_SHORT)
@@ -205,9 +209,9 @@ class Watch:
         return False
 
     def _poll(self, timeout: float = 0.0) -> None:
-        """Polls the run directory in a thread, which hangs if the store does; waits ``timeout`` seconds at most."""
+        """Polls the run directory; waits ``timeout`` seconds at most, and for one poll at a time."""
         if self._poll_result.done():
-            self._poll_result = in_thread(self._read, "rankzero-watch")
+            self._poll_result = self.thread.submit(self._read)
             # A disk replies immediately.
             timeout = timeout if self._run.is_remote else bounds.CANCEL_REQUEST_TIMEOUT()
         wait([self._poll_result], timeout)

@@ -143,9 +143,10 @@ def _facts_of(job: Job, status: RunStatus, summary: Summary, now: float) -> list
 
 def _progress(summary: Summary) -> str:
     """Returns a progress bar if the reports name a total, else an empty text."""
-    if not summary.total or summary.slowest is None:
+    slowest = summary.slowest
+    if not summary.total or slowest is None:
         return ""
-    done, left = summary.slowest.done, summary.seconds_left
+    done, left = slowest.done, summary.seconds_left
     share = 100 * min(1.0, max(0.0, done / summary.total))
     outer = "background:rgba(128,128,128,.25);border-radius:4px;height:8px;margin:8px 0 4px"
     inner = f"background:#2563c9;border-radius:4px;height:8px;width:{share:.1f}%"

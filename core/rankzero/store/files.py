@@ -176,7 +176,6 @@ def write_bytes(location: str, data: bytes, *, durable: bool = False) -> None:
     write_parts(location, [data], durable=durable)
 
 
-@brief
 def write_parts(location: str, parts: Sequence[bytes | memoryview], *, durable: bool = False) -> None:
     """Replaces the file by the concatenated parts, atomically; see `write_bytes`."""
     if is_url(location):

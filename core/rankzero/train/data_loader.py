@@ -100,13 +100,17 @@ class PreparedDataLoader:
             current().note_position(state)
             return state
         state = {"epoch": at.epoch, "batches": at.done, "world_size": get_context().world_size}
-        state["batch_size"] = self.loader.batch_size
+        state |= {"batch_size": self.loader.batch_size, "rows": self._num_rows}
         if at.loader is not None:
             state["loader"] = at.loader
         elif self._is_stateful() and not at.skipped and at.alone:
             # The loader's own state would not contain skipped batches, and is that of its last iteration.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
+
+    @property
+    def _num_rows(self) -> int | None:
+        return len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else None
 
     def _is_stateful(self) -> bool:
         """Returns True for a loader of torchdata, whose workers and data set have a state."""
@@ -132,6 +136,9 @@ class PreparedDataLoader:
         before, now = state.get("batch_size") or 0, self.loader.batch_size or 0
         before, now = (before, now) if before and now else (1, 1)
         done = state["batches"] * state["world_size"] * before // (world_size * now)
+        if state.get("rows", self._num_rows) != self._num_rows:
+            print(f"rankzero: the data set had {state['rows']} rows before; its epoch begins at its first batch")
+            done = 0
         at = Position(state["epoch"], done, done)
         if "loader" in state and self._is_stateful() and (state["world_size"], before) == (world_size, now):
             at.skipped, at.loader = 0, state["loader"]

@@ -1,7 +1,6 @@
 """Loads what forks of the warm server share, and moves its memory into huge pages.
 
-A fork copies the page tables of its parent, and frees its own when it exits. With torch loaded these are 50,000
-entries; with huge pages some 1,000.
+A fork copies the page tables of its parent. With torch loaded these are 50,000 entries; with huge pages some 1,000.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ PRELOADED = (
     "torch",
     "torch.distributed",
     "rankzero.worker.main",
+    "rankzero.compat",
     "rankzero.store.remote",
     "rankzero.train.parts",
     "rankzero.train.writer",

@@ -57,6 +57,8 @@ def values() -> None:
         check("no columns", hvd.allgather(torch.ones(shape)).shape, (3 * size, *shape[1:]))
     check("fp16", hvd.allreduce(torch.full((3,), 1.5), compression=hvd.Compression.fp16), torch.full((3,), 1.5))
     check("scalar", hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum), sum(map(float, range(size))))
+    check("too large", hvd.allreduce(torch.tensor([3e38]), op=hvd.Product, postscale_factor=1e10), [float("inf")])
+    assert hvd.grouped_allreduce([]) == hvd.grouped_allgather([]) == []
 
     rows, came = hvd.alltoall(torch.full((sum(range(size + 1)),), rank), splits=list(range(1, size + 1)))
     check("alltoall", rows, torch.arange(size).repeat_interleave(rank + 1))

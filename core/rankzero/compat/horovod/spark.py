@@ -62,10 +62,12 @@ def run_elastic(
     """
     given = min_num_proc, options.pop("min_np", None), num_proc, options.pop("max_np", None), max_num_proc
     numbers: list[Any] = [each for each in given if each is not None]
+    own = launcher is None
     launcher = launcher or runner.on_spark("horovod.spark.run_elastic", numbers[-1] if numbers else None)
     numbers = numbers or [launcher.num_processes]
     world: Any = numbers[0] if numbers[0] == numbers[-1] else (numbers[0], numbers[-1])
     resets = RESETS if reset_limit is None else reset_limit
-    launcher = launcher.options(max_restarts=resets, restart_on=(BaseException,) if resets else ())
+    if own or reset_limit is not None:
+        launcher = launcher.options(max_restarts=resets, restart_on=(BaseException,) if resets else ())
     timeout = max((each for each in (start_timeout, elastic_timeout) if each is not None), default=None)
     return runner.run(fn, args, kwargs, world, timeout, launcher=launcher, **options)

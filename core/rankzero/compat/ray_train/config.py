@@ -182,9 +182,9 @@ class RunConfig(metaclass=_Options):
     storage_path: str | os.PathLike[str] | None = None
     failure_config: FailureConfig | None = None
     checkpoint_config: CheckpointConfig | None = None
-    worker_runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    worker_runtime_env: Mapping[str, Any] | None = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checked("failure_config", self.failure_config, FailureConfig)
         checked("checkpoint_config", self.checkpoint_config, CheckpointConfig)
-        refuse("worker_runtime_env", set(self.worker_runtime_env) - {"env_vars"})
+        refuse("worker_runtime_env", set(self.worker_runtime_env or {}) - {"env_vars"})

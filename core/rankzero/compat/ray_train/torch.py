@@ -121,7 +121,7 @@ class TorchTrainer:
             "restart_on": (BaseException,) if failures.max_failures else None,
             "dataset": self.datasets or None,
             "backend": self.torch_config.backend,
-            "env": run.worker_runtime_env.get("env_vars"),
+            "env": (run.worker_runtime_env or {}).get("env_vars"),
         }
         return {name: value for name, value in given.items() if value is not None}
 

@@ -35,6 +35,9 @@ class FP16Compressor(Compressor):
         return tensor.to(context)
 
 
+NoneCompressor = Compressor
+
+
 class Compression:
     """The compressions that the operations accept: ``none`` and ``fp16``."""
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import itertools
 import os
 import pickle
 import queue
@@ -79,8 +78,8 @@ class Coordinator:
         self.ranks, self.size, me = list(ranks), len(ranks), dist.get_rank()
         self.rank = self.ranks.index(me) if me in self.ranks else -1
         """Index of this rank in the set; -1 if it is not a member."""
-        self.optimizers = itertools.count(1)
-        """Numbers of the optimizers that reduce gradients over this set."""
+        self.device = torch.device("cuda")
+        """The GPU of this rank's operations: another thread has another current one."""
         self._timeout, self._warn_after, self._warned = timeout, warn_after, 0.0
         limit = timedelta(seconds=timeout + 10 * TICK)
         # Ranks that are no members must create it, too.
@@ -133,9 +132,13 @@ class Coordinator:
                 name = f"noname.{self._calls[kind]}"
         request = Request(f"{kind}.{name}", *args)
         request.waiters = self._waiters
+        for tensor in request.tensors:
+            self.device = tensor.device if tensor.is_cuda else self.device
         with self._lock:
             if self.error is not None:
                 raise type(self.error)(*self.error.args) from self.error
+            if not self._thread.is_alive():
+                raise HorovodInternalError("a process that a rank has forked takes no part in its operations")
             if request.key in self._mine:
                 raise ValueError(f"{request.name!r} was issued again before it has ended: wait, or use another name")
             self._mine[request.key] = request
@@ -226,7 +229,7 @@ class Coordinator:
                 time.sleep(0.0 if found else 0.05)
         except RuntimeError:
             # Rank 0 has the store.
-            others &= {0}
+            others = {at for at in others if self.ranks[at] == 0}
         what = "; ".join(filter(None, accounts))
         if not what:
             what = f"rank {[self.ranks[rank] for rank in sorted(others)]} has died" if others else str(error)
@@ -258,7 +261,9 @@ class Coordinator:
             self._last = joined[-1] if joined else self._last
         self._all_flags = flags
         self._quiet_since = 0.0 if touched else self._quiet_since or now
-        if any(each & EXPIRED for each in flags) or (not touched and any(each & DEADLOCK for each in flags)):
+        if any(each & EXPIRED for each in flags) or (
+            not touched and any(each & DEADLOCK for each in flags) and all(each & WAITING for each in flags)
+        ):
             self._expire(flags)
         if ready := [key for key in touched if self._is_ready(self._table[key])]:
             self._execute(ready)
@@ -330,7 +335,7 @@ class Coordinator:
                 error = MismatchError(f"{name!r} is not the same on all ranks: {'; '.join(parts)}")
             mine = self._mine.get(key)
             if error is None:
-                requests.append(mine or Request(name, metas, [operations.neutral(meta) for meta in metas]))
+                requests.append(mine or Request(name, metas, [operations.neutral(meta, self.device) for meta in metas]))
             elif mine is not None:
                 self.complete(mine, error)
         if requests:

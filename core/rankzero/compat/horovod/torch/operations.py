@@ -200,10 +200,9 @@ def may_join(meta: Meta) -> bool:
     return meta.kind == "barrier" or (meta.kind == "allreduce" and meta.op in (SUM, AVERAGE))
 
 
-def neutral(meta: Meta) -> torch.Tensor:
-    """Returns the zeros that a rank which has joined adds to a sum."""
-    device = f"cuda:{torch.cuda.current_device()}" if meta.device == "cuda" else meta.device
-    return torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+def neutral(meta: Meta, gpu: torch.device) -> torch.Tensor:
+    """Returns the zeros that a rank which has joined adds to a sum, on its GPU if the others' are on theirs."""
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=gpu if meta.device == "cuda" else meta.device)
 
 
 def is_number(meta: Meta) -> bool:
@@ -221,7 +220,8 @@ def reduce_numbers(request: Request, payloads: Sequence[int]) -> None:
     """Reduces the numbers of all ranks, in the same order on each."""
     meta, tensor = request.metas[0], request.tensors[0]
     numbers = [struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0] * meta.before for bits in payloads]
-    tensor.fill_(_OF_NUMBERS[meta.op](numbers) * meta.after)
+    # As with several elements, a number that is too large for the type is infinite.
+    tensor.copy_(torch.tensor(_OF_NUMBERS[meta.op](numbers) * meta.after, dtype=torch.float64, device="cpu"))
 
 
 def _gather(group: Group, mine: torch.Tensor) -> list[torch.Tensor]:

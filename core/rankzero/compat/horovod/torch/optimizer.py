@@ -215,7 +215,7 @@ class _Reducer:
         self._known, self._op, self._scales, self._group = known, op, scales, group
         self.should_synchronize, self.is_synchronized, self.is_ready = True, False, False
         # A second optimizer may have parameters with the same names, such as the second network of a GAN.
-        number = next(group.coordinator.optimizers)
+        number = next(group.optimizers)
         self._suffix = f"#{number}" if number > 1 else ""
         self._names: dict[torch.Tensor, str] = {}
         self._sent: dict[torch.Tensor, _Sent] = {}

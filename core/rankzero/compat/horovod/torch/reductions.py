@@ -67,6 +67,10 @@ def issue(
         # Numbers of rows may differ between ranks.
         shape = tuple(tensor.shape)[1 if kind in ("allgather", "alltoall") else 0 :]
         metas.append(Meta(kind, tensor.dtype, shape, *options, tensor.device.type))
+    if not metas:
+        # There is nothing to agree on.
+        (empty := Request(kind, [], [], finish)).end(None)
+        return empty
     return group.coordinator.issue(kind, name, metas, [tensor.detach() for tensor in tensors], finish, splits)
 
 

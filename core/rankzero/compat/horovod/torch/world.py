@@ -34,6 +34,8 @@ class ProcessSet:
         self.ranks = sorted(set(ranks))
         self.process_set_id: int | None = None
         self._coordinator: Coordinator | None = None
+        self.optimizers = itertools.count(1)
+        """Numbers of the optimizers that reduce gradients over this set."""
 
     @property
     def coordinator(self) -> Coordinator:
