@@ -161,12 +161,12 @@ class Storage:
         def gives_up(error: Exception) -> bool:
             return isinstance(error, NotOwnerError) or not store.is_url(uri)
 
+        summary = {**result["summary"], "metrics": metrics}
         try:
             store.patiently(place, STORE_OUTAGE(), bounds.WRITE_RETRY_INTERVAL(), gives_up)
+            return ResultRef(uri, result["format"], result["digest"], result["size"], summary).fingerprinted()
         except Exception as error:
             raise not_stored(f"{type(error).__name__}: {error}") from error
-        summary = {**result["summary"], "metrics": metrics}
-        return ResultRef(uri, result["format"], result["digest"], result["size"], summary)
 
     def sweep(self) -> None:
         """Schedules the deletion of everything that this attempt stored; it counts as failed from now on."""

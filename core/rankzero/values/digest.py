@@ -1,7 +1,7 @@
-"""The digest of a file, with the name of its algorithm, computed by all available cores.
+"""The digest of a file, with the name of its algorithm.
 
     sha256:HEX      a file of up to 8 MiB: what ``sha256sum`` prints
-    sha256-8m:HEX   a larger file: the sha256 of the sha256s of its blocks of 8 MiB
+    sha256-8m:HEX   a larger file: the sha256 of the sha256s of its blocks of 8 MiB, which all cores hash together
 
 Runs inside workers too: standard library only.
 """
@@ -24,9 +24,6 @@ BLOCK = 8 << 20
 
 PLAIN, BLOCKS = "sha256", "sha256-8m"
 
-_LARGE = 256 << 10
-"""Bytes from which on a piece is hashed by threads while it is written; starting one takes as long as hashing less."""
-
 _READ = 1 << 20
 
 Bytes = bytes | bytearray | memoryview
@@ -37,6 +34,48 @@ class Writable(Protocol):
 
     def write(self, data: Any, /) -> object:
         """Writes all of the given bytes."""
+
+
+class Digest:
+    """The digest of bytes that are added piece by piece."""
+
+    def __init__(self) -> None:
+        """Creates the digest of no bytes."""
+        self._blocks = [hashlib.sha256()]
+        self.size = 0
+
+    def update(self, data: Any) -> None:
+        """Adds bytes."""
+        view = memoryview(data).cast("B")
+        while view:
+            if self.size and not self.size % BLOCK:
+                self._blocks.append(hashlib.sha256())
+            piece = view[: BLOCK - self.size % BLOCK]
+            self._blocks[-1].update(piece)
+            self.size, view = self.size + len(piece), view[len(piece) :]
+
+    def text(self) -> str:
+        """Returns the digest of everything that was added."""
+        return _text(self._blocks)
+
+
+class HashingFile(Digest):
+    """A file that writes to another one, and hashes the bytes."""
+
+    def __init__(self, file: Writable) -> None:
+        """Prepares to write to a file, which stays open."""
+        super().__init__()
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        """Writes all of the bytes; the caller may reuse their memory afterwards."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.update(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Does nothing, since the other file has all bytes."""
 
 
 def digest_of(parts: Sequence[Bytes]) -> str:
@@ -50,85 +89,19 @@ def digest_of(parts: Sequence[Bytes]) -> str:
 def digest_of_file(path: str) -> str:
     """Returns the digest of a file. Raises OSError if it does not exist."""
     with open(path, "rb") as file:
-        return _of_file(file.fileno())
+        return digest_of_open(file)
 
 
-def split(digest: str) -> tuple[str, str]:
-    """Splits a digest into algorithm and digits. Raises ResultError if a later version of rankzero wrote it."""
-    name, _, digits = digest.rpartition(":")
-    if name not in (PLAIN, BLOCKS):
-        raise ResultError(f"the digest {digest[:32]} is of an algorithm that is not known here: upgrade rankzero")
-    return name, digits
+def digest_of_open(file: IO[bytes], *meanwhile: Callable[[], object]) -> str:
+    """Returns the digest of an open file, whose blocks all cores hash; other functions are called meanwhile."""
 
-
-def verify(file: IO[bytes], expected: str, location: str = "") -> None:
-    """Compares the digest of a local file, open at its begin, with the expected one.
-
-    Args:
-        file: The file.
-        expected: The expected digest.
-        location: The name of the file in errors, if that is a copy without a name.
-
-    Raises:
-        ResultError: the digests differ, or this version does not have the algorithm.
-    """
-    split(expected)
-    if (found := _of_file(file.fileno())) != expected:
-        raise ResultError(
-            f"{location or file.name} has the digest {found[:26]}..., but {expected[:26]}... was recorded: the file "
-            "was changed or damaged after it was committed",
-            is_damage=True,
-        )
-
-
-class Digest:
-    """The digest of bytes that are added piece by piece."""
-
-    def __init__(self) -> None:
-        """Creates the digest of no bytes."""
-        self._blocks = [hashlib.sha256()]
-        self.size = 0
-
-    def update(self, data: Any) -> None:
-        """Adds bytes, and hashes them in this thread."""
-        for hash_it in self._add(memoryview(data).cast("B")):
-            hash_it()
-
-    def _add(self, view: memoryview) -> list[Callable[[], object]]:
-        """Adds bytes that are hashed by the functions that it returns, each in any thread."""
-        todo: list[Callable[[], object]] = []
-        while view:
-            if self.size and not self.size % BLOCK:
-                self._blocks.append(hashlib.sha256())
-            piece = view[: BLOCK - self.size % BLOCK]
-            todo.append(partial(self._blocks[-1].update, piece))
-            self.size, view = self.size + len(piece), view[len(piece) :]
-        return todo
-
-    def text(self) -> str:
-        """Returns the digest of everything that was added."""
-        return _text(self._blocks)
-
-
-def _text(blocks: Sequence[Any]) -> str:
-    if len(blocks) == 1:
-        return f"{PLAIN}:{blocks[0].hexdigest()}"
-    return f"{BLOCKS}:{hashlib.sha256(b''.join(block.digest() for block in blocks)).hexdigest()}"
-
-
-def _of_file(descriptor: int) -> str:
-    # Read, not mapped: with a mapping, a file that shrinks meanwhile would kill the process.
     def read(begin: int, block: Any) -> None:
+        # Read, not mapped: with a mapping, a file that shrinks meanwhile would kill the process.
         for at in range(begin, begin + BLOCK, _READ):
-            block.update(os.pread(descriptor, _READ, at))
+            block.update(os.pread(file.fileno(), _READ, at))
 
-    blocks = {begin: hashlib.sha256() for begin in range(0, os.fstat(descriptor).st_size or 1, BLOCK)}
-    _on_all_cores([partial(read, begin, block) for begin, block in blocks.items()])
-    return _text([*blocks.values()])
-
-
-def _on_all_cores(todo: list[Callable[[], object]], meanwhile: Callable[[], object] | None = None) -> None:
-    """Calls functions in threads, and another one in this thread, which then helps; reraises an error."""
+    blocks = {begin: hashlib.sha256() for begin in range(0, os.fstat(file.fileno()).st_size or 1, BLOCK)}
+    todo = [*(partial(read, begin, block) for begin, block in blocks.items()), *meanwhile]
     failures: list[BaseException] = []
 
     def work() -> None:
@@ -141,41 +114,50 @@ def _on_all_cores(todo: list[Callable[[], object]], meanwhile: Callable[[], obje
         except BaseException as error:
             failures.append(error)
 
-    threads = []
+    started = []
     # No thread starts while the interpreter shuts down, or at the system's limit of threads.
     with contextlib.suppress(RuntimeError):
-        for _ in range(min(len(todo) - (not meanwhile), available_cores())):
+        for _ in range(min(len(todo) - 1, available_cores())):
             thread = threading.Thread(target=work, name="rankzero-digest", daemon=True)
             thread.start()
-            threads.append(thread)
-    try:
-        if meanwhile:
-            meanwhile()
-        work()
-    finally:
-        for thread in threads:
-            thread.join()
+            started.append(thread)
+    work()
+    for thread in started:
+        thread.join()
     for failure in failures:
         raise failure
+    return _text([*blocks.values()])
 
 
-class HashingFile(Digest):
-    """A file that writes to another one, and hashes the bytes meanwhile."""
+def _text(blocks: Sequence[Any]) -> str:
+    if len(blocks) == 1:
+        return f"{PLAIN}:{blocks[0].hexdigest()}"
+    return f"{BLOCKS}:{hashlib.sha256(b''.join(block.digest() for block in blocks)).hexdigest()}"
 
-    def __init__(self, file: Writable) -> None:
-        """Prepares to write to a file, which stays open."""
-        super().__init__()
-        self._file = file
 
-    def write(self, data: Any) -> int:
-        """Writes all of the bytes; the caller may reuse their memory afterwards."""
-        view = memoryview(data).cast("B")
-        if len(view) < _LARGE:
-            self._file.write(view)
-            self.update(view)
-        else:
-            _on_all_cores(self._add(view), partial(self._file.write, view))
-        return len(view)
+def split(digest: str) -> tuple[str, str]:
+    """Splits a digest into algorithm and digits. Raises ResultError if a later version of rankzero wrote it."""
+    name, _, digits = digest.rpartition(":")
+    if name not in (PLAIN, BLOCKS):
+        raise ResultError(f"the digest {digest[:32]} is of an algorithm that is not known here: upgrade rankzero")
+    return name, digits
 
-    def flush(self) -> None:
-        """Does nothing, since the other file has all bytes."""
+
+def verify(file: IO[bytes], expected: str, location: str = "") -> None:
+    """Compares the digest of a local file with the expected one.
+
+    Args:
+        file: The open file.
+        expected: The expected digest.
+        location: The name of the file in errors, if that is a copy without a name.
+
+    Raises:
+        ResultError: the digests differ, or this version does not have the algorithm.
+    """
+    split(expected)
+    if (found := digest_of_open(file)) != expected:
+        raise ResultError(
+            f"{location or file.name} has the digest {found[:26]}..., but {expected[:26]}... was recorded: the file "
+            "was changed or damaged after it was committed",
+            is_damage=True,
+        )

@@ -71,34 +71,39 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
         ResultError: the value cannot be pickled, or the file cannot be read back; the message has the value's type.
     """
     with open(path, "w+b") as file:
-        facts = write_to(value, file_format, file)
+        _dump(value, file_format, file)
         file.flush()
         if file_format != JSON:
             with pickled.proving(value):
                 _read(file, path, file_format)
-        os.fsync(file.fileno())
-        return facts
+        # The disk writes while the cores hash.
+        digest = digests.digest_of_open(file, functools.partial(os.fsync, file.fileno()))
+        return os.fstat(file.fileno()).st_size, digest
 
 
 def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]:
     """Writes a value to an open file like `write`, but does not read it back."""
     hashing = HashingFile(file)
+    _dump(value, file_format, hashing)
+    return hashing.size, hashing.text()
+
+
+def _dump(value: object, file_format: str, file: Writable) -> None:
     if file_format == JSON:
-        hashing.write(json.dumps(value).encode())
+        file.write(json.dumps(value).encode())
     elif file_format == TORCH:
         import torch
 
         copy = tensors.prepared(value)
         with _without_crc32(torch.serialization):
             try:
-                torch.save(copy, hashing, pickle_protocol=2)  # type: ignore[arg-type]
+                torch.save(copy, file, pickle_protocol=2)  # type: ignore[arg-type]
             except RuntimeError as error:
                 # torch's own error about a file that it could not finish hides that of the file.
                 raise error.__context__ or error from None
     else:
         for part in pickled.pickled(value):
-            hashing.write(part)
-    return hashing.size, hashing.text()
+            file.write(part)
 
 
 _CRC32_LOCK = fork_safe(threading.Lock())
