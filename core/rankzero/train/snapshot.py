@@ -7,16 +7,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.values import formats, pickled, shards
+from rankzero.train import sharded
+from rankzero.values import formats, pickled
 from rankzero.values.digest import Writable
 from rankzero.values.tensors import Storages, is_dense, is_narrow, reach, view
 
 if TYPE_CHECKING:
     import torch
-
-
-MAX_INDEX = 16 << 20
-"""Most characters of a part's index that is sent to the driver, which stores the indexes of all parts in one file."""
 
 
 def take(state: dict[Any, Any]) -> tuple[Any, bool]:
@@ -26,7 +23,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
         state: Tensors and picklable values.
 
     Returns:
-        The copy, with `shards.Pieces` in place of sharded tensors; and whether it contains any.
+        The copy, and whether it contains sharded tensors.
 
     Raises:
         ResultError: a value in the state cannot be pickled or unpickled.
@@ -64,7 +61,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
         pickler.dump(state)
         copies = _copy_all(tensors)
         rest.seek(0)
-        return Unpickler(rest, buffers=buffers).load(), any(isinstance(copy, shards.Pieces) for copy in copies)
+        return Unpickler(rest, buffers=buffers).load(), any(map(sharded.is_sharded, copies))
     except (OSError, ResultError, MemoryError):
         raise
     except Exception as error:
@@ -78,9 +75,7 @@ def write_to(state: Any, file_format: str, file: Writable) -> dict[str, Any]:
     if file_format != formats.SHARDS:
         size, sha256 = formats.write_to(state, file_format, file)
         return {"size": size, "sha256": sha256}
-    size, sha256, index = shards.write_to(state, file)
-    facts = {"size": size, "sha256": sha256}
-    return {**facts, "pieces": index} if len(index) < MAX_INDEX else facts
+    return sharded.write_to(state, file)
 
 
 def _copy_all(tensors: list[Any]) -> list[Any]:
@@ -102,10 +97,8 @@ def _copy_all(tensors: list[Any]) -> list[Any]:
         return _view(tensor, copied_storages[key])
 
     def copy(tensor: Any) -> Any:
-        if shards.is_sharded(tensor):
-            found = shards.pieces_of(tensor)
-            pieces = [(offsets, _copy(local)) for offsets, local in found.pieces]
-            return shards.Pieces(found.shape, found.dtype, pieces, found.replicas)
+        if sharded.is_sharded(tensor):
+            return sharded.copy_of(tensor)
         if is_plain(tensor) and (uses[_storage(tensor)] > 1 or _is_larger_than_its_storage(tensor)):
             copied = viewed(tensor)
         else:

@@ -45,7 +45,7 @@ class Digest:
         self.size = 0
 
     def update(self, data: Any) -> None:
-        """Adds bytes."""
+        """Adds bytes to the end."""
         view = memoryview(data).cast("B")
         while view:
             if self.size and not self.size % BLOCK:
@@ -101,7 +101,7 @@ def digest_of_open(file: IO[bytes], *meanwhile: Callable[[], object]) -> str:
             block.update(os.pread(file.fileno(), _READ, at))
 
     blocks = {begin: hashlib.sha256() for begin in range(0, os.fstat(file.fileno()).st_size or 1, BLOCK)}
-    todo = [*(partial(read, begin, block) for begin, block in blocks.items()), *meanwhile]
+    todo: list[Callable[[], object]] = [*(partial(read, begin, block) for begin, block in blocks.items()), *meanwhile]
     failures: list[BaseException] = []
 
     def work() -> None:

@@ -90,9 +90,12 @@ class ResultRef:
     def load(self, *, verify: bool = False) -> Any:
         """Loads the value after the checksum of its file was compared.
 
-        A local ``torch`` file that the kernel shows to be unchanged since its checksum was computed is not read for it,
-        unless ``verify``. Tensors are on the CPU, mapped from the file. ``json`` and ``torch`` files run no code. ``pickle`` files run
+        Tensors are on the CPU, mapped from the file. ``json`` and ``torch`` files run no code. ``pickle`` files run
         code of their author: load only files that your own runs wrote.
+
+        Args:
+            verify: Whether a local ``torch`` file is read for its checksum, although the kernel shows that it is
+                unchanged since the checksum was computed.
 
         Raises:
             ResultError: the file does not exist, was changed or has an unknown format, or an object in it cannot be
