@@ -37,9 +37,9 @@ from rankzero.submit.modules import (
 from rankzero.submit.params import named_arguments
 from rankzero.submit.shipping import Shipped, zip_modules
 from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
+from rankzero.values import tensors
 from rankzero.values.pickled import Part, beside, pack, with_qualname
 from rankzero.values.ref import ResultRef, map_refs
-from rankzero.values.tensors import Storages
 
 # cloudpickle's registry of by-value modules is global to the process.
 _REGISTRY_LOCK = fork_safe(threading.RLock())
@@ -89,15 +89,12 @@ def build(
     name = name_of(training)
     parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
     make_pickler = functools.partial(TrainingPickler, is_alone=is_alone)
-    storages = Storages()
+    buffer = io.BytesIO()
+    buffers: list[memoryview] = []
+    pickler = make_pickler(buffer, beside(buffers))
     try:
-        while True:
-            buffer, buffers = io.BytesIO(), []  # type: ignore[var-annotated]
-            pickler = make_pickler(buffer, beside(buffers), storages)
-            # The modules are pickled last, when they are complete.
-            pickler.dump(parts | extra | {"loaded": pickler.loaded})
-            if not storages.must_repeat():
-                break
+        # The modules are pickled last, when they are complete.
+        pickler.dump(parts | extra | {"loaded": pickler.loaded})
     except Exception as error:
         culprit = _find_culprit(training, args, kwargs, make_pickler)
         raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
@@ -161,7 +158,6 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self,
         file: io.BytesIO,
         on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
-        storages: Storages | None = None,
         *,
         is_alone: bool = True,
     ) -> None:
@@ -171,7 +167,6 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         # Ranks import them. They do not count for the identity: another process may have loaded others.
         self.loaded: list[str] = []
         self._by_value: list[Any] = []
-        self._storages = storages or Storages(is_complete=True)
         self._decided: dict[str, bool] = {}
 
     def dump(self, obj: object) -> None:
@@ -212,7 +207,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces an object like cloudpickle, and collects the modules that it needs."""
-        if reduced := self._storages.reduce(obj):
+        if reduced := tensors.reduce(obj):
             return reduced
         if isinstance(obj, types.ModuleType) and self.travels(obj.__name__):
             self.needed.add(obj.__name__)

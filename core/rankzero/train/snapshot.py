@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rankzero.errors import ResultError
 from rankzero.train import sharded
 from rankzero.values import formats, pickled
+from rankzero.values import tensors as tensors_of
 from rankzero.values.digest import Writable
-from rankzero.values.tensors import Storages, is_dense, is_narrow, reach, view
+from rankzero.values.tensors import is_dense, is_narrow, reach, view
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,6 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
 
     tensors: list[Any] = []
     numbers: dict[int, int] = {}
-    storages = Storages(is_complete=True)
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, obj: Any) -> int | None:
@@ -49,7 +49,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
 
         def reducer_override(self, obj: Any) -> Any:
             # Handles storages outside of tensors, and tensors without data.
-            return storages.reduce(obj) or pickled.saved(obj) or super().reducer_override(obj)
+            return tensors_of.reduce(obj) or pickled.saved(obj) or super().reducer_override(obj)
 
     class Unpickler(pickled.Loader):
         def persistent_load(self, number: Any) -> Any:

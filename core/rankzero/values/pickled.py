@@ -21,11 +21,11 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 from rankzero.errors import ResultError
+from rankzero.values import tensors
 from rankzero.values.plain import is_atom
-from rankzero.values.tensors import Storages
 
 LARGE = 64 << 10
 """Bytes from which on a buffer is stored outside of the pickle."""
@@ -106,13 +106,8 @@ def pickled(value: object) -> list[Part]:
     kind = _type(value)
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def __init__(self, file: IO[bytes], buffers: list[memoryview], storages: Storages) -> None:
-            super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside(buffers))
-            self.storages = storages
-            self.known: dict[Any, Any] = {}
-
         def persistent_id(self, obj: Any) -> Any:
-            return _canonical(obj, self.known)
+            return _canonical(obj, known)
 
         def reducer_override(self, obj: Any) -> Any:
             if hasattr(type(obj), "placements") and hasattr(type(obj), "device_mesh"):
@@ -120,15 +115,12 @@ def pickled(value: object) -> list[Part]:
                     f"a value of type {kind} holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
-            return self.storages.reduce(obj) or saved(obj) or with_qualname(super().reducer_override(obj), obj)
+            return tensors.reduce(obj) or saved(obj) or with_qualname(super().reducer_override(obj), obj)
 
-    storages = Storages()
+    stream, buffers, known = io.BytesIO(), list[memoryview](), dict[Any, Any]()
     try:
-        while True:
-            stream, buffers = io.BytesIO(), []  # type: ignore[var-annotated]
-            Pickler(stream, buffers, storages).dump(value)
-            if not storages.must_repeat():
-                return pack(stream.getbuffer(), buffers)
+        Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside(buffers)).dump(value)
+        return pack(stream.getbuffer(), buffers)
     except (OSError, ResultError):
         raise
     except Exception as error:

@@ -1,6 +1,7 @@
-"""Tensors of a value: each storage is written once, as far as tensors reach, and shared by those that shared it.
+"""Tensors of a value: their memory is a buffer beside the pickle, and those that show all of it share it as before.
 
-Tensors of a GPU are loaded on the CPU. Runs inside workers too: standard library and torch only.
+A view of a part is written with a memory of its own. Tensors of a GPU are loaded on the CPU. Runs inside workers too:
+standard library and torch only.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ _MAX_BITS = 2032
 
 _NARROW = frozenset(f"int{bits}" for bits in range(1, 8))
 
-Used = tuple["torch.UntypedStorage", int, int, int]
-"""A storage, the first and last byte that tensors use of it, and the bytes of their widest element."""
-
 
 def reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Returns the number of elements from a tensor's first to its last in memory.
@@ -37,84 +35,42 @@ def reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
 
 
-class Storages:
-    """The storages of one value, without what its tensors do not reach, and on the CPU.
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a dense tensor that shows all of its memory: the given one, or else a copy on the CPU."""
+    import torch
 
-    A value is pickled once to note what its tensors use, and once more if `must_repeat` returns True.
-    """
-
-    def __init__(self, *, is_complete: bool = False) -> None:
-        """Creates a record. Without a first turn (``is_complete``) each storage is written as a whole."""
-        self._used: dict[int, Used] = {}
-        self._parts: dict[int, torch.UntypedStorage] = {}
-        self._is_complete = is_complete
-
-    def must_repeat(self) -> bool:
-        """Ends the first turn, and returns True if there must be a second one."""
-        is_first, self._is_complete = not self._is_complete, True
-        return is_first and any(map(_is_cut, self._used.values()))
-
-    def note(self, tensor: torch.Tensor) -> None:
-        """Notes the bytes that a tensor uses of its storage."""
-        storage, width = tensor.untyped_storage(), tensor.element_size()
-        begin = int(tensor.storage_offset()) * width
-        end = min(begin + reach(tensor.size(), tensor.stride()) * width, storage.nbytes())
-        # The storage is kept, so that no other one gets its address.
-        _, low, high, widest = self._used.get(storage._cdata, (storage, begin, end, width))
-        self._used[storage._cdata] = storage, min(begin, low), max(end, high), max(width, widest)
-
-    def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor on the CPU like the given one, which it returns itself unless its storage is cut."""
-        import torch
-
-        storage = tensor.untyped_storage()
-        used = self._used.get(storage._cdata, (storage, 0, storage.nbytes(), 1))
-        if not _is_cut(used):
-            return tensor
-        _, low, high, width = used
-        low -= low % width
-        if storage._cdata not in self._parts:
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            is_here = storage.device.type == "cpu"
-            part = make_storage(_memory(storage)[low:high]) if is_here else whole[low:high].cpu().untyped_storage()
-            self._parts[storage._cdata] = part
-        viewed = view(tensor, self._parts[storage._cdata], tensor.storage_offset() - low // tensor.element_size())
-        if type(tensor) is torch.nn.Parameter:
-            viewed = torch.nn.Parameter(viewed, tensor.requires_grad)
-        viewed.requires_grad_(tensor.requires_grad).__dict__.update(tensor.__dict__)
-        return viewed
-
-    def reduce(self, obj: Any) -> tuple[Any, ...] | None:
-        """Reduces a tensor or storage, whose memory then is a buffer of the pickle; returns None for most others."""
-        torch = sys.modules.get("torch")
-        if torch is None or not hasattr(torch, "UntypedStorage"):
-            # torch is not imported, or is being imported.
-            return None
-        if isinstance(obj, torch.TypedStorage):
-            return make_typed, (obj._untyped_storage, obj.dtype)
-        if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
-            return make_storage, (pickle.PickleBuffer(_memory(obj.cpu())),)
-        if type(obj) is not torch.Tensor or not is_dense(obj):
-            return None
-        if self._is_complete:
-            obj = self.view(obj)
-        else:
-            self.note(obj)
-            if obj.device.type != "cpu":
-                # The second turn copies it.
-                return tuple, ()
-        function, arguments, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if function is torch._utils._rebuild_tensor_v3:
-            # The function for newer types fails with requires_grad.
-            storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = arguments
-            typed = make_typed(storage, dtype)
-            return torch._utils._rebuild_tensor_v2, (typed, offset, size, stride, requires_grad, hooks, *metadata)
-        return function, arguments, *rest
+    storage, width = tensor.untyped_storage(), tensor.element_size()
+    begin = int(tensor.storage_offset()) * width
+    end = min(begin + reach(tensor.size(), tensor.stride()) * width, storage.nbytes())
+    if end - begin == storage.nbytes():
+        return tensor
+    part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[begin:end]
+    viewed = view(tensor, part.to("cpu", copy=True).untyped_storage(), 0)
+    if type(tensor) is torch.nn.Parameter:
+        viewed = torch.nn.Parameter(viewed, tensor.requires_grad)
+    viewed.requires_grad_(tensor.requires_grad).__dict__.update(tensor.__dict__)
+    return viewed
 
 
-def _is_cut(used: Used) -> bool:
-    storage, low, high, _ = used
-    return storage.device.type != "cpu" or high - low != storage.nbytes()
+def reduce(obj: Any) -> tuple[Any, ...] | None:
+    """Reduces a tensor or storage, whose memory then is a buffer of the pickle; returns None for most others."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        # torch is not imported, or is being imported.
+        return None
+    if isinstance(obj, torch.TypedStorage):
+        return make_typed, (obj._untyped_storage, obj.dtype)
+    if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
+        return make_storage, (pickle.PickleBuffer(_memory(obj.cpu())),)
+    if type(obj) is not torch.Tensor or not is_dense(obj):
+        return None
+    function, arguments, *rest = compact(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if function is torch._utils._rebuild_tensor_v3:
+        # The function for newer types fails with requires_grad.
+        storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = arguments
+        typed = make_typed(storage, dtype)
+        return torch._utils._rebuild_tensor_v2, (typed, offset, size, stride, requires_grad, hooks, *metadata)
+    return function, arguments, *rest
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -213,15 +169,11 @@ def _is_plain(tensor: torch.Tensor, types: dict[int, torch.dtype]) -> bool:
 def prepared(value: Any) -> Any:
     """Returns a copy of a value of `tensors_in` for torch.save, which then writes equal bytes for equal values.
 
-    Tensors share memory with those of the value, unless they are cut or on a GPU. A pickle depends on which parts are
+    Tensors share memory with those of the value, unless they show a part of theirs. A pickle depends on which parts are
     one object: in the copy equal strings are one, and equal tuples of plain values are several.
     """
     import torch
 
-    storages = Storages()
-    for tensor in tensors_in(value):
-        storages.note(tensor)
-    storages.must_repeat()
     copies: dict[int, Any] = {}
 
     def copy(item: Any) -> Any:
@@ -232,7 +184,7 @@ def prepared(value: Any) -> Any:
         if id(item) not in copies:
             # Containers are registered before they are filled, since they may contain themselves.
             if isinstance(item, torch.Tensor):
-                copies[id(item)] = storages.view(item)
+                copies[id(item)] = compact(item)
             elif type(item) is tuple:
                 copies[id(item)] = tuple(map(copy, item))
             elif type(item) is list:
