@@ -12,6 +12,7 @@ import sys
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from rankzero.errors import ResultError
 from rankzero.values.plain import MAX_DEPTH, is_atom
 
 if TYPE_CHECKING:
@@ -35,17 +36,38 @@ def reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
 
 
-def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a dense tensor that shows all of its memory: the given one, or else a copy on the CPU."""
+def compact(tensor: torch.Tensor, copies: dict[int, torch.UntypedStorage] | None = None) -> torch.Tensor:
+    """Returns a dense tensor that shows all of its memory: the given one, or a copy on the CPU if it shows a part.
+
+    Args:
+        tensor: The tensor.
+        copies: Copies of storages by address, to which this call may add one. If given, a tensor that shows all of its
+            memory is copied, too.
+
+    Raises:
+        ResultError: the tensor's memory was freed or made smaller.
+    """
     import torch
 
     storage, width = tensor.untyped_storage(), tensor.element_size()
     begin = int(tensor.storage_offset()) * width
-    end = min(begin + reach(tensor.size(), tensor.stride()) * width, storage.nbytes())
-    if end - begin == storage.nbytes():
+    length = reach(tensor.size(), tensor.stride()) * width
+    if length and begin + length > storage.nbytes():
+        # torch would resize the storage and read uninitialized memory.
+        raise ResultError(
+            f"a tensor with the shape {tuple(tensor.shape)} ends at byte {begin + length} of a storage of "
+            f"{storage.nbytes()} bytes: its memory was freed or made smaller. Give a tensor that has its data"
+        )
+    is_whole = length == storage.nbytes()
+    if is_whole and copies is None:
         return tensor
-    part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[begin:end]
-    viewed = view(tensor, part.to("cpu", copy=True).untyped_storage(), 0)
+    copied = copies.get(storage._cdata) if is_whole and copies else None
+    if copied is None:
+        part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[begin : begin + length]
+        copied = part.to("cpu", copy=True).untyped_storage()
+    if is_whole and copies is not None:
+        copies[storage._cdata] = copied
+    viewed = view(tensor, copied, 0)
     if type(tensor) is torch.nn.Parameter:
         viewed = torch.nn.Parameter(viewed, tensor.requires_grad)
     viewed.requires_grad_(tensor.requires_grad).__dict__.update(tensor.__dict__)
@@ -64,7 +86,7 @@ def reduce(obj: Any) -> tuple[Any, ...] | None:
         return make_storage, (pickle.PickleBuffer(_memory(obj.cpu())),)
     if type(obj) is not torch.Tensor or not is_dense(obj):
         return None
-    function, arguments, *rest = compact(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    function, arguments, *rest = compact(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
     if function is torch._utils._rebuild_tensor_v3:
         # The function for newer types fails with requires_grad.
         storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = arguments
