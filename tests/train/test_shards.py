@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections import OrderedDict
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import rankzero.train as rt
 from rankzero import ResultError
 from rankzero.testing import run_inline
-from rankzero.train.sharded import ShardedState, write_to
+from rankzero.train.sharded import ShardedState, fill, write_to
 
 
 def write(state: Any) -> tuple[bytes, dict[str, Any]]:
@@ -44,6 +45,19 @@ def test_plain_tensors_and_values_come_back() -> None:
     assert found["uint16"].dtype == torch.uint16
     assert found["uint16"].tolist() == [1, 65535]
     assert found["parameter"].tolist() == [1.0, 1.0]
+
+
+def test_containers_keep_their_types_and_keys() -> None:
+    state = OrderedDict(optimizer={"state": {0: {"step": torch.tensor(3.0)}}, 1: (torch.ones(1), [None])}, none={})
+    filled = fill({"optimizer": {"state": {0: {"step": torch.tensor(0.0)}}}}, state)
+    for found in (read(write(state)), filled):
+        assert type(found) is OrderedDict
+        assert list(found) == ["optimizer", "none"]
+        assert float(found["optimizer"]["state"][0]["step"]) == 3.0
+        assert type(found["optimizer"][1]) is tuple
+        assert (found["optimizer"][1][1], found["none"]) == ([None], {})
+    with pytest.raises(ResultError, match=r"two values of a checkpoint have the name 'a\.b'"):
+        write({"a.b": 1, "a": {"b": 2}})
 
 
 def test_of_a_view_only_what_it_shows_is_written() -> None:

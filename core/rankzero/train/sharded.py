@@ -16,6 +16,7 @@ import ctypes
 import hashlib
 import pickle
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -30,6 +31,9 @@ MAX_INDEX = 16 << 20
 
 _SHOWN = 5
 """Most names of tensors in one error."""
+
+
+Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,9 @@ def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
     Raises:
         ResultError: a value cannot be pickled or read again, or the index is too large.
     """
-    flat, paths = _flat(state)
+    flat, skeleton = _flat(state)
     metadata, items, planner = _plan({name: value for name, value in flat.items() if _is_written_here(name, value)})
-    metadata.planner_data, metadata.storage_data, size = paths, {}, 0
+    metadata.planner_data, metadata.storage_data, size = skeleton, {}, 0
     for item in items:
         data = _bytes_of(flat[item.index.fqn], planner, item)
         sizes = item.tensor_data and tuple(item.tensor_data.chunk.sizes)
@@ -96,14 +100,26 @@ def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
     return {"size": size, "sha256": hashlib.sha256(text.encode()).hexdigest(), "pieces": text}
 
 
-def _flat(state: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the values of a nested state by name, and their paths by name."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+def _walk(value: Any, visit: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Returns a copy of ``value``, made of plain dicts, lists and tuples, with each leaf replaced by ``visit``."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _walk(item, visit, (*path, key))) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_walk(item, visit, (*path, index)) for index, item in enumerate(value))
+    return visit(path, value)
 
-    try:
-        return flatten_state_dict(state)
-    except ValueError as error:
-        raise ResultError(f"two values of a checkpoint have one name: {error}") from error
+
+def _flat(state: Any) -> tuple[dict[str, Any], Any]:
+    """Returns the leaves of a nested state by name, and the state with these names in their place."""
+    flat: dict[str, Any] = {}
+
+    def name(path: Path, value: Any) -> str:
+        if (found := ".".join(map(str, path))) in flat:
+            raise ResultError(f"two values of a checkpoint have the name {found!r}")
+        flat[found] = value
+        return found
+
+    return flat, _walk(state, name)
 
 
 def _plan(flat: dict[str, Any]) -> tuple[Any, list[Any], Any]:
@@ -174,7 +190,6 @@ class ShardedState:
     def _merged(self, rank: str, metadata: Any) -> Any:
         """Returns the metadata of the ranks so far with that of one more rank."""
         merged: Any = self._metadata or metadata
-        merged.planner_data = {**metadata.planner_data, **merged.planner_data}
         for key, place in metadata.storage_data.items():
             if key not in self._places:
                 self._places[key] = rank, place
@@ -201,23 +216,24 @@ class ShardedState:
         """Returns the state with whole tensors, or with those of a target, which are filled. Raises like `fill`."""
         import torch
 
-        paths, given = self._metadata.planner_data, _tensors_in(target)
-        new: dict[str, Any] = {}
-        skipped = set()
-        for name, entry in self._metadata.state_dict_metadata.items():
-            if not hasattr(entry, "size"):
-                new[name] = None
+        saved, given, flat, skipped = self._metadata.state_dict_metadata, _tensors_in(target), dict[str, Any](), set()
+
+        def place(path: Path, name: str) -> None:
+            if not hasattr(entry := saved[name], "size"):
+                flat[name] = None
             elif target is None:
-                new[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            elif name not in given and paths[name][0] in target:
+                flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            elif name not in given and path[0] in target:
                 raise ResultError(
                     f"the checkpoint holds {name!r}, which the state to be filled has not: give the states of "
                     "model and optimizer as torch.distributed.checkpoint.state_dict makes them, or load() whole tensors"
                 )
             elif name not in given:
-                skipped.add(paths[name][0])
-        kept = {name: value for name, value in new.items() if paths[name][0] not in skipped}
-        return _nested(_filled({**given, **kept}, len(given), self._metadata, self._read), paths)
+                skipped.add(path[0])
+
+        _walk(skeleton := self._metadata.planner_data, place)
+        _fill({**given, **flat}, given, self._metadata, self._read, flat)
+        return _walk({key: value for key, value in skeleton.items() if key not in skipped}, lambda _, name: flat[name])
 
     def _read(self, key: Any) -> Any:
         rank, place = self._places[key]
@@ -257,10 +273,12 @@ def fill(target: Any, state: Any) -> Any:
     Raises:
         ResultError: a tensor of ``target`` is missing, and nothing is filled; or it has another shape.
     """
-    flat, paths = _flat(state)
+    flat, skeleton = _flat(state)
     given = _tensors_in(target)
     metadata, _, _ = _plan({name: value for name, value in _tensors_in(state).items() if name in given})
-    return _nested({**flat, **_filled(given, len(given), metadata, lambda key: flat[key.fqn])}, paths)
+    found: dict[str, Any] = {}
+    _fill(given, given, metadata, lambda key: flat[key.fqn], found)
+    return _walk(skeleton, lambda _, name: found.get(name, flat[name]))
 
 
 def _tensors_in(state: Any) -> dict[str, Any]:
@@ -270,25 +288,32 @@ def _tensors_in(state: Any) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if isinstance(value, torch.Tensor) or is_sharded(value)}
 
 
-def _nested(flat: dict[str, Any], paths: dict[str, Any]) -> Any:
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+def _fill(
+    flat: dict[str, Any], given: dict[str, Any], metadata: Any, read: Callable[[Any], Any], found: dict[str, Any]
+) -> None:
+    """Fills tensors, and puts them and the values that are none into ``found``.
 
-    return unflatten_state_dict(flat, paths)
+    Args:
+        flat: Tensors by name, and the names of other values.
+        given: Those that are tensors of a target.
+        metadata: What was saved.
+        read: Returns the piece of a tensor, or the value, that the metadata has under a key.
+        found: Is filled.
 
-
-def _filled(flat: dict[str, Any], count: int, metadata: Any, read: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns values by name after those that are tensors were filled; the first ``count`` are those of a target."""
+    Raises:
+        ResultError: a tensor of the target was not saved, or has another shape.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     saved = metadata.state_dict_metadata
-    if missing := [name for name in flat if name not in saved]:
+    if missing := [name for name in given if not hasattr(saved.get(name), "size")]:
         shown = ", ".join(map(repr, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
         raise ResultError(
-            f"the checkpoint lacks {len(missing)} of the {count} tensors that are to be filled: {shown}. Give a "
+            f"the checkpoint lacks {len(missing)} of the {len(given)} tensors that are to be filled: {shown}. Give a "
             "state without them, or load() what there is"
         )
-    for name in list(flat)[:count]:
-        if (shape := list(saved[name].size)) != (own := list(flat[name].size())):
+    for name, tensor in given.items():
+        if (shape := list(saved[name].size)) != (own := list(tensor.size())):
             raise ResultError(f"{name!r} has the shape {shape} in the checkpoint, and {own} in the state to be filled")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(flat, metadata, is_coordinator=True)
@@ -298,9 +323,9 @@ def _filled(flat: dict[str, Any], count: int, metadata: Any, read: Callable[[Any
         if item.storage_index != last:
             last, source = item.storage_index, read(item.storage_index)
         if not hasattr(saved[last.fqn], "size"):
-            flat[last.fqn] = source
+            found[last.fqn] = source
         elif (part := source) is not None:
             for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, begin, length)
             planner.resolve_tensor(item).detach().copy_(part)
-    return flat
+    found |= {name: tensor for name, tensor in flat.items() if hasattr(saved[name], "size")}
