@@ -135,7 +135,7 @@ def test_a_state_of_two_ranks_is_read_by_any_number(
 
 
 def opened(handle: RunHandle[Any], open_part: Callable[[Path], Any] = lambda path: open(path, "rb")) -> Any:
-    from rankzero.train.sharded import ShardedState
+    from rankzero.values.sharded import ShardedState
 
     (manifest,) = handle.checkpoints()
     folder = Path(handle.directory, "checkpoints", manifest.id)

@@ -12,7 +12,7 @@ import torch
 import rankzero.train as rt
 from rankzero import ResultError
 from rankzero.testing import run_inline
-from rankzero.train.sharded import ShardedState, fill, write_to
+from rankzero.values.sharded import ShardedState, fill, write_to
 
 
 def write(state: Any) -> tuple[bytes, dict[str, Any]]:

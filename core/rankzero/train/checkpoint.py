@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.train import sharded
-from rankzero.values import formats
+from rankzero.values import formats, sharded
 
 if TYPE_CHECKING:
     from rankzero.train.parts import ListedParts, Part, Parts

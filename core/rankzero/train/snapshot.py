@@ -6,8 +6,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.train import sharded
-from rankzero.values import formats, pickled
+from rankzero.values import formats, pickled, sharded
 from rankzero.values import tensors as tensors_of
 from rankzero.values.digest import Writable
 

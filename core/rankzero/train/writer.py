@@ -15,11 +15,11 @@ from typing import Any
 from rankzero import bounds, store
 from rankzero.channel import messages
 from rankzero.errors import ResultError
-from rankzero.train import sharded as sharding
 from rankzero.train import snapshot
 from rankzero.train.checkpoint import Checkpoint, as_directory
 from rankzero.train.parts import NotTakenError, Parts, copy_file
 from rankzero.values import formats
+from rankzero.values import sharded as sharding
 
 MAX_STAGED = 2
 """Checkpoints that may wait on this host to be sent to the driver; the next one waits until there are fewer."""

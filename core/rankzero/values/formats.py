@@ -45,7 +45,7 @@ DIRECTORY = "tar"
 DISTRIBUTED = "dcp.tar"
 """Format of one rank's directory from ``torch.distributed.checkpoint``, which is loaded with those of all ranks."""
 SHARDS = "shards"
-"""Format of one rank's pieces of a sharded state, for checkpoints: see `rankzero.train.sharded`."""
+"""Format of one rank's pieces of a sharded state, for checkpoints: see `rankzero.values.sharded`."""
 
 _TAR_WRITES = 1 << 20
 

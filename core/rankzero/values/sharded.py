@@ -233,7 +233,8 @@ class ShardedState:
 
         _walk(skeleton := self._metadata.planner_data, place)
         _fill({**given, **flat}, given, self._metadata, self._read, flat)
-        return _walk({key: value for key, value in skeleton.items() if key not in skipped}, lambda _, name: flat[name])
+        kept = type(skeleton)((key, value) for key, value in skeleton.items() if key not in skipped)
+        return _walk(kept, lambda _, name: flat[name])
 
     def _read(self, key: Any) -> Any:
         rank, place = self._places[key]
