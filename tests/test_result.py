@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.conftest import until
 from tests.kinds_of_values import same
 
 from rankzero import ResultError, ResultRef
@@ -157,14 +158,80 @@ def test_cuda_tensors_arrive_on_the_cpu(tmp_path: Path) -> None:
         assert all(tensor.device.type == "cpu" for tensor in tensors)
 
 
+def await_tick(ref: ResultRef, directory: Path) -> None:
+    """Waits until a change of the file gets another time: the kernel tells times in ticks."""
+    changed = os.stat(ref.uri).st_ctime_ns
+    until(lambda: clock_of(directory) > changed, 10, "a tick")
+
+
+def clock_of(directory: Path) -> int:
+    (directory / "clock").touch()
+    return os.stat(directory / "clock").st_ctime_ns
+
+
 @pytest.mark.parametrize("value", [{"x": torch.zeros(100)}, (1, 2), [1, 2]])
 def test_a_flipped_bit_is_found_before_anything_is_opened(value: Any, tmp_path: Path) -> None:
     ref = stored(value, tmp_path)
+    await_tick(ref, tmp_path)
     data = bytearray(Path(ref.uri).read_bytes())
     data[-1] ^= 1
     Path(ref.uri).write_bytes(data)
     with pytest.raises(ResultError, match="changed or damaged"):
         ref.load()
+    Path(ref.uri).write_bytes(data[:-1])
+    with pytest.raises(ResultError, match="changed or damaged"):
+        ref.load()
+
+
+def reads_for_checksums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    read: list[str] = []
+    real = digest.verify
+
+    def noted(file: Any, expected: str, location: str) -> None:
+        read.append(file.name)
+        real(file, expected, location)
+
+    monkeypatch.setattr(digest, "verify", noted)
+    return read
+
+
+def test_tensors_that_nobody_touched_are_not_read_for_their_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = ResultRef.from_json(json.loads(json.dumps(stored({"x": torch.ones(3)}, tmp_path).to_json())))
+    read = reads_for_checksums(monkeypatch)
+    assert torch.equal(ref.load()["x"], torch.ones(3))
+    assert read == []
+    assert torch.equal(ref.load(verify=True)["x"], torch.ones(3))
+    assert read.pop() == ref.uri
+    # Done to the file, though not to its bytes: what it was is read from them.
+    await_tick(ref, tmp_path)
+    Path(ref.uri).rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").rename(ref.uri)
+    assert torch.equal(ref.load()["x"], torch.ones(3))
+    assert read == [ref.uri]
+
+
+def test_a_change_that_hides_its_time_is_found(tmp_path: Path) -> None:
+    ref = stored({"x": torch.zeros(100)}, tmp_path)
+    before = os.stat(ref.uri)
+    await_tick(ref, tmp_path)
+    with open(ref.uri, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    os.utime(ref.uri, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ResultError, match="changed or damaged"):
+        ref.load()
+
+
+@pytest.mark.parametrize("value", [(1, 2), [1, 2], torch.nn.Linear(2, 2)])
+def test_what_is_no_plain_tensors_is_always_checked(
+    value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = stored(value, tmp_path)
+    read = reads_for_checksums(monkeypatch)
+    ref.load()
+    assert read == [ref.uri]
 
 
 def hashing_threads() -> list[threading.Thread]:
