@@ -192,16 +192,10 @@ def read(path: str, file_format: str, digest: str | None) -> Any:
         digest: The recorded digest; None skips the comparison.
 
     Raises:
-        FileNotFoundError: the file does not exist.
+        OSError: the file cannot be opened.
         ResultError: the digest differs, the format is unknown, or an object cannot be created here.
     """
-    try:
-        file = open(path, "rb")
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ResultError(_why_not(path, file_format, error)) from error
-    with file:
+    with open(path, "rb") as file:
         return read_open(file, path, file_format, digest)
 
 

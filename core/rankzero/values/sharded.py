@@ -183,6 +183,8 @@ class ShardedState:
         for writer in sorted(parts, key=lambda each: (each != rank, int(each))):
             index = _proved(indexes.get(writer, b""), parts[writer]["sha256"])
             self._metadata = self._merged(writer, pickle.loads(zlib.decompress(base64.b64decode(index))))
+        # By rank, and in the order in which they lie in the file.
+        self._metadata.storage_data = self._places
         for name, entry in self._metadata.state_dict_metadata.items():
             if hasattr(entry, "chunks") and sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
                 raise ResultError(f"the pieces of {name!r} in the checkpoint are not the whole tensor")
@@ -318,8 +320,9 @@ def _fill(
             raise ResultError(f"{name!r} has the shape {shape} in the checkpoint, and {own} in the state to be filled")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(flat, metadata, is_coordinator=True)
+    order = {key: number for number, key in enumerate(metadata.storage_data or ())}
     last = source = None
-    for item in sorted(planner.create_local_plan().items, key=lambda item: str(item.storage_index)):
+    for item in sorted(planner.create_local_plan().items, key=lambda item: order.get(item.storage_index, 0)):
         # A piece of one file may be needed in several places.
         if item.storage_index != last:
             last, source = item.storage_index, read(item.storage_index)
