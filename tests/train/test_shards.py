@@ -56,8 +56,8 @@ def test_containers_keep_their_types_and_keys() -> None:
         assert float(found["optimizer"]["state"][0]["step"]) == 3.0
         assert type(found["optimizer"][1]) is tuple
         assert (found["optimizer"][1][1], found["none"]) == ([None], {})
-    with pytest.raises(ResultError, match=r"two values of a checkpoint have the name 'a\.b'"):
-        write({"a.b": 1, "a": {"b": 2}})
+    with pytest.raises(ResultError, match=r"two tensors of a checkpoint have the name 'a\.b'"):
+        write({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
 
 
 def test_of_a_view_only_what_it_shows_is_written() -> None:
@@ -83,7 +83,7 @@ def test_what_cannot_be_loaded_elsewhere_is_a_result_error(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "only_there", module)
     written = write({"thing": module.Thing()})
     monkeypatch.delitem(sys.modules, "only_there")
-    with pytest.raises(ResultError, match="'thing' of rank 0 is whole, but cannot be loaded here: ModuleNotFoundError"):
+    with pytest.raises(ResultError, match="what rank 0 wrote is whole, but cannot be loaded here: ModuleNotFoundError"):
         read(written)
 
 

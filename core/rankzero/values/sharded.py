@@ -4,8 +4,8 @@ The planners of ``torch.distributed.checkpoint`` name the pieces of a rank's DTe
 ShardedTensors (FSDP1) when they are written, and the pieces that a rank needs when they are read. Every rank plans
 alone: no rank waits for another one, and a training may end its process groups while a checkpoint is written.
 
-A rank's file holds the bytes of its pieces and values. Its index, torch's metadata with the place and the sha256 of
-each, goes to the driver, which stores the indexes of all ranks in one file.
+A rank's file holds the bytes of its pieces, then the rest of the state as a pickle. Its index, torch's metadata with
+the place and the sha256 of each, goes to the driver, which stores the indexes of all ranks in one file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from math import prod
 from typing import IO, Any
 
 from rankzero.errors import ResultError
-from rankzero.values import pickled
+from rankzero.values import pickled, tensors
 from rankzero.values.digest import Writable
 
 MAX_INDEX = 16 << 20
@@ -43,8 +43,15 @@ class Place:
     at: int
     length: int
     sha256: str
-    sizes: tuple[int, ...] | None
+    sizes: tuple[int, ...]
     is_sharded: bool
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Placeholder for a tensor in the pickle."""
+
+    name: str
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -84,16 +91,26 @@ def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
     Raises:
         ResultError: a value cannot be pickled or read again, or the index is too large.
     """
-    flat, skeleton = _flat(state)
-    metadata, items, planner = _plan({name: value for name, value in flat.items() if _is_written_here(name, value)})
-    metadata.planner_data, metadata.storage_data, size = skeleton, {}, 0
-    for item in items:
-        data = _bytes_of(flat[item.index.fqn], planner, item)
-        sizes = item.tensor_data and tuple(item.tensor_data.chunk.sizes)
-        place = Place(size, len(data), hashlib.sha256(data).hexdigest(), sizes, is_sharded(flat[item.index.fqn]))
-        metadata.storage_data[item.index] = place
+    flat, rest = _flat(state)
+    metadata, items, planner = _plan({name: tensor for name, tensor in flat.items() if _is_written_here(name, tensor)})
+    size = 0
+
+    def write(data: Any, sizes: tuple[int, ...] = (), sharded: bool = False) -> Place:
+        nonlocal size
         file.write(data)
         size += len(data)
+        return Place(size - len(data), len(data), hashlib.sha256(data).hexdigest(), sizes, sharded)
+
+    metadata.storage_data = {
+        item.index: write(
+            _bytes_of(planner.resolve_data(item)), tuple(item.tensor_data.chunk.sizes), is_sharded(flat[item.index.fqn])
+        )
+        for item in items
+    }
+    data = b"".join(pickled.pickled(rest))
+    with pickled.proving(rest):
+        pickled.unpack(memoryview(data), pickled.Loader)
+    metadata.planner_data = write(data)
     text = base64.b64encode(zlib.compress(pickle.dumps(metadata), 1)).decode()
     if len(text) > MAX_INDEX:
         raise ResultError(f"the index of a rank's part of a sharded checkpoint has {len(text)} characters: too many")
@@ -110,16 +127,21 @@ def _walk(value: Any, visit: Callable[[Path, Any], Any], path: Path = ()) -> Any
 
 
 def _flat(state: Any) -> tuple[dict[str, Any], Any]:
-    """Returns the leaves of a nested state by name, and the state with these names in their place."""
+    """Returns the tensors of a nested state by name, and the state with a `Stored` for each."""
+    import torch
+
     flat: dict[str, Any] = {}
 
-    def name(path: Path, value: Any) -> str:
-        if (found := ".".join(map(str, path))) in flat:
-            raise ResultError(f"two values of a checkpoint have the name {found!r}")
-        flat[found] = value
-        return found
+    def place(path: Path, value: Any) -> Any:
+        is_dense = isinstance(value, torch.Tensor) and tensors.is_dense(value) and not tensors.is_narrow(value.dtype)
+        if not (is_sharded(value) or is_dense):
+            return value
+        if (name := ".".join(map(str, path))) in flat:
+            raise ResultError(f"two tensors of a checkpoint have the name {name!r}")
+        flat[name] = value
+        return Stored(name)
 
-    return flat, _walk(state, name)
+    return flat, _walk(state, place)
 
 
 def _plan(flat: dict[str, Any]) -> tuple[Any, list[Any], Any]:
@@ -143,15 +165,10 @@ def _is_written_here(name: str, tensor: Any) -> bool:
     )
 
 
-def _bytes_of(value: Any, planner: Any, item: Any) -> Any:
-    if item.tensor_data is None:
-        data = b"".join(pickled.pickled(value))
-        with pickled.proving(value):
-            pickled.unpack(memoryview(data), pickled.Loader)
-        return data
-    here = planner.resolve_data(item).detach().cpu().contiguous()
+def _bytes_of(tensor: Any) -> memoryview:
+    here = tensor.detach().cpu().contiguous()
     memory = (ctypes.c_char * (here.numel() * here.element_size())).from_address(here.data_ptr())
-    memory.owner = here
+    memory.owner = here  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
 
 
@@ -180,13 +197,14 @@ class ShardedState:
         self._files: dict[str, IO[bytes]] = {}
         self._places: dict[Any, tuple[str, Place]] = {}
         self._metadata: Any = None
+        self._rank = rank
         for writer in sorted(parts, key=lambda each: (each != rank, int(each))):
             index = _proved(indexes.get(writer, b""), parts[writer]["sha256"])
             self._metadata = self._merged(writer, pickle.loads(zlib.decompress(base64.b64decode(index))))
         # By rank, and in the order in which they lie in the file.
         self._metadata.storage_data = self._places
         for name, entry in self._metadata.state_dict_metadata.items():
-            if hasattr(entry, "chunks") and sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
+            if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
                 raise ResultError(f"the pieces of {name!r} in the checkpoint are not the whole tensor")
 
     def _merged(self, rank: str, metadata: Any) -> Any:
@@ -218,28 +236,45 @@ class ShardedState:
         """Returns the state with whole tensors, or with those of a target, which are filled. Raises like `fill`."""
         import torch
 
-        saved, given, flat, skipped = self._metadata.state_dict_metadata, _tensors_in(target), dict[str, Any](), set()
+        data = self._bytes(self._rank, self._metadata.planner_data)
+        try:
+            rest = pickled.unpack(memoryview(data), pickled.Loader)
+        except Exception as error:
+            do, what = pickled.advice(error) or "Give plain values and state dicts", f"{type(error).__name__}: {error}"
+            raise ResultError(
+                f"what rank {self._rank} wrote is whole, but cannot be loaded here: {what}. {do}"
+            ) from error
+        filled = {} if target is None else _flat(target)[0]
+        skipped = set()
 
-        def place(path: Path, name: str) -> None:
-            if not hasattr(entry := saved[name], "size"):
-                flat[name] = None
-            elif target is None:
-                flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            elif name not in given and path[0] in target:
+        def place(path: Path, value: Any) -> None:
+            if not isinstance(value, Stored) or (target is not None and value.name in filled):
+                return
+            if target is None:
+                entry = self._metadata.state_dict_metadata[value.name]
+                filled[value.name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            elif path[0] in target:
                 raise ResultError(
-                    f"the checkpoint holds {name!r}, which the state to be filled has not: give the states of "
+                    f"the checkpoint holds {value.name!r}, which the state to be filled has not: give the states of "
                     "model and optimizer as torch.distributed.checkpoint.state_dict makes them, or load() whole tensors"
                 )
-            elif name not in given:
+            else:
                 skipped.add(path[0])
 
-        _walk(skeleton := self._metadata.planner_data, place)
-        _fill({**given, **flat}, given, self._metadata, self._read, flat)
-        kept = type(skeleton)((key, value) for key, value in skeleton.items() if key not in skipped)
-        return _walk(kept, lambda _, name: flat[name])
+        _walk(rest, place)
+        _fill(filled, self._metadata, self._piece)
+        kept = type(rest)((key, value) for key, value in rest.items() if key not in skipped)
+        return _walk(kept, lambda _, value: filled[value.name] if isinstance(value, Stored) else value)
 
-    def _read(self, key: Any) -> Any:
+    def _piece(self, key: Any) -> Any:
+        import torch
+
         rank, place = self._places[key]
+        data = self._bytes(rank, place)
+        dtype = self._metadata.state_dict_metadata[key.fqn].properties.dtype
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(place.sizes) if data else None
+
+    def _bytes(self, rank: str, place: Place) -> bytearray:
         if rank not in self._files:
             self._files[rank] = self._open_part(rank)
         file = self._files[rank]
@@ -248,20 +283,7 @@ class ShardedState:
         view = memoryview(data)
         while view and (count := file.readinto(view)):  # type: ignore[attr-defined]
             view = view[count:]
-        _proved(data, place.sha256)
-        if place.sizes is not None:
-            import torch
-
-            dtype = self._metadata.state_dict_metadata[key.fqn].properties.dtype
-            return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(place.sizes) if data else None
-        try:
-            return pickled.unpack(memoryview(data), pickled.Loader)
-        except Exception as error:
-            do = pickled.advice(error) or "Give plain values and state dicts"
-            what = f"{type(error).__name__}: {error}"
-            raise ResultError(
-                f"{key.fqn!r} of rank {rank} is whole, but cannot be loaded here: {what}. {do}"
-            ) from error
+        return _proved(data, place.sha256)
 
 
 def _proved(data: Any, sha256: str) -> Any:
@@ -276,40 +298,20 @@ def fill(target: Any, state: Any) -> Any:
     Raises:
         ResultError: a tensor of ``target`` is missing, and nothing is filled; or it has another shape.
     """
-    flat, skeleton = _flat(state)
-    given = _tensors_in(target)
-    metadata, _, _ = _plan({name: value for name, value in _tensors_in(state).items() if name in given})
-    found: dict[str, Any] = {}
-    _fill(given, given, metadata, lambda key: flat[key.fqn], found)
-    return _walk(skeleton, lambda _, name: found.get(name, flat[name]))
+    flat, rest = _flat(state)
+    given = _flat(target)[0]
+    metadata, _, _ = _plan({name: tensor for name, tensor in flat.items() if name in given})
+    _fill(given, metadata, lambda key: flat[key.fqn])
+    found = {**flat, **given}
+    return _walk(rest, lambda _, value: found[value.name] if isinstance(value, Stored) else value)
 
 
-def _tensors_in(state: Any) -> dict[str, Any]:
-    import torch
-
-    flat = _flat(state)[0] if state is not None else {}
-    return {name: value for name, value in flat.items() if isinstance(value, torch.Tensor) or is_sharded(value)}
-
-
-def _fill(
-    flat: dict[str, Any], given: dict[str, Any], metadata: Any, read: Callable[[Any], Any], found: dict[str, Any]
-) -> None:
-    """Fills tensors, and puts them and the values that are none into ``found``.
-
-    Args:
-        flat: Tensors by name, and the names of other values.
-        given: Those that are tensors of a target.
-        metadata: What was saved.
-        read: Returns the piece of a tensor, or the value, that the metadata has under a key.
-        found: Is filled.
-
-    Raises:
-        ResultError: a tensor of the target was not saved, or has another shape.
-    """
+def _fill(given: dict[str, Any], metadata: Any, piece: Callable[[Any], Any]) -> None:
+    """Fills tensors by name from what the metadata lists; ``piece`` returns the piece of a tensor under a key of it."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     saved = metadata.state_dict_metadata
-    if missing := [name for name in given if not hasattr(saved.get(name), "size")]:
+    if missing := [name for name in given if name not in saved]:
         shown = ", ".join(map(repr, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
         raise ResultError(
             f"the checkpoint lacks {len(missing)} of the {len(given)} tensors that are to be filled: {shown}. Give a "
@@ -319,17 +321,14 @@ def _fill(
         if (shape := list(saved[name].size)) != (own := list(tensor.size())):
             raise ResultError(f"{name!r} has the shape {shape} in the checkpoint, and {own} in the state to be filled")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(flat, metadata, is_coordinator=True)
+    planner.set_up_planner(given, metadata, is_coordinator=True)
     order = {key: number for number, key in enumerate(metadata.storage_data or ())}
     last = source = None
     for item in sorted(planner.create_local_plan().items, key=lambda item: order.get(item.storage_index, 0)):
         # A piece of one file may be needed in several places.
         if item.storage_index != last:
-            last, source = item.storage_index, read(item.storage_index)
-        if not hasattr(saved[last.fqn], "size"):
-            found[last.fqn] = source
-        elif (part := source) is not None:
+            last, source = item.storage_index, piece(item.storage_index)
+        if (part := source) is not None:
             for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, begin, length)
             planner.resolve_tensor(item).detach().copy_(part)
-    found |= {name: tensor for name, tensor in flat.items() if hasattr(saved[name], "size")}
