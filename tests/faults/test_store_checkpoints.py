@@ -155,8 +155,8 @@ def test_a_rank_opens_only_the_parts_that_hold_its_pieces(
     assert launcher.run(shard, tensors) == ([64.0] * tensors, ranks)
     path = f"{bucket.removeprefix('s3:/')}/runs"
     parts = [line for line in s3_server.requests("GET", path) if "/rank-" in line]
-    # Each its own, with what is beside the tensors and all of these at once, however many there are.
-    assert len(parts) == ranks
+    # Its own: what is beside the tensors, and all of these at once, however many there are.
+    assert len(parts) == 2 * ranks
     assert len([line for line in s3_server.requests("GET", path) if "pieces.jsonl" in line]) == ranks
 
 
