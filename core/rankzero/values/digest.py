@@ -92,41 +92,87 @@ def digest_of_file(path: str) -> str:
         return digest_of_open(file)
 
 
-def digest_of_open(file: IO[bytes], *meanwhile: Callable[[], object]) -> str:
-    """Returns the digest of an open file, whose blocks all cores hash; other functions are called meanwhile."""
+def digest_of_open(file: IO[bytes]) -> str:
+    """Returns the digest of an open file."""
+    with FileDigest(file) as digest:
+        return digest.text()
 
-    def read(begin: int, block: Any) -> None:
-        # Read, not mapped: with a mapping, a file that shrinks meanwhile would kill the process.
-        for at in range(begin, begin + BLOCK, _READ):
-            block.update(os.pread(file.fileno(), _READ, at))
 
-    blocks = {begin: hashlib.sha256() for begin in range(0, os.fstat(file.fileno()).st_size or 1, BLOCK)}
-    todo: list[Callable[[], object]] = [*(partial(read, begin, block) for begin, block in blocks.items()), *meanwhile]
-    failures: list[BaseException] = []
+class FileDigest:
+    """The digest of a local file, whose blocks all cores hash, each as soon as it is written."""
 
-    def work() -> None:
+    def __init__(self, file: IO[bytes]) -> None:
+        """Prepares the digest of an open file, which is complete, or is only written to by `write`."""
+        self._file = file
+        self._blocks: list[Any] = []
+        self._todo: list[Callable[[], object]] = []
+        self._threads: list[threading.Thread] = []
+        self._failures: list[BaseException] = []
+
+    def __enter__(self) -> FileDigest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._todo.clear()
+        for thread in self._threads:
+            thread.join()
+
+    def write(self, data: Any) -> int:
+        """Writes all of the bytes to the file's end."""
+        self._file.write(data)
+        self._add(self._size() // BLOCK)
+        # This thread continues to write.
+        self._start(min(len(self._todo), available_cores() - 1))
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Writes what is still in the file's buffer."""
+        self._file.flush()
+
+    def text(self, *meanwhile: Callable[[], object]) -> str:
+        """Returns the digest of the whole file; other functions are called meanwhile, and their errors raised."""
+        self.flush()
+        self._add(-(-self._size() // BLOCK) or 1)
+        self._todo += meanwhile
+        self._start(min(len(self._todo) - 1, available_cores()))
+        self._work()
+        for thread in self._threads:
+            thread.join()
+        for failure in self._failures:
+            raise failure
+        return _text(self._blocks)
+
+    def _size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def _add(self, count: int) -> None:
+        for number in range(len(self._blocks), count):
+            self._blocks.append(hashlib.sha256())
+            self._todo.insert(0, partial(self._read, number))
+
+    def _start(self, most: int) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        # No thread starts while the interpreter shuts down, or at the system's limit of threads.
+        with contextlib.suppress(RuntimeError):
+            for _ in range(most - len(self._threads)):
+                thread = threading.Thread(target=self._work, name="rankzero-digest", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def _work(self) -> None:
         try:
-            while todo:
-                todo.pop()()
+            while self._todo:
+                self._todo.pop()()
         except IndexError:
             # Another thread took the last one.
             pass
         except BaseException as error:
-            failures.append(error)
+            self._failures.append(error)
 
-    started = []
-    # No thread starts while the interpreter shuts down, or at the system's limit of threads.
-    with contextlib.suppress(RuntimeError):
-        for _ in range(min(len(todo) - 1, available_cores())):
-            thread = threading.Thread(target=work, name="rankzero-digest", daemon=True)
-            thread.start()
-            started.append(thread)
-    work()
-    for thread in started:
-        thread.join()
-    for failure in failures:
-        raise failure
-    return _text([*blocks.values()])
+    def _read(self, number: int) -> None:
+        # Read, not mapped: with a mapping, a file that shrinks meanwhile would kill the process.
+        for at in range(number * BLOCK, (number + 1) * BLOCK, _READ):
+            self._blocks[number].update(os.pread(self._file.fileno(), _READ, at))
 
 
 def _text(blocks: Sequence[Any]) -> str:

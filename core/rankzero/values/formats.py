@@ -70,15 +70,15 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
     Raises:
         ResultError: the value cannot be pickled, or the file cannot be read back; the message has the value's type.
     """
-    with open(path, "w+b") as file:
-        _dump(value, file_format, file)
-        file.flush()
+    with open(path, "w+b") as file, digests.FileDigest(file) as digest:
+        _dump(value, file_format, digest)
+        digest.flush()
         if file_format != JSON:
             with pickled.proving(value):
                 _read(file, path, file_format)
         # The disk writes while the cores hash.
-        digest = digests.digest_of_open(file, functools.partial(os.fsync, file.fileno()))
-        return os.fstat(file.fileno()).st_size, digest
+        text = digest.text(functools.partial(os.fsync, file.fileno()))
+        return os.fstat(file.fileno()).st_size, text
 
 
 def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]:
