@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from rankzero.options import described as described
     from rankzero.options import step_options as step_options
     from rankzero.report import curves as curves
-    from rankzero.report import pages as pages
+    from rankzero.report import page as page
     from rankzero.run import lease as lease
     from rankzero.run import reports as reports
     from rankzero.run.follower import EngineOpened as EngineOpened
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
     from rankzero.values.ref import map_refs as map_refs
 
 _NAMES = (
-    "store report.curves report.pages run.lease run.reports submit.datasets values.formats "
+    "store report.curves report.page run.lease run.reports submit.datasets values.formats "
     "doctor.examine.Examination doctor.examine.examine doctor.examine.find_problems doctor.findings.OK "
     "engines.base.Engine engines.spark.engine.embedded_engine host.processes.describe_process job.Job "
     "job.describe_world job.qualified_name job.world_bounds kinds.AUTO kinds.NumProcesses kinds.RestartOn "
