@@ -190,7 +190,7 @@ def test_only_who_follows_a_run_keeps_it_alive(tmp_path: Path) -> None:
     handle.hold(300)
     held = RunDirectory(handle.directory).lease()
     try:
-        for draw in (lambda: serve.index(store), lambda: page.draw(serve.run_of(store, "one"))):
+        for draw in (lambda: serve.index(store), lambda: page.draw(page.run_of(store, "one"))):
             assert "one" in draw()
             assert RunDirectory(handle.directory).lease() == held
         read = ("status", handle.directory), ("logs", handle.directory), ("logs", handle.directory, "--rank", "0")

@@ -146,12 +146,12 @@ def get_provider_info() -> dict[str, Any]:
         "integrations": [{"integration-name": "rankzero", "tags": ["apache", "ml"]}],
         **{
             kind: [{"integration-name": "rankzero", "python-modules": [f"airflow_rankzero.{module}"]}]
-            for kind, module in (("operators", "operators"), ("hooks", "hooks.rankzero"), ("triggers", "triggers"))
+            for kind, module in (("operators", "operators"), ("hooks", "hooks"), ("triggers", "triggers"))
         },
         "connection-types": [
             {
                 "connection-type": "rankzero",
-                "hook-class-name": "airflow_rankzero.hooks.rankzero.RankZeroHook",
+                "hook-class-name": "airflow_rankzero.hooks.RankZeroHook",
                 "hook-name": "rankzero",
                 "ui-field-behaviour": UI_FIELD_BEHAVIOUR,
                 "conn-fields": CONN_FIELDS,

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_rankzero import tries
-from airflow_rankzero.hooks.rankzero import Target
+from airflow_rankzero.hooks import Target
 from rankzero import RunHandle
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.pipeline import Follower, LineWritten

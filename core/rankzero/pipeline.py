@@ -25,8 +25,8 @@ Deliver the result
 
 Describe it
     `reports` makes rows of the metrics, and `curves` makes tables and curves of the rows. `is_number` is True for a
-    value that can be drawn, `REPORT_FILE` is the name of the report in a run directory, and `pages` serves
-    reports.
+    value that can be drawn, `REPORT_FILE` is the name of the report in a run directory, and `page`
+    draws a report on demand.
 
 Take options
     `step_options` returns the table of the options of a run, each an `Option` with its name, default, help and checks.

@@ -53,7 +53,7 @@ def test_the_operator_takes_what_the_launcher_takes() -> None:
 
 
 def test_the_decorator_s_types_are_those_of_the_operator() -> None:
-    from airflow_rankzero import TaskArguments, TrainingArguments
+    from airflow_rankzero.decorators import TaskArguments, TrainingArguments
 
     hints = TrainingArguments.__annotations__
     own = {name: hints[name].__forward_arg__ for name in set(hints) - set(TaskArguments.__annotations__)}
@@ -63,7 +63,8 @@ def test_the_decorator_s_types_are_those_of_the_operator() -> None:
 
 def test_a_master_is_a_template_and_refused_with_its_name(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     """Before a JVM starts: a wrong one, and one without enough slots."""
-    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
+    from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero._compat import AirflowFailException
     from rankzero import InsufficientSlotsError
 
     common: dict[str, Any] = {"train": print, "store": str(tmp_path)}
@@ -105,7 +106,7 @@ def test_other_objects_of_airflow_are_refused_by_name_before_the_submission() ->
     import jinja2
     from airflow.sdk import Asset
 
-    from airflow_rankzero import keyword, positional
+    from airflow_rankzero.xcom import keyword, positional
     from rankzero import InvalidJobError
 
     with pytest.raises(InvalidJobError, match=r"op_kwargs\['model'\]\[0\] is a Asset of Airflow"):

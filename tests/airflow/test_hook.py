@@ -26,7 +26,7 @@ def tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_the_hook_gives_the_target(tell: Any) -> None:
-    from airflow_rankzero.hooks.rankzero import RankZeroHook
+    from airflow_rankzero.hooks import RankZeroHook
 
     tell(host="head")
     assert RankZeroHook("cluster").get_conn().master == "spark://head:7077"

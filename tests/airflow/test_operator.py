@@ -198,7 +198,8 @@ def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Pat
 def test_bad_input_fails_for_good_before_anything_starts(
     dag: Any, run_dag: RunDag, tmp_path: Path, arguments: dict[str, Any], words: str
 ) -> None:
-    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
+    from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero._compat import AirflowFailException
     from rankzero import InvalidJobError
 
     def train() -> None:
@@ -278,7 +279,8 @@ def test_an_operator_may_be_copied_and_listed(dag: Any) -> None:
 
 def test_what_may_be_there_at_the_next_try_is_left_to_it(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     """A secrets backend that does not answer says the same as one without the connection; a store may be full."""
-    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
+    from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero._compat import AirflowFailException
     from rankzero import InvalidJobError
 
     (tmp_path / "file").touch()

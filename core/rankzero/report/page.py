@@ -15,6 +15,7 @@ import pkgutil
 import time
 from typing import Any
 
+from rankzero import store
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.report.cost import usage
@@ -33,9 +34,24 @@ LINE_CHARACTERS = 2_000
 LOGGED_RANKS = 256
 """Ranks whose lines a report holds, the rank that failed and the lowest ones: a file has to be opened for each."""
 
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+"""Headers of every response."""
+
 _HIDDEN = {"files", "log_starts", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
 _HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "fresh_since"}
 _NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+def run_of(location: str, name: str) -> RunHandle[Any]:
+    """Returns the run of a store by its id, without following it.
+
+    Raises:
+        RunNotFoundError: there is no such run.
+        ValueError: the name is no run id.
+    """
+    if not name or "/" in name or "\\" in name or name.startswith("."):
+        raise ValueError(f"{name!r} is no run id")
+    return RunHandle.attach(store.join(location, name), follows=False)
 
 
 def collect(handle: RunHandle[Any]) -> dict[str, Any]:

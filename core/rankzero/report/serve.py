@@ -17,12 +17,8 @@ from rankzero import store
 from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.report import page
 from rankzero.report.card import duration
-from rankzero.run.handle import RunHandle
 from rankzero.run.listing import list_runs
 from rankzero.run.reports import is_number
-
-HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
-"""Headers of every response."""
 
 MAX_RUNS = 500
 """Newest runs that the list of a store shows."""
@@ -31,18 +27,6 @@ HOST = "127.0.0.1"
 """The default address: only users who may log in to this machine can read what runs print."""
 
 logger = logging.getLogger(__name__)
-
-
-def run_of(location: str, name: str) -> RunHandle[Any]:
-    """Returns the run of a store by its id, without following it.
-
-    Raises:
-        RunNotFoundError: there is no such run.
-        ValueError: the name is no run id.
-    """
-    if not name or "/" in name or "\\" in name or name.startswith("."):
-        raise ValueError(f"{name!r} is no run id")
-    return RunHandle.attach(store.join(location, name), follows=False)
 
 
 def index(location: str) -> str:
@@ -107,7 +91,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             if kind not in ("", "runs") or (name and not kind):
                 raise ValueError("there is no such page")
-            text = page.draw(run_of(self.server.location, name)) if kind else index(self.server.location)
+            text = page.draw(page.run_of(self.server.location, name)) if kind else index(self.server.location)
             self._send(200, "text/html", text)
         except (RankZeroError, OSError, ValueError) as error:
             self._send(404, "text/plain", str(error).partition("\n")[0])
@@ -120,7 +104,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for name, value in {
             "Content-Type": f"{kind}; charset=utf-8",
             "Content-Length": str(len(data)),
-            **HEADERS,
+            **page.HEADERS,
         }.items():
             self.send_header(name, value)
         self.end_headers()
