@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
-from airflow.sdk.bases.decorator import DecoratedOperator, ExpandableFactory, _TaskDecorator
+from airflow.sdk.bases.decorator import DecoratedOperator, task_decorator_factory
 
 from airflow_rankzero.operators import TorchDistributorOperator
-from airflow_rankzero.templates import check_context
 
 if TYPE_CHECKING:
     from airflow.sdk import DAG, TaskGroup
@@ -50,18 +49,6 @@ class _TorchDistributorDecoratedOperator(DecoratedOperator, TorchDistributorOper
         )
 
 
-class _TrainingDecorator(_TaskDecorator):  # type: ignore[type-arg]
-    """Airflow's decorator, whose ``partial`` and ``expand`` accept names of context variables, too.
-
-    Airflow refuses them because its own tasks get these variables by themselves; ranks do not.
-    """
-
-    def _validate_arg_names(self, func: Any, kwargs: dict[str, Any]) -> None:
-        ExpandableFactory._validate_arg_names(self, func, kwargs)
-        if func == "expand":
-            check_context(self.function, (), {**self.kwargs.get("op_kwargs", {}), **kwargs})
-
-
 @overload
 def torch_distributor(python_callable: Callable[P, R]) -> Task[P, R]: ...
 @overload
@@ -93,17 +80,13 @@ def torch_distributor(
         >>> with DAG("digits"):
         ...     loss = train(lr=1e-3)
     """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        # Explicit: Airflow would conclude True from `-> dict[...]`, and then refuse a ResultRef.
-        return _TrainingDecorator(
-            function=function,
-            multiple_outputs=multiple_outputs,
-            operator_class=_TorchDistributorDecoratedOperator,
-            kwargs=kwargs,
-        )
-
-    return decorate if python_callable is None else decorate(python_callable)
+    # Explicit: Airflow would conclude True from `-> dict[...]`, and then refuse a ResultRef.
+    return task_decorator_factory(
+        python_callable,
+        multiple_outputs=multiple_outputs,
+        decorated_operator_class=_TorchDistributorDecoratedOperator,
+        **kwargs,
+    )
 
 
 # -- the arguments, for type checkers: a misspelt one is an error before a DAG is parsed --------

@@ -302,7 +302,7 @@ class TorchDistributorOperator(BaseOperator):
     def get_openlineage_facets_on_start(self, task_instance: Any = None) -> Any:
         """Returns what is known of inputs, run directory and result for the OpenLineage provider; None without it."""
         dataset = templates.dataset_beside(self.dag.fileloc, self.dataset)
-        return openlineage.facets(openlineage.inputs_of((self.op_args, self.op_kwargs), dataset), **self._lineage)
+        return openlineage.facets((self.op_args, self.op_kwargs), dataset, **self._lineage)
 
     get_openlineage_facets_on_complete = get_openlineage_facets_on_failure = get_openlineage_facets_on_start
 

@@ -173,7 +173,7 @@ def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFi
         ({"conn_type": "rankzero", "host": "head", "extra": '{"processes_per_task": 0}'}, "processes_per_task 0"),
         ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": "[1]"}'}, "conf is not a JSON object"),
         ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": {"a": [1]}}'}, "conf['a'] is a list"),
-        ({"host": "yarn", "extra": '{"deploy-mode": "clusters"}'}, "deploy mode 'clusters'"),
+        ({"host": "yarn", "extra": '{"deploy-mode": "clusters"}'}, "deploy-mode 'clusters'"),
         ({"host": "yarn", "extra": '["queue"]'}, "not a JSON object"),
     ],
 )
