@@ -12,7 +12,6 @@ scheduler cannot reach, is ended by its lease.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import logging
 import queue
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.listeners import hookimpl
 
+from airflow_rankzero import _compat
 from airflow_rankzero.links import DIRECTORY_KEY
 from airflow_rankzero.tries import TaskTry, has_set, state_of
 from rankzero.pipeline import store
@@ -118,7 +118,7 @@ class Watch:
     def poll(self) -> None:
         """Queries the tasks that have not ended and have had a training, and notes which ones have ended since."""
         # From the tasks to their XComs, each by an index: few tasks are waiting, and many XComs are kept.
-        xcom, task = _table("xcom.XComModel"), _table("taskinstance.TaskInstance")
+        xcom, task = _compat.model("xcom.XComModel"), _compat.model("taskinstance.TaskInstance")
         columns = [*(getattr(task, name) for name in (*_KEY, "id", "try_number")), xcom.value]
         same = [getattr(task, name) == getattr(xcom, name) for name in _KEY]
         rows = _rows(columns, task.state.in_(_WAITING), xcom.key == DIRECTORY_KEY, *same)
@@ -149,9 +149,7 @@ def _end(row: Any) -> None:
 
     directory = None
     try:
-        # A backend may keep the value elsewhere, such as in an object store.
-        backend: Any = importlib.import_module("airflow.sdk.execution_time.xcom").XCom
-        directory = backend.deserialize_value(row)
+        directory = _compat.read_xcom(row)
         if not isinstance(directory, str):
             # Another operator's XCom of the same key.
             return
@@ -161,7 +159,7 @@ def _end(row: Any) -> None:
             return
         if handle.status().final:
             return
-        task = _table("taskinstance.TaskInstance")
+        task = _compat.model("taskinstance.TaskInstance")
         found = _rows([task.state, task.id, task.try_number], *(getattr(task, n) == getattr(row, n) for n in _KEY))
         if found and found[0].state not in _ENDED:
             return
@@ -174,12 +172,6 @@ def _end(row: Any) -> None:
         logger.info("the training of %s is not within reach, and is left to its lease: %s", row.task_id, directory)
     except Exception:
         logger.warning("the training of %s is left to its lease", row.task_id, exc_info=True)
-
-
-def _table(name: str) -> Any:
-    """Returns one of Airflow's models, which a task's process must not import."""
-    module, _, model = name.rpartition(".")
-    return getattr(importlib.import_module(f"airflow.models.{module}"), model)
 
 
 def _rows(columns: list[Any], *conditions: Any) -> Any:

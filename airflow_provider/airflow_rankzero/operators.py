@@ -361,4 +361,5 @@ class TorchDistributorOperator(BaseOperator):
 
 def _failure(error: RankZeroError) -> Exception:
     """Returns the exception of Airflow for an error that no retry can help."""
-    return AirflowFailException(f"{type(error).__name__}: {error}")
+    failure: Exception = AirflowFailException(f"{type(error).__name__}: {error}")
+    return failure

@@ -76,7 +76,7 @@ def _may_read_logs(user: Any, label: Any) -> bool:
     )
 
 
-class RankZeroPlugin(AirflowPlugin):
+class RankZeroPlugin(AirflowPlugin):  # type: ignore[misc]
     """Loaded by Airflow in every task process, by its entry point."""
 
     name = "rankzero"

@@ -306,7 +306,7 @@ class TaskLog:
         if int(self._try.ti.get_template_context().get("task_reschedule_count") or 0) >= MAX_RESCHEDULES:
             raise AirflowException(f"the workers of this task were shut down {MAX_RESCHEDULES} times, and now again")
         # Not a failure: it costs no try.
-        raise AirflowRescheduleException(datetime.now(UTC) + RESCHEDULE_AFTER)  # type: ignore[no-untyped-call]
+        raise AirflowRescheduleException(datetime.now(UTC) + RESCHEDULE_AFTER)
 
 
 def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:

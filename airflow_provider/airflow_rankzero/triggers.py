@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from airflow_rankzero import tries
+from airflow_rankzero import _compat, tries
 from airflow_rankzero.hooks import Target
 from rankzero import RunHandle
 from rankzero.errors import RankZeroError, RunNotFoundError
@@ -165,10 +165,8 @@ class RunTrigger(BaseTrigger):
 
 def _state_of(ti: Any) -> str | None:
     """Queries the current state of the task; ``"deferred"`` if the request to Airflow fails."""
-    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
-
     try:
-        return tries.state_of(ti, RuntimeTaskInstance.get_task_states)
+        return tries.state_of(ti, _compat.task_states)
     except Exception:
         logger.warning("cannot ask Airflow whether the task was ended by a user", exc_info=True)
         return "deferred"

@@ -41,7 +41,7 @@ def test_problems_and_the_lack_of_them_are_told(tell: Any, tmp_path: Path) -> No
     assert "'nosuch://bucket' cannot be written" in words
     ok, words = tell(engine="ray")
     assert not ok
-    assert "engine 'ray'; choose 'spark' or 'local'" in words
+    assert "engine 'ray'; choose spark or local" in words
 
 
 def test_the_command_examines_a_connection(tell: Any, tmp_path: Path) -> None:
