@@ -217,7 +217,7 @@ def fields(name: str) -> str:
 
 
 FILES = {
-    "airflow_provider/airflow_rankzero/decorators.py": arguments,
+    "airflow_provider/airflow_rankzero/templates.py": arguments,
     "dagster_integration/dagster_rankzero/fields.py": fields,
 }
 """What makes each file."""

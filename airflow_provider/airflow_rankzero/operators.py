@@ -34,7 +34,7 @@ from rankzero.pipeline import attempt, describe_world, described, detaching, end
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_rankzero.decorators import OperatorArguments
+    from airflow_rankzero.templates import OperatorArguments
     from rankzero import RunHandle
     from rankzero.pipeline import Opened
 

@@ -54,7 +54,7 @@ def test_the_operator_takes_what_the_launcher_takes() -> None:
 
 
 def test_the_decorator_s_types_are_those_of_the_operator() -> None:
-    from airflow_rankzero.decorators import TaskArguments, TrainingArguments
+    from airflow_rankzero.templates import TaskArguments, TrainingArguments
 
     hints = TrainingArguments.__annotations__
     own = {name: hints[name].__forward_arg__ for name in set(hints) - set(TaskArguments.__annotations__)}

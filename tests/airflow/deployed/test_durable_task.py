@@ -59,11 +59,6 @@ class Training:
         assert state == "success", logs
         return dict(self.airflow.xcom(self.dag_id, self.run_id, "describe"))
 
-    def assert_gone(self) -> None:
-        wait_until(lambda: self.run.status().final, RUN_TIMEOUT, "the end of the run")
-        wait_until(lambda: not processes_with(self.marker), STOP_TIMEOUT, "the end of the ranks")
-        assert self.run.status().state == "cancelled"
-
 
 def start(airflow: Deployment, dag_id: str, folder: Path) -> Training:
     marker = f"told-{secrets.token_hex(8)}"
