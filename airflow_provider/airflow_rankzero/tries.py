@@ -129,19 +129,19 @@ class TaskTry:
         """Returns True if Airflow will retry this task instance when this try fails."""
         return bool(self.ti.try_number <= self.ti.max_tries)
 
-    def state(self) -> str | None:
-        """Returns the state that Airflow has of the task instance; ``"running"`` if it cannot be queried.
+    def state(self, query: Callable[..., dict[str, Any]] | None = None, unknown: str = "running") -> str | None:
+        """Returns the state that Airflow has of the task instance; ``unknown`` if the query fails.
 
         If it is none of `STATES_OF_USERS`, a process was asked to exit because its worker shuts down, or because
         Airflow missed its heartbeats, counts it as dead, and schedules a retry. Must not be called in a signal handler:
         it sends a request to the supervisor, and the handler may have interrupted another request.
         """
         try:
-            return state_of(self.ti, self.ti.get_task_states)
+            return state_of(self.ti, query or self.ti.get_task_states)
         except Exception:
             # The whole deployment may be stopping: the run's lease ends it if no process follows it again.
             logger.warning("cannot ask Airflow whether this task was ended by a user", exc_info=True)
-            return "running"
+            return unknown
 
 
 def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
