@@ -33,7 +33,7 @@ _LEFT = r"""status\.json | lease | driver\.log | report\.html | datasets\.json
         | (?:payload\.pkl | (?:job | outcome | datasets)\.json | modules\.(?:zip | txt) | code\.(?:tar\.gz | txt))
         | driver\.py | rankzero\.jar)
     | checkpoints/[0-9]{4,}-[0-9]{6,}/(?:rank-[0-9]+\.[a-z.]+ | pieces\.jsonl | checkpoint\.json | damaged)
-    | datasets/[^/]+-[0-9a-f]{8}(?:\.[0-9]+)?/(?:part-[^/]+\.arrow | _token)
+    | datasets/[^/]+-[0-9a-f]{8}(?:\.[0-9]+)?/(?:part-[^/]+\.parquet | _token)
     | flight/attempt-[0-9]+/rank-[0-9]+\.json
     | result/value-[0-9]+\.[a-z]+
     | tables/[0-9]{4,}/(?:[^/]+/part-[0-9]+-[0-9]+-[0-9a-f]+\.parquet | _begun-[^/]+)
