@@ -385,6 +385,17 @@ def test_whole_numbers_are_shown_exactly(value: str, text: str) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == text
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_colors_of_a_terminal_are_classes_and_its_other_sequences_are_left_out() -> None:
+    source = (Path(page.__file__).parent / "page.js").read_text()
+    (code,) = re.findall(r"^(  const ESCAPE = .*?^  })$", source, re.M | re.S)
+    line = "a \x1b[1;31mred\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\ \x1b[38;5;32mx\x1b[94mblue\x1b[2K\x1b[39m."
+    command = ["node", "-e", f"{code} process.stdout.write(JSON.stringify([...colored({json.dumps(line)})]))"]
+    parts = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert [(style, text) for style, text in parts if style] == [("ansi1 bold", "red"), ("ansi4", "blue")]
+    assert "".join(text for _, text in parts) == "a red link xblue."
+
+
 DRAWS = """
 const made = [];
 class Element {
