@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -291,23 +290,3 @@ def test_what_may_be_there_at_the_next_try_is_left_to_it(dag: Any, run_dag: RunD
         assert isinstance(errors[task_id], InvalidJobError), errors
         assert not isinstance(errors[task_id], AirflowFailException)
         assert words in str(errors[task_id])
-
-
-def test_a_tracker_of_a_task(dag: Any, run_dag: Callable[..., Any], tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-    from rankzero.tracking import Tracker
-
-    class Ends(Tracker):
-        def __init__(self, path: Path) -> None:
-            self.path = path
-
-        def end(self, run: Any, status: Any) -> None:
-            self.path.write_text(f"{run.labels['task_id']} {status.state}")
-
-    ends = tmp_path / "ends"
-    TorchDistributorOperator(
-        task_id="train", train=int, num_processes=1, conn_id="here", store=str(tmp_path / "runs"), trackers=[Ends(ends)]
-    )
-    done = run_dag(dag)
-    assert done.state == "success", done.errors
-    assert ends.read_text() == "train succeeded"

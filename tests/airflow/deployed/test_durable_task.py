@@ -116,26 +116,3 @@ def test_deleting_a_dag_ends_a_training_that_waits_for_its_retry(airflow: Deploy
     wait_until(lambda: run.status().final, RUN_TIMEOUT, "the end of the run")
     assert "on request: Airflow has deleted the task" in str(run.status().error)
     wait_until(lambda: not processes_with(training.marker), STOP_TIMEOUT, "the end of the ranks")
-
-
-# -- deferred ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def deferred(airflow: Deployment, tmp_path: Path) -> Iterator[Training]:
-    training = start(airflow, "deferred", tmp_path)
-    training.await_try(1, "deferred")
-    yield training
-    wait_until(lambda: not processes_with(training.marker), STOP_TIMEOUT, "the end of the ranks")
-
-
-# By default: `test_it_shows_the_lines_and_fires_at_the_end`, whose triggerer is restarted.
-@pytest.mark.soak
-def test_a_deferred_training_survives_the_death_of_its_triggerer(deferred: Training) -> None:
-    ranks = deferred.await_ranks()
-    deferred.airflow.kill("triggerer")
-    deferred.airflow.start("triggerer")
-    deferred.let_go()
-    made = deferred.finish()
-    assert made["pid"] in ranks
-    assert deferred.run.submission == 0
