@@ -20,8 +20,7 @@ Decide about tries
 Deliver the result
     ``RunHandle.offer`` and ``RunHandle.acknowledge`` record who has the result. `find_unstorable`, `storable` and
     `plain_view` decide what an orchestrator's database can hold, up to `VALUE_LIMIT` bytes. `map_refs` finds the
-    references within arguments. `formats`, `split`, `verify`, `fingerprint_of`, `PLAIN` and `BLOCKS` read and write
-    stored values. `attempt` runs bookkeeping that must not fail a step.
+    references within arguments. `split` and `verify` read the digest of a stored value. `attempt` runs bookkeeping that must not fail a step.
 
 Describe it
     `reports` makes rows of the metrics, and `curves` makes tables and curves of the rows. `is_number` is True for a
@@ -84,20 +83,16 @@ if TYPE_CHECKING:
     from rankzero.submit.training import is_module_reference as is_module_reference
     from rankzero.texts import spelt as spelt
     from rankzero.texts import with_matches as with_matches
-    from rankzero.values import formats as formats
-    from rankzero.values.digest import BLOCKS as BLOCKS
-    from rankzero.values.digest import PLAIN as PLAIN
     from rankzero.values.digest import split as split
     from rankzero.values.digest import verify as verify
     from rankzero.values.plain import VALUE_LIMIT as VALUE_LIMIT
     from rankzero.values.plain import find_unstorable as find_unstorable
     from rankzero.values.plain import plain_view as plain_view
     from rankzero.values.plain import storable as storable
-    from rankzero.values.ref import fingerprint_of as fingerprint_of
     from rankzero.values.ref import map_refs as map_refs
 
 _NAMES = (
-    "store report.curves report.page run.lease run.reports submit.datasets values.formats doctor.examine.examine "
+    "store report.curves report.page run.lease run.reports submit.datasets doctor.examine.examine "
     "doctor.examine.find_problems doctor.findings.OK engines.base.Engine engines.spark.engine.embedded_engine "
     "host.processes.describe_process job.describe_world job.qualified_name job.world_bounds kinds.AUTO "
     "kinds.NumProcesses kinds.RestartOn run.printing.print_line masking.secrets_of options.Option options.described "
@@ -105,9 +100,8 @@ _NAMES = (
     "run.tries.end run.follower.EngineOpened run.follower.Follower run.follower.LineWritten "
     "run.follower.MetricsReported run.output.level_of run.reports.is_number run.tries.may_retry "
     "submit.durable.Opened submit.training.check_callable submit.training.is_module_reference texts.spelt "
-    "texts.with_matches values.digest.BLOCKS values.digest.PLAIN values.digest.split values.digest.verify "
-    "values.plain.VALUE_LIMIT values.plain.find_unstorable values.plain.plain_view values.plain.storable "
-    "values.ref.fingerprint_of values.ref.map_refs"
+    "texts.with_matches values.digest.split values.digest.verify values.plain.VALUE_LIMIT "
+    "values.plain.find_unstorable values.plain.plain_view values.plain.storable values.ref.map_refs"
 )
 
 lazy_names(__name__, _NAMES, root="rankzero")
