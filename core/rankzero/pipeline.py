@@ -20,12 +20,12 @@ Decide about tries
 Deliver the result
     ``RunHandle.offer`` and ``RunHandle.acknowledge`` record who has the result. `find_unstorable`, `storable` and
     `plain_view` decide what an orchestrator's database can hold, up to `VALUE_LIMIT` bytes. `map_refs` finds the
-    references within arguments. `split` and `verify` read the digest of a stored value. `attempt` runs bookkeeping that must not fail a step.
+    references within arguments. `split` and `verify` read the digest of a stored value. `attempt` runs bookkeeping
+    that must not fail a step.
 
 Describe it
-    `reports` makes rows of the metrics, and `curves` makes tables and curves of the rows. `is_number` is True for a
-    value that can be drawn, `REPORT_FILE` is the name of the report in a run directory, and `page`
-    draws a report on demand.
+    `reports` makes rows of the metrics, and `curves` draws the rows. `is_number` is True for a value that can be
+    drawn, `REPORT_FILE` is the name of the report in a run directory, and `page` draws a report on demand.
 
 Take options
     `step_options` returns the table of the options of a run, each an `Option` with its name, default, help and checks.
