@@ -78,8 +78,8 @@ class Job:
         fresh_since: First attempt whose checkpoints count: the training of earlier ones was delivered.
         beginning: Where this submission began and why: "resumed from checkpoint ..." or "from scratch: ...".
         metrics: The last values of the metrics that earlier submissions of the same training reported.
-        identity: Digest of code, arguments and world size: `rankzero.submit.identity`.
-        identity_parts: Name and checksum of each part of the identity; empty if an earlier version submitted the job.
+        identity: Digest of code, arguments and world size: `rankzero.submit.pack`.
+        identity_parts: Name and checksum of each part of the identity.
         generation: The orchestrator's chain of automatic retries that this submission belongs to.
         log_starts: By rank (as text, for JSON): piece and offset at which its log lines of this submission begin.
         engine: The engine's specification, without secrets.

@@ -34,7 +34,6 @@ from rankzero.submit.existing import (
     await_end,
     changes,
     check_owner,
-    explain_unknown,
     find_job_of,
     following,
 )
@@ -253,8 +252,6 @@ def _from_scratch(existing: Existing) -> str:
     """Returns `Job.beginning` of a submission behind an existing one that begins from scratch."""
     if existing.comparison.differing:
         return f"from scratch: other than before: {describe(existing.comparison.differing)}"
-    if existing.comparison.unknown:
-        return f"from scratch: {explain_unknown(existing)}"
     if existing.status.state == "succeeded":
         return "from scratch: its result was delivered"
     return "from scratch: the result of the training before was delivered, and no checkpoint counts since"
