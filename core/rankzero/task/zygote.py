@@ -230,8 +230,9 @@ def main() -> None:
     """
     owner, directory, kind = int(sys.argv[1]), *sys.argv[2:]
     processes.settle_signals()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # Of a whole tree of processes that gets it, the agent needs this one to give its ranks their grace.
+    # Of a whole tree of processes that gets one of these, the agent needs this process to give its ranks their grace.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # An import may hang.
     processes.end_with_parent(owner)
