@@ -10,9 +10,9 @@ import pytest
 import rankzero.pipeline
 from rankzero import Launcher, RunHandle, WorkerFailedError
 from rankzero.job import Job
-from rankzero.pipeline import Follower, LineWritten, MetricsReported, RunEnded
 from rankzero.run import follower as followers
 from rankzero.run.directory import RunDirectory
+from rankzero.run.follower import Follower, LineWritten, MetricsReported, RunEnded
 from rankzero.run.status import RunStatus
 
 

@@ -303,6 +303,7 @@ class Attempt:
                 "run_id": self.job.run_id,
                 "attempt": self._number,
                 "backend": self.job.resolved_backend(),
+                "labels": self.job.labels,
             },
         }
         sampled: set[str] = set()

@@ -288,7 +288,7 @@ def write_report(run: RunDirectory, thread: ActionThread) -> None:
             # Imported here, since no launch waits for it.
             from rankzero.report import page
 
-            text = page.render([page.collect(RunHandle(run.directory, follows=False))])
+            text = page.draw(RunHandle(run.directory, follows=False))
             store.write_bytes(run.path(REPORT_FILE), text.encode("utf-8", "replace"))
         except Exception as error:
             logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
