@@ -322,7 +322,7 @@ def test_a_run_that_takes_too_long_is_ended(launcher: Launcher) -> None:
 
 def test_ranks_that_do_not_start_in_time_are_named(launcher: Launcher) -> None:
     with pytest.raises(StartTimeoutError, match=r"start_timeout=0.05 s") as caught:
-        # A fork of a warm server may have started by then.
+        # A fork of a zygote may have started by then.
         launcher.options(start_timeout=0.05, warm_start=False).run(sleep_forever)
     assert caught.value.missing
 

@@ -118,7 +118,7 @@ def test_a_cancel_does_not_wait_for_the_drivers_next_look_at_the_store(
         process: subprocess.Popen[bytes] = start(command, **options)
         return process
 
-    # Not by an environment of its own, which would need a warm server of its own.
+    # Not by an environment of its own, which would need a zygote of its own.
     monkeypatch.setattr("rankzero.submit.drivers.DriverProcess", that_does_not_look)
     handle = launcher.options(store=f"{bucket}/far", num_processes=1).submit(endless)
     until(lambda: handle.status().state == "running", 60, "a rank")

@@ -106,8 +106,8 @@ class Options:
         ports: First and last port on which the driver and rank 0 may listen, for firewalls; None lets the system
             choose. The ports of a collective library's connections are not affected.
         checkpoints: Which checkpoints are kept.
-        warm_start: True forks ranks from a warm server, a process with torch loaded, of which each executor has one
-            that ends with it. False starts every rank as a new interpreter.
+        warm_start: True forks ranks from a zygote, a process with torch loaded, which later launches of this process,
+            or of Spark's Python worker, use again. False starts every rank as a new interpreter.
         encrypt: True encrypts the connections between the run's driver and its agents, for arguments, results,
             checkpoints and lines that do not use the store. None: if Spark encrypts its own connections. Traffic
             between ranks is torch's, and is not encrypted.

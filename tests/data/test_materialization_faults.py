@@ -76,7 +76,7 @@ def await_files(store: Path) -> None:
 
 
 def processes_of(handle: RunHandle[Any]) -> list[psutil.Process]:
-    """The driver and its JVMs, with which their Python ends. A warm server belongs to the whole suite."""
+    """The driver and its JVMs, with which their Python ends. What forks zygotes belongs to the whole suite."""
     driver = psutil.Process(handle.status().driver_pid)
     return [driver, *(each for each in driver.children(recursive=True) if each.name() == "java")]
 

@@ -177,7 +177,7 @@ def run_and_wait(master: str, store: Path, marker: str) -> None:
 
 
 def unforked(launcher: Launcher) -> Launcher:
-    """Its ranks are children of their executor's Python, and not of a warm server that all executors here share."""
+    """Its ranks are children of their executor's Python, and not forks of a process that all executors here share."""
     return launcher.options(warm_start=False, hang_timeout=HANG_TIMEOUT)
 
 

@@ -343,8 +343,8 @@ def test_a_run_directory_on_an_object_store(
     assert store.level == ("ok" if seen else "warning"), found
 
 
-# A warm server of the suite's is in the namespaces of the suite, and so are its forks.
-OWN = pytest.mark.usefixtures("own_warm_servers")
+# A zygote of the suite's is in the namespaces of the suite, and so are its forks.
+OWN = pytest.mark.usefixtures("own_zygotes")
 NAMESPACES = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="servers apart are made of Linux namespaces, which need root"
 )

@@ -146,7 +146,7 @@ def test_two_processes_follow_one_run(single: Launcher, tmp_path: Path) -> None:
     assert [json.loads(output) for output in outputs] == [[["[0] started"], "attempt 0"]] * 2
 
 
-@pytest.mark.usefixtures("own_warm_servers")
+@pytest.mark.usefixtures("own_zygotes")
 @pytest.mark.soak
 def test_a_driver_that_was_stopped_loses_its_ranks_and_its_run(single: Launcher, tmp_path: Path, marker: str) -> None:
     handle = start(single, tmp_path)

@@ -266,17 +266,20 @@ value = Launcher(1, store=sys.argv[1], engine=Apart(), start_timeout=240).run(ti
 with open(sys.argv[1] + "/seen", "w") as file:
     print(value, file=file)
 """
-STARTS_SERVER = """
+STARTS_ZYGOTE = """
 import os, sys
-from rankzero.task import start
+from rankzero.task import zygotes
 from tests.conftest import ROOT
-# Other tests start servers, too, one at a time.
-start.WARM_LOCK_TIMEOUT = 60.0
-config = {"warm_start": True, "owner": os.getpid(), "loaded": start.load_time(os.environ), "env": {}, "task": 0}
+config = {"warm_start": True, "env": {}, "task": 0, "scratch": sys.argv[1]}
 config |= {"code_path": str(ROOT / "core"), "grace": 0, "exit_timeout": 0}
-agent = start.start_warm(config, os.open(os.devnull, os.O_WRONLY), dict(os.environ))
+with open(sys.argv[1] + "/log", "w+b") as log:
+    agent = zygotes.start(config, log)
+    agent.kill()
+    code = agent.wait()
+    agent.release()
 with open(sys.argv[1] + "/seen", "w") as file:
-    print(agent and agent.kill(), agent and agent.wait(), file=file)
+    # Its configuration lacks so much that it may have ended before.
+    print(code in (-9, 1), file=file)
 """
 
 
@@ -291,7 +294,7 @@ def test_a_caller_without_standard_streams_has_a_driver_of_its_own(tmp_path: Pat
     assert run_without_streams(RUNS, closed, tmp_path) == "None\n"
 
 
-@pytest.mark.usefixtures("own_warm_servers")
+@pytest.mark.usefixtures("own_zygotes")
 @pytest.mark.parametrize("closed", CLOSED)
-def test_a_process_without_standard_streams_starts_a_warm_server(tmp_path: Path, closed: str) -> None:
-    assert run_without_streams(STARTS_SERVER, closed, tmp_path) == "None -9\n"
+def test_a_process_without_standard_streams_starts_a_zygote(tmp_path: Path, closed: str) -> None:
+    assert run_without_streams(STARTS_ZYGOTE, closed, tmp_path) == "True\n"

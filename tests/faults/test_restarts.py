@@ -76,7 +76,7 @@ def train(how: str, failures: int, witness: str) -> list[list[int]]:
 
 
 def run(launcher: Launcher, function: Callable[..., Any], *args: Any) -> tuple[Any, RunHandle[Any]]:
-    """The value and the run. By `run`: a detached driver would start a warm server of its own."""
+    """The value and the run. By `run`: a detached driver would start a zygote of its own."""
     launcher = launcher.options(run_id="run")
     value = launcher.run(function, *args)
     handle = launcher.find()

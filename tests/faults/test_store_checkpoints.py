@@ -48,7 +48,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Without:
         folder = tmp_path_factory.mktemp("without")
         for name in modules:
             (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError({f'No module named {name!r}'!r})\n")
-        # The suite's warm servers have pyarrow loaded, and so would their forks.
+        # The suite's zygotes have pyarrow loaded, and so would their forks.
         preloaded = {"RANKZERO_PRELOAD": ""} if "pyarrow" in modules else {}
         return {"PYTHONPATH": str(folder), **preloaded} if modules else {}
 

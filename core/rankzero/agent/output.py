@@ -35,7 +35,7 @@ QUIET_BYTES = 40 << 10
 
 MAX_LINE = 2 << 20  # Characters after which an unfinished line is passed on in pieces
 
-_OWN_FRAME = re.compile(r'  File "(?:.*rankzero/(?:agent|host|task|warm|worker)/\w+\.py|<string>)", line \d+ in ')
+_OWN_FRAME = re.compile(r'  File "(?:.*rankzero/(?:agent|host|task|worker)/\w+\.py|<string>)", line \d+ in ')
 
 
 class RankOutput:

@@ -28,12 +28,8 @@ from rankzero.channel.client import ChannelClient, ChannelClosed
 from rankzero.channel.messages import Message, decode, encode
 from rankzero.errors import PREEMPTED
 from rankzero.host import network, processes
-from rankzero.host.guard import watch as watch_guard
 from rankzero.host.processes import (
     allow_open_files,
-    is_gone,
-    pidfd_of,
-    process_namespace,
     settle_signals,
     signal_name,
     watcher_of,
@@ -82,9 +78,10 @@ class Agent:
         signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
         self._loop.watch(wakeup, lambda: self._on_signal(wakeup))
         self._loop.watch(sys.stdin.fileno(), self._on_stdin)
-        self._watch_holder()
-        if (guard := watch_guard()) is not None:
-            self._loop.watch_end(guard, self._on_guard)
+        if "zygote" in self._config:
+            # A child that the holder has forked may keep the zygote's standard input open, or the zygote may hang.
+            self._loop.watch_end(self._config["owner"], self._ending.orphan)
+            self._loop.watch_end(os.pidfd_open(self._config["zygote"]), self._on_zygote)
         try:
             # Before any thread exists: the workers may be forks.
             for local_rank in range(self._config["workers"]):
@@ -210,6 +207,7 @@ class Agent:
             common = inputs.message(self._config["ports"])
         except InputError as error:
             sys.exit(f"on {socket.gethostname()}: {error}")
+        self._ranks[0].output.add(self._config["notes"])
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
             rank.tell(common.having(context=context, env=rank_environment(context, self._config)))
@@ -261,17 +259,8 @@ class Agent:
             self._loop.unwatch(sys.stdin.fileno())
             self._ending.orphan()
 
-    def _watch_holder(self) -> None:
-        """Ends the agent with the task process that started it, even if a child of that keeps standard input open."""
-        if holder := self._config.get("holder"):
-            process = {"pid": holder[0], "start": holder[1], "namespace": process_namespace()}
-            if watched := pidfd_of(process):
-                self._loop.watch_end(watched, self._ending.orphan)
-            elif is_gone(process):
-                self._ending.orphan()
-
-    def _on_guard(self) -> None:
-        """Kills all descendants because the guard died: later no process could find them."""
+    def _on_zygote(self) -> None:
+        """Kills all descendants because the zygote died: later no process could find them."""
         self._ending.orphan()
         self._ending.stop(0.0)
 
@@ -291,7 +280,7 @@ class Agent:
 
 
 def _locked(directory: str) -> int:
-    """Locks a directory until this process exits, as `rankzero.task.hold.lock_directory` does."""
+    """Locks a directory until this process exits, as `rankzero.task.scratch.lock_directory` does."""
     lock = os.open(directory, os.O_RDONLY)
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -301,17 +290,10 @@ def _locked(directory: str) -> int:
 def main() -> None:
     """Entry point of the agent process; its configuration is one line of JSON on standard input."""
     settle_signals()
-    if "torch" not in sys.modules:
-        # SIGCONT wakes a stopped agent whose guard dies; the guard wakes it when the task process dies.
-        processes.signal_on_parent_death(signal.SIGCONT)
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(sys.stdin.fileno(), READ_SIZE)
         if not piece:
-            if "torch" not in sys.modules:
-                # The task process, which would remove the directory, has exited. An agent of a warm server leaves it
-                # (torch is loaded there): its task process may live, and use the directory for a fresh agent.
-                shutil.rmtree(os.environ["RANKZERO_SCRATCH"], ignore_errors=True)
             sys.exit("the process that started this agent died before it sent the configuration")
         line += piece
     allow_open_files()

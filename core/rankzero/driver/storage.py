@@ -22,7 +22,7 @@ from rankzero.driver.tables import remove_rows
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
 from rankzero.run.directory import RunDirectory
-from rankzero.task.hold import lock_directory, make_scratch, scratch_root
+from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
 from rankzero.values.formats import SHARDS
 from rankzero.values.ref import ResultRef
 

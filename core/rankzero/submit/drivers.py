@@ -32,7 +32,6 @@ from rankzero.run.handle import RunHandle
 from rankzero.run.observer import owns, signal_cancel
 from rankzero.submit.prepare import Request, prepare
 from rankzero.submit.submission import recording_end
-from rankzero.task.hold import MARKER
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ def submit(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str
     Raises:
         InvalidJobError: the job was rejected before anything started, as in a rank: all its processes end with it.
     """
-    if MARKER in os.environ and not request.engine.drives_elsewhere:
+    if "RANKZERO_SCRATCH" in os.environ and not request.engine.drives_elsewhere:
         raise InvalidJobError(
             "submit() was called in a rank, and the run would end with it: call run(), choose SparkSubmitEngine, whose "
             "driver is on the cluster, or return a value with which the pipeline submits the run"

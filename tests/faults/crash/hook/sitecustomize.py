@@ -27,7 +27,7 @@ _ROLES = (
     ("/rankzero/channel/client.py", "agent"),
     ("/rankzero/channel/exchange.py", "agent"),
     ("/rankzero/channel/keeper.py", "agent"),
-    ("/rankzero/warm/", "server"),
+    ("/rankzero/task/zygote.py", "zygote"),
 )
 _real = {"open": io.open, "os.open": os.open, "write": os.write, "kill": os.kill, "close": os.close}
 
