@@ -1,6 +1,7 @@
 """The order of an epoch: each row once, another in each epoch, the same for a seed, from everywhere."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,14 +10,15 @@ import pytest
 import torch
 
 from rankzero.data import order
-from rankzero.data.manifest import File, Manifest
+from rankzero.data.manifest import File, Manifest, encode_schema
 from rankzero.data.order import Order
 from rankzero.submit.paths import manifest_of_path
 from rankzero.train import DatasetShard, TrainContext
 
 
 def manifest_of(groups: list[int], row_size: int) -> Manifest:
-    return Manifest(schema="", files=(File("a", tuple(groups)),), size=sum(groups) * row_size, digest="")
+    schema = encode_schema(pa.schema({"x": pa.int64(), "y": pa.int64()}))
+    return Manifest(schema=schema, files=(File("a", tuple(groups)),), size=sum(groups) * row_size, digest="")
 
 
 def rows_of(manifest: Manifest, seed: int, epoch: int = 0, step: int = 1000) -> list[int]:
@@ -55,16 +57,33 @@ def test_a_larger_one_is_shuffled_by_groups_and_within_windows(
     assert first == rows_of(manifest, 3, step=777)
 
 
-@pytest.mark.parametrize("groups", [100, 1000, 20_000])
-def test_a_window_draws_from_many_groups_whatever_their_size(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "WINDOW", 64 * 8192)
-    manifest = manifest_of([groups] * (400_000 // groups), 64)
-    whole = Order(manifest, 3, 0)
-    for window in whole._windows[:-1]:
-        assert len({piece.group for piece in window}) >= min(order.GROUPS, len(manifest.files[0].rows))
-        assert sum(piece.length for piece in window) <= 2 * 8192
+@pytest.mark.parametrize(
+    "groups",
+    [[100] * 4000, [1000] * 400, [20_000] * 20, [100] * 33, [100] * 1000 + [20_000], [100, 2000] * 100],
+    ids=lambda groups: f"{len(groups)} of {max(groups)}",
+)
+def test_a_window_draws_from_many_groups_whatever_their_size(
+    groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = sum(groups) // 2 if len(groups) == 33 else 8192
+    monkeypatch.setattr(order, "WINDOW", 64 * rows)
+    manifest = manifest_of(groups, 64)
+    windows = Order(manifest, 3, 0)._windows
+    assert len(windows) >= 2
+    for window in windows[:-1]:
+        assert len({piece.group for piece in window}) >= min(order.GROUPS, len(groups)) // 2
+        assert sum(piece.length for piece in window) <= 1.5 * rows
     # Sorted by a label, the first rows have labels from everywhere.
     assert len({row * 10 // manifest.rows for row in rows_of(manifest, 3)[:200]}) >= 7
+
+
+def test_few_columns_are_decoded_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "WINDOW", 64 * 8192)
+    manifest = replace(
+        manifest_of([100_000] * 40, 64), schema=encode_schema(pa.schema({f"x{n}": pa.int64() for n in range(50)}))
+    )
+    for window in Order(manifest, 3, 0)._windows:
+        assert sum(piece.step < 100_000 for piece in window) <= 2 * order.STREAMS // 50
 
 
 def losses_of(table: pa.Table, path: Path) -> list[float]:

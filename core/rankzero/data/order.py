@@ -1,9 +1,9 @@
 """`Order`: maps the positions of an epoch to rows: windows of row groups from everywhere, shuffled inside.
 
-The row groups of a dataset are drawn in a random order, `GROUPS` of them make a window, and the rows of a window are
-shuffled: a table that is sorted by a column trains as well as a shuffled one. A reader decodes one window at a time, so
-each row group is decoded once in an epoch. A row group that is too large for that is decoded in pieces: one after the
-other, each in a window with pieces of other groups. A dataset that fits into one window is shuffled as a whole.
+The row groups of a dataset are drawn in a random order, some `GROUPS` of them make a window, and the rows of a window
+are shuffled: a table that is sorted by a column trains as well as a shuffled one. A reader decodes one window at a
+time, so each row group is decoded once in an epoch. A row group that is too large for that is decoded in pieces: one
+after the other, each in a window with pieces of other groups. A dataset of one window is shuffled as a whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import bisect
 import itertools
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,10 @@ WINDOW = 128 << 20
 """Approximate number of bytes of a window, which a reader keeps in memory."""
 
 GROUPS = 32
-"""Fewest row groups from which a window draws, if the dataset has as many."""
+"""Row groups from which a window draws, if the dataset has as many that are not larger than a window has room for."""
+
+STREAMS = 100
+"""Columns, of all row groups together, that are decoded side by side in pieces: each takes 1 to 3 MiB."""
 
 LEAST = 32
 """Bytes that a row counts at least, since the order of a window takes memory, too."""
@@ -46,20 +49,30 @@ class Piece(NamedTuple):
     step: int
 
 
-def pieces_of(manifest: Manifest) -> list[list[Piece]]:
-    """Returns the pieces of each row group of a dataset that has rows, in the order of the files."""
-    rows = [count for file in manifest.files for count in file.rows]
-    size = WINDOW // min(GROUPS, max(1, len(rows)))
+def pieces_of(manifest: Manifest, *, ordered: bool = False) -> list[list[Piece]]:
+    """Returns the pieces of each row group of a dataset that has rows, in the order of the files.
+
+    Args:
+        manifest: The dataset.
+        ordered: Whether the pieces are read in the order of the files, so that one group is decoded at a time.
+    """
+    groups = [count for file in manifest.files for count in file.rows]
+    of_window = max(1, WINDOW // row_size(manifest))
+    least = of_window // (GROUPS if ordered else min(GROUPS, max(1, len(groups))))
+    wide = of_window // max(1, min(GROUPS, STREAMS // max(1, len(manifest.arrow_schema().names))))
+    windows = max(1, manifest.rows // of_window)
     found = []
-    for group, count in enumerate(rows):
-        parts = -(-count * _row_size(manifest) // size) if 2 * count * _row_size(manifest) > 3 * size else 1
-        step = -(-count // parts)
-        lows = range(0, count, max(1, step))
-        found.append([Piece(group, low, min(step, count - low), step) for low in lows])
+    for group, rows in enumerate(groups):
+        # A group that is larger than the others has a piece in each window.
+        step = least if ordered else max(least, wide, rows // windows)
+        parts = -(-rows // max(1, step)) if 2 * rows > 3 * least else 1
+        step = max(1, -(-rows // max(1, parts)))
+        found.append([Piece(group, low, min(step, rows - low), step) for low in range(0, rows, step)])
     return [pieces for pieces in found if pieces]
 
 
-def _row_size(manifest: Manifest) -> int:
+def row_size(manifest: Manifest) -> int:
+    """Returns the approximate number of bytes of a row, with those of its place in an order."""
     return max(LEAST, manifest.row_size)
 
 
@@ -71,11 +84,12 @@ class Order:
         self._seed = seed
         self._epoch = epoch
         groups = pieces_of(manifest)
-        if manifest.rows * _row_size(manifest) <= WINDOW:
+        count = -(-manifest.rows * row_size(manifest) // WINDOW)
+        if count <= 1:
             self._windows = [list(itertools.chain.from_iterable(groups))]
         else:
             drawn = self._permutation(-1, len(groups)).tolist()
-            self._windows = list(_windows([groups[number] for number in drawn], max(1, WINDOW // _row_size(manifest))))
+            self._windows = list(_windows([groups[number] for number in drawn], manifest.rows / count))
         self._starts = [0, *itertools.accumulate(sum(piece.length for piece in window) for window in self._windows)]
 
     def parts(self, spans: Spans) -> Iterator[tuple[list[Piece], torch.Tensor]]:
@@ -96,16 +110,21 @@ class Order:
         return torch.randperm(size, generator=torch.Generator("cpu").manual_seed(key), device="cpu")
 
 
-def _windows(groups: list[list[Piece]], rows: int) -> Iterator[list[Piece]]:
-    """Yields windows of about so many rows: the first piece of each of some groups, then the second of each, ..."""
-    drawn: list[list[Piece]] = []
-    total = 0
-    for number, pieces in enumerate(groups, 1):
-        drawn.append(pieces)
-        total += pieces[0].length
-        # The last groups are no window of their own, unless rows are large.
-        is_full = total >= rows and len(drawn) >= GROUPS and len(groups) - number >= GROUPS
-        if is_full or total >= 2 * rows or number == len(groups):
-            for round_ in itertools.zip_longest(*drawn):
-                yield [piece for piece in round_ if piece is not None]
-            drawn, total = [], 0
+def _windows(groups: list[list[Piece]], rows: float) -> Iterator[list[Piece]]:
+    """Yields windows of about so many rows: the next piece of each group that has begun, and first ones of others."""
+    coming = map(iter, groups)
+    begun: list[Any] = []
+    total = end = 0
+    while True:
+        window = [piece for pieces in begun if (piece := next(pieces, None))]
+        begun = [pieces for pieces in begun if pieces.__length_hint__()]
+        total += sum(piece.length for piece in window)
+        end += 1
+        # Counted over all windows, so that their sizes are even.
+        while total < end * rows and (pieces := next(coming, None)):
+            window.append(next(pieces))
+            begun.append(pieces)
+            total += window[-1].length
+        if not window:
+            return
+        yield window
