@@ -21,7 +21,6 @@ from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.report.cost import usage
 from rankzero.report.summary import Summary
-from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.reports import TOTALS, is_number
 from rankzero.run.status import RunStatus
@@ -38,8 +37,8 @@ LOGGED_RANKS = 256
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """Escape sequences of terminals, such as colors, which a page does not draw."""
 
-_HIDDEN = {"files", "log_starts", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
-_HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "fresh_since"}
+_HIDDEN = {"files", "patience", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
+_HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "after", "earlier"}
 _NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -50,8 +49,8 @@ def collect(handle: RunHandle[Any]) -> dict[str, Any]:
         RunNotFoundError: no run lives there, or what lies there was not written by rankzero.
     """
     try:
-        job, status = RunDirectory(handle.directory).job(), handle.status()
-        summary = Summary(job.fresh_since)
+        job, status = handle.job, handle.status()
+        summary = Summary()
         summary.read(handle, status)
         return {
             "id": handle.id,
@@ -118,7 +117,7 @@ def _logs(handle: RunHandle[Any], job: Job, status: RunStatus) -> list[dict[str,
             "times": [None if line.time is None else round(line.time - job.created, 1) for line in lines],
             "cut": is_cut,
         }
-        for rank, (lines, is_cut) in sorted(handle.output.tails(ranks, room).items())
+        for rank, (lines, is_cut) in sorted(handle.output.tails(ranks, room, status).items())
         if lines
     ]
 

@@ -92,7 +92,9 @@ class Parts:
         self.run_directory = start.run_directory
         self._token = start.run_token
         self._scratch = start.scratch
-        self._resumed: str | None = (start.checkpoint or {}).get("id")
+        checkpoint = start.checkpoint or {}
+        self._resumed: str | None = checkpoint.get("id")
+        self._resumed_place = checkpoint.get("place") or start.run_directory
         self._fetch = fetch
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
@@ -108,6 +110,10 @@ class Parts:
                 if not self.shared and store.is_url(self.run_directory):
                     self._client = remote.reach(self.run_directory, self._token)
             return self._client
+
+    def place(self, checkpoint: str) -> str:
+        """Returns the folder of the submission that has a checkpoint: this one, or the one from which it resumed."""
+        return self._resumed_place if checkpoint == self._resumed else self.run_directory
 
     def local_path(self, checkpoint: str, file: str) -> str:
         """Returns the path of a part that is written as a local file, and creates its folder.
@@ -134,7 +140,7 @@ class Parts:
         client = None if self.shared else self.client()
         if not self._token or not (self.shared or client):
             return
-        path = store.join(self.run_directory, "token")
+        path = store.join(self.run_directory, "driver")
         try:
             with forks.held(), client.open_read(path) if client else open(path, "rb") as file:
                 is_this = file.read().decode() == self._token
@@ -295,7 +301,7 @@ class Parts:
         if self.shared:
             raise FileNotFoundError(self._paths(checkpoint, part)[0])
         if client := self.client():
-            url = store.join(self.run_directory, FOLDER, checkpoint, part["file"])
+            url = store.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])
             here = os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
             return remote.download(client, url, here)
         if checkpoint != self._resumed:
@@ -306,14 +312,14 @@ class Parts:
         """Opens a part, from which a remote store sends only the ranges that are read. Raises like `path`."""
         is_here = self.shared or any(map(os.path.exists, self._paths(checkpoint, part)))
         if not is_here and (client := self.client()):
-            url = store.join(self.run_directory, FOLDER, checkpoint, part["file"])
+            url = store.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])
             # Pieces are small and contiguous.
             return io.BufferedReader(client.open_read(url), READ_AHEAD)  # type: ignore[type-var]
         return open(self.path(checkpoint, rank, part), "rb")
 
     def _paths(self, checkpoint: str, part: Part) -> list[str]:
         if self.shared:
-            return [os.path.join(self.run_directory, FOLDER, checkpoint, part["file"])]
+            return [os.path.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])]
         fetched = os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
         return [os.path.join(self.folder(checkpoint), part["file"]), fetched]
 
