@@ -1,0 +1,29 @@
+"""Runs that no launcher has submitted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rankzero.job import Job
+from rankzero.run.directory import RunDirectory, Submission
+from rankzero.run.status import RunStatus
+
+
+def job(**facts: Any) -> Job:
+    """The job of a run of one rank."""
+    made = Job("run", "train", 1, 1, False, None, None, 60.0, {"kind": "local"})
+    return replace(made, **facts)
+
+
+def submitted(directory: str, status: RunStatus | None = None, **facts: Any) -> Submission:
+    """Makes a submission, and writes the status of its driver."""
+    run = RunDirectory(directory)
+    own = Submission(run, job(run_id=run.directory.rsplit("/", 1)[-1], **facts))
+    own.write_files({})
+    assert run.claim(own.job)
+    if status:
+        own.write_status(replace(status, submission=own.job.submission))
+        if status.final:
+            own.finish(status)
+    return own
