@@ -119,20 +119,21 @@ def _read_file(path: str, position: Position, end: Position | None) -> tuple[lis
 
 def _read_piece(location: str, position: Position, end: Position | None) -> tuple[list[str], Position]:
     """Returns lines of one piece after ``position``, and the new position."""
-    while end is None or position < end:
+    at = position
+    while end is None or at < end:
         try:
             # Reads one known byte more, since a range that begins at the end of an object is an error.
-            path, offset = _piece_name(location, position.piece), position.offset
+            path, offset = _piece_name(location, at.piece), at.offset
             data = store.read_from(path, offset - 1)[1:] if offset else store.read_bytes(path)
         except FileNotFoundError:
             break
-        following = replace(position, piece=position.piece + 1, offset=0)
-        has_next = end is None or position.piece < end.piece
+        following = replace(at, piece=at.piece + 1, offset=0)
+        has_next = end is None or at.piece < end.piece
         if data:
-            return _lines(data), following if end and has_next else replace(position, offset=offset + len(data))
+            return _lines(data), following if end and has_next else replace(at, offset=offset + len(data))
         if not has_next:
             break
-        position = following
+        at = following
     return [], position
 
 
