@@ -75,7 +75,6 @@ class Job:
         submitter: The process that has submitted the run, in the same form.
         submission: Number of earlier submissions of this run id.
         nonce: Random digits of this submission, since the numbers restart when the directory was removed.
-        after: `nonce` of the submission before; empty for the first one.
         earlier: Names of the folders of earlier submissions of this training, the first one first.
         first_attempt: Number of this submission's first attempt.
         beginning: Where this submission began and why: "resumed from checkpoint ..." or "from scratch: ...".
@@ -122,7 +121,6 @@ class Job:
     submitter: dict[str, Any] | None = None
     submission: int = 0
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    after: str = ""
     earlier: list[str] = field(default_factory=list)
     first_attempt: int = 0
     beginning: str = ""

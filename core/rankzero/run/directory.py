@@ -270,11 +270,12 @@ class Submission:
             OSError: the store cannot be written.
         """
         ended = replace(status, ended=status.ended or time.time(), ended_by=self.me)
-        if store.create(self.path("end.json"), ended.to_json(), durable=True):
-            return ended
-        if found := self.end():
-            return found
-        raise FileNotFoundError(self.path("end.json"))
+        if not store.create(self.path("end.json"), ended.to_json(), durable=True):
+            ended = self.end() or ended
+        # An object store has no folders that could be missing.
+        if self.is_remote and not self.is_there():
+            raise FileNotFoundError(self.path("end.json"))
+        return ended
 
     def is_lost(self) -> bool:
         """Returns True if another process has ended this submission, or the run was removed: its driver must stop.

@@ -279,4 +279,5 @@ def _ended(run: RunDirectory, age: Age) -> bool:
     """Ends the last submission, whose driver may only seem dead; False if it has ended in another way by now."""
     job = run.job()
     status = RunHandle[Any](run.directory, job=job, follows=False).status()
-    return status.final and Submission(run, job).finish(status).state == age.state
+    own = Submission(run, job)
+    return status.final and own.finish(status).state == age.state

@@ -25,7 +25,6 @@ from rankzero.run.checkpoints import Manifest, list_committed, list_folders, wit
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Decision, describe
-from rankzero.run.status import RunStatus
 from rankzero.submit.existing import Existing, await_end, changes, check_owner, explain_unknown, following
 from rankzero.values.pickled import Part
 
@@ -128,8 +127,10 @@ def settles(run: RunDirectory, existing: Existing | None, *, replaces: bool) -> 
         )
     if step is Step.START:
         # Its driver may live although it seems dead. From here on it stops as soon as it looks.
+        own = Submission(run, job)
         with contextlib.suppress(FileNotFoundError):
-            return step if Submission(run, job).finish(existing.status).state == existing.status.state else None
+            if own.finish(existing.status).state == existing.status.state:
+                return step
         return None
     if not replaces:
         logger.warning("%s", following(existing, run.directory))
@@ -153,7 +154,7 @@ def behind(run: RunDirectory, existing: Existing | None, job: Job) -> Job:
     places = [*before.earlier(), before.directory]
     attempts = [int(name.partition("-")[0]) for place in places for name in list_folders(place)]
     first_attempt = 1 + max([existing.status.attempt, *attempts])
-    job = replace(job, first_attempt=first_attempt, after=before.job.nonce)
+    job = replace(job, first_attempt=first_attempt)
     if existing.decision is not Decision.RESUME:
         return replace(job, beginning=_from_scratch(existing))
     found = list_committed(places)
@@ -175,7 +176,7 @@ def claim(own: Submission, files: Files) -> bool:
             own.write_files(files)
             # Another user may have created the directory meanwhile.
             check_owner(own.run)
-            if own.run.claim(own.job) and (not own.is_remote or _counts(own)):
+            if own.run.claim(own.job):
                 store.remove_unfinished(own.run.directory)
                 return True
         except FileNotFoundError:
@@ -188,24 +189,6 @@ def claim(own: Submission, files: Files) -> bool:
             raise
         store.remove(own.directory)
         return False
-
-
-def _counts(own: Submission) -> bool:
-    """Looks back after a claim on an object store: a user may have removed the run since the look, and others begun.
-
-    The highest number counts: a lower claim ends itself, and the highest one ends those before it.
-    """
-    numbers = own.run.numbers()
-    replaced = RunStatus("failed", error=EngineError("another submission has taken the place of this one").to_json())
-    if numbers[-1:] != [own.job.submission]:
-        own.finish(replaced)
-        return False
-    before = own.run.job_of(own.job.submission - 1)
-    if own.job.after and (before is None or before.nonce != own.job.after):
-        for number in numbers[:-1]:
-            if other := own.run.job_of(number):
-                Submission(own.run, other).finish(replaced)
-    return True
 
 
 def _from_scratch(existing: Existing) -> str:
