@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rankzero.job import Job
@@ -27,3 +28,14 @@ def submitted(directory: str, status: RunStatus | None = None, **facts: Any) -> 
         if status.final:
             own.finish(status)
     return own
+
+
+def folder_of(directory: str | Path) -> Path:
+    """The folder of the last submission of a run on a disk."""
+    return Path(RunDirectory(str(directory)).current().directory)
+
+
+def job_file(directory: str | Path) -> Path:
+    """The job of the last submission of a run on a disk."""
+    run = RunDirectory(str(directory))
+    return Path(run.job_path(run.numbers()[-1]))

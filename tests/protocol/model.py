@@ -6,6 +6,7 @@ comes back is an interleaving; a clock that is wrong is `alive` answering False 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ class World:
         )
 
     def play(self, state: State, stops_at: str | None = None) -> State:
-        """Plays all actors in order, without faults. With ``stops_at``, the driver is left before its first such operation."""
+        """Plays all actors in order, without faults; leaves the driver before an operation that contains ``stops_at``."""
         while True:
             for index in reversed(range(len(state.actors))):
                 spec, answers, active = state.actors[index]
@@ -171,9 +172,8 @@ class World:
         files, name = dict(state.files), op.name
         folder = name.split("/")[0] + "/"
         is_claim = name.endswith(".json")
-        if self.cfg.links and op.kind in ("put", "create") and not is_claim and folder not in files:
-            if "_" in folder:
-                return state, GONE
+        if self.cfg.links and op.kind in ("put", "create") and "_" in folder and not is_claim and folder not in files:
+            return state, GONE
         answer: Any = True
         if op.kind == "link" and f"{op.data.folder}/job" not in files:
             return state, GONE
@@ -221,9 +221,9 @@ class World:
             before = files.get(claim(int(name[:-5]) - 1))
             if before and not before.gone:
                 end = files.get(f"{before.folder}/end")
-                if end and end.state == "succeeded" and op.data.key == before.key:
-                    if f"{before.folder}/ack" not in files:
-                        raise Violation(f"{name} begins although the success of {before.folder} was not delivered")
+                is_success = end and end.state == "succeeded" and op.data.key == before.key
+                if is_success and f"{before.folder}/ack" not in files:
+                    raise Violation(f"{name} begins although the success of {before.folder} was not delivered")
 
     def deleting(self, state: State, files: dict[str, Any], index: int, name: str) -> None:
         spec = state.actors[index][0]
@@ -343,7 +343,7 @@ def explore(scope: Scope, cfg: Config, most: int = 2_500_000) -> tuple[int, list
 def trace(cfg: Config, states: list[State]) -> list[str]:
     """The operations that led to a state, one a line."""
     lines = []
-    for old, new in zip(states, states[1:]):
+    for old, new in itertools.pairwise(states):
         for index, (spec, answers, active) in enumerate(new.actors):
             before = old.actors[index] if index < len(old.actors) else (spec, (), True)
             if before[1:] != (answers, active):

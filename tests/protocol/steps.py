@@ -241,7 +241,7 @@ def newest_checkpoint(job: Job) -> Steps:
 
 
 def publish(cfg: Config, job: Job, me: str, index: int, content: Any, before: list[str]) -> Steps:
-    """Publishes a checkpoint by its manifest, and deletes those before it. Returns what is there; None: it has ended."""
+    """Publishes a checkpoint, and deletes those before it. Returns what is there; None if the submission has ended."""
     place = f"{job.folder}/ck/{index}/"
     order = ["part", "manifest"] if cfg.has("manifest last") else ["manifest", "part"]
     for file in order:
@@ -301,11 +301,10 @@ def collect(cfg: Config, me: str) -> Steps:
         newest = max([int(name.split("_")[0]) for name in names if name[:1].isdigit()], default=0) - 1
         if not names:
             return "nothing"
-    if job and not job.gone:
-        if not (yield Op("get", f"{job.folder}/end")):
-            if (yield Op("alive", job.folder)):
-                return "lives"
-            yield from finish(cfg, job, End("dead", me))
+    if job and not job.gone and not (yield Op("get", f"{job.folder}/end")):
+        if (yield Op("alive", job.folder)):
+            return "lives"
+        yield from finish(cfg, job, End("dead", me))
     if not job or not job.gone:
         job = Job(newest + 1, me, after=job.nonce if job else "")
         if cfg.has("tombstone") and not (yield from create(cfg, claim(job.number), job)):

@@ -118,7 +118,7 @@ def test_a_state_of_two_ranks_is_read_by_any_number(
     (manifest,) = handle.checkpoints()
     assert manifest.sharded
     assert sorted(manifest.parts) == ["0", "1"]
-    directory = handle.directory
+    directory = handle.own.directory
 
     def read_all() -> list[Any]:
         import torch.distributed as dist
@@ -140,7 +140,7 @@ def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any
 
     handle, _ = written
     (manifest,) = handle.checkpoints()
-    folder = Path(handle.directory, "checkpoints", manifest.id)
+    folder = Path(handle.own.directory, "checkpoints", manifest.id)
     with ShardedState(manifest.parts, lambda rank: open(folder / manifest.parts[rank]["file"], "rb")) as state:
         pieces = [state._index(rank)["tensors"]["more.1"]["pieces"] for rank in manifest.parts]
     assert sorted(map(len, pieces)) == [0, 1]
@@ -153,7 +153,7 @@ def test_a_damaged_piece_is_no_tensor(written: tuple[RunHandle[Any], dict[str, A
 
     handle, _ = written
     (manifest,) = handle.checkpoints()
-    folder = Path(handle.directory, "checkpoints", manifest.id)
+    folder = Path(handle.own.directory, "checkpoints", manifest.id)
 
     def damaged(rank: str) -> io.BytesIO:
         data = bytearray((folder / manifest.parts[rank]["file"]).read_bytes())
@@ -293,7 +293,7 @@ def test_what_torch_distributed_checkpoint_saved_is_loaded_by_any_number(
     launcher.options(run_id="dcp").run(save_distributed, str(tmp_path))
     handle = launcher.options(run_id="dcp").find()
     assert handle
-    directory = handle.directory
+    directory = handle.own.directory
 
     def load() -> Any:
         import torch.distributed.checkpoint as dcp

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -253,14 +254,14 @@ def _remove(run: RunDirectory, age: Age) -> bool:
         if not run.claim_removal(own):
             return False
     # Jobs first: a folder whose job is there is whole.
-    for name in sorted(run.names(), key=lambda name: FOLDER.match(name) is not None):
-        found = CLAIM.fullmatch(name) or FOLDER.match(name)
-        if found and (int(found[1]) < own or (int(found[1]) == own and FOLDER.match(name))):
-            store.remove(run.path(SUBMISSIONS, name))
+    for name in sorted(_of(run, own), key=lambda name: FOLDER.match(name) is not None):
+        store.remove(run.path(SUBMISSIONS, name))
     for name in store.list_names(run.directory):
         if name != SUBMISSIONS:
             store.remove(run.path(name))
     store.abort_uploads(run.path(""))
+    if _of(run, own):
+        raise OSError(f"{run.directory} cannot be removed entirely: check the owner of its files")
     if age.is_empty:
         store.remove(run.job_path(own))
         # A submitter may have begun to write there.
@@ -268,6 +269,12 @@ def _remove(run: RunDirectory, age: Age) -> bool:
             for folder in () if run.is_remote else (run.path(SUBMISSIONS), run.directory):
                 os.rmdir(folder)
     return True
+
+
+def _of(run: RunDirectory, removal: int) -> list[str]:
+    """Returns the names of jobs and folders that a removal with this number removes."""
+    numbers = {name: int(re.split("[.-]", name)[0]) for name in run.names()}
+    return [name for name, number in numbers.items() if number < removal or (number == removal and "-" in name)]
 
 
 def _least(run: RunDirectory) -> int:
