@@ -53,7 +53,7 @@ def aged(run: RunHandle[float]) -> Iterator[RunHandle[float]]:
     then = time.time() - MONTH - 86400
     directory.write_status(replace(status, heartbeat=then, ended=then))
     yield run
-    if os.path.exists(run.directory):
+    if os.path.exists(run.own.directory):
         directory.write_status(status)
 
 
@@ -248,4 +248,5 @@ def test_gc_shows_and_then_removes_an_old_run(aged: RunHandle[float]) -> None:
     assert aged.result() == 0.5
     done = rankzero("gc", store, "--older-than", "720h")
     assert done.stdout.splitlines()[1] == summary.replace("would remove", "removed")
-    assert os.listdir(store) == []
+    assert rankzero("runs", store, "--json").stdout == ""
+    assert os.listdir(aged.directory) == ["submissions"]

@@ -85,7 +85,7 @@ class Commits:
     def on_disk(self) -> list[int]:
         """Returns the committed checkpoints that are left, once everything that was queued is done."""
         until(lambda: not self.committer.is_busy, 60.0, "an idle committer")
-        return [manifest.index for manifest in list_committed(self._run)]
+        return [manifest.index for manifest in list_committed([self.own.directory])]
 
     def finish(self) -> None:
         self._gate.set()
@@ -147,7 +147,7 @@ def test_a_rank_that_gives_no_parts_is_named_and_parts_that_wait_for_it_are_few(
         work.add(index, 1, sharded=True)
     work.await_commit(5)
     work.finish()
-    found = sorted(int(file.parent.name[-1]) for file in (tmp_path / "checkpoints").glob("*/rank-0.*"))
+    found = sorted(int(file.parent.name[-1]) for file in Path(work.own.path("checkpoints")).glob("*/rank-0.*"))
     assert found == [5, 6, 7]
     assert sum("rank 1 has given no part of them" in message for message in caplog.messages) == 1
 
@@ -265,7 +265,7 @@ def test_a_commit_that_ends_after_its_attempt_removes_nothing(tmp_path: Path, mo
     assert resumed is not None
     assert resumed.index == 0
     # An object store needs no folder.
-    (tmp_path / "checkpoints" / "0000-000001").mkdir()
+    Path(work.own.path("checkpoints", "0000-000001")).mkdir()
     may_write.set()
     work.finish()
     assert work.on_disk() == [0, 1]

@@ -84,7 +84,7 @@ class World:
         )
 
     def play(self, state: State, stops_at: str | None = None) -> State:
-        """Plays all actors in order, without faults; leaves the driver before an operation that contains ``stops_at``."""
+        """Plays all actors in order, without faults; leaves the driver before an operation with ``stops_at``."""
         while True:
             for index in reversed(range(len(state.actors))):
                 spec, answers, active = state.actors[index]

@@ -167,7 +167,7 @@ def test_a_damaged_piece_is_no_tensor(written: tuple[RunHandle[Any], dict[str, A
 def test_a_state_to_be_filled_that_lacks_something_is_refused(
     launcher: Launcher, written: tuple[RunHandle[Any], dict[str, Any]]
 ) -> None:
-    directory = written[0].directory
+    directory = written[0].own.directory
 
     def read_less(shape: int) -> Any:
         import torch
@@ -318,7 +318,7 @@ def test_parts_that_only_the_training_understands_are_never_half_loaded(launcher
         return load(checkpoint_of(directory))
 
     launcher.options(run_id="parts").run(write_parts)
-    directory = os.path.join(str(launcher.store), "parts")
+    directory = RunHandle.attach(f"{launcher.store}/parts").own.directory
     other = launcher.options(num_processes=ranks)
     with pytest.raises(ResultError, match=f"a part of each of 2 ranks, and this world has {ranks}"):
         other.run(read_parts, lambda checkpoint: checkpoint.load())

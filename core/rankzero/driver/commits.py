@@ -20,6 +20,7 @@ from rankzero.run.checkpoints import (
     PIECES,
     Manifest,
     damage_of,
+    list_committed,
     list_folders,
     read_manifests,
     remove,
@@ -91,7 +92,8 @@ class Committer:
         Raises:
             OSError: the store cannot be read.
         """
-        committed = self._training()
+        self.check_owner()
+        committed = self._training(self._sweep)
         # Damaged checkpoints are not pruned: `rankzero gc` removes them with their run.
         self._kept = kept = up_to_whole(committed)
         if kept and (not (found := without_rows(kept)) or found[-1] is not kept[-1]):
@@ -104,16 +106,14 @@ class Committer:
         self.do(self._prune)
         return found[-1]
 
-    def _training(self) -> list[Manifest]:
-        """Returns the checkpoints of this training, oldest first, and removes what can no longer be committed."""
-        self.check_owner()
-        places = [*self._own.earlier(), self._own.directory]
-        found = [one for place in places for one in self._swept(place, "")]
-        # One that a driver published as it was replaced would share its id with one of this submission.
+    def _training(self, read: Callable[[str], list[Manifest]]) -> list[Manifest]:
+        """Returns the checkpoints of this training, oldest first, as ``read`` finds them in a submission's folder."""
         first, own = self._own.job.first_attempt, self._own.directory
+        found = [one for place in [*self._own.earlier(), own] for one in read(place)]
+        # One that a driver published as it was replaced would share its id with one of this submission.
         return [one for one in found if one.place == own or one.attempt < first]
 
-    def _swept(self, place: str, begin: str) -> list[Manifest]:
+    def _sweep(self, place: str, begin: str = "") -> list[Manifest]:
         """Deletes uncommitted folders whose names start with ``begin``; returns the committed ones, oldest first."""
         names = [name for name in list_folders(place) if name.startswith(begin)]
         committed = read_manifests(place, names)
@@ -124,7 +124,7 @@ class Committer:
 
     def sweep(self) -> None:
         """Schedules the deletion of files that ranks of this attempt had begun to write when they died."""
-        self.do(functools.partial(self._swept, self._own.directory, f"{self._attempt:04d}-"), as_owner=True)
+        self.do(functools.partial(self._sweep, self._own.directory, f"{self._attempt:04d}-"), as_owner=True)
 
     def add(self, rank: int, part: dict[str, Any]) -> Future[Manifest] | None:
         """Adds the part of one rank: the worker's message, with ``uploaded`` if the driver has the file.
@@ -344,7 +344,7 @@ class Committer:
     def _prune(self) -> None:
         try:
             if self._kept is None:
-                self._kept = self._training()
+                self._kept = self._training(lambda place: list_committed([place]))
             # Ranks may still be reading the one before the newest, until they are notified of the newest.
             own = [manifest.id for manifest in self._kept if manifest.attempt == self._attempt]
             in_use = [] if self._is_released else [self._in_use, *own[-2:]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -148,11 +147,14 @@ def _judged(run: RunDirectory, job: Job | None, number: int, read: Callable[...,
     if job is None or job.submission != number:
         return None
     own = Submission(run, job)
-    # A run that was removed, and submitted again under its name, has another job by now.
-    with contextlib.suppress(RunNotFoundError):
+    try:
         status = read(own.status)
-        return Listed(run.directory, job, Observer(lambda: own, None).judged(status, STORE_PATIENCE()))
-    return None
+    except RunNotFoundError:
+        if own.is_there():
+            raise
+        # It was removed, and submitted again under its name.
+        return None
+    return Listed(run.directory, job, Observer(lambda: own, None).judged(status, STORE_PATIENCE()))
 
 
 def _call(read: Callable[[], T]) -> T:
