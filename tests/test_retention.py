@@ -279,7 +279,7 @@ def test_a_submission_that_was_faster_keeps_its_run(root: str, monkeypatch: pyte
     removal = RunDirectory.claim_removal
 
     def overtaken(self: RunDirectory, number: int) -> bool:
-        assert claim(Submission(self, job(run_id="same", submission=number)), {})
+        assert claim(Submission(self, job(run_id="same", submission=number, earlier=[own.name])), {})
         return removal(self, number)
 
     monkeypatch.setattr(RunDirectory, "claim_removal", overtaken)

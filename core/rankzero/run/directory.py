@@ -236,7 +236,9 @@ class Submission:
         if end := self.end():
             return end
         if self.is_there():
-            return self._pending()
+            if self.run.numbers()[-1] == self.job.submission:
+                return self._pending()
+            raise RunNotFoundError(f"the files of a submission of {self.run.directory} were removed: {self.name}")
         what = "the run in {} was removed, and another one was submitted under its name"
         if self.run.job_of(self.job.submission) is None:
             what = "no run lives in {}: it was removed"
