@@ -39,3 +39,11 @@ def job_file(directory: str | Path) -> Path:
     """The job of the last submission of a run on a disk."""
     run = RunDirectory(str(directory))
     return Path(run.job_path(run.numbers()[-1]))
+
+
+def lines_of(directory: str | Path) -> str:
+    """The lines of the last submission of a run on a disk, as they are stored; empty before there are any."""
+    if not RunDirectory(str(directory)).find_job():
+        return ""
+    lines = folder_of(directory) / "lines"
+    return lines.read_text() if lines.exists() else ""
