@@ -68,8 +68,9 @@ def test_a_driver_that_was_stopped_while_another_submission_took_over_harms_noth
         driver.resume()
     until(lambda: not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE, WAIT, "the end of the driver")
     assert wait_until_gone(f"MARK={marker}") == []
-    assert old.own.end() == old.status()
-    assert old.status().state == "failed"
+    end, status = old.own.end(), old.status()
+    assert end
+    assert (status.state, status.ended_by) == ("failed", end.ended_by), "it has not ended as it would have"
     published = [manifest.id for manifest in list_committed([old.own.directory])]
     assert set(published) <= set(left), "it has published nothing"
     (tmp_path / "end").touch()
