@@ -82,7 +82,7 @@ class Job:
         identity: Digest of code, arguments and world size: `rankzero.submit.identity`.
         identity_parts: Name and checksum of each part of the identity; empty if an earlier version submitted the job.
         generation: The orchestrator's chain of automatic retries that this submission belongs to.
-        patience: Seconds that a cluster may take to start the driver; 0 for a driver that this host starts.
+        queue_time: Seconds that a cluster may take to start the driver; 0 for a driver that this host starts.
         engine: The engine's specification, without secrets.
         files: Name to location, size and checksum of the files that the workers need.
         queries: Datasets that the driver has Spark compute: name to table or query.
@@ -128,7 +128,7 @@ class Job:
     identity: str = ""
     identity_parts: dict[str, str] = field(default_factory=dict)
     generation: str = ""
-    patience: float = 0.0
+    queue_time: float = 0.0
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     queries: dict[str, str] = field(default_factory=dict)
     python: str = PYTHON

@@ -205,7 +205,7 @@ def make_runs(
         assert run.claim(0)
         run.write_submission(Job("run", "train", 1, 1, False, None, None, 60.0, {}, orphan_timeout=orphan_timeout))
         # No other heartbeat follows, and none is missed while a test lasts.
-        run.write_status(RunStatus(state=state, heartbeat=time.time(), patience=120.0))
+        run.write_status(RunStatus(state=state, heartbeat=time.time(), queue_time=120.0))
     return runs
 
 

@@ -110,7 +110,7 @@ def test_a_driver_that_sees_another_directory_says_so(tmp_path: Path, monkeypatc
 def test_a_driver_that_a_cluster_queues_is_awaited_for_start_timeout(tmp_path: Path) -> None:
     from rankzero.run.observer import dead_after
 
-    assert dead_after(submitted(str(tmp_path / "run"), patience=600.0).status()) == 600.0
+    assert dead_after(submitted(str(tmp_path / "run"), queue_time=600.0).status()) == 600.0
 
 
 class Interrupted(SparkSubmitEngine):

@@ -110,7 +110,7 @@ class Committer:
         """Returns the checkpoints of this training, oldest first, as ``read`` finds them in a submission's folder."""
         first, own = self._own.job.first_attempt, self._own.directory
         found = [one for place in [*self._own.earlier(), own] for one in read(place)]
-        # One that a driver published as it was replaced would share its id with one of this submission.
+        # A driver that was replaced may have published one more, which shares its id with one of this submission.
         return [one for one in found if one.place == own or one.attempt < first]
 
     def _sweep(self, place: str, begin: str = "") -> list[Manifest]:

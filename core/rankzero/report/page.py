@@ -37,7 +37,7 @@ LOGGED_RANKS = 256
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """Escape sequences of terminals, such as colors, which a page does not draw."""
 
-_HIDDEN = {"files", "patience", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
+_HIDDEN = {"files", "queue_time", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
 _HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "earlier"}
 _NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 

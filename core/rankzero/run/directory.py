@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -97,8 +98,12 @@ class RunDirectory:
             OSError: the store cannot be written, or the folder of the submission was removed meanwhile.
         """
         # Beside the submission's own files: what was removed and submitted again has no such folder.
-        beside = Submission(self, job).path("job")
-        return store.create(self.job_path(job.submission), job.to_json(), beside=beside, durable=True)
+        folder = Submission(self, job).directory
+        beside = store.join(folder, "job")
+        won = store.create(self.job_path(job.submission), job.to_json(), beside=beside, durable=True)
+        for directory in (folder, self.directory, os.path.dirname(self.directory)):
+            store.sync_directory(directory)
+        return won
 
     def claim_removal(self, number: int) -> bool:
         """Takes a number for the removal of the run, unless a submission has it."""
@@ -246,7 +251,7 @@ class Submission:
 
     def _pending(self) -> RunStatus:
         job = self.job
-        status = RunStatus(attempt=job.first_attempt, heartbeat=job.created, patience=job.patience)
+        status = RunStatus(attempt=job.first_attempt, heartbeat=job.created, queue_time=job.queue_time)
         return replace(status, submission=job.submission, metrics=job.metrics)
 
     def write_status(self, status: RunStatus) -> None:

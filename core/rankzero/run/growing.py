@@ -31,7 +31,7 @@ class Position:
 
 
 READ = 4 << 20
-"""Bytes of lines that a reader reads at once."""
+"""Bytes of lines that a reader reads in one access."""
 
 
 class Stream:

@@ -100,7 +100,7 @@ class RunHandle(Generic[R]):
 
     @property
     def labels(self) -> dict[str, str]:
-        """Returns `Launcher.labels`."""
+        """Returns the `Launcher.labels` of the submission."""
         return dict(self.job.labels)
 
     @property
@@ -134,7 +134,7 @@ class RunHandle(Generic[R]):
 
     @property
     def code_version(self) -> str | None:
-        """Returns `Launcher.code_version`."""
+        """Returns the `Launcher.code_version` of the submission."""
         return self.job.code_version
 
     @property

@@ -102,7 +102,7 @@ class Observer:
         _signal_driver(status)
         own = self._own()
         own.request_cancel(receiver, reason)
-        if own.job.patience and not own.has_driver():
+        if own.job.queue_time and not own.has_driver():
             # A driver that the cluster starts later finds the end, and exits.
             error = RunCancelledError("the run was cancelled before its driver started", requested=True)
             own.finish(replace(status, state="cancelled", error=error.to_json()))
@@ -194,7 +194,7 @@ class Observer:
     def _starting(self) -> dict[str, Any] | None:
         """Returns the process that is the driver or starts it, before the driver's first status; None if unknown."""
         own = self._own()
-        if own.job.patience:
+        if own.job.queue_time:
             # A cluster starts it, and may never do so.
             return None
         # On an object store it is not recorded whether the submitter has started it.
@@ -271,6 +271,6 @@ _MISSED = 3
 def dead_after(status: RunStatus) -> float:
     """Returns the seconds without a heartbeat after which the driver that wrote a status counts as dead.
 
-    A driver that a cluster has not started yet has `RunStatus.patience` seconds until its first heartbeat.
+    A driver that a cluster has not started yet has `RunStatus.queue_time` seconds until its first heartbeat.
     """
-    return max(DRIVER_DEAD_AFTER(), _MISSED * status.interval, status.patience)
+    return max(DRIVER_DEAD_AFTER(), _MISSED * status.interval, status.queue_time)

@@ -278,7 +278,7 @@ def _of(run: RunDirectory, removal: int) -> list[str]:
 
 
 def _least(run: RunDirectory) -> int:
-    """Returns the number of the submission that somebody has begun in a directory without one, and never made."""
+    """Returns the number of a submission that was begun in a directory without one, and never made."""
     return max((int(found[1]) for name in run.names() if (found := FOLDER.match(name))), default=0)
 
 

@@ -37,7 +37,7 @@ class RunStatus:
         submission: Number of the submission: how often the run id was submitted before.
         heartbeat: Unix time at which the driver last wrote.
         interval: Seconds between two heartbeats.
-        patience: Seconds without a heartbeat after which a driver that a cluster has not started counts as dead; with 0
+        queue_time: Seconds without a heartbeat after which a driver that a cluster has not started counts as dead; with 0
             the interval decides.
         written: Ends of `EVENTS` and `LINES` on an object store, each as piece and offset.
         driver_host: Host of the driver, or None before it started.
@@ -69,7 +69,7 @@ class RunStatus:
     submission: int = 0
     heartbeat: float = 0.0
     interval: float = HEARTBEAT_INTERVAL
-    patience: float = 0.0
+    queue_time: float = 0.0
     written: dict[str, list[int]] = field(default_factory=dict)
     driver_host: str | None = None
     driver_pid: int | None = None
@@ -150,7 +150,7 @@ _LATER_KINDS: dict[str, type | tuple[type, ...]] = {
     "cancelling": bool,
     "attempt": int,
     "interval": _NUMBER,
-    "patience": _NUMBER,
+    "queue_time": _NUMBER,
     "started": (*_NUMBER, type(None)),
     "ended": (*_NUMBER, type(None)),
     "world_size": (int, type(None)),

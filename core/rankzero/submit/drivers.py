@@ -94,7 +94,7 @@ class Started:
 
     Attributes:
         handle: The run.
-        existing: The run as it was found; None if this process has started it.
+        existing: The run that was found; None if this process has started it.
     """
 
     handle: RunHandle[Any]

@@ -159,7 +159,7 @@ def _await_certainty(own: Submission, owner_is_gone: bool) -> RunStatus:
     """Returns the status once the driver has shown a heartbeat or counts as dead."""
     handle, job = RunHandle[Any](own.run.directory, job=own.job), own.job
     status = handle.status()
-    is_unstarted = not (status.final or status.driver_pid or job.patience)
+    is_unstarted = not (status.final or status.driver_pid or job.queue_time)
     if is_unstarted and owner_is_gone:
         # A driver that starts now exits, because its owner has exited.
         return replace(status, state="failed")
@@ -168,7 +168,7 @@ def _await_certainty(own: Submission, owner_is_gone: bool) -> RunStatus:
     # heartbeat is not enough: the next one is awaited. So it is behind a submitter that may have started no driver.
     may_be_young = job.owner is None and not submitter_is_gone
     # With a clock that is ahead, an old heartbeat lies in the future.
-    is_young = may_be_young and abs(time.time() - status.heartbeat) < max(status.interval, status.patience)
+    is_young = may_be_young and abs(time.time() - status.heartbeat) < max(status.interval, status.queue_time)
     seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
     while not (is_young or status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
         time.sleep(_pause(own))

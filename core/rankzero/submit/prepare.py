@@ -132,7 +132,7 @@ class Prepared:
 
     Attributes:
         own: The submission that was made, whose driver the caller must start.
-        existing: The run to follow instead of that, as it was found.
+        existing: The run to follow instead of that.
     """
 
     own: Submission | None = None
@@ -184,7 +184,7 @@ def prepare(
     engine.check_store(request.root)
     run = RunDirectory(store.join(request.root, run_id))
     is_elsewhere = engine.drives_elsewhere or engine.can_host_driver(run, job)
-    job = replace(job, patience=job.start_timeout if is_elsewhere else 0.0)
+    job = replace(job, queue_time=job.start_timeout if is_elsewhere else 0.0)
     with located(run.directory):
         return _Submitter(request, run, job, parts, functools.partial(request.asked, train), own).submit(written)
 
