@@ -79,7 +79,7 @@ def test_maintenance_shows_and_then_removes_what_is_old(
     monkeypatch.setenv("AIRFLOW__RANKZERO__STORE", str(tmp_path / "configured"))
     for run_id in ("old", "young"):
         assert Launcher(1, store=tmp_path / "configured", run_id=run_id).run(answer) == 42
-    run = RunDirectory(str(tmp_path / "configured" / "old"))
+    run = RunDirectory(str(tmp_path / "configured" / "old")).current()
     ended = time.time() - 8 * DAY
     run.write_status(replace(run.status(), heartbeat=ended, ended=ended))
     dag = load_dag("maintenance.py")
@@ -119,7 +119,7 @@ def test_sweep_keeps_the_best_of_its_trainings(load_dag: LoadDag, run_dag: RunDa
     import digits
 
     assert digits.accuracy(model.load(), digits.prepare()) > 0.5
-    runs = [path for path in (tmp_path / "store").iterdir() if (path / "job.json").exists()]
+    runs = [path for path in (tmp_path / "store").iterdir() if (path / "submissions" / "0.json").exists()]
     assert len(runs) == len(settings)
 
 
@@ -134,7 +134,7 @@ def test_script_runs_on_the_cluster_of_the_connection(
     found = outcome.xcom("train")
     assert found["world_size"] == 2
     assert outcome.xcom("report") == f"accuracy {found['accuracy']:.3f} on 2 ranks"
-    (job,) = (tmp_path / "store").glob("*/job.json")
+    (job,) = (tmp_path / "store").glob("*/submissions/0.json")
     assert json.loads(job.read_text())["engine"]["master"] == "local[2]"
 
 

@@ -45,8 +45,8 @@ def test_a_result_moves_inside_the_bucket_and_the_ranks_open_it(
     shown = metadata_of(result, "model")
     run = urlsplit(str(shown["run_directory"])).path
     assert len(store.list_names(f"{shown['run_directory']}/result")) == 1
-    assert s3_server.requests("GET", f"{run}/result/value") == []
-    assert s3_server.requests("GET", f"{run}/status.json") != []
+    assert [line for line in s3_server.requests("GET", f"{run}/submissions/") if "/result/value" in line] == []
+    assert any("/status.json" in line for line in s3_server.requests("GET", f"{run}/submissions/"))
     assert shown["path"] == f"{bucket}/assets/model"
     (data,) = (name for name in store.list_names(f"{bucket}/assets/model") if name.startswith("data-"))
     assert shown["size"] == store.size(f"{bucket}/assets/model/{data}")

@@ -383,8 +383,9 @@ class Attempt:
                 self.facts.over.add(rank)
 
     def _folder_of(self, checkpoint: str) -> str:
-        is_resumed = self.resume is not None and self.resume.id == checkpoint
-        return self.resume.folder if self.resume and is_resumed else self._own.path(FOLDER, checkpoint)
+        return (
+            self.resume.folder if self.resume and self.resume.id == checkpoint else self._own.path(FOLDER, checkpoint)
+        )
 
     def _note_phase(self, rank: int, member: Member, message: messages.Entered | messages.Returned) -> None:
         """Records when a rank reached a phase, for the report of the run."""

@@ -52,7 +52,7 @@ class RunHandle(Generic[R]):
             directory: The run directory.
             driver: The driver of ``job``, if this process has started it.
             job: Job of the handle's submission; None for the last one when the handle is first used.
-            follows: False for a reader that does not keep the run alive, such as the run's own driver.
+            follows: False for a reader that does not keep the run alive.
         """
         self._run = RunDirectory(directory)
         self._driver = driver
@@ -63,7 +63,7 @@ class RunHandle(Generic[R]):
         self._interval = SHORTEST_PACE
         self._is_ending = False
         self._lease = Renewal(lambda: self.own) if follows else None
-        self.output = Output(self._patient_own, self._read_as_follower, self._polls)
+        self.output = Output(lambda: self._observer.patiently(lambda: self.own), self._read_as_follower, self._polls)
 
     @staticmethod
     def attach(directory: str | os.PathLike[str], *, follows: bool = True) -> RunHandle[Any]:
@@ -89,9 +89,6 @@ class RunHandle(Generic[R]):
         if self._submission is None:
             self._submission = self._run.current()
         return self._submission
-
-    def _patient_own(self) -> Submission:
-        return self._submission or self._observer.patiently(lambda: self.own)
 
     @property
     def job(self) -> Job:
@@ -243,10 +240,9 @@ class RunHandle(Generic[R]):
             time.sleep(interval)
 
     def renew_lease(self) -> None:
-        """Reports to the driver that the run is followed. Methods that wait for the run or read its lines do this, too.
+        """Reports to the driver that the run is followed, as methods that wait for the run or read its lines do.
 
-        Raises:
-            OSError: the store cannot be written.
+        Raises OSError if the store cannot be written.
         """
         if self._lease:
             self._lease.renew()
@@ -260,9 +256,7 @@ class RunHandle(Generic[R]):
         """Replaces the run's ``orphan_timeout``: it ends if this handle does not follow it for ``bound`` seconds.
 
         The last follower of a run calls this, since the run would otherwise wait its ``orphan_timeout`` for the next.
-
-        Raises:
-            OSError: the store cannot be written.
+        Raises OSError if the store cannot be written.
         """
         if self._lease:
             self._lease.hold(bound)
@@ -307,10 +301,7 @@ class RunHandle(Generic[R]):
         return deliveries.read(self.own.directory)
 
     def offer(self, receiver: Mapping[str, Any]) -> None:
-        """Records the receiver of the result before the result is delivered.
-
-        Args:
-            receiver: JSON values by name, with which the orchestrator can be queried later for the delivery.
+        """Records the receiver of the result (JSON values by name) before the result is delivered.
 
         Raises:
             RunNotFoundError: the run was removed.

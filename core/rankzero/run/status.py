@@ -37,7 +37,7 @@ class RunStatus:
         submission: Number of the submission: how often the run id was submitted before.
         heartbeat: Unix time at which the driver last wrote.
         interval: Seconds between two heartbeats.
-        queue_time: Seconds without a heartbeat after which a driver that a cluster has not started counts as dead; with 0
+        queue_time: Seconds without a heartbeat after which a driver that a cluster has not started is dead; with 0
             the interval decides.
         written: Ends of `EVENTS` and `LINES` on an object store, each as piece and offset.
         driver_host: Host of the driver, or None before it started.
