@@ -382,10 +382,8 @@ class Attempt:
             case messages.Exited():
                 self.facts.over.add(rank)
 
-    def _folder_of(self, checkpoint: str) -> str:
-        return (
-            self.resume.folder if self.resume and self.resume.id == checkpoint else self._own.path(FOLDER, checkpoint)
-        )
+    def _folder_of(self, name: str) -> str:
+        return self.resume.folder if self.resume and self.resume.id == name else self._own.path(FOLDER, name)
 
     def _note_phase(self, rank: int, member: Member, message: messages.Entered | messages.Returned) -> None:
         """Records when a rank reached a phase, for the report of the run."""
