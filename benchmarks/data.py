@@ -47,46 +47,34 @@ def first_rate(pattern: str, ours: bool) -> float:
 
     files = sorted(glob.glob(pattern))
     pyarrow.parquet.ParquetFile(files[0]).read_row_group(0)
-    return rate(False) if ours else raw_rate(files, "parquet")
+    return rate(False) if ours else raw_rate(files)
 
 
-def rates(pattern: str, kind: str) -> tuple[list[list[float]], float]:
+def rates() -> tuple[list[list[float]], float]:
     """In one rank by turns: in the order of the files, shuffled, pyarrow on the same files; and their size in MiB."""
     # What both import is nobody's time.
     import pyarrow.parquet  # noqa: F401
 
-    files = sorted(glob.glob(pattern))
-    if not files:
-        [folder] = glob.glob(os.path.join(str(rt.get_context().storage_path), "datasets", "*"))
-        files = sorted(glob.glob(f"{folder}/*.arrow"))
-    turns = [[rate(False), rate(True), raw_rate(files, kind)] for _ in range(RUNS)]
+    [folder] = glob.glob(os.path.join(str(rt.get_context().storage_path), "datasets", "*"))
+    files = sorted(glob.glob(f"{folder}/*.parquet"))
+    turns = [[rate(False), rate(True), raw_rate(files)] for _ in range(RUNS)]
     return turns, sum(map(os.path.getsize, files)) / (1 << 20)
 
 
-def raw_rate(files: list[str], kind: str) -> float:
+def raw_rate(files: list[str]) -> float:
     """The same with pyarrow alone, on all rows: the floor."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
 
-    def batches() -> Any:
-        for file in files:
-            if kind == "arrow":
-                reader = pa.ipc.open_file(pa.memory_map(file))
-                groups = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-            else:
-                parquet = pq.ParquetFile(file)
-                groups = (
-                    batch for n in range(parquet.num_row_groups) for batch in parquet.read_row_group(n).to_batches()
-                )
-            for group in groups:
-                for low in range(0, group.num_rows, BATCH):
-                    yield group.slice(low, BATCH)
-
     started, rows = time.perf_counter(), 0
-    for batch in batches():
-        touch({name: torch.from_dlpack(batch.column(name)) for name in batch.schema.names})
-        rows += batch.num_rows
+    for file in files:
+        parquet = pq.ParquetFile(file)
+        for number in range(parquet.num_row_groups):
+            for group in parquet.read_row_group(number).to_batches():
+                for low in range(0, group.num_rows, BATCH):
+                    batch = group.slice(low, BATCH)
+                    touch({name: torch.from_dlpack(batch.column(name)) for name in batch.schema.names})
+                    rows += batch.num_rows
     return rows / (time.perf_counter() - started)
 
 
@@ -144,37 +132,32 @@ def main() -> None:
         launcher = Launcher(1, engine=SparkEngine(session=spark), store=store, dataset=frame)
         started = time.time()
         report.add("from run to the first batch, Spark's work with it", [launcher.run(first_batch) - started])
-        in_arrow, size = launcher.run(rates, "", "arrow")
+        turns_of_frame, size = launcher.run(rates)
         grown = [launcher.run(memory, shuffle) for shuffle in (False, True)]
         frame.write.parquet(f"{store}/parquet")
         from_parquet = launcher.options(engine=None, dataset=f"{store}/parquet")
         pattern = f"{store}/parquet/*.parquet"
         turns = [[from_parquet.run(first_rate, pattern, ours) for ours in (True, False)] for _ in range(2 * RUNS)]
         first, first_raw = zip(*turns, strict=True)
-        in_parquet, _ = from_parquet.run(rates, pattern, "parquet")
         peers = peer_rates(f"{store}/parquet")
         small = frame.limit(PYSPARK_ROWS).repartition(1)
         distributor = TorchDistributor(num_processes=1, local_mode=False, use_gpu=False)
         pysparks = [distributor._train_on_dataframe(pyspark_rate, small, PYSPARK_ROWS) for _ in range(2)]
-    ordered, mixed, floor = zip(*in_arrow, strict=True)
-    decoded, _, raw = zip(*in_parquet, strict=True)
+    ordered, mixed, floor = zip(*turns_of_frame, strict=True)
     ours = report.add("a rank, in the order of the files", ordered, "rows/s")
     shuffled = report.add("a rank, shuffled", mixed, "rows/s")
     bare = report.add("pyarrow to torch, the same files", floor, "rows/s")
-    undecoded = report.add("a rank, Parquet, first epoch, which is decoded", first, "rows/s")
-    bare_first = report.add("pyarrow to torch, the same Parquet files, in a new process", first_raw, "rows/s")
-    report.add("a rank, Parquet, later epochs", decoded[1:], "rows/s")
-    parquet = report.add("pyarrow to torch, the same Parquet files", raw, "rows/s")
+    read = report.add("a rank, files of Spark's own writer", first, "rows/s")
+    bare_read = report.add("pyarrow to torch, the same, each in a new process", first_raw, "rows/s")
     theirs = report.add("pyspark's _get_spark_partition_data_loader", pysparks, "rows/s")
     others = [report.add(f"{name}, the same Parquet files", values, "rows/s") for name, values in peers.items()]
     report.add(f"memory of a rank beyond its start, in order and shuffled, of {size:.0f} MiB", grown, "MiB")
     report.hold("ours / pyspark's", ours / theirs, 20, at_least=True)
     report.hold("ours, shuffled / pyspark's, which cannot", shuffled / theirs, 20, at_least=True)
-    report.hold("ours / pyarrow, Arrow files", ours / bare, 0.8, at_least=True)
-    report.hold("ours / pyarrow, Parquet files, first epoch", undecoded / bare_first, 0.8, at_least=True)
-    report.hold("ours / pyarrow, Parquet files, later epochs", min(decoded[1:]) / parquet, 0.8, at_least=True)
+    report.hold("ours / pyarrow, the rows of a frame", ours / bare, 0.8, at_least=True)
+    report.hold("ours / pyarrow, files of Spark's own writer", read / bare_read, 0.8, at_least=True)
     for name, other in zip(peers, others, strict=True):
-        report.hold(f"ours / {name}, Parquet files, later epochs", min(decoded[1:]) / other, 1, at_least=True)
+        report.hold(f"ours / {name}, Parquet files", read / other, 1, at_least=True)
     report.finish()
     spark.stop()
 

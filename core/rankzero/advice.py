@@ -82,7 +82,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("^killed by SIGSEGV", "a crash in native code; the log shows the Python stack"),
     (
         "^killed by SIGBUS",
-        "often a full /dev/shm, or a file of a dataset or result that was overwritten in place",
+        "often a full /dev/shm, or a result's file that was overwritten in place",
     ),
     ("^killed by SIGTERM", "something outside of the run asked it to end"),
 )

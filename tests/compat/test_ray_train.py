@@ -111,12 +111,17 @@ def test_a_worker_gets_the_checkpoint_that_was_just_reported(fit: FitsLoop, tmp_
         result.get_best_checkpoint("loss", "min")
 
 
-def test_a_checkpoint_that_is_not_kept_says_so(fit: FitsLoop) -> None:
+def test_a_checkpoint_that_is_not_kept_says_so_and_leaves_nothing(
+    fit: FitsLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = fit(scored, {"scores": [1.0]}, workers=1, run={"checkpoint_config": CheckpointConfig(1)})
     fit(scored, {"scores": [2.0]}, workers=1, run={"checkpoint_config": CheckpointConfig(1)})
     assert result.checkpoint is not None
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(tmp_path.iterdir())
     with pytest.raises(ResultError, match="was deleted, since it is not kept"):
         result.checkpoint.to_directory()
+    assert set(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 1), ("max", 2)])

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tests.data.limited import limited
 
 import rankzero.train as rt
 from rankzero import Launcher
-from rankzero.data import shares
+from rankzero.data import order
 
 pytestmark = pytest.mark.soak
 
@@ -24,10 +25,10 @@ WIDTH = 16384
 
 SIZE = 4 * LIMIT
 ROWS = SIZE // (4 * WIDTH)
-GROUP = 128
+GROUP = 8
 FILES = 4
 WINDOW = 16 << 20
-"""Of a shuffle, in proportion: each rank gathers one twice, beside three pieces that are on their way."""
+"""Of a shuffle, in proportion: each rank has one, and while it is put together twice as much."""
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +38,13 @@ def table() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="rankzero-table-", dir="/var/tmp"))
     schema = pa.schema({"id": pa.int64(), "x": pa.list_(pa.float32(), WIDTH)})
     for number in range(FILES):
-        with pa.ipc.new_file(str(folder / f"{number}.arrow"), schema) as writer:
+        with pq.ParquetWriter(folder / f"{number}.parquet", schema, compression="none", use_dictionary=False) as writer:
             first = number * ROWS // FILES
             for low in range(first, first + ROWS // FILES, GROUP):
                 ids = torch.arange(low, low + GROUP)
                 rows = pa.array(ids.float().repeat_interleave(WIDTH).numpy())
                 columns = [pa.array(ids.numpy()), pa.FixedSizeListArray.from_arrays(rows, WIDTH)]
-                writer.write_batch(pa.record_batch(columns, schema=schema))
+                writer.write_table(pa.table(columns, schema=schema))
     yield folder
     shutil.rmtree(folder)
 
@@ -52,8 +53,7 @@ def read(group: str, table: str, folder: str, how: str) -> None:
     """What this rank saw of an epoch, as a file."""
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
     if how == "windowed":
-        shares.WINDOW_BYTES = WINDOW
-        shares.BLOCKS = 64
+        order.WINDOW = WINDOW
     if os.environ["RANK"] == "0":
         drop_cache(table)
     rt.barrier()

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tests.conftest import spark_session, until
 
@@ -44,7 +45,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_is_a_typed_error_and_is_as_empty_as_before(session: Any, small_disk: Path) -> None:
     with pytest.raises(EngineError, match="could not compute .*there is no room on .*No space left on device"):
-        materialize(session.range(800_000), str(small_disk / "rows"), "train", lambda _: None)
+        materialize(
+            session.range(800_000).selectExpr("rand(1) AS x"), str(small_disk / "rows"), "train", lambda _: None
+        )
     assert os.listdir(small_disk) == []
 
 
@@ -52,7 +55,7 @@ def test_the_workers_of_sparks_own_daemon_write_every_row(session: Any, tmp_path
     assert not session.sparkContext.getConf().contains("spark.python.daemon.module")
     frame = session.range(0, 100, 1, 3).selectExpr("id", "array(id / 2, null) AS halves", "string(id) AS text")
     manifest = materialize(frame, str(tmp_path / "rows"), "train", lambda _: None)
-    tables = [pa.ipc.open_file(file.location).read_all() for file in manifest.files]
+    tables = [pq.read_table(file.location) for file in manifest.files]
     assert pa.concat_tables(tables).rename_columns(["id", "halves", "text"]).sort_by("id").to_pylist() == [
         {"id": number, "halves": [number / 2, None], "text": str(number)} for number in range(100)
     ]
@@ -121,7 +124,7 @@ def test_an_executor_that_is_killed_costs_no_row(tmp_path: Path) -> None:
     until(lambda: handle.status().state == "running", 2 * WAIT, "ranks")
     # What the dead one had begun is in no manifest, and not in the folder, which goes with the success.
     [folder] = glob.glob(f"{tmp_path}/q/submissions/*/datasets/*")
-    files = glob.glob(f"{folder}/*.arrow")
+    files = glob.glob(f"{folder}/*.parquet")
     assert len({os.path.basename(file)[:11] for file in files}) == len(files) == 8
     Path(go).touch()
     expected = [number for number in range(800) if number % 100]

@@ -1,49 +1,100 @@
-"""The order of an epoch: each row once, another in each epoch, the same for a seed."""
+"""The order of an epoch: each row once, another in each epoch, the same for a seed, from everywhere."""
 
+import itertools
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rankzero.data import shares
-from rankzero.data.shares import Order
+from rankzero.data import order
+from rankzero.data.manifest import File, Manifest
+from rankzero.data.order import Order
+from rankzero.submit.paths import manifest_of_path
+from rankzero.train import DatasetShard, TrainContext
 
 
-def rows_of(rows: int, seed: int | None, epoch: int = 0, row_size: int = 8, step: int = 1000) -> list[int]:
-    made = Order(rows, row_size, seed, epoch)
-    return torch.cat([made.rows(low, min(rows, low + step)) for low in range(0, rows, step)]).tolist()
+def manifest_of(groups: list[int], row_size: int) -> Manifest:
+    return Manifest(schema="", files=(File("a", tuple(groups)),), size=sum(groups) * row_size, digest="")
 
 
-def test_without_a_seed_rows_keep_their_order() -> None:
-    assert rows_of(2500, None) == list(range(2500))
+def rows_of(manifest: Manifest, seed: int, epoch: int = 0, step: int = 1000) -> list[int]:
+    """The rows of an epoch, asked for in spans of this length."""
+    starts = [0, *itertools.accumulate(manifest.files[0].rows)]
+    found: list[int] = []
+    spans = [(low, min(low + step, manifest.rows)) for low in range(0, manifest.rows, step)]
+    for pieces, places in Order(manifest, seed, epoch).parts(spans):
+        numbers = torch.cat([torch.arange(piece.length) + piece.low + starts[piece.group] for piece in pieces])
+        found += numbers[places].tolist()
+    return found
 
 
 def test_a_dataset_that_fits_is_shuffled_as_a_whole() -> None:
-    first, second = rows_of(5000, 1), rows_of(5000, 1, epoch=1)
+    manifest = manifest_of([1000] * 5, 8)
+    first, second = rows_of(manifest, 1), rows_of(manifest, 1, epoch=1)
     assert sorted(first) == sorted(second) == list(range(5000))
     assert first != second
-    assert first == rows_of(5000, 1, step=7)
-    assert first != rows_of(5000, 2)
-    # From everywhere, from the first rows on.
+    assert first == rows_of(manifest, 1, step=7)
+    assert first != rows_of(manifest, 2)
     assert max(first[:100]) > 4000
     assert min(first[:100]) < 1000
 
 
-@pytest.mark.parametrize("rows", [100_000, 100_001, 65_536, 99_999])
-def test_a_larger_one_is_shuffled_by_blocks_and_within_windows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "WINDOW_ROWS", 8192)
-    monkeypatch.setattr(shares, "WHOLE_ROWS", 8192)
-    monkeypatch.setattr(shares, "BLOCKS", 64)
-    first, second = rows_of(rows, 3), rows_of(rows, 3, epoch=1)
-    assert sorted(first) == sorted(second) == list(range(rows))
-    assert first != second
-    window = first[:8192]
-    # Blocks of 128 neighbours, from everywhere, mixed.
-    assert len({row // 128 for row in window}) <= 2 * 64 + 2
-    assert max(window) > rows * 0.8
-    assert min(window) < rows * 0.2
-    assert window != sorted(window)
-    assert len({row // 128 for row in first[:20]}) > 10
+@pytest.mark.parametrize(
+    "groups", [[100] * 1000, [3000] * 40, [100, 9000] * 20, [100_000], [1] * 5000, [7] * 64 + [20_000]]
+)
+def test_a_larger_one_is_shuffled_by_groups_and_within_windows(
+    groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "WINDOW", 64 * 4096)
+    manifest = manifest_of(groups, 64)
+    first, second = rows_of(manifest, 3), rows_of(manifest, 3, epoch=1)
+    assert sorted(first) == sorted(second) == list(range(sum(groups)))
+    assert first != second or len(groups) == sum(groups)
+    assert first == rows_of(manifest, 3, step=777)
 
 
-@pytest.mark.parametrize(("mebibytes", "held"), [(256, 256), (257, 128), (900, 128)])
-def test_a_reader_holds_256_mebibytes_at_most(mebibytes: int, held: int) -> None:
-    assert Order(mebibytes << 10, 1 << 10, 1, 0).window == held << 10
+@pytest.mark.parametrize("groups", [100, 1000, 20_000])
+def test_a_window_draws_from_many_groups_whatever_their_size(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "WINDOW", 64 * 8192)
+    manifest = manifest_of([groups] * (400_000 // groups), 64)
+    whole = Order(manifest, 3, 0)
+    for window in whole._windows[:-1]:
+        assert len({piece.group for piece in window}) >= min(order.GROUPS, len(manifest.files[0].rows))
+        assert sum(piece.length for piece in window) <= 2 * 8192
+    # Sorted by a label, the first rows have labels from everywhere.
+    assert len({row * 10 // manifest.rows for row in rows_of(manifest, 3)[:200]}) >= 7
+
+
+def losses_of(table: pa.Table, path: Path) -> list[float]:
+    """The loss over all rows after each of some steps of a linear classifier, in one shuffled epoch."""
+    pq.write_table(table, path, row_group_size=200)
+    weights = torch.zeros(5, requires_grad=True)
+    x = torch.stack([torch.tensor(table[f"x{n}"].to_numpy()) for n in range(4)] + [torch.ones(table.num_rows)], 1)
+    y = torch.tensor(table["y"].to_numpy())
+    losses = []
+    shard = DatasetShard(manifest_of_path(str(path), "train"), TrainContext(), "train")
+    for step, batch in enumerate(shard.iter_batches(64, shuffle=True)):
+        rows = torch.stack([*(batch[f"x{n}"] for n in range(4)), torch.ones(len(batch["y"]))], 1)
+        torch.nn.functional.binary_cross_entropy_with_logits(rows @ weights, batch["y"]).backward()
+        with torch.no_grad():
+            weights -= 0.5 * weights.grad
+            weights.grad = None
+            if step % 100 == 99:
+                losses.append(float(torch.nn.functional.binary_cross_entropy_with_logits(x @ weights, y)))
+    return losses
+
+
+def test_a_table_that_is_sorted_by_its_label_trains_as_well_as_a_shuffled_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40_000, 4, generator=generator)
+    y = (x.sum(1) + torch.randn(40_000, generator=generator) > 0).float()
+    table = pa.table({**{f"x{n}": x[:, n].numpy() for n in range(4)}, "y": y.numpy()})
+    monkeypatch.setattr(order, "WINDOW", 32 * 200 * order.LEAST)
+    mixed = losses_of(table, tmp_path / "mixed.parquet")
+    ordered = losses_of(table.sort_by("y"), tmp_path / "sorted.parquet")
+    assert len(mixed) == 6
+    assert ordered == pytest.approx(mixed, rel=0.1), "a label at a time: 2 and more"

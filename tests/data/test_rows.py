@@ -310,13 +310,9 @@ def test_what_are_no_rows_is_refused() -> None:
 
 OTHER_COLUMNS: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = [
     ({"a": [1, 2]}, {"a": [3], "b": ["x"]}, [(1, None), (2, None), (3, "x")]),
-    ({"a": torch.tensor([1, 2], dtype=torch.int32)}, {"a": [1.5]}, [(1.0,), (2.0,), (1.5,)]),
-    ({"a": torch.tensor([1], dtype=torch.int32)}, {"a": torch.tensor([1 << 40])}, [(1,), (1 << 40,)]),
-    ({"a": torch.tensor([0.5])}, {"a": torch.tensor([0.1], dtype=torch.float64)}, [(0.5,), (0.1,)]),
     ({"a": [None, None]}, {"a": ["x"]}, [(None,), (None,), ("x",)]),
     # A column without any value is in no table.
     ({"a": [1], "b": [None]}, {"a": [2], "b": [None]}, [(1,), (2,)]),
-    ({"a": {"x": torch.ones(1)}}, {"a": [{"x": 0.1}]}, [({"x": 1.0},), ({"x": 0.1},)]),
 ]
 """The rows of rank 0, those of rank 1, and what the table holds."""
 
@@ -356,14 +352,13 @@ def test_spark_reads_a_table_of_ranks_with_other_columns(launcher: Launcher, ses
 
 @pytest.mark.soak
 def test_the_rank_whose_columns_do_not_fit_gets_the_error(launcher: Launcher) -> None:
-    with pytest.raises(WorkerFailedError, match="Field a has incompatible types: string vs int64") as raised:
+    with pytest.raises(WorkerFailedError, match="Field a has incompatible types: .*string") as raised:
         launcher.run(_other_columns, [({"a": [1]}, {"a": ["x"]})])
     assert (raised.value.rank, raised.value.exception_type) == (1, "TypeError")
 
 
 def test_calls_and_batches_with_other_columns_write_one_table() -> None:
-    first = torch.ones(1, dtype=torch.int32)
-    rt.write_rows([{"a": [None]}, {"a": first}, {"a": [None]}, {"a": [0.5], "b": ["x"]}, {"b": ["y"]}], "calls")
+    rt.write_rows([{"a": [None]}, {"a": [1.0]}, {"a": [None]}, {"a": [0.5], "b": ["x"]}, {"b": ["y"]}], "calls")
     table = rt.write_rows({"c": [True]}, "calls")
     found = sorted(map(repr, table.to_arrow().to_table().select(["a", "b", "c"]).to_pylist()))
     values = [(None, None, None), (None, None, None), (1.0, None, None), (0.5, "x", None), (None, "y", None)]

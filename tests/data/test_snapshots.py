@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from tests.runs import submitted
 
 from rankzero import store
-from rankzero.data.manifest import ARROW, FILE, File, Manifest, encode_schema, from_bytes, to_bytes
+from rankzero.data.manifest import FILE, File, Manifest, encode_schema, from_bytes, to_bytes
 from rankzero.driver.tables import Tables
 from rankzero.job import Job
 from rankzero.run.directory import Submission
@@ -41,9 +42,8 @@ class Session:
 def made(folder: str, digest: str) -> Manifest:
     batch = pa.record_batch({"id": [1]})
     store.make_directory(folder)
-    with pa.ipc.new_file(f"{folder}/part-0.arrow", batch.schema) as writer:
-        writer.write_batch(batch)
-    return Manifest(ARROW, encode_schema(batch.schema), (File(f"{folder}/part-0.arrow", (1,)),), 8, digest, {}, folder)
+    pq.write_table(pa.Table.from_batches([batch]), f"{folder}/part-0.parquet")
+    return Manifest(encode_schema(batch.schema), (File(f"{folder}/part-0.parquet", (1,)),), 8, digest, {}, folder)
 
 
 def read(own: Submission, session: Any, known: dict[str, Manifest] | None = None) -> dict[str, Manifest]:

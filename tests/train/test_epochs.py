@@ -36,7 +36,7 @@ class Source:
     def __init__(self, kind: str, path: Path) -> None:
         if kind in ("shard", "to_torch"):
             manifest = manifest_of_path(str(path / "rows.parquet"), "train")
-            self.data: Any = rt.DatasetShard(manifest, rt.TrainContext(), str(path), "train")
+            self.data: Any = rt.DatasetShard(manifest, rt.TrainContext(), "train")
         if kind == "to_torch":
             self.data = rt.prepare_data_loader(DataLoader(self.data.to_torch(1, shuffle=True), batch_size=None))
         elif kind == "sampler":

@@ -53,8 +53,6 @@ def _column(array: Any, name: str, size: int | None) -> Column:
     from pyarrow import types
 
     kind = array.type
-    if types.is_dictionary(kind):
-        return _column(array.dictionary_decode(), name, size)
     if is_text(kind):
         found: list[Any] = array.to_pylist()
         return found

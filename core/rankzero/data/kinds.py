@@ -1,23 +1,7 @@
 """Maps the types of Arrow columns to tensors, and refuses types and nulls without one. The module does not need torch.
 
-| Arrow, Spark | in a batch of ``n`` rows |
-|---|---|
-| integers, floats | a tensor of that type, not copied; unsigned ones of 16 to 64 bits as the next larger signed type |
-| boolean | ``torch.bool`` |
-| decimal | ``torch.float64`` |
-| date | ``torch.int32``: days since 1970-01-01 |
-| timestamp, time, duration | ``torch.int64``: microseconds, of a timestamp since 1970-01-01 UTC |
-| string, binary | a list of ``str`` or ``bytes``; None for a null |
-| array, all of length ``k`` | a tensor of ``n`` x ``k``, not copied |
-| array of other lengths | `rankzero.data.columns.Ragged`: values and offsets |
-| struct | a dict of its fields |
-| vector of Spark ML, dense or sparse | ``torch.float64``, ``n`` x ``k`` |
-| extension type, such as a UUID or a tensor of fixed shape | as the type that it is stored in |
-| null | nan in floats and decimals; elsewhere an error |
-| map, union, interval of months, variant, array of strings or of ragged arrays | an error |
-
-`count_nulls` runs in Spark's workers, too, so it needs only pyarrow. An inner column has a path: ``a.x`` is a field of
-the struct ``a``, ``a[]`` are the elements of the arrays ``a``.
+The table of the types is in ``docs/data.md``. `count_nulls` runs in Spark's workers, too, so it needs only pyarrow. An
+inner column has a path: ``a.x`` is a field of the struct ``a``, ``a[]`` are the elements of the arrays ``a``.
 """
 
 from __future__ import annotations
@@ -58,19 +42,21 @@ def _why_not(kind: Any) -> str | None:
         if _is_number(inner) or types.is_fixed_size_list(inner):
             return _why_not(inner)
         return f"arrays of {inner} cannot become a tensor; leave the column out, or flatten it"
-    if types.is_dictionary(kind):
-        return _why_not(kind.value_type)
     if _is_number(kind) or is_text(kind):
         return None
     return "this type cannot become a tensor; leave the column out, or convert it to numbers"
 
 
 def stored(kind: Any) -> Any:
-    """Returns the type in which ranks read a column: the storage of an extension type, and no views."""
+    """Returns the type in which ranks read a column: the storage of an extension type, no categories and no views."""
     import pyarrow as pa
 
     if isinstance(kind, pa.BaseExtensionType):
         return stored(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return stored(kind.value_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(stored(field.type)) for field in kind])
     return {"string_view": pa.string(), "binary_view": pa.binary()}.get(str(kind), kind)
 
 
@@ -105,8 +91,6 @@ def allows_null(kind: Any) -> bool:
     """Returns True if a column of this type can represent a null: as nan, or as None in a list."""
     from pyarrow import types
 
-    if types.is_dictionary(kind):
-        return allows_null(kind.value_type)
     return bool(types.is_floating(kind) or types.is_decimal(kind) or is_text(kind))
 
 

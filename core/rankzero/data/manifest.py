@@ -13,8 +13,6 @@ from rankzero.errors import InvalidJobError
 FILE = "datasets.json"
 """Name of the file in a submission's folder that holds the manifests by name of the dataset."""
 
-ARROW, PARQUET = "arrow", "parquet"
-
 
 @dataclass(frozen=True)
 class File:
@@ -22,7 +20,7 @@ class File:
 
     Attributes:
         location: Absolute path or URL.
-        rows: Number of rows of each row group (Parquet) or record batch (Arrow).
+        rows: Number of rows of each row group.
         partition: Partition columns, which are not in the file: the value of all rows as text, None for a null.
         stamp: Size and time of the last change when the run was submitted; empty for files that never change.
         content: Its ETag or checksum at that time, which decides if the stamp is another one.
@@ -37,10 +35,9 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes a dataset: its files with their numbers of rows, and the schema.
+    """Describes a dataset: its Parquet files with their numbers of rows, and the schema.
 
     Attributes:
-        format: ``"arrow"`` or ``"parquet"``, the format of all files.
         schema: The Arrow schema as pyarrow serializes it, in base64.
         files: The files in the order of their rows.
         size: Approximate number of bytes of all rows in memory.
@@ -50,7 +47,6 @@ class Manifest:
         source: The path or query that the user gave, or another name of it; None if it is unknown.
     """
 
-    format: str
     schema: str
     files: tuple[File, ...]
     size: int

@@ -1,74 +1,52 @@
-"""The schemas of tables whose files have different ones: of what ranks have written, and of a dataset's files."""
+"""The schemas of tables whose files have different columns: of what ranks have written, and of a dataset's files."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rankzero.data import kinds, widening
-from rankzero.data.manifest import ARROW, File
+from rankzero.data import kinds
+from rankzero.data.manifest import File
 from rankzero.errors import InvalidJobError
 
 _ADVICE = "rewrite the table, or have Spark read it: dataset=a query or a DataFrame, which chooses columns and types"
 
 
-def unify(schemas: Iterable[Any], *, exact: bool = False) -> Any:
-    """Returns the schema with the columns of all schemas, each with a type that holds the values of all.
-
-    Args:
-        schemas: The schemas.
-        exact: Whether to refuse a type that holds some values only approximately (such as the common type of 64-bit
-            integers and floats), and columns whose names differ only in case. A reader passes
-            False.
+def unify(schemas: Iterable[Any]) -> Any:
+    """Returns the schema with the columns of all schemas, each of one type; a column of nulls alone fits any.
 
     Raises:
-        pyarrow.ArrowException: the types of a column have no common type.
+        pyarrow.ArrowException: a column has several types.
     """
     import pyarrow as pa
 
-    distinct = _distinct(schemas)
-    found = pa.unify_schemas(distinct, promote_options="permissive")
-    if exact:
-        advice = (
-            ': write it with one type in all batches and on all ranks (pandas: dtype "Int64" keeps integers beside '
-            "missing values)"
-        )
-        _check_exact(found, distinct, advice)
-        _check_case(found, "columns")
-    return found
-
-
-def _distinct(schemas: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
+    distinct: list[Any] = []
     for schema in schemas:
-        if not any(schema.equals(other) for other in found):
-            found.append(schema)
-    return found
+        if not any(schema.equals(other) for other in distinct):
+            distinct.append(schema)
+    return pa.unify_schemas(distinct)
 
 
-def _check_exact(wide: Any, schemas: Iterable[Any], advice: str = "") -> None:
+def unify_written(schemas: Iterable[Any]) -> Any:
+    """Returns `unify` of what ranks write. Raises TypeError, too, for names that differ only in case.
+
+    Spark reads neither of two such columns.
+    """
     import pyarrow as pa
 
-    for field in itertools.chain(*schemas):
-        kind = wide.field(field.name).type
-        if not widening.holds(kind, field.type):
-            raise pa.ArrowTypeError(
-                f"column {field.name!r} has several types, and not every {field.type} is exactly a {kind}{advice}"
-            )
-
-
-def _check_case(fields: Iterable[Any], what: str) -> None:
-    """Raises an error for names that differ only in case, since Spark cannot read any of them."""
-    import pyarrow as pa
-
+    try:
+        found = unify(schemas)
+    except pa.ArrowException as error:
+        raise TypeError(
+            f'{error}: write it with one type in all batches and on all ranks (pandas: dtype "Int64" keeps integers '
+            "beside missing values)"
+        ) from error
     names: dict[str, str] = {}
-    for field in fields:
-        if (other := names.setdefault(field.name.lower(), field.name)) != field.name:
-            raise pa.ArrowTypeError(f"{what} {other!r} and {field.name!r} differ only in case, and Spark reads neither")
-        for kind in widening.structs(field.type):
-            _check_case(kind, f"column {field.name!r}: fields")
+    for name in found.names:
+        if (other := names.setdefault(name.lower(), name)) != name:
+            raise TypeError(f"columns {other!r} and {name!r} differ only in case, and Spark reads neither")
+    return found
 
 
 def fit(table: Any, schema: Any) -> Any:
@@ -142,77 +120,43 @@ def nulls(schema: Any) -> list[str]:
     return [field.name for field in schema if pa.types.is_null(field.type)]
 
 
-def schema_of_files(first: Any, schemas: Sequence[Any], where: str) -> Any:
-    """Returns the schema with the columns of all files, each of a type that holds all files' values exactly.
-
-    Times of several units are in microseconds, as in a tensor: nanoseconds lack most of the years.
+def schema_of_files(schemas: Sequence[Any], where: str) -> Any:
+    """Returns the schema with the columns of all files.
 
     Args:
-        first: The schema of one file, with the partition columns from names of directories.
-        schemas: The schemas of all files.
+        schemas: The schemas of the table and of its files.
         where: The dataset's name for messages.
 
     Raises:
-        InvalidJobError: a column has no such type.
+        InvalidJobError: a column has several types.
     """
     import pyarrow as pa
 
-    distinct = _distinct([first, *schemas])
     try:
-        found = unify(distinct)
-        _check_exact(found, distinct)
-        every = (each for each in itertools.chain(*distinct) if not pa.types.is_null(each.type))
-        mixed = {each.name for each in every if each.type != found.field(each.name).type}
-        return pa.schema([each.with_type(_portable(each.type)) if each.name in mixed else each for each in found])
+        return unify(pa.schema([each.with_type(kinds.stored(each.type)) for each in schema]) for schema in schemas)
     except pa.ArrowException as error:
         raise InvalidJobError(f"the files of {where} have columns of different types ({error}): {_ADVICE}") from error
 
 
-def with_nulls(files: Sequence[File], schemas: Sequence[Any], schema: Any, kind: str, where: str) -> tuple[File, ...]:
-    """Returns the files with nulls as partition values for the columns that they lack.
+def with_nulls(file: File, inside: Any, schema: Any, where: str) -> File:
+    """Returns a file with nulls as partition values for the columns that it lacks.
 
     Args:
-        files: The files of the table.
-        schemas: The schema of each file.
+        file: A file of the table.
+        inside: The schema of the file.
         schema: The schema of the table.
-        kind: The format of the files.
         where: The dataset's name for messages.
 
     Raises:
-        InvalidJobError: a tensor cannot represent such nulls, or ranks cannot convert a file's type to the table's.
+        InvalidJobError: a tensor cannot represent such nulls.
     """
-    types: dict[str, list[Any]] = {}
-    for field in itertools.chain(*schemas) if kind == ARROW else ():
-        types.setdefault(field.name, []).append(kinds.stored(field.type))
-    paired = zip(files, schemas, strict=True)
-    return tuple(_with_nulls(file, inside, schema, kind, where, types) for file, inside in paired)
-
-
-def _with_nulls(file: File, inside: Any, schema: Any, kind: str, where: str, types: Mapping[str, list[Any]]) -> File:
-    import pyarrow as pa
-
     missing: dict[str, str | None] = {}
     for field in schema:
-        if field.name in file.partition:
-            continue
-        if field.name not in inside.names:
+        if field.name not in file.partition and field.name not in inside.names:
             if not kinds.allows_null(field.type):
                 raise InvalidJobError(
                     f"column {field.name!r} of {where} ({field.type}) is not in {file.location}, and a tensor has no "
                     f"place for nulls of this type: {_ADVICE}"
                 )
             missing[field.name] = None
-            continue
-        found = inside.field(field.name).type
-        try:
-            # Ranks decode Parquet into the table's type, but map Arrow files without conversion.
-            if kinds.stored(found) != field.type and kind == ARROW:
-                raise pa.ArrowInvalid(f"it is {found}")
-            pa.nulls(0, found).cast(field.type)
-        except pa.ArrowException as error:
-            # The table's type may be one that no file has.
-            other = next((each for each in types.get(field.name, ()) if each != kinds.stored(found)), field.type)
-            raise InvalidJobError(
-                f"column {field.name!r} of {where} is {other}, and in {file.location} {found}: {_ADVICE}"
-            ) from error
     return replace(file, partition={**file.partition, **missing}) if missing else file

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import re
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from rankzero import store
 from rankzero.data import schemas
 from rankzero.data.files import filesystem_of
-from rankzero.data.widening import widened
 from rankzero.errors import ResultError
 
 if TYPE_CHECKING:
@@ -43,8 +41,8 @@ def is_file(name: str) -> bool:
     return bool(_FILE.fullmatch(name) or store.is_unfinished(name))
 
 
-def read_schemas(folder: str) -> list[Any]:
-    """Returns the distinct schemas of the files of a table."""
+def read_schemas(folder: str) -> dict[str, Any]:
+    """Returns the distinct schemas of the files of a table, by the digest in the name of each file."""
     import pyarrow.parquet as pq
     from pyarrow import fs
 
@@ -55,7 +53,7 @@ def read_schemas(folder: str) -> list[Any]:
             # A rank removes the files of a call that raises.
             with contextlib.suppress(FileNotFoundError):
                 found[match[1]] = pq.read_schema(info.path, filesystem=filesystem).remove_metadata()
-    return list(found.values())
+    return found
 
 
 @dataclass(frozen=True)
@@ -88,12 +86,17 @@ class Table:
         Raises:
             ResultError: the directory was removed, or no rank had rows.
         """
+        return self._opened()[0]
+
+    def _opened(self) -> tuple[Any, dict[str, Any]]:
+        """Returns the rows, and the schemas of the files."""
         from pyarrow import dataset
 
         if not (found := read_schemas(self.uri)):
             raise ResultError(f"the table {self.uri} has no files: no rank had rows, or its run directory was removed")
         filesystem, path = filesystem_of(self.uri)
-        return dataset.dataset(path, format="parquet", filesystem=filesystem, schema=schemas.unify(found))
+        schema = schemas.unify(found.values())
+        return dataset.dataset(path, format="parquet", filesystem=filesystem, schema=schema), found
 
     def to_pandas(self) -> pandas.DataFrame:
         """Returns all rows as a pandas DataFrame. Raises ResultError as `to_arrow`."""
@@ -108,23 +111,19 @@ class Table:
         Raises:
             ResultError: as `to_arrow`.
         """
-        from pyspark.sql import functions as F
-
-        table = self.to_arrow()
-        files: dict[Any, list[str]] = {}
-        for fragment in table.get_fragments() if len(read_schemas(self.uri)) != 1 else ():
-            files.setdefault(fragment.physical_schema.remove_metadata(), []).append(fragment.path.rsplit("/", 1)[-1])
+        table, found = self._opened()
         # Spark would look for a path without a scheme in the cluster's default file system.
         uri = self.uri.replace("s3://", "s3a://", 1) if store.is_url(self.uri) else f"file://{self.uri}"
-        read: Any = session.read
-        # Spark reads files with different types of a column only separately.
-        frames = [
-            widened(read.parquet(*(store.join(uri, name) for name in names)).drop(*schemas.nulls(schema)), table.schema)
-            for schema, names in files.items()
-        ]
-        frame = functools.reduce(
-            lambda one, other: one.unionByName(other, allowMissingColumns=True), frames or [read.parquet(uri)]
-        )
-        missing = {name: F.lit(None) for name in table.schema.names if name not in frame.columns}
-        found: DataFrame = frame.withColumns(missing).select([f"`{name}`" for name in table.schema.names])
-        return found
+        empty = {digest for digest, each in found.items() if len(schemas.nulls(each)) == len(each)}
+        typed, rows = [], 0
+        for fragment in table.get_fragments():
+            name = fragment.path.rsplit("/", 1)[-1]
+            if name.rpartition("-")[2].partition(".")[0] in empty:
+                # Rows without any value have columns of no type, which Spark takes for integers.
+                rows += fragment.count_rows()
+            else:
+                typed.append(store.join(uri, name))
+        frame: DataFrame = session.read.option("mergeSchema", "true").parquet(*(typed or [uri]))
+        if rows and typed:
+            frame = frame.unionByName(session.range(rows).select(), allowMissingColumns=True)
+        return frame.select([f"`{name}`" for name in table.schema.names])

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _TABLE = re.compile(r"[A-Za-z_`][\w`-]*(\.[\w`-]+){0,3}")
-_PATH = re.compile(r".*(/|\\|\.(parquet|arrow|feather|ipc)$)")
+_PATH = re.compile(r".*(/|\\|\.parquet$)")
 _BEGIN_OF_PATH = re.compile(r"[A-Za-z][\w+.-]*:/|~|\.{0,2}/(?!\*)")
 """URLs, and paths from the root, the home or the working directory; a comment of SQL begins with a slash, too."""
 
@@ -167,6 +167,8 @@ def collect(sources: Mapping[str, Any], engine: Engine, own: Submission, before:
                 _check_query(name, source, engine)
         for name, manifest in manifests.items():
             manifest.check_rows(name, own.job.num_processes)
+            if (groups := sum(len(file.rows) for file in manifest.files)) < own.job.num_processes:
+                logger.info("dataset %r has %d row groups: ranks decode the same ones; write more", name, groups)
             manifests[name] = replace(manifest, source=manifest.source or _source_of(sources[name]))
     except BaseException:
         Datasets(manifests).discard(before)

@@ -1,4 +1,4 @@
-"""Reads the manifest of a table from the path of its files: Parquet, Delta and Arrow, without Spark.
+"""Reads the manifest of a table from the path of its files: Parquet and Delta, without Spark.
 
 The checksum of a file is that of its bytes, which are read once, or its tag on an object store. A Parquet footer does
 not suffice: its sizes and extremes are the same if values are in another order.
@@ -16,9 +16,9 @@ from typing import Any
 
 from rankzero import store
 from rankzero.data import kinds
-from rankzero.data.files import PARQUET_OPTIONS, digest_of, filesystem_of, open_file, stamp_of, tags_of
-from rankzero.data.kinds import check_nulls, count_nulls
-from rankzero.data.manifest import ARROW, PARQUET, File, Manifest, encode_schema
+from rankzero.data.files import PARQUET_OPTIONS, digest_of, filesystem_of, stamp_of, tags_of
+from rankzero.data.kinds import check_nulls
+from rankzero.data.manifest import File, Manifest, encode_schema
 from rankzero.data.schemas import schema_of_files, with_nulls
 from rankzero.errors import InvalidJobError
 
@@ -29,7 +29,6 @@ Counts = collections.Counter[str]
 """Number of nulls of each column, by the column's path."""
 
 _DELTA_LOG = "_delta_log"
-_ARROW_NAMES = (".arrow", ".feather", ".ipc")
 _SAMPLED_ROWS = 1024
 _SAMPLED_BYTES = 16 << 20
 _PAGES = 64 << 10
@@ -79,8 +78,8 @@ def manifest_of_path(location: str, name: str, only: Collection[str] | None = No
         # Drivers of object stores raise their own exceptions, and Arrow's of hdfs lists each library it has tried.
         reason = str(error).partition("\n")[0]
         raise InvalidJobError(
-            f"{where} cannot be read from {location}: {type(error).__name__}: {reason}. Ranks read Parquet, Delta and "
-            "Arrow files; have Spark read others, or from where this host cannot: dataset=a DataFrame or a query"
+            f"{where} cannot be read from {location}: {type(error).__name__}: {reason}. Ranks read Parquet and Delta "
+            "files; have Spark read others, or from where this host cannot: dataset=a DataFrame or a query"
         ) from error
 
 
@@ -119,7 +118,7 @@ def _directory(location: str, where: str, only: Collection[str] | None) -> Any:
         names = [name for name in names if _place(name, location, path)[0] in only]
     if not names:
         raise InvalidJobError(f"{where} has no files: {location}")
-    kind = "feather" if names[0].endswith(_ARROW_NAMES) else dataset.ParquetFileFormat(**PARQUET_OPTIONS)
+    kind = dataset.ParquetFileFormat(**PARQUET_OPTIONS)
     # Directories above the table are not its partition columns.
     return dataset.dataset(names, format=kind, filesystem=filesystem, partitioning="hive", partition_base_dir=path)
 
@@ -151,12 +150,10 @@ def _delta(location: str, version: int | None) -> tuple[Any, str]:
 
 
 def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manifest:
-    import pyarrow as pa
     from pyarrow import dataset
 
     # Positions of earlier attempts count in this order.
     fragments = sorted(data.get_fragments(), key=lambda fragment: fragment.path)
-    kind = PARQUET if isinstance(data.format, dataset.ParquetFileFormat) else ARROW
     base = filesystem_of(location)[1]
     tags = {} if digest else tags_of(location)
 
@@ -166,7 +163,7 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
             raise InvalidJobError(f"{location} is partitioned by {binary[0]!r}, which is binary: have Spark read it")
         partition = {key: None if value is None else str(value) for key, value in keys.items()}
         place, short = _place(fragment.path, location, base)
-        rows, size, counts = _parquet_facts(fragment) if kind == PARQUET else _arrow_facts(place)
+        rows, size, counts = _facts(fragment)
         # Before the content is read, which may change meanwhile.
         stamp = "" if digest else stamp_of(place)
         content = "" if digest else tags.get(short) or digest_of(place)
@@ -176,20 +173,17 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
         described = list(pool.map(describe, fragments))
         schemas = list(pool.map(lambda fragment: fragment.physical_schema, fragments))
     files = tuple(file for file, *_ in described)
-    size = sum(size for _, size, *_ in described)
-    if kind == PARQUET:
-        # The larger of encoded and decoded size: a dictionary encodes a long text in a byte, a repeated value in none.
-        size = max(size, int(sum(sum(file.rows) for file in files) * _decoded_row(fragments)))
-    schema = data.schema if digest else schema_of_files(data.schema, schemas, where)
-    schema = pa.schema([field.with_type(kinds.stored(field.type)) for field in schema])
+    # The larger of encoded and decoded size: a dictionary encodes a long text in a byte, a repeated value in none.
+    decoded = int(sum(sum(file.rows) for file in files) * _decoded_row(fragments))
+    size = max(decoded, sum(size for _, size, *_ in described))
+    # The log of a Delta table has its schema.
+    schema = schema_of_files([data.schema] if digest else [data.schema, *schemas], where)
     kinds.check(schema, where)
     check_nulls(schema, (counts for *_, counts in described), where)
     content = digest or " ".join([*(facts for _, _, facts, _ in described), str(schema)])
-    files = with_nulls(files, schemas, schema, kind, where)
     return Manifest(
-        format=kind,
         schema=encode_schema(schema),
-        files=files,
+        files=tuple(with_nulls(file, inside, schema, where) for file, inside in zip(files, schemas, strict=True)),
         size=size + sum(sum(file.rows) * _partition_row(file) for file in files),
         digest=hashlib.sha256(content.encode()).hexdigest(),
     )
@@ -204,7 +198,7 @@ def _place(path: str, location: str, base: str) -> tuple[str, str]:
     return store.join(location, path), path
 
 
-def _parquet_facts(fragment: Any) -> tuple[tuple[int, ...], int, Counts]:
+def _facts(fragment: Any) -> tuple[tuple[int, ...], int, Counts]:
     groups = range(fragment.metadata.num_row_groups)
     facts = [_group_facts(fragment, number) for number in groups]
     counts: Counts = collections.Counter()
@@ -252,17 +246,3 @@ def _group_facts(fragment: Any, number: int) -> tuple[int, int]:
 def _partition_row(file: File) -> int:
     """Returns the approximate bytes in memory of a row's partition columns, which are not in the file."""
     return sum(8 + len(value or "") for value in file.partition.values())
-
-
-def _arrow_facts(location: str) -> tuple[tuple[int, ...], int, Counts]:
-    import pyarrow as pa
-
-    facts, counts = [], collections.Counter[str]()
-    with open_file(location) as file:
-        reader = pa.ipc.open_file(file)
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
-            facts.append((batch.num_rows, batch.nbytes))
-            for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                counts.update(dict(count_nulls(name, column)))
-    return tuple(rows for rows, _ in facts), sum(size for _, size in facts), counts

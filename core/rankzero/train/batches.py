@@ -17,8 +17,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from rankzero import bounds
 from rankzero.data.columns import Columns, joined, part, rows_of, tensors
 from rankzero.data.manifest import Manifest
+from rankzero.data.order import Order
 from rankzero.data.reader import Reader
-from rankzero.data.shares import Batches, Order, Spans, Stretch, cut, length, merged, remaining, share
+from rankzero.data.shares import Batches, Spans, Stretch, cut, length, merged, remaining, share
 from rankzero.host import forks
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _END = object()
 _threads: dict[threading.Thread, threading.Event] = {}
 """The running threads, each with the event that stops it."""
 
-PIECE = 32 << 20
+PIECE = 16 << 20
 """Approximate number of bytes of shuffled rows that are gathered at a time."""
 
 
@@ -80,7 +81,6 @@ def check_order(state: Mapping[str, Any], seed: int | None) -> None:
 def batches_of(
     manifest: Manifest,
     world: TrainContext,
-    scratch: str,
     asked: Cut,
     epoch: int,
     left: Spans,
@@ -91,7 +91,6 @@ def batches_of(
     Args:
         manifest: The dataset.
         world: The rank and the world size.
-        scratch: Directory for decoded rows.
         asked: The options of the iteration.
         epoch: Number of the epoch.
         left: Positions of the epoch that no rank has consumed.
@@ -109,49 +108,36 @@ def batches_of(
         if number < plan.count:
             spans += cut(mine, plan.done(number), plan.done(number + 1))
     spans = merged(spans)
-    order = Order(manifest.rows, manifest.row_size, asked.seed, epoch)
-    reader = Reader(manifest, asked.columns, scratch)
 
-    def pieces() -> Iterator[Columns]:
-        shuffled = _piece_rows(manifest, asked) if asked.seed is not None else None
-        for batch in _record_batches(reader, order, spans, shuffled):
+    def pieces(spans: Spans) -> Iterator[Columns]:
+        reader = Reader(manifest, asked.columns)
+        for batch in _record_batches(manifest, reader, asked, epoch, spans):
             yield tensors(batch, manifest.lengths)
 
     def again() -> Columns:
         """Returns one row for a batch without rows: the row at the last remaining position, the same on every rank."""
-        last = cut(left, total - 1, total) or [(0, 1)]
-        [batch] = reader.take(order.rows(*last[0]), 1)
-        return tensors(batch, manifest.lengths)
+        return next(pieces(cut(left, total - 1, total) or [(0, 1)]))
 
-    made = _rebatched(ahead(pieces, asked.prefetch), sizes, again)
+    made = _rebatched(ahead(lambda: pieces(spans), asked.prefetch), sizes, again)
     yield from (made if asked.collate is None else map(asked.collate, made))
 
 
-def _piece_rows(manifest: Manifest, asked: Cut) -> int:
-    schema = manifest.arrow_schema()
-    # A few columns out of many take less memory, so a piece has more rows.
-    kept = len(asked.columns) / max(1, len(schema.names)) if asked.columns is not None else 1.0
-    return max(asked.batch_size, int(PIECE / max(1.0, manifest.row_size * kept)))
-
-
-def _record_batches(reader: Reader, order: Order, spans: Spans, piece_rows: int | None) -> Iterator[Any]:
-    """Yields the rows at some positions: slices of the files if ``piece_rows`` is None, else gathered pieces."""
-    if piece_rows is None:
-        for low, high in spans:
-            yield from reader.rows(low, high)
+def _record_batches(manifest: Manifest, reader: Reader, asked: Cut, epoch: int, spans: Spans) -> Iterator[Any]:
+    """Yields the rows at some positions: those of row groups, or pieces of shuffled windows."""
+    if asked.seed is None:
+        yield from reader.rows(spans)
         return
-    for _, spans_of_window in itertools.groupby(_cut_at(spans, order.window), lambda span: span[0] // order.window):
-        rows = torch.cat([order.rows(low, high) for low, high in spans_of_window])
-        yield from reader.take(rows, piece_rows)
+    import pyarrow as pa
 
-
-def _cut_at(spans: Spans, size: int) -> Iterator[tuple[int, int]]:
-    """Yields the positions as spans, none of which crosses a multiple of ``size``."""
-    for low, high in spans:
-        while low < high:
-            end = min(high, (low // size + 1) * size)
-            yield low, end
-            low = end
+    # A few columns out of many take less memory, so a piece has more rows.
+    size = manifest.row_size * len(reader.columns) / len(manifest.arrow_schema().names)
+    count = max(asked.batch_size, int(PIECE / max(1.0, size)))
+    for window, places in Order(manifest, asked.seed, epoch).parts(spans):
+        batch = reader.window(window)
+        for part_of_window in torch.split(places, count):
+            yield batch.take(pa.array(part_of_window.numpy()))
+        # Not beside the next one.
+        del batch
 
 
 def _rebatched(pieces: Iterator[Columns], sizes: list[int], again: Any) -> Iterator[Columns]:
@@ -245,10 +231,9 @@ class BatchDataset(IterableDataset[Any]):
         consumed: Parts of the next epoch that were consumed already, by worlds of any sizes.
     """
 
-    def __init__(self, manifest: Manifest, world: TrainContext, scratch: str, asked: Cut) -> None:
+    def __init__(self, manifest: Manifest, world: TrainContext, asked: Cut) -> None:
         self._manifest = manifest
         self._world = world
-        self._scratch = scratch
         self._asked = asked
         # In shared memory, since the processes of a loader may live for many epochs.
         self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
@@ -303,7 +288,7 @@ class BatchDataset(IterableDataset[Any]):
         """Yields the batches with the given numbers; None: all, also in a process of a loader."""
         left = remaining(self._manifest.rows, self.consumed)
         epoch = int(self._epoch)
-        return batches_of(self._manifest, self._world, self._scratch, self._asked, epoch, left, numbers)
+        return batches_of(self._manifest, self._world, self._asked, epoch, left, numbers)
 
 
 class SampleDataset(IterableDataset[Any]):

@@ -48,7 +48,7 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
         if name not in manifests:
             known = ", ".join(sorted(manifests)) or "none"
             raise InvalidJobError(f"the launcher was given no dataset {name!r}; Launcher(dataset=...) has: {known}")
-        shards[name] = DatasetShard(manifests[name], session.context, session.directory, name)
+        shards[name] = DatasetShard(manifests[name], session.context, name)
     return shards[name]  # type: ignore[no-any-return]
 
 
@@ -77,18 +77,16 @@ class DatasetShard:
     epoch. No epoch needs Spark.
     """
 
-    def __init__(self, manifest: Manifest, world: context.TrainContext, scratch: str, name: str) -> None:
+    def __init__(self, manifest: Manifest, world: context.TrainContext, name: str) -> None:
         """Prepares the share without opening a file.
 
         Args:
             manifest: Manifest of the dataset.
             world: The rank and the world size.
-            scratch: Directory for decoded rows.
             name: Name of the dataset.
         """
         self._manifest = manifest
         self._world = world
-        self._scratch = scratch
         self._name = name
         self._epochs = Epochs()
 
@@ -136,7 +134,7 @@ class DatasetShard:
     ) -> Iterator[Any]:
         """Yields the batches of the next epoch: dicts with a tensor, or another value by its type, for each column.
 
-        `rankzero.data.kinds` lists the value for each type of a column. Every rank gets the same number of batches, and
+        ``docs/data.md`` lists the value for each type of a column. Every rank gets the same number of batches, and
         every row is used once in an epoch. The last batches of some ranks may therefore be smaller by one row. Only if
         a rank has fewer rows than batches (as in a last batch of a single row), one row is used twice, unless
         ``pad=False``.
@@ -144,15 +142,14 @@ class DatasetShard:
         Args:
             batch_size: Rows of a batch of one rank.
             shuffle: Whether each epoch has a new random order of all rows, over all ranks. A dataset of more than
-                16.7 million rows or 256 MiB is shuffled in two steps: blocks of adjacent rows, then the rows within
-                windows of 128 MiB.
+                128 MiB is shuffled in two steps: row groups, then the rows within windows of 32 or more of them.
             seed: Seed of the orders.
             drop_last: Whether to leave out the last batch if it is smaller.
             columns: Names of the columns to read; None for all.
             collate: Makes a batch from the dict of columns.
             device: Device of the tensors; None for the rank's device.
-            prefetch: Pieces of about 32 MiB that a thread reads ahead; 0 for no thread. With 4, a window is gathered
-                while the previous one is consumed.
+            prefetch: Row groups, or pieces of about 16 MiB of a window, that a thread reads ahead; 0 for no thread.
+                With 8, a window is decoded while the one before is consumed.
             pad: False for scoring, where ranks do not wait for each other: no row is used twice, and a rank may have
                 one batch less.
 
@@ -199,7 +196,7 @@ class DatasetShard:
         from rankzero.train.batches import BatchDataset
 
         cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, 0, pad)
-        return BatchDataset(self._manifest, self._world, self._scratch, cut)
+        return BatchDataset(self._manifest, self._world, cut)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one.
@@ -278,7 +275,7 @@ class DatasetShard:
         check_order({**at.order, "consumed": at.consumed}, cut.seed)
         at.cut, at.order = cut, {"seed": cut.seed}
         left = remaining(self.num_rows, at.consumed)
-        batches = batches_of(self._manifest, self._world, self._scratch, cut, at.epoch, left)
+        batches = batches_of(self._manifest, self._world, cut, at.epoch, left)
         if place.type != "cpu":
             batches = on_device(batches, place, ahead=place.type == "cuda")
         yield from self._epochs.count(at, batches)

@@ -44,9 +44,9 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
         batches: An iterable of batches, or one batch: a dict of columns (tensors, arrays, lists, `Ragged`), a
             ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. At most about 64 MiB of a generator's rows are
             in memory. A tensor of two dimensions is a column of arrays of one length. Batches and ranks may have
-            different columns: the table has all of them, each with the widest type, and nulls where a batch lacks a
-            column. A column without any value is in no table, and no number is rounded. Times are stored in
-            microseconds and half precision as float32, since Spark cannot read other units and types.
+            different columns: the table has all of them, and nulls where a batch lacks a column. A column has one type
+            in all batches and on all ranks; one without any value is in no table. Times are stored in microseconds and
+            half precision as float32, since Spark cannot read other units and types.
         name: Name of the table.
 
     Returns:
@@ -56,8 +56,8 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
         InvalidJobError: the name cannot be the name of a directory.
         ResultError: this host reaches the run's store neither as a path nor with a client; the store refuses the rows
             (a full disk), or to remove those of a call that raised.
-        TypeError: a batch has an unknown type; a column has types, in batches or on ranks, whose values no common type
-            holds exactly; or two columns have one name as text, or differ only in case.
+        TypeError: a batch has an unknown type; a column has several types, in batches or on ranks; or two columns have
+            one name as text, or differ only in case.
         Exception: the iterable's exception; the table keeps no row of this call.
 
     Example:
@@ -238,13 +238,11 @@ class TableWriter:
                 pass
 
     def _unify(self, *found: Any) -> None:
-        """Widens the schema of this rank's rows by other ones. Raises TypeError if they do not fit together."""
-        import pyarrow as pa
-
+        """Adds columns to the schema of this rank's rows. Raises TypeError if they do not fit together."""
         known = self._session.row_schemas.get(self._name)
         try:
-            self._session.row_schemas[self._name] = schemas.unify([*([known] if known else []), *found], exact=True)
-        except pa.ArrowException as error:
+            self._session.row_schemas[self._name] = schemas.unify_written([*([known] if known else []), *found])
+        except TypeError as error:
             raise TypeError(f"rows do not fit into the table {self._name!r}: {error}") from error
 
     def complete(self) -> None:
@@ -254,7 +252,7 @@ class TableWriter:
             with self._storing():
                 others = read_schemas(self._folder)
             # Of two ranks whose columns do not fit together, the one that completes its rows last finds out.
-            self._unify(*others)
+            self._unify(*others.values())
 
     def _close_file(self) -> None:
         if self._waiting:
@@ -286,7 +284,7 @@ class TableWriter:
         import pyarrow.parquet as pq
 
         tables, self._waiting, self._size = self._waiting, [], 0
-        table = pa.concat_tables(tables, promote_options="permissive")
+        table = pa.concat_tables(tables, promote_options="default")
         without_type = schemas.nulls(table.schema)
         if len(without_type) < table.num_columns:
             table = table.drop_columns(without_type)

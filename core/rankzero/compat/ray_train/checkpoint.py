@@ -57,9 +57,15 @@ class Checkpoint:
 
         Raises ResultError if the checkpoint is damaged, was deleted since it is not kept, or is a state.
         """
-        target = os.fspath(path or tempfile.mkdtemp(prefix="rankzero-checkpoint-"))
-        self._copy(target)
-        return target
+        if path is None:
+            path = tempfile.mkdtemp(prefix="rankzero-checkpoint-")
+            try:
+                return self.to_directory(path)
+            except BaseException:
+                shutil.rmtree(path, ignore_errors=True)
+                raise
+        self._copy(os.fspath(path))
+        return os.fspath(path)
 
     def _copy(self, target: str) -> None:
         shutil.copytree(self.path, target, dirs_exist_ok=True)

@@ -1,11 +1,8 @@
-"""A DataFrame as Arrow files of the run's store, written by Spark's own Python workers, and the checksum of its rows.
+"""A DataFrame as Parquet files of the run's store, written by Spark's own Python workers, and the checksum of its rows.
 
-Each task writes its rows, 64 MiB at a time, into one file, and returns a row about it to Spark. Only the files that
-these rows name are in the manifest, so files of tasks that failed or ran twice do not count. The JVM's file systems are
-not used: the executors need pyarrow and, for an object store, access to it.
-
-The format is Arrow and not Parquet, because ranks map uncompressed Arrow files without decoding them in every epoch.
-Writing takes as long as Spark's own writer does (20 million rows of nine columns, two cores: 13 to 15 s, and 9 to 15).
+Each task writes its rows, in row groups of 4 MiB, into one file, and returns a row about it to Spark. Only the files
+that these rows name are in the manifest, so files of tasks that failed or ran twice do not count. The JVM's file
+systems are not used, which would need Hadoop's clients for S3: executors need pyarrow and access to the store.
 
 An action of Spark runs in a thread, with progress, cancellation and translated errors (`action`).
 """
@@ -27,7 +24,7 @@ from rankzero.advice import require
 from rankzero.data import kinds
 from rankzero.data.files import filesystem_of, open_file
 from rankzero.data.kinds import VECTOR
-from rankzero.data.manifest import ARROW, File, Manifest, encode_schema
+from rankzero.data.manifest import File, Manifest, encode_schema
 from rankzero.engines.base import Flag, in_thread
 from rankzero.engines.spark import part as part_module
 from rankzero.engines.spark.errors import first_lines, reason
@@ -90,8 +87,7 @@ def materialize(
         store.write_bytes(store.join(folder, part_module.TOKEN), token.encode())
         numbered = _numbered(frame)
         hashed = numbered.withColumn(_HASH, row_hash(numbered))
-        # Files on a disk are mapped, so they are not compressed; files in an object store are downloaded.
-        task = _make_task(list(frame.columns), *filesystem_of(folder), token, "zstd" if store.is_url(folder) else None)
+        task = _make_task(list(frame.columns), *filesystem_of(folder), token)
         with _own_python(frame):
             written = hashed.mapInArrow(task, part_module.FACTS)
         rows = action(written.collect, frame, where, say, check)
@@ -162,9 +158,7 @@ def _own_python(frame: Any) -> contextlib.AbstractContextManager[None]:
     return with_own_python(context) if context else contextlib.nullcontext()
 
 
-def _make_task(
-    names: list[str], filesystem: Any, folder: str, token: str, compression: str | None
-) -> Callable[[Any], Iterator[Any]]:
+def _make_task(names: list[str], filesystem: Any, folder: str, token: str) -> Callable[[Any], Iterator[Any]]:
     """Returns the function of one Spark task, which is pickled by value together with the functions that it calls."""
     from pyspark import cloudpickle
 
@@ -174,13 +168,13 @@ def _make_task(
     write_part = part_module.write_part
 
     def write(batches: Iterator[Any]) -> Iterator[Any]:
-        return write_part(batches, names, filesystem, folder, token, compression)
+        return write_part(batches, names, filesystem, folder, token)
 
     return write
 
 
 def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
-    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     if not rows:
         raise InvalidJobError(f"{where} has no rows")
@@ -190,7 +184,7 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
     if missing:
         raise _not_shared(folder, where, f"{len(missing)} of {len(rows)} files have not arrived")
     with open_file(store.join(folder, rows[0]["file"])) as file:
-        schema = pa.ipc.open_file(file).schema
+        schema = pq.read_schema(file)
     kinds.check_nulls(schema, (row["nulls"] for row in rows), where)
     lengths = _lengths(rows, schema, where)
     files = tuple(File(store.join(folder, row["file"]), tuple(row["rows"])) for row in rows)
@@ -199,7 +193,6 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
         # Files of tasks that failed or ran twice.
         store.remove(store.join(folder, name))
     return Manifest(
-        format=ARROW,
         schema=encode_schema(schema),
         files=files,
         size=sum(row["size"] for row in rows),
