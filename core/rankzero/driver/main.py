@@ -177,7 +177,7 @@ def _engine_of(spec: dict[str, Any], private: dict[str, Any]) -> Engine:
         from rankzero.engines.connect.engine import SparkConnectEngine
 
         return SparkConnectEngine(private["url"])
-    raise InvalidJobError(f"unknown engine {spec['kind']!r} in job.json")
+    raise InvalidJobError(f"unknown engine {spec['kind']!r} in the job")
 
 
 def main_in_stage() -> None:

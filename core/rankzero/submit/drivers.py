@@ -1,6 +1,6 @@
 """Starts drivers: on the cluster if the engine can, else as processes of this machine or a thread of this process.
 
-`start` is for a run that outlives this process, `open_owned` for one that ends with it.
+`started` is for a run that outlives this process, `opened` for one that ends with it.
 """
 
 from __future__ import annotations
