@@ -102,7 +102,7 @@ class Observer:
         _signal_driver(status)
         own = self._own()
         own.request_cancel(receiver, reason)
-        if own.job.queue_time and not own.has_driver():
+        if "deploy_mode" in own.job.engine and not own.has_driver():
             # A driver that the cluster starts later finds the end, and exits.
             error = RunCancelledError("the run was cancelled before its driver started", requested=True)
             own.finish(replace(status, state="cancelled", error=error.to_json()))
@@ -194,11 +194,11 @@ class Observer:
     def _starting(self) -> dict[str, Any] | None:
         """Returns the process that is the driver or starts it, before the driver's first status; None if unknown."""
         own = self._own()
-        if own.job.queue_time:
-            # A cluster starts it, and may never do so.
-            return None
+        if (found := own.starting()) or own.job.queue_time:
+            # Nothing is known about a driver that a cluster starts, which may never happen.
+            return found
         # On an object store it is not recorded whether the submitter has started it.
-        return own.starting() or (own.job.owner if own.is_remote else own.job.submitter)
+        return own.job.owner if own.is_remote else own.job.submitter
 
     def _driver_died(self, status: RunStatus) -> bool:
         is_silent = self._heartbeat.is_silent(status)
