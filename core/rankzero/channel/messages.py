@@ -217,8 +217,7 @@ class Assign(Message, kind="assign"):
     """The ranks of an agent, and what it needs to start them.
 
     Attributes:
-        run_directory: Path or URL of the submission's folder.
-        run_token: Text of the file ``driver`` in it, by which an agent recognizes the folder.
+        run_directory: The submission's folder; ``run_token`` is the text of the file ``driver`` in it.
         context: The fields of `rankzero.train.TrainContext` that are the same for all ranks.
         checkpoint: Manifest of the checkpoint to start from.
     """

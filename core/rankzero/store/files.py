@@ -225,25 +225,19 @@ def create(location: str, data: bytes, *, beside: str | None = None, durable: bo
     except FileExistsError:
         # A file server may have executed the request twice, because its first response was lost.
         return os.stat(temporary).st_nlink > 1
-    except FileNotFoundError:
-        # The directory was removed meanwhile.
-        raise
     except OSError:
+        if not os.path.isdir(os.path.dirname(temporary)):
+            raise
         # A file system without links, or a full disk, which raises again.
-        return _create_in_place(location, data)
+        try:
+            _write_new(location, data, durable=durable)
+        except FileExistsError:
+            return False
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
     if durable:
         sync_directory(os.path.dirname(location))
-    return True
-
-
-def _create_in_place(location: str, data: bytes) -> bool:
-    try:
-        _write_new(location, data)
-    except FileExistsError:
-        return False
     return True
 
 

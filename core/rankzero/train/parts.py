@@ -112,15 +112,13 @@ class Parts:
             return self._client
 
     def place(self, checkpoint: str) -> str:
-        """Returns the folder of the submission that has a checkpoint: this one, or the one from which it resumed."""
+        """Returns the folder of the submission that has a checkpoint."""
         return self._resumed_place if checkpoint == self._resumed else self.run_directory
 
     def local_path(self, checkpoint: str, file: str) -> str:
-        """Returns the path of a part that is written as a local file, and creates its folder.
+        """Returns the path of a part that is written as a local file, and creates its folder. Raises OSError.
 
-        Raises:
-            OSError: the folder cannot be created.
-            ResultError: the run directory was removed.
+        Raises ResultError if the run directory was removed.
         """
         self.check_directory()
         folder = os.path.join(self.run_directory if self.shared else self._scratch, FOLDER, checkpoint)
@@ -129,9 +127,6 @@ class Parts:
 
     def check_directory(self) -> None:
         """Checks that the run directory, if this rank writes to it, was not removed or given to another run.
-
-        A directory that was removed and submitted again has the same name, and files of the same names. This is
-        therefore called immediately before a file appears in the directory or disappears from it.
 
         Raises:
             ResultError: the directory was removed, and may be another run's by now.
