@@ -245,10 +245,9 @@ def _write_new(path: str, data: bytes, *, durable: bool = False) -> None:
     """Writes a local file that does not exist yet; removes it if that fails. Raises FileExistsError."""
     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
-        with open(handle, "wb") as file:
+        with open(handle, "wb", buffering=0) as file:
             file.write(data)
             if durable:
-                file.flush()
                 os.fsync(handle)
     except BaseException:
         # A full disk, an interrupt: the empty file would count as the claim of a caller that died.

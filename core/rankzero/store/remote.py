@@ -160,7 +160,6 @@ def clients(url: str) -> Iterator[Client]:
 
 def reach(directory: str, token: str) -> Client | None:
     """Returns a client that can read the file ``driver`` with this text in a directory; None if no client can."""
-    # A rank also reads checkpoints in the folders beside it.
     for client in clients(directory.rpartition("/")[0]):
         with contextlib.suppress(Exception), client.open_read(join(directory, "driver")) as file:
             if file.read().decode() == token:

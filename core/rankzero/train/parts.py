@@ -93,8 +93,7 @@ class Parts:
         self._token = start.run_token
         self._scratch = start.scratch
         checkpoint = start.checkpoint or {}
-        self._resumed: str | None = checkpoint.get("id")
-        self._resumed_place = checkpoint.get("place") or start.run_directory
+        self._resumed, self._resumed_place = checkpoint.get("id"), checkpoint.get("place") or start.run_directory
         self._fetch = fetch
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
