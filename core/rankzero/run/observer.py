@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from rankzero import bounds, store
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
-from rankzero.host.processes import STOPPED, caught_signals, process_namespace, process_state, thread_lives
+from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state, thread_lives
 from rankzero.run.directory import Submission
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.status import RunStatus
@@ -197,8 +197,9 @@ class Observer:
         if (found := own.starting()) or own.job.queue_time:
             # Nothing is known about a driver that a cluster starts, which may never happen.
             return found
-        # On an object store it is not recorded whether the submitter has started it.
-        return own.job.owner if own.is_remote else own.job.submitter
+        # A submitter that lives may have started none. On an object store it does not record that it has.
+        submitter = own.job.submitter
+        return own.job.owner or (submitter if submitter and not own.is_remote and is_gone(submitter) else None)
 
     def _driver_died(self, status: RunStatus) -> bool:
         is_silent = self._heartbeat.is_silent(status)
