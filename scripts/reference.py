@@ -204,7 +204,7 @@ def arguments(name: str) -> str:
 
 def fields(name: str) -> str:
     """The module with the resource's fields: the options that one plain type can hold."""
-    from dagster_rankzero.fields import OPTIONS, option_field
+    from dagster_rankzero.resource import OPTIONS, option_field
 
     lines = []
     for each, option in OPTIONS.items():
@@ -218,7 +218,7 @@ def fields(name: str) -> str:
 
 FILES = {
     "airflow_provider/airflow_rankzero/arguments.py": arguments,
-    "dagster_integration/dagster_rankzero/fields.py": fields,
+    "dagster_integration/dagster_rankzero/resource.py": fields,
 }
 """What makes each file."""
 

@@ -22,7 +22,7 @@ TOOLS += " moto[s3] flask flask-cors hatchling editables setuptools wheel univer
 
 AIRFLOW = "operator trigger links provider connection tries delivery arguments templates outlets secrets config hook"
 DAGSTER = "asset multi_asset op resource stream failure step io_manager partitions checks metadata imports"
-DAGSTER += " fields output by_reference step_run"
+DAGSTER += " fields output by_reference step_run checks_by_partition"
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,8 @@
 """Dagster integration of rankzero: distributed PyTorch as assets and ops.
 
-Each line imports only from the lines below it:
-
-    component               a training as a folder with a YAML file
-    decorators  compute     functions that become assets and ops; the functions of their steps
-    resource  fields        runs a training for a step; its options, and their refusal of unknown names
-    step                    one try of a step, and its run
-    io_manager  checks      the storage of an output; asset checks
-    metadata  inputs        the output of a step and its metadata for the UI; the arguments of ranks
-    _compat                 every use of Dagster's private interfaces
-
 This package runs outside of ranks. It imports Dagster and core, and neither torch nor pyspark. A name is loaded when
-it is used.
+it is used. Each module imports only from those behind it: component decorators resource step checks io_manager
+metadata inputs _compat.
 """
 
 from typing import TYPE_CHECKING
@@ -31,26 +22,17 @@ if TYPE_CHECKING:
     from dagster_rankzero.io_manager import RankZeroIOManager as RankZeroIOManager
     from dagster_rankzero.resource import TorchDistributorResource as TorchDistributorResource
 
-__all__ = [
-    "RankZeroIOManager",
-    "TorchDistributorResource",
-    "TorchTrainingComponent",
-    "build_champion_check",
-    "build_metric_bounds_checks",
-    "torch_asset",
-    "torch_distributor_op",
-    "torch_multi_asset",
-]
+_NAMES = (
+    "checks.build_champion_check checks.build_metric_bounds_checks component.TorchTrainingComponent "
+    "decorators.torch_asset decorators.torch_distributor_op decorators.torch_multi_asset "
+    "io_manager.RankZeroIOManager resource.TorchDistributorResource"
+)
+__all__ = sorted(path.partition(".")[2] for path in _NAMES.split())
 
 # Without the flag Dagster warns that this version differs from its own.
 DagsterLibraryRegistry.register("dagster-rankzero", __version__, is_dagster_package=False)
 
-lazy_names(
-    __name__,
-    "checks.build_champion_check checks.build_metric_bounds_checks component.TorchTrainingComponent "
-    "decorators.torch_asset decorators.torch_distributor_op decorators.torch_multi_asset "
-    "io_manager.RankZeroIOManager resource.TorchDistributorResource",
-)
+lazy_names(__name__, _NAMES)
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
 import inspect
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,7 +13,11 @@ from dagster._core.execution.plan.outputs import StepOutputHandle
 from dagster._core.execution.stats import StepEventStatus
 from dagster._core.storage.tags import MAX_RETRIES_TAG, RETRY_NUMBER_TAG, WILL_RETRY_TAG
 from dagster._core.types.dagster_type import resolve_dagster_type
+from dagster._utils.warnings import disable_dagster_warnings
 from dagster.components.core.context import ComponentDeclLoadContext
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from rankzero.pipeline import with_matches
 
 
 def set_data_version(context: dg.OutputContext, version: str) -> None:
@@ -31,8 +35,6 @@ def component_folder(context: dg.ResolutionContext) -> str:
 
 
 dagster_type_of = resolve_dagster_type
-"""Returns the Dagster type for the annotation of an input."""
-
 
 IN_PROCESS, MULTIPROCESS, DELEGATED = EXECUTORS = "in process", "multiprocess", "delegated"
 """The process that runs a step: that of its run, a child of that, or a separate one such as a pod."""
@@ -43,11 +45,40 @@ def variable_of(value: Any) -> str | None:
     return str(env_var_to_config_dict(value)["env"]) if is_dagster_env_var(value) else None
 
 
+def check_fields(owner: type[BaseModel], given: Iterable[str]) -> None:
+    """Raises DagsterInvalidDefinitionError if one of the names is not a field of the class, with suggestions."""
+    known = [field.alias or name for name, field in owner.model_fields.items()]
+    if unknown := ", ".join(with_matches(str(name), known) for name in given if name not in known):
+        raise dg.DagsterInvalidDefinitionError(
+            f"{owner.__name__} has no field {unknown}; its fields are {', '.join(known)}"
+        )
+
+
+class KnownFields(dg.Config):
+    """A configuration class whose unknown fields raise DagsterInvalidDefinitionError: Dagster ignores them."""
+
+    # Errors reach Dagster's event log, and a value may be a password or contain a token.
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            check_fields(cls, given)
+        return given
+
+    @classmethod
+    def configure_at_launch(cls, **fields: Any) -> Any:
+        """Returns a resource or an IO manager whose other fields are set in the launchpad."""
+        check_fields(cls, fields)
+        return super().configure_at_launch(**fields)  # type: ignore[misc]
+
+
 def facts_of(context: Any) -> tuple[dg.DagsterRun, dg.DagsterInstance, str, int, dg.RetryPolicy | None, str] | None:
     """Returns Dagster's facts about the try of a step that a context belongs to; None outside of a step, as in a test.
 
-    They are the Dagster run; its instance; the step's key, with the index of a mapped step; the number of earlier tries
-    in this run; the step's retry policy, None also if the executor does not retry; and one of `EXECUTORS`.
+    They are the Dagster run; its instance; the step's key; the number of earlier tries in this run; the step's retry
+    policy, None also if the executor does not retry; and one of `EXECUTORS`.
     """
     if (step := _step_of(context)) is None:
         return None
@@ -79,22 +110,15 @@ def claim_name(context: Any, name: str) -> bool:
     return _names.setdefault(_step_of(context), {}).setdefault(name, training) is training
 
 
-def step_succeeded(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
-    """Returns True if a step of a run has succeeded, so that its outputs are stored."""
+def has_stored(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
+    """Returns True if the outputs of a step are stored: it has succeeded, or a blocking check of it has failed."""
     stats = instance.get_run_step_stats(run_id, [key])
-    return any(found.step_key == key and found.status is StepEventStatus.SUCCESS for found in stats)
-
-
-def step_was_rejected(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
-    """Returns True if a blocking check of a step has failed: its outputs are stored, and Dagster failed the step."""
-    for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION):
-        event = entry.dagster_event
-        if event is None or event.step_key != key:
-            continue
-        found = event.asset_check_evaluation_data
-        if found.blocking and not found.passed and found.severity is dg.AssetCheckSeverity.ERROR:
-            return True
-    return False
+    if any(found.step_key == key and found.status is StepEventStatus.SUCCESS for found in stats):
+        return True
+    logs = instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION)
+    events = [entry.dagster_event for entry in logs if entry.dagster_event and entry.dagster_event.step_key == key]
+    checks = [event.asset_check_evaluation_data for event in events]
+    return any(it.blocking and not it.passed and it.severity is dg.AssetCheckSeverity.ERROR for it in checks)
 
 
 def signal_of(interrupt: BaseException) -> int | None:
@@ -112,16 +136,6 @@ def name_of(context: Any) -> str:
         return "direct"
 
 
-def assets_of(context: Any) -> Sequence[dg.AssetKey]:
-    """Returns the assets that a context's step materializes; empty for an op."""
-    if not isinstance(context, dg.AssetExecutionContext):
-        return ()
-    try:
-        return sorted(context.selected_asset_keys)
-    except DagsterInvalidPropertyError:
-        return ()
-
-
 class OutputFacts(NamedTuple):
     """Dagster's facts about an output of a step; the output of an op has no asset key."""
 
@@ -135,22 +149,37 @@ def outputs_of(context: Any) -> list[OutputFacts]:
     """Returns the selected outputs of a context's step, without checks; empty outside of a step."""
     if (step := _step_of(context)) is None:
         return []
-    return [
-        OutputFacts(
-            output.name,
-            output.properties.asset_key,
-            step.op_def.output_def_named(output.name).dagster_type,
-            output.properties.is_dynamic,
-        )
-        for output in step.step.step_outputs
-        if output.properties.asset_check_key is None and output.name in step.selected_output_names
-    ]
+    found = [each for each in step.step.step_outputs if each.name in step.selected_output_names]
+    types = {each.name: step.op_def.output_def_named(each.name).dagster_type for each in found}
+    facts = [(each.name, each.properties) for each in found if each.properties.asset_check_key is None]
+    return [OutputFacts(name, known.asset_key, types[name], known.is_dynamic) for name, known in facts]
 
 
-def partitions_of(context: dg.AssetCheckExecutionContext, key: dg.AssetKey) -> dg.PartitionsDefinition[str] | None:
-    """Returns the partitions of an asset; None if it has none, or is defined in another code location."""
-    layer = context.op_execution_context.job_def.asset_layer
-    return layer.get(key).partitions_def if layer.has(key) else None
+def with_partitions(spec: dg.AssetCheckSpec, partitions: Any) -> dg.AssetCheckSpec:
+    """Returns a check with the partitions of its asset, which Dagster 1.13 has as a preview, without its warning."""
+    with disable_dagster_warnings():
+        return spec._replace(partitions_def=partitions)
+
+
+def evaluation_of(
+    context: Any, result: dg.AssetCheckResult, spec: dg.AssetCheckSpec, partition: str | None
+) -> dg.AssetCheckEvaluation:
+    """Returns the evaluation of a check, of a partition if there is one, from the result that a check would return."""
+    step = _step_of(context)
+    if partition is None:
+        return result._replace(asset_key=spec.asset_key, check_name=spec.name).to_asset_check_evaluation(step)
+    target = result._get_partitioned_target_materialization_data(step, spec.asset_key, partition)
+    # The evaluation is planned for the partitions of the run.
+    own = partition if spec.partitions_def and (context.has_partition_key or context.has_partition_key_range) else None
+    passed, metadata, severity, told = result.passed, result.metadata, result.severity, result.description
+    return dg.AssetCheckEvaluation(
+        spec.asset_key, spec.name, passed, metadata, target, severity, told, spec.blocking, own
+    )
+
+
+def output_of_check(context: Any, key: dg.AssetCheckKey) -> str:
+    """Returns the name of the output of a context's step that stands for a check."""
+    return str(_step_of(context).job_def.asset_layer.get_op_output_name(key))
 
 
 def io_manager_of(context: Any, output: str) -> object:

@@ -1,6 +1,6 @@
 """`TorchTrainingComponent`: a training as a folder with a YAML file, for the ``dg`` command."""
 
-import functools
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import dagster as dg
 from pydantic import Field
 
-from dagster_rankzero.compute import BOUND, CONFIG, check_function
-from dagster_rankzero.decorators import torch_asset
-from dagster_rankzero.inputs import PARTITION_KEY, PARTITION_KEYS
+from dagster_rankzero._compat import component_folder
+from dagster_rankzero.decorators import build_asset, collect_changes
+from dagster_rankzero.inputs import CONFIG, PARTITION_KEY, PARTITION_KEYS, check_function
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, TorchDistributorResource
 
 _TRAIN = '''"""Runs on every rank. What rank 0 returns is the asset's value."""
@@ -40,10 +40,6 @@ def train(lr: float = 0.1):
 
 def _import_train(context: dg.ResolutionContext, name: str) -> Callable[..., Any]:
     """Imports the function ``.file.function`` (in the component's folder) or ``package.module.function``."""
-    import importlib
-
-    from dagster_rankzero._compat import component_folder
-
     module_name, _, function_name = name.rpartition(".")
     if not module_name.strip("."):
         raise dg.DagsterInvalidDefinitionError(
@@ -60,14 +56,7 @@ def _import_train(context: dg.ResolutionContext, name: str) -> Callable[..., Any
 
 
 class TorchRetryPolicy(dg.Model, dg.Resolvable):
-    """The retry policy of a step: the arguments of `dagster.RetryPolicy`.
-
-    Attributes:
-        max_retries: Number of tries after the first one.
-        delay: Seconds before the next try.
-        backoff: Growth of the delay; left out: it is constant.
-        jitter: Random variation of the delay; left out: none.
-    """
+    """The retry policy of a step: the arguments of `dagster.RetryPolicy`."""
 
     max_retries: int = 1
     delay: float | None = None
@@ -76,23 +65,13 @@ class TorchRetryPolicy(dg.Model, dg.Resolvable):
 
     def build(self) -> dg.RetryPolicy:
         """Returns Dagster's policy. Raises DagsterInvalidDefinitionError for a backoff or jitter without a delay."""
-        return dg.RetryPolicy(
-            max_retries=self.max_retries,
-            delay=self.delay,
-            backoff=dg.Backoff[self.backoff.upper()] if self.backoff else None,
-            jitter=dg.Jitter[self.jitter.upper()] if self.jitter else None,
-        )
+        backoff = dg.Backoff[self.backoff.upper()] if self.backoff else None
+        jitter = dg.Jitter[self.jitter.upper()] if self.jitter else None
+        return dg.RetryPolicy(max_retries=self.max_retries, delay=self.delay, backoff=backoff, jitter=jitter)
 
 
 class TorchOp(dg.Model, dg.Resolvable):
-    """Options of the step that runs a training.
-
-    Attributes:
-        tags: Tags of the op.
-        pool: Concurrency pool, which counts steps, not GPUs.
-        retry_policy: Retry policy of the step; left out: no retries.
-        backfill_policy: One run for each partition, or one run for all; left out: Dagster's default.
-    """
+    """Options of the step that runs a training; a pool counts steps, not GPUs."""
 
     tags: dict[str, Any] | None = None
     pool: str | None = None
@@ -101,14 +80,7 @@ class TorchOp(dg.Model, dg.Resolvable):
 
 
 class TorchCheck(dg.Model, dg.Resolvable):
-    """A check of the asset, whose result rank 0 reports: ``rankzero.train.report({"check/finite": True})``.
-
-    Attributes:
-        name: Name of the check.
-        description: Description of the check for the UI.
-        blocking: Whether a failure stops the assets of the same run that depend on this one.
-        metadata: Metadata of the check.
-    """
+    """A check of the asset, whose result rank 0 reports: ``rankzero.train.report({"check/finite": True})``."""
 
     name: str
     description: str | None = None
@@ -151,35 +123,21 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
 
     train_fn: Annotated[
         Callable[..., Any],
-        dg.Resolver(
-            _import_train,
-            model_field_type=str,
-            description="Function that runs on every rank: .file.function in this folder, or package.module.function.",
-        ),
+        dg.Resolver(_import_train, model_field_type=str, description=".file.function, or package.module.function."),
     ]
     asset: dg.ResolvedAssetSpec
-    num_processes: int | Literal["auto"] | None = Field(
-        default=None, description="World size, or auto; left out: the resource's."
-    )
-    use_gpu: bool | None = Field(default=None, description="One GPU for every rank; left out: the resource's.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Fixed arguments of the function.")
-    ins: dict[str, str] = Field(
-        default_factory=dict, description="Keys of the assets that its other parameters take, where they differ."
-    )
+    num_processes: int | Literal["auto"] | None = Field(None, description="World size; left out: the resource's.")
+    use_gpu: bool | None = Field(None, description="One GPU for every rank; left out: the resource's.")
+    kwargs: dict[str, Any] = Field({}, description="Fixed arguments of the function.")
+    ins: dict[str, str] = Field({}, description="Keys of the assets that other parameters take, where they differ.")
     options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Changes to the resource for this training alone, by its field names: master, spark_conf, store, "
-        "timeout, max_restarts ... Relative paths of working_dir and py_files begin in this folder.",
+        {}, description="Changes to the resource; relative paths of working_dir and py_files begin in this folder."
     )
     resource_key: str | None = Field(
-        default=DEFAULT_RESOURCE_KEY,
-        description="Of the project's TorchDistributorResource; null for one of this training's own, which options "
-        "alone describe.",
+        DEFAULT_RESOURCE_KEY, description="The project's resource; null for one that options alone describe."
     )
-    io_manager_key: str | None = Field(default=None, description="Where the value goes; left out: io_manager.")
-    check_specs: list[TorchCheck] = Field(
-        default_factory=list, description="Checks whose results rank 0 reports under check/NAME."
-    )
+    io_manager_key: str | None = Field(None, description="Where the value goes; left out: io_manager.")
+    check_specs: list[TorchCheck] = Field([], description="Checks whose results rank 0 reports under check/NAME.")
     op: TorchOp = Field(default_factory=TorchOp)
 
     @classmethod
@@ -193,41 +151,40 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """Builds the asset, and its resource if ``resource_key`` is null."""
-        key, options, resources = self.resource_key, _beside(context.path, self.options), {}
-        if key is None:
+        options, resources = _beside(context.path, self.options), {}
+        if (key := self.resource_key) is None:
             key = f"{self.asset.key.to_python_identifier()}__{DEFAULT_RESOURCE_KEY}"
             resources[key], options = TorchDistributorResource(**options), {}
-        train = _bind(self.train_fn, self.kwargs, self.ins)
-        decorate = torch_asset(
-            num_processes=self.num_processes,
-            use_gpu=self.use_gpu,
-            options=options,
-            resource_key=key,
-            **self._asset_arguments(train),
-        )
-        return dg.Definitions(assets=[decorate(train)], resources=resources)
+        changes = collect_changes(options, num_processes=self.num_processes, use_gpu=self.use_gpu)
+        names = self._inputs()
+        asset = build_asset(self.train_fn, changes, key, self._asset_arguments(), self.kwargs, names)
+        return dg.Definitions(assets=[asset], resources=resources)
 
-    def _asset_arguments(self, train: Callable[..., Any]) -> dict[str, Any]:
-        spec, op = self.asset, self.op
-        ins = {name: dg.AssetIn(key=dg.AssetKey.from_user_string(key)) for name, key in self.ins.items()}
-        if unknown := sorted(set(ins) - set(inspect.signature(train).parameters)):
-            raise dg.DagsterInvalidDefinitionError(
-                f"ins names {', '.join(unknown)}, but {train.__name__} has no such parameter left"
-            )
-        backfill = {"single_run": dg.BackfillPolicy.single_run, "multi_run": dg.BackfillPolicy.multi_run}
-        names = (
-            "key deps metadata tags group_name code_version owners automation_condition freshness_policy partitions_def"
-        )
+    def _inputs(self) -> set[str]:
+        """Returns the parameters of the function that are not fixed, and have no default or are named in ``ins``."""
+        parameters = inspect.signature(self.train_fn).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        free = set(parameters) - set(self.kwargs)
+        wrong = {"ins": set(self.ins) - free, "kwargs": set() if takes_any else set(self.kwargs) - set(parameters)}
+        for field, names in wrong.items():
+            if names:
+                takes = f"{self.train_fn.__name__} takes {', '.join(parameters) or 'nothing'}"
+                raise dg.DagsterInvalidDefinitionError(f"{field} has {', '.join(sorted(names))}, but {takes}")
+        always = {*self.ins, CONFIG, PARTITION_KEY, PARTITION_KEYS}
+        return {name for name, p in parameters.items() if p.default is inspect.Parameter.empty or name in always}
+
+    def _asset_arguments(self) -> dict[str, Any]:
+        spec, op, names = self.asset, self.op, "key deps metadata tags group_name code_version owners partitions_def"
         arguments = {
-            **{name: getattr(spec, name) for name in names.split()},
-            "ins": ins,
+            **{name: getattr(spec, name) for name in [*names.split(), "automation_condition", "freshness_policy"]},
+            "ins": {name: dg.AssetIn(key=dg.AssetKey.from_user_string(key)) for name, key in self.ins.items()},
             "description": spec.description or inspect.getdoc(self.train_fn),
             "io_manager_key": self.io_manager_key,
             "check_specs": [dg.AssetCheckSpec(asset=spec.key, **dict(check)) for check in self.check_specs],
             "op_tags": op.tags,
             "pool": op.pool,
-            "retry_policy": op.retry_policy.build() if op.retry_policy else None,
-            "backfill_policy": backfill[op.backfill_policy]() if op.backfill_policy else None,
+            "retry_policy": op.retry_policy and op.retry_policy.build(),
+            "backfill_policy": op.backfill_policy and getattr(dg.BackfillPolicy, op.backfill_policy)(),
         }
         return {name: value for name, value in arguments.items() if value}
 
@@ -240,38 +197,7 @@ def _beside(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         return os.path.normpath(folder / os.path.expanduser(given)) if isinstance(given, str) else given
 
     found = dict(options)
-    if "working_dir" in found:
-        found["working_dir"] = absolute(found["working_dir"])
-    if isinstance(found.get("py_files"), (list, tuple)):
-        found["py_files"] = [absolute(name) for name in found["py_files"]]
+    for name in {"working_dir", "py_files"}.intersection(options):
+        given = options[name]
+        found[name] = [absolute(each) for each in given] if isinstance(given, (list, tuple)) else absolute(given)
     return found
-
-
-def _bind(function: Callable[..., Any], kwargs: Mapping[str, Any], ins: Mapping[str, str]) -> Callable[..., Any]:
-    """Returns a function of the parameters without a value in ``kwargs`` or a default.
-
-    Raises:
-        dagster.DagsterInvalidDefinitionError: ``kwargs`` has a name that is not a parameter of the function.
-    """
-    signature = inspect.signature(function)
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-    if not takes_any and (unknown := sorted(set(kwargs) - set(signature.parameters))):
-        takes = ", ".join(signature.parameters) or "nothing"
-        raise dg.DagsterInvalidDefinitionError(
-            f"kwargs has {', '.join(unknown)}, but {function.__name__} takes {takes}"
-        )
-
-    @functools.wraps(function)
-    def train(**inputs: Any) -> Any:
-        return function(**kwargs, **inputs)
-
-    kept = {*ins, CONFIG, PARTITION_KEY, PARTITION_KEYS}
-    rest = [
-        parameter
-        for name, parameter in signature.parameters.items()
-        if name not in kwargs and (parameter.default is inspect.Parameter.empty or name in kept)
-    ]
-    train.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
-    # The run gets the values as its arguments, so that trackers and reports show them.
-    setattr(train, BOUND, (function, kwargs))
-    return train

@@ -3,37 +3,37 @@
 import copy
 import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast, overload
 
 import dagster as dg
+from pydantic import ValidationError
 
-from dagster_rankzero._compat import outputs_of
-from dagster_rankzero.compute import (
-    build_compute,
-    build_script_compute,
-    check_result,
-    collect_options,
-    with_reported_checks,
-    with_resource,
+from dagster_rankzero._compat import outputs_of, with_partitions
+from dagster_rankzero.checks import reported_checks
+from dagster_rankzero.inputs import (
+    PARTITION_KEYS,
+    PartitionArguments,
+    as_step_parameter,
+    check_function,
+    of_single,
+    take_single,
 )
-from dagster_rankzero.inputs import of_single, take_single
 from dagster_rankzero.metadata import RESULT_ENTRIES, by_output
-from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
+from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, Program, TorchDistributorResource
 from rankzero.pipeline import NumProcesses
+
+_Finish = Callable[[Any, Any, list[str]], Any]
+# Makes a step's return value from its context, the result of its training, and the `partition_keys` that it got.
 
 
 @overload
 def torch_asset(train: Callable[..., Any], /) -> dg.AssetsDefinition: ...
 @overload
 def torch_asset(
-    *,
-    num_processes: NumProcesses | None = None,
-    use_gpu: bool | None = None,
-    options: Mapping[str, Any] | None = None,
-    resource_key: str = DEFAULT_RESOURCE_KEY,
-    **asset_arguments: Any,
+    *, num_processes: NumProcesses | None = None, **arguments: Any
 ) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]: ...
 def torch_asset(
     train: Callable[..., Any] | None = None,
@@ -47,9 +47,10 @@ def torch_asset(
 ) -> dg.AssetsDefinition | Callable[[Callable[..., Any]], dg.AssetsDefinition]:
     """Makes an asset of a function that runs on every rank; rank 0's return value is the asset's value.
 
-    The function's parameters are the asset's inputs, as with ``@dg.asset``. An input from a
-    `RankZeroIOManager` is opened inside the ranks and not loaded by the step. An input from another IO
-    manager is loaded by the step and sent with the job. Three parameters are special:
+    The function's parameters are the asset's inputs, as with ``@dg.asset``. An input from a `RankZeroIOManager` is
+    opened inside the ranks and not loaded by the step. An input from another IO manager is loaded by the step and sent
+    with the job; a Spark DataFrame is a dataset, whose name the ranks get: ``rt.get_dataset_shard(features)``. Three
+    parameters are special:
 
     * ``config``, annotated with a `dagster.Config` class: the ranks get a plain namespace with the
       same attributes, since executors may not have Dagster installed.
@@ -58,7 +59,7 @@ def torch_asset(
       returns a dict with one value for each.
 
     The result of a check in ``check_specs`` is the value that rank 0 reports under its name:
-    ``rankzero.train.report({"check/finite": True})``.
+    ``rankzero.train.report({"check/finite": True})``, or ``"check/finite/KEY"`` for each of several partitions.
 
     Args:
         train: The function. It gets no Dagster context.
@@ -83,17 +84,33 @@ def torch_asset(
         ...     dist.init_process_group("gloo")
         ...     return {"rows": len(features)}
     """
-    changes = collect_options(options, num_processes=num_processes, use_gpu=use_gpu)
+    changes = collect_changes(options, num_processes=num_processes, use_gpu=use_gpu)
 
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
-        finish = with_reported_checks if asset_arguments.get("check_specs") else take_single
-        context = dg.AssetExecutionContext
-        compute = build_compute("torch_asset", function, resource_key, changes, context, asset_arguments, finish)
-        decorated = dg.asset(**with_resource(asset_arguments, resource_key))(compute)
-        assert isinstance(decorated, dg.AssetsDefinition)
-        return decorated
+        return build_asset(function, changes, resource_key, asset_arguments)
 
     return decorate if train is None else decorate(train)
+
+
+def build_asset(
+    train: Callable[..., Any],
+    changes: Mapping[str, Any],
+    resource_key: str,
+    asset_arguments: Mapping[str, Any],
+    fixed: Mapping[str, Any] | None = None,
+    inputs: Collection[str] | None = None,
+) -> dg.AssetsDefinition:
+    """Builds the asset of a training function, some of whose arguments are fixed; ``inputs`` names its inputs."""
+    arguments = _with_check_partitions(asset_arguments)
+    specs = arguments.get("check_specs")
+
+    def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
+        single = take_single(context, result, keys)
+        return _with_checks(context, [single], specs, result.metadata) if specs else single
+
+    made = _make(dg.asset, train, changes, resource_key, arguments, finish, fixed, inputs)
+    assert isinstance(made, dg.AssetsDefinition)
+    return made
 
 
 def torch_multi_asset(
@@ -108,19 +125,18 @@ def torch_multi_asset(
     """Makes several assets of a function that runs on every rank; rank 0 returns their values together.
 
     Rank 0 returns a dict by output name, a NamedTuple of those names, or a tuple in the order of ``outs``. Each value
-    goes to the IO manager of its output and has its own data version. With `RankZeroIOManager` that is its checksum,
-    so that new metrics of an unchanged model do not make dependents of the model stale. The step's process
-    loads the values; make a separate asset of a model that is too large for it (`torch_asset`).
+    goes to the IO manager of its output and has its own data version. The step's process loads the values; make a
+    separate asset of a model that is too large for it (`torch_asset`).
 
     An output with ``is_required=False`` may be left out of the dict, and is then not materialized.
     With ``can_subset=True`` the whole training runs, and only the selected assets are stored.
 
     Args:
         outs: The assets by output name. ``specs`` cannot be used, since their outputs carry no value.
-        num_processes: World size, the smallest and the largest, or ``"auto"``; None: the resource's.
-        use_gpu: Whether every rank gets a GPU; None: the resource's value.
-        options: More changes to the resource, by its field names.
-        resource_key: Key of the `TorchDistributorResource`.
+        num_processes: As for `torch_asset`.
+        use_gpu: As for `torch_asset`.
+        options: As for `torch_asset`.
+        resource_key: As for `torch_asset`.
         asset_arguments: All other arguments of ``@dg.multi_asset``. Checks work as in `torch_asset`.
 
     Returns:
@@ -140,7 +156,8 @@ def torch_multi_asset(
         raise dg.DagsterInvalidDefinitionError(
             "torch_multi_asset takes outs and not specs, whose outputs carry no value: AssetOut.from_spec(spec)"
         )
-    changes = {**collect_options(options, num_processes=num_processes, use_gpu=use_gpu), "by_reference": False}
+    changes = {**collect_changes(options, num_processes=num_processes, use_gpu=use_gpu), "by_reference": False}
+    arguments = _with_check_partitions(asset_arguments)
     required = {name for name, out in outs.items() if out.is_required}
 
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
@@ -149,68 +166,46 @@ def torch_multi_asset(
                 f"{function.__name__} is annotated -> None, but {', '.join(outs)} are made of what it returns"
             )
 
+        def result_of(
+            context: Any, name: str, value: Any, whole: dg.MaterializeResult[Any]
+        ) -> dg.MaterializeResult[Any]:
+            key = context.asset_key_for_output(name)
+            if whole.data_version is not None:
+                # For IO managers without checksums; RankZeroIOManager replaces it by the value's checksum.
+                context.set_data_version(key, whole.data_version)
+            return dg.MaterializeResult(asset_key=key, value=value, metadata=_without_result(whole.metadata))
+
         def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
             values = by_output(function.__name__, result.value, list(outs), required)
-            # A generator: Dagster would treat a tuple as all outputs, and an output may be left out.
-            return (
-                _result_of(context, name, of_single(values[name], keys, name), result)
+            selected = context.op_execution_context.selected_output_names
+            found = [
+                result_of(context, name, of_single(values[name], keys, name), result)
                 for name in outs
-                if name in values and name in context.op_execution_context.selected_output_names
-            )
+                if name in values and name in selected
+            ]
+            return _with_checks(context, found, arguments.get("check_specs") or (), result.metadata)
 
-        context = dg.AssetExecutionContext
-        compute = build_compute("torch_multi_asset", function, resource_key, changes, context, asset_arguments, finish)
         made = {name: copy.copy(out) for name, out in outs.items()}
-        for out in made.values() if asset_arguments.get("can_subset") else ():
+        for out in made.values() if arguments.get("can_subset") else ():
             out.is_required = False
-        return dg.multi_asset(**with_resource(asset_arguments, resource_key), outs=made)(compute)
+        assets: dg.AssetsDefinition = _make(
+            dg.multi_asset, function, changes, resource_key, {**arguments, "outs": made}, finish
+        )
+        return assets
 
     return decorate
 
 
-def _result_of(
-    context: dg.AssetExecutionContext, name: str, value: Any, whole: dg.MaterializeResult[Any]
-) -> dg.MaterializeResult[Any]:
-    key = context.asset_key_for_output(name)
-    if whole.data_version is not None:
-        # For IO managers without checksums; RankZeroIOManager replaces it by the value's checksum.
-        context.set_data_version(key, whole.data_version)
-    metadata = whole.metadata or {}
-    return dg.MaterializeResult(
-        asset_key=key,
-        value=value,
-        metadata={entry: shown for entry, shown in metadata.items() if entry not in RESULT_ENTRIES},
-        check_results=[
-            check_result(check, metadata)
-            for check in sorted(context.selected_asset_check_keys)
-            if check.asset_key == key
-        ],
-    )
-
-
 @overload
 def torch_distributor_op(
-    train: Callable[..., Any] | str | os.PathLike[str] | Sequence[str],
-    /,
-    *,
-    args: Sequence[Any] = (),
-    num_processes: NumProcesses | None = None,
-    use_gpu: bool | None = None,
-    options: Mapping[str, Any] | None = None,
-    resource_key: str = DEFAULT_RESOURCE_KEY,
-    **op_arguments: Any,
+    train: Callable[..., Any] | Program, /, *, args: Sequence[Any] = (), **arguments: Any
 ) -> dg.OpDefinition: ...
 @overload
 def torch_distributor_op(
-    *,
-    num_processes: NumProcesses | None = None,
-    use_gpu: bool | None = None,
-    options: Mapping[str, Any] | None = None,
-    resource_key: str = DEFAULT_RESOURCE_KEY,
-    **op_arguments: Any,
+    *, num_processes: NumProcesses | None = None, **arguments: Any
 ) -> Callable[[Callable[..., Any]], dg.OpDefinition]: ...
 def torch_distributor_op(
-    train: Callable[..., Any] | str | os.PathLike[str] | Sequence[str] | None = None,
+    train: Callable[..., Any] | Program | None = None,
     /,
     *,
     args: Sequence[Any] = (),
@@ -231,10 +226,10 @@ def torch_distributor_op(
         train: A function, ``"path/to/script.py"`` (relative to the calling file, else to the working directory),
             ``"package.module:function"``, ``"-m package.module"``, or a command as a list of words.
         args: The rest of the command line, or the arguments of ``"package.module:function"``.
-        num_processes: World size, the smallest and the largest, or ``"auto"``; None: the resource's.
-        use_gpu: Whether every rank gets a GPU; None: the resource's value.
-        options: More changes to the resource for this op, by its field names.
-        resource_key: Key of the `TorchDistributorResource`.
+        num_processes: As for `torch_asset`.
+        use_gpu: As for `torch_asset`.
+        options: As for `torch_asset`.
+        resource_key: As for `torch_asset`.
         op_arguments: All arguments of ``@dg.op``: ``name``, ``ins``, ``out``, ``tags``,
             ``retry_policy``, ``pool`` ...
 
@@ -249,7 +244,7 @@ def torch_distributor_op(
         >>> train_op.name
         'train'
     """
-    changes = collect_options(options, num_processes=num_processes, use_gpu=use_gpu)
+    changes = collect_changes(options, num_processes=num_processes, use_gpu=use_gpu)
     outs = op_arguments.get("out")
     declared = [*outs.values()] if isinstance(outs, Mapping) else [outs]
     if any(isinstance(out, dg.DynamicOut) for out in declared):
@@ -270,7 +265,7 @@ def torch_distributor_op(
         values = by_output(context.op_def.name, result.value, names, required)
         # Outside of a step, as when the op is called directly, there is no selection.
         selected = {output.name for output in outputs_of(context)} or set(names)
-        metadata = {entry: shown for entry, shown in result.metadata.items() if entry not in RESULT_ENTRIES}
+        metadata = _without_result(result.metadata)
         # A generator: Dagster would treat a tuple as all outputs, and an output may be left out.
         return (
             dg.Output(of_single(values[name], keys, name), name, metadata=metadata)
@@ -278,24 +273,110 @@ def torch_distributor_op(
             if name in values and name in selected
         )
 
-    def make(compute: Callable[..., Any]) -> dg.OpDefinition:
-        made = dg.op(**with_resource(op_arguments, resource_key))(compute)
-        assert isinstance(made, dg.OpDefinition)
-        return made
-
     def decorate(function: Callable[..., Any]) -> dg.OpDefinition:
-        context = dg.OpExecutionContext
-        compute = build_compute("torch_distributor_op", function, resource_key, changes, context, op_arguments, finish)
         if args:
-            raise dg.DagsterInvalidDefinitionError(
-                f"args={list(args)!r} is for scripts; the arguments of {function.__name__} are the op's inputs"
-            )
-        return make(compute)
+            raise dg.DagsterInvalidDefinitionError(f"args={list(args)!r} is for scripts; a function has inputs")
+        return cast(dg.OpDefinition, _make(dg.op, function, changes, resource_key, op_arguments, finish))
 
-    if train is None:
-        return decorate
-    if isinstance(train, (str, os.PathLike, list, tuple)):
-        caller = sys._getframe(1).f_globals.get("__file__", "")
-        return make(build_script_compute(train, tuple(args), resource_key, changes, os.path.dirname(caller), finish))
-    assert callable(train)
-    return decorate(train)
+    if train is None or callable(train):
+        return decorate if train is None else decorate(train)
+    words, program = [os.fspath(train)] if isinstance(train, (str, os.PathLike)) else list(train), train
+    folder = os.path.dirname(sys._getframe(1).f_globals.get("__file__", ""))
+    if isinstance(train, (str, os.PathLike)) and os.path.isfile(beside := os.path.join(folder, train)):
+        program = os.path.abspath(beside)
+
+    # The function has no return annotation, under which Dagster would not accept an Output object.
+    def compute(context: dg.OpExecutionContext):  # type: ignore[no-untyped-def]
+        resource: TorchDistributorResource = getattr(context.resources, resource_key)
+        return finish(context, resource.options(**changes).run(context, program, *args), [])
+
+    name = os.path.basename(words[0]).removeprefix("-m ").removesuffix(".py").rpartition(":")[2]
+    compute.__name__, compute.__doc__ = re.sub(r"\W", "_", name), f"Runs {' '.join(words)} on every rank."
+    return cast(dg.OpDefinition, dg.op(**_with_resource(op_arguments, resource_key))(compute))
+
+
+def _without_result(metadata: Any) -> dict[str, Any]:
+    """Returns the metadata of a whole result without the entries about its file: a part has a file of its own."""
+    return {entry: shown for entry, shown in (metadata or {}).items() if entry not in RESULT_ENTRIES}
+
+
+def _with_check_partitions(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of Dagster's decorator with the asset's partitions in its checks."""
+    if (partitions := arguments.get("partitions_def")) is None or not arguments.get("check_specs"):
+        return dict(arguments)
+    return {**arguments, "check_specs": [with_partitions(spec, partitions) for spec in arguments["check_specs"]]}
+
+
+def _with_checks(
+    context: dg.AssetExecutionContext, results: Iterable[Any], specs: Sequence[dg.AssetCheckSpec], metadata: Any
+) -> Iterator[Any]:
+    # A generator: Dagster would treat a tuple as all outputs, and an output may be left out. A check comes behind the
+    # materialization that it is about.
+    yield from results
+    yield from reported_checks(context, specs, metadata or {})
+
+
+def _make(
+    decorator: Callable[..., Any],
+    train: Callable[..., Any],
+    changes: Mapping[str, Any],
+    resource_key: str,
+    arguments: Mapping[str, Any],
+    finish: _Finish,
+    fixed: Mapping[str, Any] | None = None,
+    inputs: Collection[str] | None = None,
+) -> Any:
+    """Makes an asset or op by Dagster's decorator, of a function whose signature has the training's inputs.
+
+    A parameter that ``ins`` describes among the arguments of Dagster's decorator is an input, whatever its name.
+    """
+    is_op = decorator is dg.op
+    check_function("torch_distributor_op" if is_op else f"torch_{decorator.__name__}", train)
+    signature = inspect.signature(train)
+    taken = [
+        parameter
+        for name, parameter in signature.parameters.items()
+        if name not in (fixed or {}) and (inputs is None or name in inputs)
+    ]
+    partitions = PartitionArguments.of(train.__name__, taken, frozenset(arguments.get("ins") or ()))
+    if not is_op:
+        partitions.check(arguments.get("partitions_def"), arguments.get("backfill_policy"))
+
+    def compute(context: Any, **given: Any) -> Any:
+        keys = partitions.fill(context)
+        resource: TorchDistributorResource = getattr(context.resources, resource_key).options(**changes)
+        if PARTITION_KEYS in keys:
+            # The value is needed, since it is split by partition.
+            resource = resource.options(by_reference=False)
+        result = resource._run(context, train, (), {**(fixed or {}), **given, **keys})
+        return finish(context, result, keys.get(PARTITION_KEYS, []))
+
+    context_type = dg.OpExecutionContext if is_op else dg.AssetExecutionContext
+    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=context_type)]
+    parameters += [as_step_parameter(train, each) for each in taken if each.name not in partitions.taken]
+    parameters.sort(key=lambda parameter: (parameter.kind, parameter.default is not inspect.Parameter.empty))
+    compute.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not inspect.Parameter.empty}
+    returns: Any = inspect.Signature.empty
+    if signature.return_annotation in (None, "None"):
+        returns = compute.__annotations__["return"] = None
+    compute.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+    compute.__name__ = compute.__qualname__ = train.__name__
+    compute.__module__ = train.__module__
+    compute.__doc__ = train.__doc__
+    return decorator(**_with_resource(arguments, resource_key))(compute)
+
+
+def _with_resource(arguments: Mapping[str, Any], resource_key: str) -> dict[str, Any]:
+    """Returns the arguments of Dagster's decorator with the resource among the required ones."""
+    required = {*(arguments.get("required_resource_keys") or ()), resource_key}
+    return {**arguments, "required_resource_keys": required}
+
+
+def collect_changes(options: Mapping[str, Any] | None, **named: Any) -> dict[str, Any]:
+    """Returns the changes to the resource as one dict; raises DagsterInvalidDefinitionError for those it refuses."""
+    changes = {**{name: value for name, value in named.items() if value is not None}, **(options or {})}
+    try:
+        TorchDistributorResource()._changed(changes)
+    except ValidationError as error:
+        raise dg.DagsterInvalidDefinitionError(f"wrong options: {error}") from error
+    return changes

@@ -7,31 +7,28 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_origin
 
 import dagster as dg
 
 import rankzero
 from dagster_rankzero._compat import dagster_type_of, name_of
 
-PARTITION_KEY = "partition_key"
-PARTITION_KEYS = "partition_keys"
+CONFIG, PARTITION_KEY, PARTITION_KEYS = "config", "partition_key", "partition_keys"
+"""Names of the parameters of a training function that are special."""
 
 
 class OpenedByRanks(dg.DagsterType):
-    """Type of an input that is passed to ranks: a value of the annotated type, or its handle.
-
-    IO managers that choose by ``typing_type`` see the annotation of the training function.
-    """
+    """Type of an input that is passed to ranks: a value of the annotated type, or its handle."""
 
     def __init__(self, inner: dg.DagsterType) -> None:
         def check(context: dg.TypeCheckContext, value: object) -> dg.TypeCheck:
             return dg.TypeCheck(success=True) if is_reference(value) else inner.type_check(context, value)
 
         self._shown = inner.display_name
-        # The type has a key instead of a name: two inputs with one annotation have two types, and names must be unique.
+        # A key instead of a name: two inputs with one annotation have two types, and names must be unique.
         super().__init__(
             type_check_fn=check,
             key=f"{type(self).__name__}.{inner.key}",
@@ -46,11 +43,6 @@ class OpenedByRanks(dg.DagsterType):
         return self._shown
 
 
-def type_of_input(annotation: Any) -> dg.DagsterType:
-    """Returns the type for an annotation of the training function."""
-    return OpenedByRanks(dagster_type_of(annotation))
-
-
 def is_reference(value: object) -> bool:
     """Returns True for a handle, and for the dict of handles of several partitions."""
     if isinstance(value, dict) and value:
@@ -58,12 +50,13 @@ def is_reference(value: object) -> bool:
     return isinstance(value, rankzero.ResultRef)
 
 
-def wants_reference(dagster_type: dg.DagsterType) -> bool:
-    """Returns True if an IO manager may give this input a handle instead of the value.
+def is_frame(value: object) -> bool:
+    """Returns True for a DataFrame of Spark or Spark Connect."""
+    return type(value).__module__.startswith("pyspark.sql.") and hasattr(value, "mapInArrow")
 
-    Inputs of a training function accept a handle, and inputs that are annotated ``ResultRef``, ``ResultRef | None`` or
-    ``dict[str, ResultRef]``.
-    """
+
+def wants_reference(dagster_type: dg.DagsterType) -> bool:
+    """Returns True for an input of a training function, or one annotated ``ResultRef``, also in a dict or optional."""
     annotation = dagster_type.typing_type
     wanted = (annotation, *typing.get_args(annotation))
     return isinstance(dagster_type, OpenedByRanks) or rankzero.ResultRef in wanted
@@ -74,12 +67,6 @@ def without_dagster(value: Any) -> Any:
 
     A `dagster.Config` becomes a `types.SimpleNamespace` with the same fields and properties, without its methods, and a
     `dagster.MultiPartitionKey` the string ``"a|b"``.
-
-    Example:
-        >>> class Optimizer(dg.Config):
-        ...     lr: float
-        >>> without_dagster(Optimizer(lr=0.1))
-        namespace(lr=0.1)
     """
     if isinstance(value, dg.Config):
         found = {name: without_dagster(item) for name, item in value} | _properties(value)
@@ -108,19 +95,66 @@ def _properties(config: dg.Config) -> dict[str, Any]:
 
 
 def without_annotations(train: Any) -> Any:
-    """Returns a copy of a plain function without annotations; any other value unchanged.
-
-    An annotation such as ``config: TrainConfig`` would pickle the class, its base class and so Dagster with the
-    function.
-    """
+    """Returns a copy of a plain function without annotations, which would pickle Dagster with it; or another value."""
     if not isinstance(train, types.FunctionType) or not train.__annotations__:
         return train
     copy = types.FunctionType(train.__code__, train.__globals__, train.__name__, train.__defaults__, train.__closure__)
-    copy.__kwdefaults__ = train.__kwdefaults__
-    copy.__qualname__ = train.__qualname__
-    copy.__module__ = train.__module__
-    copy.__doc__ = train.__doc__
+    for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__"):
+        setattr(copy, name, getattr(train, name))
     return copy
+
+
+def check_function(decorator: str, train: object) -> None:
+    """Raises DagsterInvalidDefinitionError unless a training function is one that ranks can call."""
+    if not inspect.isfunction(train) or inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
+        raise dg.DagsterInvalidDefinitionError(
+            f"{decorator} is given {train!r}; it takes a plain function, which runs on every rank"
+        )
+
+
+def as_step_parameter(train: Callable[..., Any], parameter: inspect.Parameter) -> inspect.Parameter:
+    """Returns the parameter of a step's function for one of its training function; raises for one that has none."""
+    name, annotation, why = parameter.name, _annotation_of(train, parameter), ""
+    if name in ("context", "_context", "context_", "_"):
+        why = f"has a parameter {name!r}, but it runs inside ranks, where Dagster's context does not exist: remove it "
+        why += "(rankzero.train.get_context() tells rank and world size), or call TorchDistributorResource.run from an "
+        why += "asset of your own"
+    elif parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+        why = f"has the parameter {str(parameter)!r}; inputs have names: make it an ordinary parameter"
+    elif _is_resource(annotation):
+        why = f"asks for the resource {name!r}, but it runs inside ranks, where resources do not exist: pass plain "
+        why += "values, or call TorchDistributorResource.run from an asset of your own"
+    if why:
+        raise dg.DagsterInvalidDefinitionError(f"{train.__name__} {why}")
+    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        return parameter.replace(annotation=inspect.Parameter.empty)
+    if name != CONFIG:
+        annotation = OpenedByRanks(dagster_type_of(Any if annotation is inspect.Parameter.empty else annotation))
+    # Dagster does not see keyword-only parameters as inputs.
+    return parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+
+
+def _annotation_of(train: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """Returns the annotation as an object; `Any` for a name that exists only for type checkers."""
+    annotation = parameter.annotation
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, getattr(inspect.unwrap(train), "__globals__", {}))
+    except NameError:
+        if parameter.name == CONFIG:
+            raise dg.DagsterInvalidDefinitionError(
+                f"{train.__name__}: the annotation {annotation!r} of {CONFIG} is not a name of its module; "
+                "define the Config class at module level"
+            ) from None
+        return Any
+
+
+def _is_resource(annotation: Any) -> bool:
+    if any(metadata == "resource_param" for metadata in getattr(annotation, "__metadata__", ())):
+        return True
+    cls = get_origin(annotation) or annotation
+    return isinstance(cls, type) and issubclass(cls, dg.ConfigurableResource)
 
 
 @dataclass(frozen=True)
@@ -132,15 +166,11 @@ class PartitionArguments:
     needed: frozenset[str]
 
     @staticmethod
-    def of(train: Callable[..., Any], named_ins: frozenset[str]) -> "PartitionArguments":
-        """Reads the signature of a function; parameters in ``named_ins`` are inputs, whatever their names."""
-        found = {
-            name: parameter
-            for name, parameter in inspect.signature(train).parameters.items()
-            if name in (PARTITION_KEY, PARTITION_KEYS) and name not in named_ins
-        }
-        needed = frozenset(name for name, parameter in found.items() if parameter.default is inspect.Parameter.empty)
-        return PartitionArguments(train.__name__, frozenset(found), needed)
+    def of(name: str, parameters: list[inspect.Parameter], named_ins: Collection[str]) -> "PartitionArguments":
+        """Reads the parameters of a function; those in ``named_ins`` are inputs, whatever their names."""
+        found = [p for p in parameters if p.name in (PARTITION_KEY, PARTITION_KEYS) and p.name not in named_ins]
+        needed = frozenset(p.name for p in found if p.default is inspect.Parameter.empty)
+        return PartitionArguments(name, frozenset(p.name for p in found), needed)
 
     def check(self, partitions_def: object, backfill_policy: dg.BackfillPolicy | None) -> None:
         """Raises DagsterInvalidDefinitionError if no run, or no backfill, could provide the needed parameters."""
@@ -157,11 +187,7 @@ class PartitionArguments:
             )
 
     def fill(self, context: Any) -> dict[str, Any]:
-        """Returns the partition arguments for a run.
-
-        Raises:
-            dagster.Failure: the run has no partition, or several although the function takes one. Not retried.
-        """
+        """Returns the partition arguments for a run; raises dagster.Failure if it has none or too many."""
         keys = keys_of(context)
         found: dict[str, Any] = {PARTITION_KEYS: keys} if keys else {}
         if len(keys) == 1:
@@ -178,9 +204,6 @@ def take_single(context: Any, result: Any, keys: list[str]) -> Any:
     """Returns the result of a step for its IO manager: a single partition's value is taken out of the dict by key.
 
     The keys are the ``partition_keys`` that the function got; empty if it does not take them.
-
-    Raises:
-        dagster.Failure: the value is a dict with other keys than the only partition's. Not retried.
     """
     value = of_single(result.value, keys, name_of(context))
     if value is result.value:
@@ -192,22 +215,14 @@ def take_single(context: Any, result: Any, keys: list[str]) -> Any:
 
 
 def of_single(value: Any, keys: list[str], name: str) -> Any:
-    """Returns the value of the only partition from a dict by key; any other value unchanged, for the IO manager.
-
-    Raises:
-        dagster.Failure: the dict has other keys than the only partition's. Not retried.
-    """
+    """Returns the value of the only partition from a dict by key; any other value unchanged, for the IO manager."""
     if len(keys) == 1 and isinstance(value, Mapping):
         return by_partition(value, keys, name)[keys[0]]
     return value
 
 
 def by_partition(value: Any, keys: list[str], name: str) -> dict[str, Any]:
-    """Returns the value of every partition from the output, with that name, of a run with those keys.
-
-    Raises:
-        dagster.Failure: the output is not a dict with the run's partition keys. Not retried.
-    """
+    """Returns the value of every partition from an output; raises dagster.Failure unless it is a dict of those."""
     got = f"a {type(value).__name__}"
     if isinstance(value, Mapping):
         values = {str(key): item for key, item in value.items()}
@@ -246,13 +261,11 @@ LIMIT, _KEPT = 255, 180
 def segment(text: str) -> str:
     """Returns the name of one directory for a part of an asset's key or a dimension of a partition's key.
 
-    Most keys are their own names. A slash, a percent sign and a NUL are escaped, so that no two keys share a name.
-
     Example:
-        >>> segment("2026-01-01"), segment("a/b"), segment("a%2Fb"), segment(".."), segment("")
-        ('2026-01-01', 'a%2Fb', 'a%252Fb', '%2E%2E', '%')
+        >>> segment("2026-01-01"), segment("a/b"), segment("a%2Fb"), segment(".."), segment(""), segment("@a")
+        ('2026-01-01', 'a%2Fb', 'a%252Fb', '%2E%2E', '%', '%40a')
     """
-    name = re.sub(r"[%/\0]", lambda found: f"%{ord(found[0]):02X}", text)
+    name = re.sub(r"[%/\0]|^@", lambda found: f"%{ord(found[0]):02X}", text)
     if name in (".", ".."):
         return name.replace(".", "%2E")
     encoded = name.encode("utf-8", "surrogatepass")

@@ -1,12 +1,11 @@
 """`RankZeroIOManager`: stores rank 0's value atomically, so that the next step gets a complete value or an error.
 
-    <asset>[/<partition>]/data-<sha16>-<nonce>.<format>
-    <asset>[/<partition>]/manifest.json      the version: names its data file; written last, atomically
-    <asset>[/<partition>]/held-<sha8>-data-<sha16>-<nonce>.<format>      names a run that reads this data file
+    <asset>[/@partitions/<partition>]/data-<sha16>-<nonce>.<format>
+    <asset>[/@partitions/<partition>]/rankzero.json      the version: its `ResultRef`; written last, atomically
+    <asset>[/@partitions/<partition>]/held-<sha8>-data-<sha16>-<nonce>.<format>      names a run that reads this file
 
-Until the new manifest is written, readers see the complete previous version; a crash, or commits at the same time,
-leave at most data files that no manifest names and temporary files, which a commit removes after an hour. Each name is
-written once, so no commit removes the file that another one is about to commit.
+Until ``rankzero.json`` is replaced, readers see the complete previous version. A crash, or commits at the same time,
+leave at most files that no version names, which a commit removes after an hour. Each name is written once.
 """
 
 import hashlib
@@ -17,22 +16,24 @@ import re
 import secrets
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import dagster as dg
 from pydantic import Field, PrivateAttr, field_validator
 
-from dagster_rankzero._compat import set_data_version
-from dagster_rankzero.fields import KnownFields
-from dagster_rankzero.inputs import by_partition, dimensions_of, segment, wants_reference
+from dagster_rankzero._compat import KnownFields, set_data_version
+from dagster_rankzero.inputs import by_partition, dimensions_of, is_frame, segment, wants_reference
 from dagster_rankzero.metadata import describe_partitions, describe_result
 from rankzero import ResultError, ResultRef, RunHandle, RunNotFoundError
-from rankzero.pipeline import attempt, fingerprint_of, formats, map_refs, split, store, verify
-
-MANIFEST = "manifest.json"
+from rankzero.pipeline import attempt, map_refs, store, verify
 
 logger = logging.getLogger(__name__)
+
+VERSION_FILE, PARTITIONS = "rankzero.json", "@partitions"
+# `segment` gives the name of the directory of an asset's partitions to no part of another asset's key.
 
 # Names of the data files that `commit` makes, and of the marks of `hold`. A user's files may begin alike.
 _DATA = re.compile(r"data-[0-9a-f]{16}-[0-9a-f]{8}\.[a-z.]+")
@@ -43,36 +44,24 @@ _CHUNK = 8 << 20
 class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
     """Stores dicts of tensors as safetensors, JSON values as JSON, anything else with cloudpickle.
 
-    A version is committed by its manifest, which is written last: a crash never damages the previous
-    version. The previous version stays until the next one is committed, since handles of it may still be in use, and
-    one that a training reads until that has ended. Loading verifies the checksum; that of tensors only if their file
-    was changed after it was written. Tensors are mapped into memory, which runs no code and reads only what is used.
-    Loading a cloudpickle file runs code, as with Dagster's default IO manager: set ``allow_pickle`` to False unless
-    you trust all users who can write to ``base_path``.
+    A crash never damages the previous version. It stays until the next one is committed, and one that a training reads
+    until that has ended. Loading verifies the checksum, which is the asset's data version. Loading a cloudpickle file
+    runs code, as with Dagster's default IO manager: set ``allow_pickle`` to False unless you trust all users who can
+    write to ``base_path``.
 
-    An output that is a `ResultRef` is stored by its file and never loaded: if run directories and
-    ``base_path`` share a file system or an object store, no byte passes through the step. An
-    input annotated `ResultRef` gets the handle, and so do the functions of `torch_asset` and
-    `torch_distributor_op`, whose ranks open it themselves.
-
-    The checksum is the asset's data version, so that dependents are stale only if the
-    content has changed. An output of several partitions (a backfill in a single run) is a dict by
-    partition key, and each partition is stored separately.
+    An output that is a `ResultRef` is stored by its file and never loaded: if run directories and ``base_path`` share a
+    file system or an object store, no byte passes through the step. An input annotated `ResultRef` gets the handle, and
+    so do the functions of `torch_asset` and `torch_distributor_op`, whose ranks open it themselves. An output of
+    several partitions (a backfill in a single run) is a dict by partition key; each partition is stored separately.
 
     Example:
         >>> defs = dg.Definitions(resources={"io_manager": RankZeroIOManager(base_path="s3://bucket/assets")})
     """
 
     base_path: str | None = Field(
-        default=None,
-        description="Root of the stored values, a path or an fsspec URL such as s3://bucket/assets. "
-        "Left out: rankzero/ in the storage directory of the Dagster instance.",
+        None, description="Path or fsspec URL of the stored values; left out: rankzero/ in the instance's storage."
     )
-    allow_pickle: bool = Field(
-        default=True,
-        description="Store and load values that need cloudpickle. Loading them runs code from base_path, so all users "
-        "who can write there must be trusted.",
-    )
+    allow_pickle: bool = Field(True, description="Store and load values that need cloudpickle, which runs their code.")
 
     takes_references: ClassVar[bool] = True
     _root: str = PrivateAttr()
@@ -84,39 +73,28 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Determines the root directory or URL of the stored values."""
-        root = self.base_path
-        if root is None:
-            if context.instance is None:
-                raise dg.DagsterInvariantViolationError("RankZeroIOManager without an instance needs base_path")
-            # Dagster's default IO manager stores an asset in a file where this one needs a directory.
-            root = store.join(context.instance.storage_directory(), "rankzero")
-        self._root = store.normalize(root)
+        instance = context.instance or dg.DagsterInstance.get()
+        # Dagster's default IO manager stores an asset in a file where this one needs a directory.
+        self._root = store.normalize(self.base_path or store.join(instance.storage_directory(), "rankzero"))
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
-        """Commits an output as the new version; one of several partitions is a dict by partition key.
-
-        Raises:
-            dagster.Failure: the value, or the file of a `ResultRef`, cannot be stored. Not retried.
-        """
+        """Commits an output as the new version; one of several partitions is a dict by partition key."""
         places = self._places_of(context)
-        if not (is_single := len(places) == 1):
-            obj = by_partition(obj, list(places), context.asset_key.to_user_string())
+        values = dict.fromkeys(places, obj)
+        if len(places) > 1:
+            values = by_partition(obj, list(places), context.asset_key.to_user_string())
         try:
-            stored = {
-                key: commit(obj if is_single else obj[key], place, owner, allow_pickle=self.allow_pickle)
-                for key, (place, owner) in places.items()
-            }
+            stored = {key: commit(values[key], place, self.allow_pickle) for key, place in places.items()}
         except ResultError as error:
-            raise dg.Failure(str(error), allow_retries=False) from error
-        (place, _), ref = next(iter(places.values())), next(iter(stored.values()))
-        versions = "\n".join(f"{key}\t{each.digest}" for key, each in sorted(stored.items()))
-        set_data_version(context, split(ref.digest)[1] if is_single else hashlib.sha256(versions.encode()).hexdigest())
-
-        def describe() -> dict[str, Any]:
-            if is_single:
-                return {"path": dg.MetadataValue.path(place), **describe_result(ref)}
-            return describe_partitions(stored)
-
+            # A full disk may be empty at the next try.
+            raise dg.Failure(str(error), allow_retries=isinstance(error.__cause__, OSError)) from error
+        versions = sorted(f"{key}\t{ref.digest}" for key, ref in stored.items())
+        version = hashlib.sha256("\n".join(versions).encode()).hexdigest()
+        describe: Callable[[], dict[str, Any]] = partial(describe_partitions, stored)
+        if len(places) == 1:
+            ((place, ref),) = zip(places.values(), stored.values(), strict=True)
+            version, describe = _digits(ref), partial(describe_result, ref, place)
+        set_data_version(context, version)
         context.add_output_metadata(attempt(context.log, "its description", describe, {}))
 
     def load_input(self, context: dg.InputContext) -> Any:
@@ -128,183 +106,117 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
         """
         places = self._places_of(context)
         may_miss = (context.definition_metadata or {}).get("allow_missing_partitions")
-        loaded = {}
-        for key, (place, owner) in places.items():
+        loaded: dict[str, Any] = {}
+        for key, place in places.items():
             try:
-                ref = read_manifest(place, owner).reference(place)
-                check_format(ref.format, self.allow_pickle)
+                ref, _ = read_version(place)
+                _check_format(ref, self.allow_pickle)
                 loaded[key] = ref if wants_reference(context.dagster_type) else ref.load()
             except FileNotFoundError:
                 if not (may_miss and key):
                     raise
                 context.log.warning("partition %s is left out: nothing is stored in %s", key, place)
             except ResultError as error:
-                metadata = {"path": dg.MetadataValue.path(place)}
-                raise dg.Failure(str(error), metadata=metadata, allow_retries=False) from error
+                raise dg.Failure(str(error), metadata={"path": place}, allow_retries=False) from error
         return loaded if len(places) > 1 else next(iter(loaded.values()), None)
 
-    def _places_of(self, context: dg.InputContext | dg.OutputContext) -> dict[str, tuple[str, list[str] | None]]:
-        """Returns the directory of an asset or of each of its partitions, by key, with its owner for the manifest.
-
-        An output of an op has no owner. What has no partitions has an empty key.
-        """
-        if not context.has_asset_key:
-            return {"": (store.join(self._root, *map(segment, context.get_identifier())), None)}
-        asset = list(context.asset_key.path)
-        base = store.join(self._root, *map(segment, asset))
-        if not context.has_asset_partitions:
-            return {"": (base, [*asset, ""])}
-        places: dict[str, tuple[str, list[str] | None]] = {}
-        for key in context.asset_partition_keys:
-            names = [segment(name) for name in dimensions_of(key, context.asset_partitions_def)]
-            places[str(key)] = store.join(base, *names), [*asset, "/".join(names)]
-        return places
+    def _places_of(self, context: dg.InputContext | dg.OutputContext) -> dict[str, str]:
+        """Returns the directory of an asset or of each of its partitions, by key; without partitions the key is ""."""
+        names = context.asset_key.path if context.has_asset_key else context.get_identifier()
+        base = store.join(self._root, *map(segment, names))
+        if not (context.has_asset_key and context.has_asset_partitions):
+            return {"": base}
+        return {
+            str(key): store.join(base, PARTITIONS, *map(segment, dimensions_of(key, context.asset_partitions_def)))
+            for key in context.asset_partition_keys
+        }
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The content of ``manifest.json``: the `ResultRef` of the data file beside it, and the previous version's file.
+def read_version(directory: str) -> tuple[ResultRef, str | None]:
+    """Reads the committed version in a directory: its handle, and the name of the data file of the version before.
 
-    The owner is the parts of the asset's key, and the partition's path below it; None for the output of an op.
+    Raises FileNotFoundError if there is none, ResultError if it is damaged or of a later version of rankzero.
     """
-
-    data: str
-    format: str
-    digest: str
-    size: int
-    summary: dict[str, Any]
-    superseded: str | None
-    fingerprint: str | None = None
-    owner: list[str] | None = None
-
-    def reference(self, directory: str) -> ResultRef:
-        """Returns the handle of the data file."""
-        uri = store.join(directory, self.data)
-        return ResultRef(uri, self.format, self.digest, self.size, self.summary, self.fingerprint)
-
-
-class _DamagedError(ResultError):
-    """Raised for a manifest that was cut or changed; the next version replaces it."""
-
-
-def read_manifest(directory: str, owner: list[str] | None = None) -> Manifest:
-    """Reads the manifest of the committed version in a directory.
-
-    Raises:
-        FileNotFoundError: no version was committed there.
-        ResultError: the manifest is damaged, is of another asset or partition than the owner, or was written by another
-            program or a later version of rankzero.
-    """
-    path = store.join(directory, MANIFEST)
+    path = store.join(directory, VERSION_FILE)
     try:
         facts = json.loads(store.read_bytes(path))
-        if not (isinstance(facts, dict) and facts.keys() >= {"data", "format", "digest"}):
-            raise ResultError(f"another program wrote {path}: give the IO manager another base_path, or move that file")
-        if unknown := ", ".join(sorted(facts.keys() - {known.name for known in fields(Manifest)})):
-            raise ResultError(f"a later version of rankzero wrote {path}, with {unknown}: install that one")
-        for name in filter(None, (facts["data"], facts.get("superseded"))):
-            # It is opened and deleted, so it must not lead out of the directory.
-            if not re.fullmatch(r"data-[A-Za-z0-9.-]+", str(name)):
-                raise ValueError(f"{name!r} is not the name of a data file")
-        manifest = Manifest(**facts)
+        name, before = facts["ref"]["uri"], facts["previous"]
+        if not all(_DATA.fullmatch(each) for each in (name, before or name)):
+            # They are opened and deleted, so they must not lead out of the directory.
+            raise ValueError(f"{name!r} or {before!r} is not the name of a data file")
+        return ResultRef.deserialize({**facts["ref"], "uri": store.join(directory, name)}, facts["version"]), before
     except FileNotFoundError:
-        raise FileNotFoundError(f"nothing is stored in {directory}: there is no {MANIFEST}") from None
-    except (ValueError, TypeError) as error:
-        raise _DamagedError(f"{path} is damaged: {error}; materialize it again") from error
-    if manifest.owner and owner and manifest.owner != owner:
-        raise ResultError(
-            f"{directory} holds the value of {_name(manifest.owner)}, not of {_name(owner)}, and their keys make one "
-            "path: give one of the two an IO manager with another base_path"
-        )
-    return manifest
+        raise FileNotFoundError(f"nothing is stored in {directory}: there is no {VERSION_FILE}") from None
+    except TypeError as error:
+        raise ResultError(f"a later version of rankzero wrote {path}: install that one ({error})") from error
+    except (ValueError, LookupError) as error:
+        raise ResultError(f"{path} is damaged: {error}; materialize it again", is_damage=True) from error
 
 
-def _previous(directory: str, owner: list[str] | None) -> Manifest | None:
-    try:
-        return read_manifest(directory, owner)
-    except (FileNotFoundError, _DamagedError):
-        return None
-
-
-def _name(owner: list[str]) -> str:
-    *asset, partition = owner
-    return f"the asset {'/'.join(asset)}" + (f", partition {partition}" if partition else "")
-
-
-def check_format(file_format: str, allow_pickle: bool) -> None:
-    """Raises ResultError for a pickle if none is allowed."""
-    if file_format == formats.CLOUDPICKLE and not allow_pickle:
-        raise ResultError(
-            "the value needs cloudpickle, and allow_pickle is False: return a dict of tensors or "
-            "plain JSON values, or set allow_pickle=True"
-        )
-
-
-def commit(value: object, directory: str, owner: list[str] | None, *, allow_pickle: bool) -> ResultRef:
+def commit(value: object, directory: str, allow_pickle: bool) -> ResultRef:
     """Stores a value, or the file of a `ResultRef`, as the new version, and returns the handle of the stored file.
 
-    Raises:
-        ResultError: the value cannot be stored, the handle's file does not exist or is damaged, or the directory has
-            the value of another asset or partition, or a manifest of another program or of a later version.
+    Raises ResultError if the value cannot be stored, or the file of the handle does not exist or is damaged.
     """
-    _previous(directory, owner)
-    ref = value if isinstance(value, ResultRef) else None
-    file_format = ref.format if ref else formats.choose(value)
-    check_format(file_format, allow_pickle)
-    store.make_directory(directory)
+    if is_frame(value):
+        told = "RankZeroIOManager stores no DataFrame of Spark: return the path of a table, or give the asset the"
+        raise ResultError(f"{told} io_manager_key of an IO manager that passes DataFrames on")
+    previous = obsolete = None
+    try:
+        before, obsolete = read_version(directory)
+        previous = before.uri.rpartition("/")[2]
+    except FileNotFoundError:
+        store.make_directory(directory)
+    except ResultError as error:
+        if not error.is_damage:
+            raise
     store.remove_unfinished(directory, deep=False, folders=True)
     with tempfile.TemporaryDirectory(dir=None if store.is_url(directory) else directory, prefix=".writing-") as scratch:
-        path, is_known = os.path.join(scratch, "data"), True
-        size, digest = (ref.size, ref.digest) if ref else formats.write(value, file_format, path)
-        name = f"data-{split(digest)[1][:16]}-{secrets.token_hex(4)}.{file_format}"
+        ref = value if isinstance(value, ResultRef) else ResultRef.save(value, scratch)
+        _check_format(ref, allow_pickle)
+        name = f"data-{_digits(ref)[:16]}-{secrets.token_hex(4)}.{ref.format}"
         target = store.join(directory, name)
-        if ref:
-            is_known = _take(ref, path, target)
+        if ref is value:
+            _take(ref, os.path.join(scratch, "copy"), target)
         else:
-            store.upload(path, target)
-    before = _previous(directory, owner)
-    superseded, obsolete = (before.data, before.superseded) if before else (None, None)
-    fingerprint = fingerprint_of(target, file_format) if is_known else None
-    summary = ref.summary if ref else formats.summarize(value)
-    manifest = Manifest(name, file_format, digest, size, summary, superseded, fingerprint, owner)
-    store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode(), durable=True)
+            store.upload(ref.uri, target)
+    facts = {"version": ResultRef.__version__, "ref": replace(ref, uri=name).to_json(), "previous": previous}
+    store.write_bytes(store.join(directory, VERSION_FILE), json.dumps(facts, indent=2).encode(), durable=True)
     store.sync_directory(os.path.dirname(directory))
     held = _held(directory)
-    if obsolete is not None and obsolete not in held:
+    if obsolete and obsolete not in held:
         store.remove(store.join(directory, obsolete))
-    store.remove_strays(directory, _DATA, (name, superseded, *held))
-    return manifest.reference(directory)
+    store.remove_strays(directory, _DATA, (name, previous, *held))
+    return replace(ref, uri=target)
 
 
-def _take(ref: ResultRef, path: str, target: str) -> bool:
+def _take(ref: ResultRef, path: str, target: str) -> None:
     """Takes the file of a handle over: by a hard link or the store's own copy, else through the local ``path``.
 
-    A file that is linked or copied is not read: its size is compared. Its checksum, which the handle recorded when the
-    file was written, is verified when the file is opened, unless it was not touched since.
-
-    Returns:
-        True if the file is known to have the recorded content.
+    A file that is linked or copied is not read; its checksum is verified when it is opened.
     """
     try:
-        before = None if store.is_url(ref.uri) else store.fingerprint(ref.uri)
-        if store.copy_within(ref.uri, target):
-            if (size := store.size(target)) != ref.size:
-                store.remove(target)
-                raise ResultError(
-                    f"{ref.uri} has {size} bytes, but {ref.size} were recorded: it was changed or damaged"
-                )
-            if before is None or before != ref.fingerprint:
-                return False
-            # A link changes only the last time of a fingerprint.
-            return before.rpartition("-")[0] == store.fingerprint(target).rpartition("-")[0]
-        with store.open_read(ref.uri) as source, open(path, "w+b") as copy:
-            shutil.copyfileobj(source, copy, _CHUNK)
-            copy.seek(0)
-            verify(copy, ref.digest, ref.uri)
+        if not store.copy_within(ref.uri, target):
+            with store.open_read(ref.uri) as source, open(path, "w+b") as copy:
+                shutil.copyfileobj(source, copy, _CHUNK)
+                copy.seek(0)
+                verify(copy, ref.digest, ref.uri)
+            store.upload(path, target, durable=True)
     except FileNotFoundError:
         raise ResultError(f"the result {ref.uri} does not exist; was its run directory deleted?") from None
-    store.upload(path, target, durable=True)
-    return True
+    if (size := store.size(target)) != ref.size:
+        store.remove(target)
+        raise ResultError(f"{ref.uri} has {size} bytes, but {ref.size} were recorded: it was changed or damaged")
+
+
+def _check_format(ref: ResultRef, allow_pickle: bool) -> None:
+    if "pickle" in ref.format and not allow_pickle:
+        told = "the value needs cloudpickle, and allow_pickle is False: return a dict of tensors or plain JSON values"
+        raise ResultError(f"{told}, or set allow_pickle=True")
+
+
+def _digits(ref: ResultRef) -> str:
+    return ref.digest.rpartition(":")[2]
 
 
 def hold(arguments: Any, run_directory: str, log: Any) -> None:
@@ -323,7 +235,7 @@ def _held(directory: str) -> set[str]:
     """Returns the names of the data files that living runs read, and removes the marks of runs that have ended."""
     held = set()
     for found in filter(None, map(_HELD.fullmatch, store.list_names(directory))):
-        path = store.join(directory, found[0])
+        path, has_ended = store.join(directory, found[0]), False
         try:
             has_ended = RunHandle.attach(store.read_bytes(path).decode(), follows=False).status().final
         except (FileNotFoundError, RunNotFoundError):
@@ -331,7 +243,6 @@ def _held(directory: str) -> set[str]:
         except Exception as error:
             # The version is committed, and must not fail because the store of the runs cannot be read from here.
             logger.warning("%s is kept, because %s names a run that cannot be read: %s", found[1], path, error)
-            has_ended = False
         if has_ended:
             store.remove(path)
         else:

@@ -1,52 +1,50 @@
 """The output of a step: the event with which it delivers the result of a training, and the metadata for the UI."""
 
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dagster_rankzero._compat import OutputFacts, assets_of, expect_single_result, io_manager_of, outputs_of
+from dagster_rankzero._compat import OutputFacts, expect_single_result, io_manager_of, outputs_of
 from dagster_rankzero.inputs import keys_of, wants_reference
-from rankzero.pipeline import BLOCKS, PLAIN, REPORT_FILE, attempt, curves, is_number, reports, split
+from rankzero.pipeline import REPORT_FILE, attempt, curves, is_number, reports
 
 if TYPE_CHECKING:
     from rankzero import RankZeroError, ResultRef, RunHandle
 
 logger = logging.getLogger(__name__)
 
-_Entries = dict[str, dg.MetadataValue[Any]]
+_Entries = dict[str, Any]
+# Dagster shows plain values as they are.
 
 METRIC_PREFIX = "metric/"
 """Prefix of metrics' names, so that a metric cannot replace another entry."""
 
-RESULT_ENTRIES = frozenset({"format", "size", PLAIN, BLOCKS, "parameters", "dtypes"})
+RESULT_ENTRIES = frozenset({"format", "size", "sha256", "sha256-8m", "crc32-8m", "parameters", "dtypes"})
 """Names of the entries of `describe_result` other than metrics."""
 
 TABLE_ROWS = 50
 """Most rows of the tables of reports and of partitions."""
 
-TABLE_DIGITS = 9
-"""Digits of a fraction in a table; the run directory has all digits."""
-
 
 def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
-    """Returns the entries of a run that has succeeded: location, duration, throughput, reports, and result.
-
-    An entry that cannot be made is left out with a warning to the logger of the step.
-    """
+    """Returns the entries of a run that has succeeded; one that cannot be made is left out with a warning."""
 
     def part(what: str, make: Callable[[], _Entries]) -> _Entries:
         return attempt(log, what, make, {})
+
+    def losses() -> _Entries:
+        picture = curves.chart(rows, curves.loss_names(rows))
+        return {"loss_curve": dg.MetadataValue.md(picture)} if picture else {}
 
     rows: list[dict[str, Any]] = attempt(log, "the table of reports", lambda: reports.rows_of(handle.events()), [])
     # The table is long, so it comes last.
     return {
         **part("the description of the run", lambda: _describe_end(handle)),
-        **part("the throughput", lambda: {k: dg.MetadataValue.float(v) for k, v in reports.throughput(rows).items()}),
-        **part("the loss curve", lambda: _draw_losses(rows)),
+        **part("the throughput", lambda: dict(reports.throughput(rows))),
+        **part("the loss curve", losses),
         **part("the description of the result", lambda: describe_result(handle.result_ref())),
         **part("the table of reports", lambda: _list_reports(rows)),
     }
@@ -56,34 +54,35 @@ def _describe_end(handle: "RunHandle[Any]") -> _Entries:
     status = handle.status()
     entries: _Entries = {
         "run_directory": dg.MetadataValue.path(handle.directory),
-        "run_id": dg.MetadataValue.text(handle.id),
+        "run_id": handle.id,
         "report": dg.MetadataValue.path(f"{handle.directory}/{REPORT_FILE}"),
-        "world_size": dg.MetadataValue.int(handle.world_size),
+        "world_size": handle.world_size,
     }
     if status.started is not None and status.ended is not None:
-        entries["duration_seconds"] = dg.MetadataValue.float(round(status.ended - status.started, 3))
+        entries["duration_seconds"] = round(status.ended - status.started, 3)
     if status.engine_url:
         entries["spark_ui"] = dg.MetadataValue.url(status.engine_url)
-    for name, value in status.metrics.items():
-        entries[METRIC_PREFIX + name] = _describe_metric(value)
-    return entries
+    return entries | _metrics(status.metrics)
 
 
-def describe_result(ref: "ResultRef") -> _Entries:
+def describe_result(ref: "ResultRef", directory: str = "") -> _Entries:
     """Returns the entries of a stored value, the same for a run's result and for an IO manager's file."""
-    algorithm, digits = split(ref.digest)
-    entries: _Entries = {
-        "format": dg.MetadataValue.text(ref.format),
-        "size": dg.MetadataValue.int(ref.size),
-        algorithm: dg.MetadataValue.text(digits),
-    }
+    algorithm, _, digits = ref.digest.rpartition(":")
+    entries: _Entries = {"path": dg.MetadataValue.path(directory)} if directory else {}
+    entries |= {"format": ref.format, "size": ref.size, algorithm: digits}
     if isinstance(ref.summary.get("parameters"), int):
-        entries["parameters"] = dg.MetadataValue.int(ref.summary["parameters"])
+        entries["parameters"] = ref.summary["parameters"]
     if ref.summary.get("dtypes"):
         entries["dtypes"] = table([{"dtype": name, **counts} for name, counts in ref.summary["dtypes"].items()])
-    for name, value in ref.summary.get("metrics", {}).items():
-        entries[METRIC_PREFIX + name] = _describe_metric(value)
-    return entries
+    return entries | _metrics(ref.summary.get("metrics", {}))
+
+
+def _metrics(values: Mapping[str, Any]) -> _Entries:
+    # JSON has no NaN and no infinity, and neither has the UI.
+    plain = {
+        name: value if isinstance(value, int) or is_number(value) else str(value) for name, value in values.items()
+    }
+    return {METRIC_PREFIX + name: value for name, value in plain.items()}
 
 
 def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
@@ -92,15 +91,12 @@ def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
         {"partition": key, "format": ref.format, "size": ref.size, "digest": ref.digest}
         for key, ref in sorted(stored.items())[:TABLE_ROWS]
     ]
-    return {
-        "partitions": table(rows),
-        "partition_count": dg.MetadataValue.int(len(stored)),
-        "size": dg.MetadataValue.int(sum(ref.size for ref in stored.values())),
-    }
+    size = sum(ref.size for ref in stored.values())
+    return {"partitions": table(rows), "partition_count": len(stored), "size": size}
 
 
 def describe_error(error: "RankZeroError") -> dict[str, Any]:
-    """Returns the facts of an error by name; Dagster shows plain values as they are."""
+    """Returns the facts of an error by name."""
     from rankzero import HangError, InsufficientSlotsError, StartTimeoutError, WorkerFailedError
 
     facts: dict[str, Any] = {}
@@ -132,9 +128,9 @@ def _fence(text: str) -> str:
 def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:
     """Returns a table for the UI with all columns of the rows, in the order of their first use."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = [dg.TableColumn(name, _column_type([row.get(name) for row in rows])) for name in names]
-    records = [dg.TableRecord({name: _plain(row.get(name)) for name in names}) for row in rows]
-    return dg.MetadataValue.table(records, dg.TableSchema(columns))
+    plain = [{name: _plain(row.get(name)) for name in names} for row in rows]
+    columns = [dg.TableColumn(name, _column_type({type(row[name]) for row in plain})) for name in names]
+    return dg.MetadataValue.table([dg.TableRecord(row) for row in plain], dg.TableSchema(columns))
 
 
 def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
@@ -145,59 +141,31 @@ def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
     return {"reports": table([{name: value for name, value in row.items() if name not in hidden} for row in shown])}
 
 
-def _draw_losses(rows: Sequence[dict[str, Any]]) -> _Entries:
-    picture = curves.chart(rows, curves.loss_names(rows))
-    return {"loss_curve": dg.MetadataValue.md(picture)} if picture else {}
-
-
-def _describe_metric(value: bool | int | float | str) -> dg.MetadataValue[Any]:
-    if isinstance(value, bool):
-        return dg.MetadataValue.bool(value)
-    if isinstance(value, int):
-        return dg.MetadataValue.int(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return dg.MetadataValue.float(value)
-    # JSON has no NaN and no infinity, and neither has the UI.
-    return dg.MetadataValue.text(str(value))
-
-
-def _column_type(values: Sequence[object]) -> str:
-    present = [value for value in values if value is not None]
-    if present and all(isinstance(value, bool) for value in present):
-        return "bool"
-    if all(is_number(value) for value in present):
-        return "int" if all(isinstance(value, int) for value in present) else "float"
-    return "string"
+def _column_type(types: set[type]) -> str:
+    types = types - {type(None)}
+    if len(types) == 1:
+        return {bool: "bool", int: "int", float: "float"}.get(next(iter(types)), "string")
+    return "float" if types == {int, float} else "string"
 
 
 def _plain(value: Any) -> str | int | float | bool | None:
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    if not is_number(value):
-        return str(value)
-    # Large numbers, such as times, keep all digits before the point.
-    return float(f"{value:.{TABLE_DIGITS}g}") if abs(value) < 10 ** (TABLE_DIGITS - 2) else float(value)
+    # Twelve digits are enough for a time; the run directory has all.
+    return float(f"{value:.12g}") if is_number(value) else str(value)
 
 
 def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:
-    """Yields an observation of every asset that a context's step materializes; none for an op.
-
-    Finite numbers are shown, under the same names as in the materialization, so that Dagster plots both as one line.
-    """
+    """Yields an observation of every asset that a step materializes, under the names of the materialization."""
     numbers = {METRIC_PREFIX + name: value for name, value in metrics.items() if is_number(value)}
-    if not numbers:
-        return
-    partition = context.partition_key if context.has_partition_key else None
-    for key in assets_of(context):
-        yield dg.AssetObservation(asset_key=key, partition=partition, metadata=numbers)
+    if numbers and isinstance(context, dg.AssetExecutionContext):
+        partition = context.partition_key if context.has_partition_key else None
+        for key in sorted(output.asset_key for output in outputs_of(context) if output.asset_key):
+            yield dg.AssetObservation(asset_key=key, partition=partition, metadata=numbers)
 
 
 def check_single(context: Any) -> None:
-    """Checks before a training that its step makes at most one asset.
-
-    Raises:
-        dagster.Failure: the step makes several assets, or the context is that of a hook. Not retried.
-    """
+    """Raises dagster.Failure before a training whose step makes several assets, or is a hook."""
     if isinstance(context, dg.HookContext):
         raise dg.Failure(
             "a hook cannot train: its context has neither partitions nor outputs, and no retry of its own. Train in an "
@@ -239,10 +207,7 @@ def takes_reference(context: Any, output: OutputFacts | None) -> bool:
 
 
 def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: OutputFacts | None) -> Any:
-    """Returns a `dagster.MaterializeResult` for the context of an asset, else a `dagster.Output`.
-
-    An output of type Nothing gets only the metadata.
-    """
+    """Returns a `dagster.MaterializeResult` for an asset, else a `dagster.Output`; without a value for type Nothing."""
     metadata = describe_run(handle, context.log)
     takes_nothing = output is not None and output.dagster_type.is_nothing
     if not isinstance(context, dg.AssetExecutionContext):
@@ -250,27 +215,21 @@ def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: Out
     key = output.asset_key if output else None
     if takes_nothing:
         return dg.MaterializeResult(asset_key=key, metadata=metadata)
-    version = dg.DataVersion(split(handle.result_ref().digest)[1])
+    version = dg.DataVersion(handle.result_ref().digest.rpartition(":")[2])
     return dg.MaterializeResult(asset_key=key, value=value, metadata=metadata, data_version=version)
 
 
 def by_output(function: str, value: Any, names: list[str], required: set[str]) -> dict[str, Any]:
-    """Returns rank 0's value by output name.
-
-    Raises:
-        dagster.Failure: an output is missing or unknown. Not retried.
-    """
+    """Returns rank 0's value by output name; raises dagster.Failure if an output is missing or unknown."""
     if isinstance(value, tuple) and set(getattr(value, "_fields", ())) == set(names):
         return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
     if isinstance(value, tuple) and len(value) == len(names):
         return dict(zip(names, value, strict=True))
     if isinstance(value, dict) and required <= set(value) <= set(names):
         return value
-    got = f"a {type(value).__name__}"
+    got = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
     if isinstance(value, dict):
         got = f"a dict with the keys {', '.join(sorted(map(str, value)))}"
-    elif isinstance(value, tuple):
-        got = f"a tuple of {len(value)}"
     raise dg.Failure(
         f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order, and "
         "re-execute the whole step: from the failure it would get the same value again",

@@ -1,7 +1,7 @@
 """One try of a Dagster step: its facts for the core, the run of its training, and the meaning of the run's errors.
 
-`rankzero.submit.durable` decides what to do with an existing run. It queries a `Step` for facts about Dagster: whether
-another try will follow, whether a user has terminated the run, and whether Dagster has stored the result.
+The core decides what to do with an existing run, and queries a `Step` for facts about Dagster: whether another try will
+follow, whether a user has terminated the run, and whether Dagster has stored the result.
 """
 
 import contextlib
@@ -12,15 +12,17 @@ import re
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import dagster as dg
 
 from dagster_rankzero import _compat
+from dagster_rankzero.inputs import is_frame, without_annotations, without_dagster
 from dagster_rankzero.io_manager import hold
-from dagster_rankzero.metadata import describe_error
+from dagster_rankzero.metadata import build_result, describe_error, observe, single_output, takes_reference
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle, WorkerFailedError
 from rankzero.pipeline import (
     EngineOpened,
@@ -31,6 +33,7 @@ from rankzero.pipeline import (
     attempt,
     describe_process,
     may_retry,
+    print_line,
 )
 from rankzero.pipeline import lease as leases
 
@@ -50,49 +53,30 @@ _interrupted: set[str] = set()
 
 @dataclass(frozen=True)
 class Step:
-    """A try of a Dagster step.
+    """A try of a Dagster step: a `rankzero.pipeline.PipelineTry`."""
 
-    Attributes:
-        dagster_run: Id of the Dagster run.
-        root: Id of the first run of the group of re-executions.
-        generation: Id of the first run of the chain of automatic retries.
-        key: The step's key.
-        number: Tries of the step before this one, in this run.
-        executor: Kind of process that runs the step: one of `_compat.EXECUTORS`.
-        is_retried: True if the retry policy of the step allows another try in this run.
-        run_is_retried: True if Dagster would retry or resume the run if it failed now.
-        lease: Seconds for which a training may continue without a follower.
-    """
-
-    dagster_run: str
-    root: str
-    generation: str
+    dagster_run: str  # Id of the Dagster run
+    root: str  # Id of the first run of the group of re-executions
+    generation: str  # Id of the first run of the chain of automatic retries
     key: str
-    number: int
-    executor: str
-    is_retried: bool
-    run_is_retried: bool
-    lease: float
+    number: int  # Tries of the step before this one, in this run
+    executor: str  # One of `_compat.EXECUTORS`
+    is_retried: bool  # True if the retry policy of the step allows another try in this run
+    run_is_retried: bool  # True if Dagster would retry or resume the run if it failed now
+    lease: float  # Seconds for which a training may continue without a follower
     instance: dg.DagsterInstance = field(repr=False)
 
     @classmethod
     def of(cls, context: Any) -> Self | None:
         """Returns the try that a context belongs to; None outside of a step, as in a test."""
-        facts = _compat.facts_of(context)
-        if facts is None:
+        if (facts := _compat.facts_of(context)) is None:
             return None
         run, instance, key, number, policy, executor = facts
+        root, generation = run.root_run_id or run.run_id, _generation(run, instance)
+        is_retried = policy is not None and number < policy.max_retries
+        again = _compat.may_be_retried(run, instance)
         return cls(
-            dagster_run=run.run_id,
-            root=run.root_run_id or run.run_id,
-            generation=_generation(run, instance),
-            key=key,
-            number=number,
-            executor=executor,
-            is_retried=policy is not None and number < policy.max_retries,
-            run_is_retried=_compat.may_be_retried(run, instance),
-            lease=lease(policy),
-            instance=instance,
+            run.run_id, root, generation, key, number, executor, is_retried, again, lease(policy), instance=instance
         )
 
     @property
@@ -120,12 +104,8 @@ class Step:
         return describe_process(os.getppid())
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
-        """Returns True if the step that got the result has succeeded, or was failed by one of its blocking checks.
-
-        In both cases its output is stored. A result that a check has rejected would be rejected again.
-        """
-        asked = self.instance, receiver["dagster_run"], receiver["step"]
-        return _compat.step_succeeded(*asked) or _compat.step_was_rejected(*asked)
+        """Returns True if the output of the step that got the result is stored, also if a blocking check failed it."""
+        return _compat.has_stored(self.instance, receiver["dagster_run"], receiver["step"])
 
     def repeats(self, receiver: Mapping[str, Any]) -> bool:
         """Returns True if Dagster automatically repeats a step that has succeeded, as a retry of its whole run does."""
@@ -138,29 +118,27 @@ class Step:
         return isinstance(error, Exception) and self.is_followed_by_another
 
     def _returns_after(self, number: int | None) -> bool:
-        """Returns True if another try follows automatically after a signal that ends this process.
-
-        SIGINT reaches a whole run: from a terminal, or from the run's process to those of its steps. SIGTERM may be
-        sent to a step's process alone.
-        """
+        """Returns True if another try follows automatically after a signal that ends this process."""
+        # SIGINT reaches a whole run: from a terminal, or from the run's process to those of its steps. SIGTERM may be
+        # sent to a step's process alone.
         if is_at_terminal():
             # A user at the terminal wants to stop the whole run.
             return False
-        if self.run_is_retried:
-            return True
-        alone = self.executor == _compat.DELEGATED or (
-            self.executor == _compat.MULTIPROCESS and number == signal.SIGTERM
-        )
-        return self.is_retried and alone
+        is_alone = self.executor == _compat.MULTIPROCESS and number == signal.SIGTERM
+        return self.run_is_retried or (self.is_retried and (is_alone or self.executor == _compat.DELEGATED))
 
-    def is_terminating(self, dagster_run: str = "") -> bool:
-        """Returns True if a Dagster run is being terminated or has ended: the step's own, if none is given."""
+    def is_terminating(self) -> bool:
+        """Returns True if the step's Dagster run is being terminated or has ended; False if Dagster does not answer."""
         try:
-            run = self.instance.get_run_by_id(dagster_run or self.dagster_run)
+            return self.has_ended(self.dagster_run)
         except Exception:
             # The whole deployment may be shutting down: the training's lease ends it if no try follows.
             logger.warning("cannot query Dagster whether the run is being terminated", exc_info=True)
             return False
+
+    def has_ended(self, dagster_run: str) -> bool:
+        """Returns True if a Dagster run is being terminated, has ended, or was deleted. Raises what Dagster raises."""
+        run = self.instance.get_run_by_id(dagster_run)
         # Dagster marks a run that takes too long as failed while it interrupts the steps.
         return run is None or run.is_finished or run.status is dg.DagsterRunStatus.CANCELING
 
@@ -170,13 +148,36 @@ class Step:
         return run is not None and _compat.is_retried(run, self.instance)
 
 
-def run_id_of(root: str, key: str, name: str | None = None) -> str:
-    """Returns the id of the run of a step's training, from the first Dagster run of the group of re-executions.
+def train_in_step(
+    resource: Any, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Generator[Any, None, None]:
+    """Trains for the step of a context: yields observations of its assets, and at the end its result."""
+    if frames := {name: value for name, value in kwargs.items() if is_frame(value)}:
+        # Ranks read the rows of a DataFrame as a dataset, and get its name as the argument.
+        given = resource._given_dataset
+        named = given if isinstance(given, Mapping) else {} if given is None else {"train": given}
+        resource, kwargs = resource.options(dataset={**named, **frames}), {**kwargs, **{name: name for name in frames}}
+    handle: RunHandle[Any] | None = None
+    step, output = Step.of(context), single_output(context)
+    shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
+    try:
+        with open_run(resource._launcher(), step, context, *shipped, name=resource.name) as opened:
+            handle = opened.handle
+            show, interval = partial(print_line, run_id=handle.id), resource.observation_interval
+            for metrics in follow(opened, step, context.log, show, interval, resource.log_ranks):
+                yield from observe(context, metrics)
+        is_reference = takes_reference(context, output) if resource.by_reference is None else resource.by_reference
+        value = handle.result_ref() if is_reference else handle.result()
+        if step is not None:
+            offer(handle, step, context.log)
+            resource._offered.append((handle, step))
+    except RankZeroError as error:
+        raise as_failure(error, handle, step, retry_user_errors=resource.retry_user_errors) from error
+    yield build_result(context, handle, value, output)
 
-    Example:
-        >>> run_id_of("8f14e45f-ceea-467f-a2d0-1f3c5a7b9d0e", "train[3]")
-        '8f14e45f-train-3-ac25d78be7ed5362'
-    """
+
+def run_id_of(root: str, key: str, name: str | None = None) -> str:
+    """Returns the id of the run of a step's training, from the first Dagster run of the group of re-executions."""
     digest = hashlib.sha256("\0".join([root, key, name or ""]).encode()).hexdigest()[:16]
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(filter(None, [key, name]))).strip("-")[:100]
     return f"{root[:8]}-{readable}-{digest}"
@@ -184,22 +185,11 @@ def run_id_of(root: str, key: str, name: str | None = None) -> str:
 
 @contextlib.contextmanager
 def open_run(
-    launcher: Launcher,
-    step: Step | None,
-    context: Any,
-    train: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    name: str | None = None,
+    launcher: Launcher, step: Step | None, context: Any, train: Any, args: Any, kwargs: Any, name: str | None = None
 ) -> Iterator[Opened]:
     """Opens the run of a step's training, which the block follows; see `rankzero.Launcher.durable`.
 
     Outside of a step (None) the run ends with the block. A step that trains more than once names its trainings.
-
-    Raises:
-        dagster.Failure: the Dagster run is being terminated, or another Dagster run has the training.
-        rankzero.RankZeroError: the step has already trained under this name, the job cannot run as described, or an
-            earlier run does not end.
     """
     if step is None:
         run_id = run_id_of(f"test-{secrets.token_hex(8)}", _compat.name_of(context), name)
@@ -214,10 +204,9 @@ def open_run(
             f"this step has already trained {f'under the name {name!r}' if name else 'without a name'}: give its other "
             'training a name of its own, such as torch_distributor.options(name="second").run(...)'
         )
-    labels = {"dagster_run": step.dagster_run, "generation": step.generation, "step": step.key}
     orphan_timeout = step.lease if launcher.orphan_timeout is None else launcher.orphan_timeout
     run_id = run_id_of(step.root, step.key, name)
-    launcher = launcher.options(run_id=run_id, labels=labels, orphan_timeout=orphan_timeout)
+    launcher = launcher.options(run_id=run_id, labels=step.receiver, orphan_timeout=orphan_timeout)
     if before := launcher.find():
         _check_owner(before, step)
     try:
@@ -238,10 +227,11 @@ def open_run(
 def _check_owner(before: RunHandle[Any], step: Step) -> None:
     """Raises dagster.Failure if a living training belongs to a Dagster run of another chain of tries that is running.
 
-    Two re-executions at the same time, or one and a retry of the first run, must not end each other's training.
+    Two re-executions at the same time, or one and a retry of the first run, must not end each other's training. What
+    Dagster raises if it cannot be queried fails this try: the next one queries it again.
     """
     owner = {**before.labels, **before.delivery().receiver}
-    if owner["generation"] == step.generation or before.status().final or step.is_terminating(owner["dagster_run"]):
+    if owner["generation"] == step.generation or before.status().final or step.has_ended(owner["dagster_run"]):
         return
     raise dg.Failure(
         f"the training of this step belongs to the Dagster run {owner['dagster_run']}, which is running: terminate "
@@ -260,12 +250,8 @@ def follow(
 ) -> Iterator[dict[str, Any]]:
     """Shows the output of the ranks until the run has ended; leaves or ends it once the Dagster run has ended.
 
-    Yields:
-        The last value of each of rank 0's metrics, whenever they have changed, at least ``interval`` seconds apart, and
-        more as the run grows old. None yields no metrics.
-
-    Raises:
-        rankzero.RankZeroError: the Dagster run has ended, and the training continues for another one.
+    Yields the last value of each of rank 0's metrics, whenever they have changed, at least ``interval`` seconds apart,
+    and more as the run grows old. None yields no metrics.
     """
     follower = Follower(opened.handle, ranks=log_ranks, attached=opened.attached)
     latest: dict[str, Any] = {}
@@ -299,15 +285,12 @@ def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
     Dagster does not interrupt the steps of a run that was deleted, or whose process it cannot reach. A training belongs
     to the Dagster run that has attached to it last, else to the one that has started it. If that run has failed and
     Dagster retries it, the training waits for the retry, for as long as its lease lasts.
-
-    Raises:
-        rankzero.RankZeroError: the training continues for another Dagster run.
     """
     handle = opened.handle
 
     def find_owner() -> str:
-        owner = handle.delivery().receiver.get("dagster_run", step.dagster_run)
-        return _RETRY if owner == step.dagster_run and step.is_run_retried() else str(owner)
+        owner = str(handle.delivery().receiver.get("dagster_run", step.dagster_run))
+        return _RETRY if owner == step.dagster_run and step.is_run_retried() else owner
 
     # A store or an instance that cannot be queried now is queried again.
     owner = attempt(log, "the query which Dagster run the training belongs to", find_owner, None)
@@ -319,16 +302,13 @@ def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
         return
     # Without another try, the driver ends with this process.
     while not (opened.attached or step.is_followed_by_another or handle.wait(QUERY_INTERVAL)):
-        if owner != _RETRY and step.is_terminating(owner):
+        if owner != _RETRY and attempt(log, "a query of Dagster", partial(step.has_ended, owner), False):
             break
     raise RankZeroError(f"the Dagster run has ended, and its training is left to {owner}")
 
 
 def offer(handle: RunHandle[Any], step: Step, log: Any) -> None:
-    """Records the step that follows the run and gets its value, before Dagster gets the value.
-
-    Without the record the next try gets the value again, and an earlier try may end the run with its Dagster run.
-    """
+    """Records the step that follows the run and gets its value, before Dagster gets the value."""
     attempt(log, "the note of the delivery", lambda: handle.offer(step.receiver), None)
 
 
@@ -345,11 +325,7 @@ def acknowledge(handle: RunHandle[Any], step: Step, log: Any) -> None:
 def as_failure(
     error: RankZeroError, handle: RunHandle[Any] | None, step: Step | None = None, *, retry_user_errors: bool
 ) -> dg.Failure:
-    """Returns the `dagster.Failure` for an error of a run, with its cause, the run directory, and the retry decision.
-
-    A `dagster.RetryPolicy` applies to it, unless another try cannot help, or an exception of the function should not be
-    retried. After the last try "Exceeded max_retries" would hide the error.
-    """
+    """Returns the `dagster.Failure` for an error of a run: its cause, the run directory, and the retry decision."""
     has_checkpoint = handle is not None and handle.status().checkpoint is not None
     entries = describe_error(error)
     if handle is not None:
@@ -358,6 +334,7 @@ def as_failure(
     return dg.Failure(
         description=str(error) if isinstance(error, WorkerFailedError) else f"{type(error).__name__}: {error}",
         metadata=entries,
+        # After the last try "Exceeded max_retries" would hide the error.
         allow_retries=can_help and (step is None or step.is_retried),
     )
 
@@ -366,28 +343,17 @@ def lease(policy: dg.RetryPolicy | None) -> float:
     """Returns the seconds for which a training waits for the next try: the policy's longest delay, and a margin."""
     if policy is None or not policy.delay:
         return leases.lease(0.0)
-    growth = 1.0
-    if policy.backoff is dg.Backoff.EXPONENTIAL:
-        growth = leases.power(2.0, policy.max_retries) - 1
-    elif policy.backoff is dg.Backoff.LINEAR:
-        growth = policy.max_retries
-    if policy.jitter is dg.Jitter.PLUS_MINUS:
-        growth *= 2
+    tries = policy.max_retries
+    growth = {dg.Backoff.EXPONENTIAL: leases.power(2.0, tries) - 1, dg.Backoff.LINEAR: tries, None: 1.0}[policy.backoff]
+    growth *= 2 if policy.jitter is dg.Jitter.PLUS_MINUS else 1
     return leases.lease(leases.longest_delay(policy.delay, growth))
 
 
 def is_at_terminal() -> bool:
     """Returns True if this process is in the foreground of a terminal, where Ctrl-C reaches it."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
+    with contextlib.suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False
 
 
 def _generation(run: dg.DagsterRun, instance: dg.DagsterInstance) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from tests.dagster.dagster_events import failure_of
 
 import rankzero.train as rt
 from dagster_rankzero import build_champion_check, build_metric_bounds_checks, torch_asset
@@ -108,35 +109,17 @@ DAYS = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
 REGIONS = dg.StaticPartitionsDefinition(["eu", "us"])
 SITES = dg.DynamicPartitionsDefinition(name="sites")
 BOTH = dg.MultiPartitionsDefinition({"day": DAYS, "region": REGIONS})
-WIDER = dg.StaticPartitionsDefinition(["apac", "eu", "us"])
-TIERS = dg.MultiPartitionsDefinition({"region": REGIONS, "tier": dg.StaticPartitionsDefinition(["high", "low"])})
-AREAS = dg.MultiPartitionsDefinition({"area": REGIONS, "date": DAYS})
-NUMBERS = dg.StaticPartitionsDefinition(["1", "2"])
-FOLDS = dg.MultiPartitionsDefinition({"fold": NUMBERS, "seed": dg.StaticPartitionsDefinition(["1", "2", "3"])})
-
 
 # The challenger's partitions and the run's, the champion's and its models, and whether an accuracy of 0.7 passes.
 COMPARED = [
     pytest.param(REGIONS, "eu", REGIONS, {"eu": 0.9, "us": 0.5}, False, id="worse than its region's"),
     pytest.param(REGIONS, "eu", REGIONS, {"us": 0.9, "eu": 0.5}, True, id="better than its region's"),
     pytest.param(REGIONS, "eu", REGIONS, {"us": 0.9}, True, id="its region's first"),
+    pytest.param(SITES, "a", SITES, {"a": 0.9, "b": 0.5}, False, id="dynamic"),
     pytest.param(DAYS, "2026-01-03", DAYS, {"2026-01-01": 0.9, "2026-01-02": 0.5}, True, id="better than the newest"),
     pytest.param(DAYS, "2026-01-03", DAYS, {"2026-01-01": 0.5, "2026-01-02": 0.9}, False, id="worse than the newest"),
-    pytest.param(BOTH, "2026-01-03|eu", BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, False, id="any day's"),
-    pytest.param(BOTH, "2026-01-03|eu", BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, True, id="better, any day"),
-    pytest.param(BOTH, "2026-01-03|eu", BOTH, {"2026-01-02|us": 0.9}, True, id="its region's first on any day"),
-    pytest.param(SITES, "a", SITES, {"a": 0.9, "b": 0.5}, False, id="dynamic"),
     pytest.param(DAYS, "2026-01-03", None, {None: 0.9}, False, id="one champion"),
-    pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.9, "us": 0.5}, False, id="worse than the region's"),
-    pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"eu": 0.5, "us": 0.9}, True, id="better than the region's"),
-    pytest.param(BOTH, "2026-01-02|eu", REGIONS, {"us": 0.9}, True, id="the region's first"),
-    pytest.param(BOTH, "2026-01-02|eu", WIDER, {"eu": 0.9, "us": 0.5}, False, id="unequal regions"),
     pytest.param(BOTH, "2026-01-02|eu", DAYS, {"2026-01-02": 0.9, "2026-01-01": 0.5}, True, id="the newest"),
-    pytest.param(BOTH, "2026-01-02|eu", TIERS, {"eu|high": 0.9, "us|low": 0.5}, False, id="a dimension in common"),
-    pytest.param(BOTH, "2026-01-02|eu", AREAS, {"eu|2026-01-01": 0.9, "us|2026-01-02": 0.5}, False, id="renamed"),
-    pytest.param(FOLDS, "1|2", NUMBERS, {"1": 0.9, "2": 0.5}, False, id="equal partitions, not equal keys"),
-    pytest.param(REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.9, "2026-01-02|us": 0.5}, False, id="of any day"),
-    pytest.param(REGIONS, "eu", BOTH, {"2026-01-01|eu": 0.5, "2026-01-02|us": 0.9}, True, id="better than any day's"),
 ]
 
 
@@ -150,90 +133,27 @@ def test_a_model_is_compared_with_the_champion_of_its_region_and_of_any_day(
     instance: dg.DagsterInstance,
 ) -> None:
     instance.add_dynamic_partitions("sites", ["a", "b"])
-    check = build_champion_check("challenger", dg.AssetSpec("champion", partitions_def=partitions), "accuracy")
+
+    @dg.asset(partitions_def=challengers)
+    def challenger() -> dg.MaterializeResult[None]:
+        return dg.MaterializeResult(metadata={"accuracy": 0.7})
+
+    check = build_champion_check(challenger, dg.AssetSpec("champion", partitions_def=partitions), "accuracy")
     for champion, accuracy in champions.items():
         shown = dg.AssetMaterialization("champion", partition=champion, metadata={"accuracy": accuracy})
         instance.report_runless_asset_event(shown)
-
-    @dg.asset(key="challenger", partitions_def=challengers)
-    def train() -> dg.MaterializeResult[None]:
-        return dg.MaterializeResult(metadata={"accuracy": 0.7})
-
-    result = dg.materialize([train, check], instance=instance, partition_key=partition, raise_on_error=False)
-    assert verdicts(result) == {"accuracy_beats_champion": passed}
-
-
-SINGLE_RUN = dg.BackfillPolicy.single_run()
-
-
-def over(first: str, last: str) -> dict[str, str]:
-    return {"dagster/asset_partition_range_start": first, "dagster/asset_partition_range_end": last}
-
-
-def rows_of(evaluation: dg.AssetCheckEvaluation) -> dict[str, dict[str, object]]:
-    table = evaluation.metadata["partitions"]
-    assert isinstance(table, dg.TableMetadataValue)
-    return {str(record.data["partition"]): dict(record.data) for record in table.records}
-
-
-@pytest.mark.parametrize(
-    ("partitions", "first", "last", "shown", "failing"),
-    [
-        (REGIONS, "eu", "us", {"eu": (0.7, 0.9), "us": (0.7, 0.6)}, ["eu"]),
-        (REGIONS, "us", "us", None, []),
-        (BOTH, "2026-01-02|eu", "2026-01-02|us", {"2026-01-02|eu": (0.7, 0.9), "2026-01-02|us": (0.7, 0.6)}, ["eu"]),
-        (None, "eu", "us", {"eu": (0.7, 0.9), "us": (0.7, 0.6)}, ["eu"]),
-    ],
-    ids=["regions", "a range of one", "days and regions", "one model for all regions"],
-)
-def test_in_a_run_of_a_range_each_partition_is_compared_with_its_own_champion(
-    partitions: dg.PartitionsDefinition[str] | None,
-    first: str,
-    last: str,
-    shown: dict[str, tuple[float, float]] | None,
-    failing: list[str],
-    instance: dg.DagsterInstance,
-) -> None:
-    for region, accuracy in (("eu", 0.9), ("us", 0.6)):
-        published = dg.AssetMaterialization("champion", partition=region, metadata={"accuracy": accuracy})
-        instance.report_runless_asset_event(published)
-
-    @dg.asset(key="challenger", partitions_def=partitions, backfill_policy=SINGLE_RUN if partitions else None)
-    def train() -> dg.MaterializeResult[None]:
-        return dg.MaterializeResult(metadata={"accuracy": 0.7})
-
-    @dg.asset(partitions_def=partitions or REGIONS, backfill_policy=SINGLE_RUN)
-    def features() -> None: ...
-
-    check = build_champion_check(train, dg.AssetSpec("champion", partitions_def=REGIONS), "accuracy")
-    result = dg.materialize([features, train, check], instance=instance, tags=over(first, last), raise_on_error=False)
+    result = dg.materialize([challenger, check], instance=instance, partition_key=partition, raise_on_error=False)
     (evaluation,) = result.get_asset_check_evaluations()
-    assert evaluation.passed is (failing == [])
-    if shown is None:
-        assert [evaluation.metadata[name].value for name in ("challenger", "champion")] == [0.7, 0.6]
-        return
-    rows = rows_of(evaluation)
-    assert {key: (row["challenger"], row["champion"]) for key, row in rows.items()} == shown
-    named = str(evaluation.description)
-    assert [key.split("|")[-1] for key in rows if key in named] == failing
+    assert (evaluation.partition, evaluation.passed) == (partition, passed)
 
 
-def test_in_a_run_of_a_range_each_partition_must_be_within_the_bounds(instance: dg.DagsterInstance) -> None:
-    @dg.asset(partitions_def=DAYS, backfill_policy=SINGLE_RUN)
-    def model(context: dg.AssetExecutionContext) -> None:
-        for key, loss in zip(context.partition_keys, (0.1, 9.0, 0.2), strict=True):
-            context.add_asset_metadata({"loss": loss}, partition_key=key)
-
-    checks = build_metric_bounds_checks(model, {"loss": (None, 1.0)}, blocking=False)
-    tags = over("2026-01-01", "2026-01-03")
-    trained = dg.materialize([model, *checks], instance=instance, tags=tags)
-    # A job of checks alone, of an asset that another program materializes.
-    alone = checked(checks[0], dg.AssetSpec("model", partitions_def=DAYS), instance, tags=tags)
-    for result in (trained, alone):
-        (evaluation,) = result.get_asset_check_evaluations()
-        assert not evaluation.passed
-        assert evaluation.description == "1 of 3 partitions fail: 2026-01-02"
-        assert [row["loss"] for row in rows_of(evaluation).values()] == [0.1, 9.0, 0.2]
+@pytest.mark.parametrize(("challengers", "champions"), [(BOTH, BOTH), (BOTH, REGIONS), (None, REGIONS)])
+def test_a_champion_that_could_be_one_of_several_is_refused_when_defined(
+    challengers: dg.PartitionsDefinition[str] | None, champions: dg.PartitionsDefinition[str]
+) -> None:
+    specs = dg.AssetSpec("model", partitions_def=challengers), dg.AssetSpec("champion", partitions_def=champions)
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="of your own"):
+        build_champion_check(*specs, "accuracy")
 
 
 def test_metrics_out_of_bounds_or_never_reported_stop_what_comes_after(
@@ -268,56 +188,44 @@ def test_a_partition_is_judged_by_its_own_metric(resources: dict[str, object], i
     assert verdicts(result) == {"loss_within_bounds": False}
 
 
-SUNDAYS = dg.WeeklyPartitionsDefinition("2026-01-04")
-
-
 @pytest.mark.parametrize(
-    ("partitions", "models", "partition", "judged"),
+    ("models", "judged"),
     [
-        # One model, trained by the job of a day.
-        pytest.param(None, {None: 0.7}, "2026-01-02", 0.7, id="none"),
-        pytest.param(DAYS, {"2026-01-01": 0.9}, "2026-01-02", None, id="the run's, not trained"),
-        pytest.param(SUNDAYS, {"2026-01-04": 0.5, "2026-01-11": 0.9}, "2026-01-14", 0.9, id="others than the run's"),
-        pytest.param(SITES, {"a": 0.9, "b": 0.5}, "a", 0.9, id="dynamic"),
-        pytest.param(BOTH, {"2026-01-01|eu": 0.9, "2026-01-01|us": 0.5}, "2026-01-01|eu", 0.9, id="two dimensions"),
-        pytest.param(BOTH, {"2026-01-01|eu": 0.9, "2026-01-01|us": 0.5}, "2026-01-01", 0.5, id="one of two dimensions"),
-        pytest.param("elsewhere", {"a": 0.9, "b": 0.5}, "a", 0.9, id="those of another code location"),
-        pytest.param("elsewhere", {None: 0.7}, "a", 0.7, id="none in another code location"),
+        pytest.param({None: 0.7}, 0.7, id="one model, trained by the job of a day"),
+        pytest.param({"a": 0.9, "b": 0.5}, 0.9, id="the run's partition"),
+        pytest.param({"b": 0.5}, None, id="the run's partition was not trained"),
     ],
 )
-def test_the_checked_asset_s_own_partition_counts(
-    partitions: dg.PartitionsDefinition[str] | str | None,
-    models: dict[str | None, float],
-    partition: str,
-    judged: float | None,
-    instance: dg.DagsterInstance,
+def test_a_check_by_key_alone_judges_the_partition_of_the_run_or_the_only_model(
+    models: dict[str | None, float], judged: float | None, instance: dg.DagsterInstance
 ) -> None:
-    instance.add_dynamic_partitions("sites", ["a", "b"])
-    for model, accuracy in models.items():
-        shown = dg.AssetMaterialization("challenger", partition=model, metadata={"accuracy": accuracy})
+    for partition, accuracy in models.items():
+        shown = dg.AssetMaterialization("challenger", partition=partition, metadata={"accuracy": accuracy})
         instance.report_runless_asset_event(shown)
-    instance.add_dynamic_partitions("any", [partition])
-    is_here = not isinstance(partitions, str)
 
-    @dg.asset(partitions_def=BOTH if "|" in partition else dg.DynamicPartitionsDefinition(name="any"))
+    @dg.asset(partitions_def=LETTERS, backfill_policy=dg.BackfillPolicy.single_run())
     def features() -> None: ...
 
     checks = [
         *build_metric_bounds_checks("challenger", {"accuracy": (0.0, None)}, blocking=False),
         build_champion_check("challenger", "champion", "accuracy", blocking=False),
     ]
-    job = dg.Definitions(
-        assets=[features, *([dg.AssetSpec("challenger", partitions_def=partitions)] if is_here else [])],
-        asset_checks=checks,
-        jobs=[dg.define_asset_job("daily", dg.AssetSelection.assets(features) | dg.AssetSelection.checks(*checks))],
-    ).resolve_job_def("daily")
-    evaluations = job.execute_in_process(partition_key=partition, instance=instance).get_asset_check_evaluations()
+    selection = dg.AssetSelection.assets(features) | dg.AssetSelection.checks(*checks)
+    defs = dg.Definitions([features], asset_checks=checks, jobs=[dg.define_asset_job("daily", selection)])
+    job = defs.resolve_job_def("daily")
+    evaluations = job.execute_in_process(partition_key="a", instance=instance).get_asset_check_evaluations()
     for evaluation in evaluations:
         found = [evaluation.metadata[name].value for name in ("accuracy", "challenger") if name in evaluation.metadata]
         assert found == ([] if judged is None else [judged])
-        assert evaluation.passed is (judged is not None)
+        assert (evaluation.partition, evaluation.passed) == (None, judged is not None)
         assert judged is not None or "no materialization" in str(evaluation.description)
     assert len(evaluations) == 2
+    both = {"dagster/asset_partition_range_start": "a", "dagster/asset_partition_range_end": "b"}
+    several = job.execute_in_process(tags=both, instance=instance, raise_on_error=False)
+    # One evaluation cannot speak for two partitions.
+    assert several.success is (None in models)
+    if not several.success:
+        assert "partitions_def=" in failure_of(several, "challenger_accuracy_within_bounds")[0]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_options_change_fields_of_the_projects_resource(
     assert value_of(result, "greeting") == {"size": 1, "greeting": "hello"}
     # The project's store, and the IO manager that the file names.
     assert list((tmp_path / "runs").iterdir())
-    assert (tmp_path / "shelf" / "greeting" / "manifest.json").exists()
+    assert (tmp_path / "shelf" / "greeting" / "rankzero.json").exists()
     assert {check.check_name: check.passed for check in result.get_asset_check_evaluations()} == {
         "finite": True,
         "told": False,

@@ -12,7 +12,6 @@ import rankzero.train as rt
 from dagster_rankzero import torch_asset
 from dagster_rankzero.metadata import TABLE_ROWS, describe_run
 from rankzero import Launcher, LocalEngine
-from rankzero.report.curves import CHART_POINTS
 
 
 def test_the_curve_the_table_and_the_throughput_of_a_run(resources: dict[str, object]) -> None:
@@ -53,9 +52,6 @@ def test_many_reports_are_thinned_and_the_last_one_kept(tmp_path: Path, marker: 
     shown = describe_run(handle)
     rows = [record.data for record in shown["reports"].records]
     assert (len(rows), rows[0]["step"], rows[-1]["step"]) == (TABLE_ROWS, 0, 4999)
-    svg = base64.b64decode(shown["loss_curve"].value.partition("base64,")[2].removesuffix(")")).decode()
-    assert svg.count(",", svg.index("points="), svg.index('"', svg.index("points=") + 8)) == CHART_POINTS
-    assert len(shown["loss_curve"].value) < 10_000
 
 
 @pytest.mark.parametrize("losses", [[], [1.0], [float("nan")] * 3])
@@ -89,9 +85,7 @@ def test_metrics_of_any_name_and_size_fail_no_step(resources: dict[str, object])
     ("broken", "left_out"),
     [
         ("reports.rows_of", "reports"),
-        ("reports.throughput", "epochs_per_second"),
         ("curves.chart", "loss_curve"),
-        ("describe_result", "format"),
         ("_list_reports", "reports"),
         ("_describe_end", "run_directory"),
     ],

@@ -47,14 +47,6 @@ def materialized(result: dg.ExecuteInProcessResult) -> list[str]:
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_the_only_asset_of_a_step_is_named(body: Body, resources: dict[str, object]) -> None:
-    multi = dg.multi_asset(outs={"out": dg.AssetOut(key=["ml", "model"])}, name="multi")(body)
-    result = dg.materialize([multi], resources=resources)
-    assert materialized(result) == ["ml/model"]
-    assert value_of(result, "multi", "out") == train()
-
-
-@pytest.mark.parametrize("body", BODIES)
 def test_the_only_selected_asset_of_a_step_is_named(body: Body, resources: dict[str, object]) -> None:
     outs = {name: dg.AssetOut(is_required=False) for name in ("model", "metrics")}
     multi = dg.multi_asset(outs=outs, can_subset=True, name="multi")(body)

@@ -75,15 +75,6 @@ def test_an_asset_shows_the_run_and_its_result(
     assert "[1] rank 1 says hello" in lines
 
 
-def test_options_change_one_run_only(
-    torch_distributor: TorchDistributorResource, asset_context: dg.AssetExecutionContext
-) -> None:
-    changed = torch_distributor.options(num_processes=3)
-    returned = changed.run(asset_context, lambda: rt.get_context().world_size)
-    assert returned.value == 3
-    assert torch_distributor.num_processes == 2
-
-
 def test_configuration_reaches_the_ranks_without_dagster(
     torch_distributor: TorchDistributorResource, asset_context: dg.AssetExecutionContext
 ) -> None:

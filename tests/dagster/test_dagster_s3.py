@@ -63,13 +63,13 @@ def test_versions_partitions_and_handles_are_those_of_a_disk(
 
     @dg.asset(ins={"part": dg.AssetIn(metadata={"allow_missing_partitions": True})})
     def parts(part: dict[str, ResultRef]) -> list[str]:
-        assert all(ref.uri.startswith(f"{bucket}/assets/part/{key}/data-") for key, ref in part.items())
+        assert all(ref.uri.startswith(f"{bucket}/assets/part/@partitions/{key}/data-") for key, ref in part.items())
         return sorted(ref.load()["key"] for ref in part.values())
 
     resources = {"io_manager": RankZeroIOManager(base_path=f"{bucket}/assets")}
     for key in ("a", "c", "a"):
         dg.materialize([part], resources=resources, partition_key=key, instance=instance)
-    assert len(store.list_names(f"{bucket}/assets/part/a")) == 3
+    assert len(store.list_names(f"{bucket}/assets/part/@partitions/a")) == 3
     result = dg.materialize([part, parts], selection=[parts], resources=resources, instance=instance)
     assert result.output_for_node("parts") == ["a", "c"]
 
