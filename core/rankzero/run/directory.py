@@ -48,7 +48,9 @@ class RunDirectory:
 
     def names(self) -> list[str]:
         """Returns the names of all jobs and folders of submissions."""
-        return [name for name in store.list_names(self.path(SUBMISSIONS)) if _is_own(name)]
+        with contextlib.suppress(NotADirectoryError):
+            return [name for name in store.list_names(self.path(SUBMISSIONS)) if _is_own(name)]
+        return []
 
     def newest(self) -> tuple[int, Job | None]:
         """Returns the number of the last submission, and its job, which is None behind a removal; -1 if there is none.
@@ -64,8 +66,7 @@ class RunDirectory:
 
     def numbers(self) -> list[int]:
         """Returns the numbers of the submissions, and of the removal of the run, in order."""
-        names = store.list_names(self.path(SUBMISSIONS))
-        return sorted(int(found[1]) for name in names if (found := CLAIM.fullmatch(name)))
+        return sorted(int(found[1]) for name in self.names() if (found := CLAIM.fullmatch(name)))
 
     def _read(self, number: int) -> Job | None:
         data = store.read_bytes(self.job_path(number))
