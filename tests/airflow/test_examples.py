@@ -88,7 +88,7 @@ def test_maintenance_shows_and_then_removes_what_is_old(
     shown = run_dag(dag, run_conf={"days": 7, "dry_run": True})
     assert shown.state == "success", shown.errors
     (removed,) = shown.xcom("collect_runs")["removed"]
-    assert removed["directory"] == run.directory
+    assert removed["directory"] == run.run.directory
     assert run.status().state == "succeeded", "a dry run removes nothing"
 
     # Loaded anew, as a worker does: what a person gave to one run is not the next one's.

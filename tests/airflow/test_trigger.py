@@ -246,7 +246,7 @@ def test_a_store_that_does_not_answer_delays_no_training_of_another_store(
     runs = make_runs(f"memory://{tmp_path.name}/away", "succeeded", count=100)
     triggers = [make_trigger(RunHandle[Any](run.run.directory)) for run in runs]
     (other, *_) = make_runs(f"memory://{tmp_path.name}/there", "succeeded")
-    trigger = make_trigger(RunHandle[Any](other.directory))
+    trigger = make_trigger(RunHandle[Any](other.run.directory))
     stall = Stall("/away/")
     monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
 
@@ -254,7 +254,7 @@ def test_a_store_that_does_not_answer_delays_no_training_of_another_store(
         stall.begin()
         following = [asyncio.create_task(first(each)) for each in triggers]
         await true(lambda: stall.stalled)
-        assert (await first(trigger))["directory"] == other.directory
+        assert (await first(trigger))["directory"] == other.run.directory
         # What any other trigger does.
         assert await asyncio.to_thread(lambda: "done") == "done"
         assert not any(task.done() for task in following)
