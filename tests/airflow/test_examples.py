@@ -95,7 +95,8 @@ def test_maintenance_shows_and_then_removes_what_is_old(
     done = run_dag(load_dag("maintenance.py"), run_conf={"days": 7})
     assert done.state == "success", done.errors
     assert done.xcom("collect_runs") == {**shown.xcom("collect_runs"), "dry_run": False}
-    assert [path.name for path in (tmp_path / "configured").iterdir()] == ["young"]
+    assert run.run.find_job() is None
+    assert RunDirectory(str(tmp_path / "configured" / "young")).find_job()
 
 
 def test_sweep_keeps_the_best_of_its_trainings(load_dag: LoadDag, run_dag: RunDag, tmp_path: Path) -> None:
