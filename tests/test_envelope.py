@@ -9,8 +9,9 @@ import numpy
 import pytest
 
 from rankzero import Launcher
-from rankzero.submit import payload
-from rankzero.values.pickled import LARGE, beside, open_packed, pack
+from rankzero.submit import pack
+from rankzero.values import pickled
+from rankzero.values.pickled import LARGE, beside, open_packed
 
 
 def opened(path: Path) -> Any:
@@ -21,7 +22,7 @@ def sealed(value: object, path: Path) -> list[memoryview]:
     """Writes a value; the buffers that lie beside the pickle."""
     stream, buffers = io.BytesIO(), []  # type: ignore[var-annotated]
     pickle.Pickler(stream, protocol=5, buffer_callback=beside(buffers)).dump(value)
-    path.write_bytes(b"".join(pack(stream.getvalue(), buffers)))
+    path.write_bytes(b"".join(pickled.pack(stream.getvalue(), buffers)))
     return buffers
 
 
@@ -101,7 +102,7 @@ def test_tensors_come_back_as_they_were(name: str, tmp_path: Path) -> None:
     import torch
 
     tensor, path = tensors()[name], tmp_path / "file"
-    parts = payload.build(len, ([tensor, tensor],), {}).data
+    parts = pack.build(len, ([tensor, tensor],), {}).data
     path.write_bytes(b"".join(parts))
     first, second = opened(path)["args"][0]
     assert first is second
@@ -118,7 +119,7 @@ def test_a_tensor_that_gets_other_numbers_meanwhile_is_written_as_it_was(tmp_pat
     import torch
 
     tensor, path = torch.full((8 * LARGE,), 7.0), tmp_path / "file"
-    parts = payload.build(len, ([tensor],), {}).data
+    parts = pack.build(len, ([tensor],), {}).data
     tensor.data = torch.zeros(1)
     path.write_bytes(b"".join(parts))
     (loaded,) = opened(path)["args"][0]
@@ -129,7 +130,7 @@ def test_a_loaded_tensor_cannot_be_resized_and_its_clone_can(tmp_path: Path) -> 
     import torch
 
     path = tmp_path / "file"
-    path.write_bytes(b"".join(payload.build(len, ([torch.ones(LARGE)],), {}).data))
+    path.write_bytes(b"".join(pack.build(len, ([torch.ones(LARGE)],), {}).data))
     (loaded,) = opened(path)["args"][0]
     assert loaded.clone().resize_(2 * LARGE).numel() == 2 * LARGE
     with pytest.raises(RuntimeError, match="not resizable"):
@@ -140,7 +141,7 @@ def test_the_numbers_of_a_module_lie_beside_the_pickle(tmp_path: Path) -> None:
     import torch
 
     model, path = torch.nn.Linear(1024, 1024), tmp_path / "file"
-    parts = payload.build(len, ([model],), {}).data
+    parts = pack.build(len, ([model],), {}).data
     assert len(parts[1]) < LARGE // 8
     path.write_bytes(b"".join(parts))
     (loaded,) = opened(path)["args"][0]
@@ -160,7 +161,7 @@ def test_memory_of_a_tensor_that_pickling_made_lives_as_long_as_its_parts() -> N
         def __reduce__(self) -> Any:
             return torch.clone, (torch.full((LARGE,), 7.0),)
 
-    parts = payload.build(len, ([Lazy()],), {}).data
+    parts = pack.build(len, ([Lazy()],), {}).data
     gc.collect()
     torch.full((LARGE,), 1.0)
     assert numpy.frombuffer(parts[3], dtype=numpy.float32).min() == 7.0

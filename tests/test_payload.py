@@ -20,7 +20,7 @@ import cloudpickle
 import pytest
 
 from rankzero import InvalidJobError, Launcher, ResultRef
-from rankzero.submit import payload, shipping
+from rankzero.submit import code_files, pack
 
 
 def train(lr: float, *, steps: int = 1) -> float:
@@ -29,7 +29,7 @@ def train(lr: float, *, steps: int = 1) -> float:
 
 def refused(train: object, *args: Any, **kwargs: Any) -> str:
     with pytest.raises(InvalidJobError) as caught:
-        payload.build(train, args, kwargs)
+        pack.build(train, args, kwargs)
     return str(caught.value)
 
 
@@ -57,7 +57,7 @@ def test_a_script_takes_no_keywords(tmp_path: Path) -> None:
 
 
 def test_module_references_are_resolved_and_checked() -> None:
-    assert payload.build("json:dumps", ({},), {}).name == "dumps"
+    assert pack.build("json:dumps", ({},), {}).name == "dumps"
     assert "has no function 'nothing'" in refused("json:nothing")
     assert "cannot be imported" in refused("no_such_module:train")
 
@@ -96,11 +96,11 @@ def test_async_and_generator_functions_are_refused() -> None:
 
 def test_references_are_found_wherever_they_are() -> None:
     one, two, three = (ResultRef(path, "json", "0", 1) for path in ("/x", "/y", "/z"))
-    built = payload.build(dict, (), {"a": one, "b": [two, {"c": (three,)}, one]})
+    built = pack.build(dict, (), {"a": one, "b": [two, {"c": (three,)}, one]})
     assert sorted(ref.uri for ref in built.refs) == ["/x", "/y", "/z"]
 
 
-def run_elsewhere(built: payload.Payload, tmp_path: Path) -> str:
+def run_elsewhere(built: pack.Payload, tmp_path: Path) -> str:
     """Unpickles and calls the payload in a process that knows nothing of this one's modules."""
     (tmp_path / "payload.pkl").write_bytes(b"".join(built.data))
     extra = []
@@ -138,7 +138,7 @@ def closure(factor: int) -> Callable[[int], int]:
 def test_functions_travel_by_value(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: str, tmp_path: Path
 ) -> None:
-    assert run_elsewhere(payload.build(function, args, kwargs), tmp_path) == value
+    assert run_elsewhere(pack.build(function, args, kwargs), tmp_path) == value
 
 
 NOTEBOOK = """
@@ -188,14 +188,14 @@ def test_cached_functions_of_a_notebook_travel_with_an_empty_cache(tmp_path: Pat
     notebook: dict[str, Any] = {"__name__": "__main__"}
     exec(CACHED, notebook)
     expected = notebook["train"]()
-    found = run_elsewhere(payload.build(notebook["train"], (), {}), tmp_path)
+    found = run_elsewhere(pack.build(notebook["train"], (), {}), tmp_path)
     assert found == str((55, {"maxsize": 3, "typed": False}, 1.0, 1, {"lr": 0.5})) == str(expected)
 
 
 def test_a_class_in_a_function_of_a_notebook_finds_what_its_body_names(tmp_path: Path) -> None:
     notebook: dict[str, Any] = {"__name__": "__main__"}
     exec(NOTEBOOK, notebook)
-    assert run_elsewhere(payload.build(notebook["train"], (), {}), tmp_path) == "(3, 2)"
+    assert run_elsewhere(pack.build(notebook["train"], (), {}), tmp_path) == "(3, 2)"
 
 
 @pytest.fixture
@@ -258,14 +258,14 @@ def user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", ["by_value", "by_module", "lazily", "relatively", "uses_cached"])
 def test_functions_of_a_user_package_bring_the_modules_they_need(user_package: Any, name: str, tmp_path: Path) -> None:
-    built = payload.build(getattr(user_package, name), (), {})
+    built = pack.build(getattr(user_package, name), (), {})
     assert run_elsewhere(built, tmp_path) == "8"
 
 
 @pytest.mark.parametrize(("name", "value"), [("same_class", "True"), ("torch_save", "saved")])
 def test_every_class_of_a_user_package_exists_once(user_package: Any, name: str, value: str, tmp_path: Path) -> None:
     """By value and by source at the same time, isinstance, except and pickle would silently go wrong."""
-    assert run_elsewhere(payload.build(getattr(user_package, name), (), {}), tmp_path) == value
+    assert run_elsewhere(pack.build(getattr(user_package, name), (), {}), tmp_path) == value
 
 
 @pytest.mark.parametrize("line", ["import dagster", "from airflow.sdk import task", "from . import pipeline"])
@@ -282,7 +282,7 @@ def test_a_module_that_imports_an_orchestrator_travels_by_value(
 
     importlib.invalidate_caches()
     defs = importlib.import_module("acme_models.defs")
-    built = payload.build(defs.train, (), {})
+    built = pack.build(defs.train, (), {})
     assert run_elsewhere(built, tmp_path) == "trained"
     assert built.modules is None
 
@@ -311,26 +311,26 @@ def strange(tmp_path: Path) -> Iterator[types.ModuleType]:
 def test_a_function_of_a_module_under_another_name_travels_by_value(strange: Any, tmp_path: Path) -> None:
     sys.modules["its_old_name"] = strange
     strange.train.__module__ = "its_old_name"
-    assert run_elsewhere(payload.build(strange.train, (), {}), tmp_path) == "trained"
+    assert run_elsewhere(pack.build(strange.train, (), {}), tmp_path) == "trained"
 
 
 def test_a_function_of_a_module_without_a_file_travels_like_its_package(strange: Any, tmp_path: Path) -> None:
     below = types.ModuleType("strange_dag.below")
     sys.modules[below.__name__] = strange.below = below
     exec("def train():\n    return 'trained below'\n", below.__dict__)
-    assert run_elsewhere(payload.build(below.train, (), {}), tmp_path) == "trained below"
+    assert run_elsewhere(pack.build(below.train, (), {}), tmp_path) == "trained below"
 
 
 def test_a_function_that_does_not_know_its_module_travels_by_value(strange: Any, tmp_path: Path) -> None:
     strange.train.__module__ = None
-    assert run_elsewhere(payload.build(strange.train, (), {}), tmp_path) == "trained"
+    assert run_elsewhere(pack.build(strange.train, (), {}), tmp_path) == "trained"
 
 
 def test_what_is_pickled_by_value_is_forgotten_after_it(strange: Any) -> None:
     before = cloudpickle.list_registry_pickle_by_value()
-    payload.build(strange.train, (), {})
+    pack.build(strange.train, (), {})
     with pytest.raises(InvalidJobError):
-        payload.build(strange.train, (threading.Lock(),), {})
+        pack.build(strange.train, (threading.Lock(),), {})
     assert cloudpickle.list_registry_pickle_by_value() == before
 
 
@@ -338,7 +338,7 @@ def test_files_without_a_date_and_dead_links_do_no_harm(user_package: Any, tmp_p
     package = Path(user_package.__file__).parent
     os.utime(package / "nets.py", (0, 0))
     (package / ".#nets.py").symlink_to("nobody@nowhere")
-    assert run_elsewhere(payload.build(user_package.by_value, (), {}), tmp_path) == "8"
+    assert run_elsewhere(pack.build(user_package.by_value, (), {}), tmp_path) == "8"
 
 
 def test_a_module_of_the_user_wins_over_an_installed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,18 +351,18 @@ def test_a_module_of_the_user_wins_over_an_installed_one(tmp_path: Path, monkeyp
 
         return str(iniconfig.MARK)
 
-    assert run_elsewhere(payload.build(train, (), {}), tmp_path) == "mine"
+    assert run_elsewhere(pack.build(train, (), {}), tmp_path) == "mine"
 
 
 class Submitting:
     """An argument that submits something itself while it is pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return str, (payload.build(train, (0.1,), {}).name,)
+        return str, (pack.build(train, (0.1,), {}).name,)
 
 
 def test_what_is_submitted_may_submit() -> None:
-    assert payload.build(len, ([Submitting()],), {}).name == "len"
+    assert pack.build(len, ([Submitting()],), {}).name == "len"
 
 
 class Parsing:
@@ -385,11 +385,11 @@ def test_what_finalizers_do_meanwhile_does_not_disturb(user_package: Any, reques
         path.write_text(path.read_text() + "\n".join(f"x{number}_{line} = [{line}]" for line in range(300)) + "\n")
         for _ in range(300):
             Parsing()
-        assert payload.build(user_package.by_value, (), {}).modules is not None
+        assert pack.build(user_package.by_value, (), {}).modules is not None
 
 
 def test_data_files_of_a_user_package_come_along(user_package: Any, tmp_path: Path) -> None:
-    assert run_elsewhere(payload.build(user_package.data_file, (), {}), tmp_path) == "42"
+    assert run_elsewhere(pack.build(user_package.data_file, (), {}), tmp_path) == "42"
 
 
 SECRETS = [
@@ -418,7 +418,7 @@ def test_keys_and_passwords_in_a_user_package_stay_here(
     for name in SECRETS + HARMLESS[1:]:
         (package / name).parent.mkdir(exist_ok=True)
         (package / name).write_text("# hunter2")
-    built = payload.build(user_package.by_value, (), {})
+    built = pack.build(user_package.by_value, (), {})
     assert built.modules
     names = zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist()
     assert [name for name in SECRETS if f"acme_models/{name}" in names] == []
@@ -436,7 +436,7 @@ def test_of_a_folder_without_init_only_sources_travel(tmp_path: Path) -> None:
     for name in ("train_it.py", "folder/part.py", "folder/data.txt", "folder/.env"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("import folder.part\n" if name == "train_it.py" else "")
-    built = payload.build(tmp_path / "train_it.py", (), {})
+    built = pack.build(tmp_path / "train_it.py", (), {})
     assert built.modules
     assert zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist() == ["folder/part.py"]
 
@@ -447,14 +447,14 @@ def test_installed_packages_do_not_travel() -> None:
 
         return torch.__version__
 
-    assert payload.build(uses_torch, (), {}).modules is None
+    assert pack.build(uses_torch, (), {}).modules is None
 
 
 def test_the_registry_of_cloudpickle_is_as_before(user_package: Any) -> None:
     import cloudpickle
 
     before = cloudpickle.list_registry_pickle_by_value()
-    payload.build(user_package.by_value, (), {})
+    pack.build(user_package.by_value, (), {})
     assert cloudpickle.list_registry_pickle_by_value() == before
 
 
@@ -463,14 +463,14 @@ def test_a_script_brings_the_modules_beside_it(tmp_path: Path) -> None:
     (tmp_path / "beside_it.py").write_text("import further\n")
     (tmp_path / "further.py").write_text("")
     before = list(sys.path)
-    built = payload.build(tmp_path / "train_it.py", (1, 2.5), {})
+    built = pack.build(tmp_path / "train_it.py", (1, 2.5), {})
     assert sys.path == before
     assert built.modules is not None
     assert zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist() == ["beside_it.py", "further.py"]
 
 
 def test_too_much_user_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipping, "MODULES_LIMIT", 10)
+    monkeypatch.setattr(code_files, "MODULES_LIMIT", 10)
     (tmp_path / "train_it.py").write_text("import big\n")
     (tmp_path / "big.py").write_text("x" * 100)
     why = refused(tmp_path / "train_it.py")
@@ -484,7 +484,7 @@ def test_a_package_says_which_of_its_files_stay(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "mine" / ".rankzeroignore").write_text("/data/\n*.npy\n")
-    built = payload.build(tmp_path / "train_it.py", (), {})
+    built = pack.build(tmp_path / "train_it.py", (), {})
     assert built.modules is not None
     names = zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist()
     assert names == ["mine/__init__.py", "mine/inner/__init__.py", "mine/table.csv"]

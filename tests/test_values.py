@@ -21,8 +21,8 @@ from tests.kinds_of_values import KINDS, Score, same
 from tests.runs import folder_of
 
 from rankzero import InvalidJobError, Launcher, ResultError, ResultRef
-from rankzero.submit import payload
-from rankzero.submit.content import digest_of
+from rankzero.submit import pack
+from rankzero.submit.pack_content import digest_of
 from rankzero.values import digest, formats, safetensors
 from rankzero.values.pickled import open_packed
 from rankzero.values.plain import is_json
@@ -36,7 +36,7 @@ def back(value: Any, directory: Path) -> Any:
 
 def as_argument(value: Any, directory: Path) -> Any:
     path = directory / "payload"
-    path.write_bytes(b"".join(payload.build(len, (value,), {}).data))
+    path.write_bytes(b"".join(pack.build(len, (value,), {}).data))
     return open_packed(str(path))["args"][0]
 
 
@@ -110,7 +110,7 @@ def test_tensors_share_what_they_shared_and_no_more_is_written(tmp_path: Path) -
         assert numbers.view(torch.float32)[1] == 7.0
     assert ResultRef.save([base[:2]], tmp_path).size < 1000
     assert ResultRef.save([base[:2], base], tmp_path).size < base.nbytes + 1000
-    assert sum(map(len, payload.build(len, ([base[5:7]],), {}).data)) < 1000
+    assert sum(map(len, pack.build(len, ([base[5:7]],), {}).data)) < 1000
 
 
 class WithLock:
@@ -133,7 +133,7 @@ def test_a_script_beside_a_part_of_a_memory_comes_back(tmp_path: Path) -> None:
 def test_an_argument_beside_a_part_of_a_memory_travels_as_beside_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # By value, as the classes of a script or notebook.
     monkeypatch.setattr(WithLock, "__module__", "__main__")
-    assert payload.build(len, ([torch.zeros(100_000)[:30], WithLock()],), {}).data
+    assert pack.build(len, ([torch.zeros(100_000)[:30], WithLock()],), {}).data
 
 
 @pytest.mark.parametrize("part", [1_000_000, 30])
@@ -333,7 +333,7 @@ def test_deep_containers_come_back_or_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ResultError, match="nested too deeply"):
         ResultRef.save(nested(100_000), tmp_path)
     with pytest.raises(InvalidJobError, match="cannot be pickled"):
-        payload.build(len, (nested(100_000),), {})
+        pack.build(len, (nested(100_000),), {})
 
 
 def test_containers_that_are_there_many_times_over_are_written_once(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ class Job:
         first_attempt: Number of this submission's first attempt.
         beginning: Where this submission began and why: "resumed from checkpoint ..." or "from scratch: ...".
         metrics: The last values of the metrics that earlier submissions of the same training reported.
-        identity: Digest of code, arguments and world size: `rankzero.submit.identity`.
-        identity_parts: Name and checksum of each part of the identity; empty if an earlier version submitted the job.
+        identity: Digest of code, arguments and world size: `rankzero.submit.pack`.
+        identity_parts: Name and checksum of each part of the identity.
         generation: The orchestrator's chain of automatic retries that this submission belongs to.
         queue_time: Seconds that a cluster may take to start the driver; 0 for a driver that this host starts.
         engine: The engine's specification, without secrets.

@@ -348,8 +348,8 @@ class Launcher(Options):
     def _request(self) -> Request:
         from rankzero.report.cost import prices_from_environment
         from rankzero.submit import datasets, trackers
+        from rankzero.submit.pack_archive import UserCode
         from rankzero.submit.prepare import Request
-        from rankzero.submit.user_code import UserCode
         from rankzero.worker import log_level
 
         if self.restart_on and not self.max_restarts:

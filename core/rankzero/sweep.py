@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rankzero.errors import InvalidJobError, ResultError, RunCancelledError
 from rankzero.run.handle import RunHandle
 from rankzero.run.reports import is_number
-from rankzero.submit.content import digest_of
+from rankzero.submit.pack_content import digest_of
 from rankzero.values.ref import ResultRef
 
 __all__ = ["Sweep", "Trial"]

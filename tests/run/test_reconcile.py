@@ -10,7 +10,7 @@ from rankzero.run.lease import lease, longest_delay, power
 ATTACH, DELIVER, RESUME, FRESH = Decision
 
 FACTS = {"same": "same_training", "repeated": "same_generation"}
-FACTS |= {name: name for name in ("acknowledged", "ending", "unknown", "by_name", "automatic")}
+FACTS |= {name: name for name in ("acknowledged", "ending", "by_name", "automatic")}
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,6 @@ FACTS |= {name: name for name in ("acknowledged", "ending", "unknown", "by_name"
         pytest.param("succeeded", "same", DELIVER, id="nobody has got the result"),
         pytest.param("succeeded", "same acknowledged", FRESH, id="a user runs again what had succeeded"),
         pytest.param("succeeded", "same acknowledged repeated", DELIVER, id="an orchestrator does, by itself"),
-        pytest.param("running", "same unknown", ATTACH, id="it may be another training, and lives"),
-        pytest.param("failed", "same unknown", FRESH, id="it may be another training's checkpoints"),
-        pytest.param("succeeded", "same unknown", FRESH, id="it may be another training's result"),
         pytest.param("failed", "by_name", RESUME, id="another training after a failure"),
         pytest.param("succeeded", "by_name", RESUME, id="another training after a success"),
         pytest.param("succeeded", "acknowledged by_name", RESUME, id="another training after a delivery"),

@@ -19,7 +19,7 @@ from tests.loading import load_module
 
 from rankzero import Launcher
 from rankzero.run.identity import compare
-from rankzero.submit.identity import identity_of
+from rankzero.submit.pack import identity_of
 
 IMPORTS_AIRFLOW = "if False:\n    import airflow\n"
 """Makes rankzero pickle a module by value, since executors have no Airflow, and imports nothing."""

@@ -1,6 +1,5 @@
 """What a pipeline step does about the run that an earlier try has left: who comes decides what counts."""
 
-import json
 import logging
 import os
 import secrets
@@ -129,45 +128,6 @@ def test_a_run_to_which_no_try_can_come_back_is_not_left_to_its_lease(
     until(lambda: left.own.status().final, 60, "the end of the run")
     with pytest.raises(RunCancelledError, match=r"would have retried the step has exited, .* for 6.0 s"):
         left.result()
-
-
-def make_unknown(run: RunHandle[Any]) -> None:
-    """Changes a run into that of a version that recorded its identity in another way."""
-    path = Path(run.own.run.job_path(run.submission))
-    job = json.loads(path.read_text())
-    # Its driver reads the file, too, which is never there in part.
-    written = path.with_name(".writing-0123456789abcdef")
-    written.write_text(json.dumps({**job, "identity": "0" * 16, "identity_parts": {}}))
-    written.replace(path)
-
-
-def test_a_run_whose_identity_is_unknown_is_attached_to(
-    durable: Launcher, script: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    end = str(tmp_path / "end")
-    run = leave(durable, script, (end,), "scheduled")
-    until(lambda: run.status().state == "running", 60, "a training")
-    make_unknown(run)
-    with durable.durable(str(script), (end,), {}, Try("cleared"), LOG) as opened:
-        assert opened.attached
-        Path(end).touch()
-        assert opened.handle.result(60) == 1
-    assert "it is unknown whether run 'one' is the same training" in caplog.text
-
-
-@pytest.mark.parametrize(("chain", "submission"), [("scheduled", 0), ("cleared", 1)])
-def test_a_result_of_unknown_identity_is_only_for_the_chain_that_has_asked_for_it(
-    durable: Launcher, script: Path, tmp_path: Path, chain: str, submission: int
-) -> None:
-    """Another training's value would be wrong, and nobody would notice."""
-    end = str(tmp_path / "end")
-    Path(end).touch()
-    run = leave(durable, script, (end,), "scheduled")
-    run.wait(60)
-    make_unknown(run)
-    with durable.durable(str(script), (end,), {}, Try(chain), LOG) as opened:
-        assert opened.handle.result(60) == 1
-        assert opened.handle.submission == submission
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\0" * 50, b"[]"], ids=["empty", "cut", "zeros", "list"])

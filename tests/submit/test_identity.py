@@ -25,17 +25,16 @@ from tests.kinds_of_values import KINDS, arguments
 from tests.loading import load_module
 
 from rankzero import Launcher, ResultRef, SparkEngine
-from rankzero.run.identity import Comparison, compare, describe
-from rankzero.submit import payload
-from rankzero.submit.content import digest_of
-from rankzero.submit.identity import identity_of
-from rankzero.submit.imports import imports_of_code
+from rankzero.run.identity import compare, describe
+from rankzero.submit import pack
+from rankzero.submit.code_source import source_of_code
+from rankzero.submit.pack import identity_of
+from rankzero.submit.pack_content import digest_of
 
 
 def test_it_is_the_same_in_every_process() -> None:
-    program = (
-        "from rankzero.submit.content import digest_of\nprint(digest_of({'a', 'b', 'c'}, [{'lr': frozenset('xyz')}]))"
-    )
+    program = "from rankzero.submit.pack_content import digest_of\n"
+    program += "print(digest_of({'a', 'b', 'c'}, [{'lr': frozenset('xyz')}]))"
     digests = {
         subprocess.run(
             [sys.executable, "-c", program], check=True, capture_output=True, text=True, env={"PYTHONPATH": path}
@@ -71,7 +70,7 @@ def test_one_object_twice_is_as_two_equal_ones() -> None:
 def test_objects_of_a_script_s_own_classes_are_told_by_their_attributes() -> None:
     program = """
 import enum
-from rankzero.submit.content import digest_of
+from rankzero.submit.pack_content import digest_of
 class Config:
     def __init__(self, rate): self.rate = rate
 class Kind(enum.Enum):
@@ -88,10 +87,27 @@ print(digest_of(Config(0.1), Kind.SMALL), digest_of(Config(0.2), Kind.SMALL), di
     assert len(set(said[0].stdout.split())) == 3
 
 
-def test_what_cannot_be_pickled_counts_by_its_type() -> None:
-    digests = {identity_of(print_it, (lock,), {}, 1).digest for lock in (threading.Lock(), threading.Lock())}
-    assert digests == {identity_of(print_it, (threading.Lock(),), {}, 1).digest}
-    assert digests != {identity_of(print_it, (threading.RLock(),), {}, 1).digest}
+class Sealed:
+    """Pickles once, and then refuses."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def __reduce__(self) -> Any:
+        if not self.is_open:
+            raise TypeError("sealed")
+        self.is_open = False
+        return Sealed, ()
+
+
+def test_what_cannot_be_compared_is_unchanged_for_a_retry_and_changed_for_a_user(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, other = (identity_of(print_it, (Sealed(),), {}, 1) for _ in range(2))
+    assert compare(one, other).differing == ("argument value",)
+    assert compare(one, other, automatic=True).same
+    assert "the argument value cannot be compared" in caplog.text
+    assert "TypeError: sealed" in caplog.text
 
 
 def take(**_: object) -> None: ...
@@ -101,7 +117,8 @@ def of_all_kinds() -> dict[str, str]:
     values = {}
     for name, make in {**KINDS, **arguments()}.items():
         torch.manual_seed(1)
-        values[name] = make()
+        if name != "lock":
+            values[name] = make()
     halves = [dict(itertools.islice(values.items(), first, None, 2)) for first in (0, 1)]
     parts = dict(part for half in halves for part in identity_of(take, (), half, 1).parts)
     return {name: parts[f"argument {name}"] for name in values}
@@ -119,8 +136,7 @@ def test_every_kind_of_argument_counts_the_same_in_two_processes() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONHASHSEED": "1"}
     done = subprocess.run([sys.executable, "-c", OF_ALL_KINDS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    by_type = [line for line in done.stderr.splitlines() if "counts by its type alone" in line]
-    assert [line.split()[8] for line in by_type] == ["(lock)"], by_type
+    assert "cannot be compared" not in done.stderr, done.stderr
     made = json.loads(done.stdout), of_all_kinds()
     different = {name for name in made[0] if made[0][name] != made[1][name]}
     assert different == set()
@@ -181,10 +197,7 @@ def test_a_scalar_with_an_object_counts_beside_a_dict_in_any_order() -> None:
     assert of(print_it, {"z": 1, "v": scalar}) == of(print_it, {"v": scalar, "z": 1})
 
 
-def test_what_shares_parts_many_times_over_is_visited_a_bounded_number_of_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("rankzero.submit.content.MOST_OBJECTS", 30_000)
+def test_what_shares_parts_many_times_over_is_visited_a_bounded_number_of_times() -> None:
     shared: list[Any] = [1]
     for _ in range(200):
         shared = [shared, shared]
@@ -211,7 +224,7 @@ def test_a_function_without_a_module_is_looked_for_in_none(monkeypatch: pytest.M
     exec("def helper(x):\n    return x\n\ndef train_it(x):\n    return helper(x)\n", made)
     assert made["train_it"].__module__ is None
     identity = of(made["train_it"], 1)
-    payload.build(made["train_it"], (1,), {})
+    pack.build(made["train_it"], (1,), {})
     assert watched.woken == []
     again: dict[str, Any] = {}
     exec("def helper(x):\n    return x + 1\n\ndef train_it(x):\n    return helper(x)\n", again)
@@ -226,12 +239,6 @@ def test_what_differs_has_a_name(helper: Path) -> None:
     compared = compare(before, after)
     assert compared.differing == ("argument x", f"module {helper.stem}_rates", "num_processes")
     assert describe(compared.differing) == f"num_processes, argument x and module {helper.stem}_rates"
-    assert compare(None, after) == Comparison(unknown=True)
-    assert compare(None, after).same
-    # Another Python compiles in another way: whether the code has changed is unknown.
-    assert compare(before, after, same_python=False) == Comparison(("argument x", "num_processes"), unknown=True)
-    elsewhere = identity_of(nested(0.2), (), {}, 2), identity_of(nested(0.1), (), {}, 2)
-    assert compare(*elsewhere, same_python=False) == Comparison(unknown=True)
     by_version = [identity_of(module.scale, (1,), {}, 2, code_version=version) for version in ("1", "2")]
     assert compare(*by_version).differing == ("code_version",)
     assert compare(before, by_version[0]).differing == ("code_version",)
@@ -312,7 +319,9 @@ def edited(path: Path, old: str, new: str) -> None:
         pytest.param(("script", "train(0.1)", "train(0.2)"), False, id="the script"),
         pytest.param(("helper", "RATE * x", "RATE * x + 1"), False, id="a module that it imports"),
         pytest.param(("rates", "RATE = 2", "RATE = 3"), False, id="a module that this one imports"),
-        pytest.param(("helper", "    return RATE * x", "    return (RATE * x)"), True, id="the layout of a module"),
+        pytest.param(
+            ("helper", "    return RATE * x", "\n    return   RATE \\\n * x"), True, id="the layout of a module"
+        ),
     ],
 )
 def test_a_script_counts_by_content(helper: Path, tmp_path: Path, what: tuple[str, str, str], same: bool) -> None:
@@ -362,7 +371,7 @@ def test_a_closure_counts_by_its_code_and_by_what_it_holds() -> None:
 PROGRAM = """
 import threading
 from dataclasses import dataclass
-from rankzero.submit.identity import identity_of
+from rankzero.submit.pack import identity_of
 {unrelated}
 
 RATES = {{"b": 2, "a": 1}}
@@ -380,7 +389,7 @@ class Model:
 def helper(depth):
     return helper(depth - 1) if depth else Model().size()
 
-def train(config):
+def train(config, **tables):
     class Net:
         layers = LAYERS
 
@@ -427,14 +436,14 @@ def test_tensors_count_by_their_numbers_whatever_they_are_a_part_of() -> None:
 
 
 def test_the_order_of_names_does_not_count() -> None:
-    assert identity_of(print_it, (), {"a": 1, "b": 2}, 1) == identity_of(print_it, (), {"b": 2, "a": 1}, 1)
+    assert identity_of(take, (), {"a": 1, "b": 2}, 1) == identity_of(take, (), {"b": 2, "a": 1}, 1)
 
 
 def test_the_world_size_and_a_code_version_count() -> None:
     assert of(nested(0.1), world_size=4) != of(nested(0.1))
     assert of(nested(0.1), code_version="1") == of(nested(0.2), code_version="1")
     assert of(nested(0.1), code_version="1") != of(nested(0.1), code_version="2")
-    assert of(nested(0.1), "a", code_version="1") != of(nested(0.1), "b", code_version="1")
+    assert of(print_it, "a", code_version="1") != of(print_it, "b", code_version="1")
 
 
 CLASSES = """
@@ -443,7 +452,7 @@ gc.disable()
 import torch
 from dataclasses import dataclass, make_dataclass
 from typing import Generic, NamedTuple, TypeVar
-from rankzero.submit.identity import identity_of
+from rankzero.submit.pack import identity_of
 
 Item = TypeVar("Item")
 
@@ -532,7 +541,7 @@ def test_a_child_that_is_forked_while_another_thread_pickles_can_pickle() -> Non
             return int, ()
 
     def pickle_it() -> None:
-        payload.build(print, (Slow(),), {})
+        pack.build(print, (Slow(),), {})
 
     begun, go_on = threading.Event(), threading.Event()
     thread = threading.Thread(target=pickle_it)
@@ -544,7 +553,7 @@ def test_a_child_that_is_forked_while_another_thread_pickles_can_pickle() -> Non
             signal.alarm(30)
             code = 1
             try:
-                payload.build(print, (1,), {})
+                pack.build(print, (1,), {})
                 code = 0
             finally:
                 os._exit(code)
@@ -573,12 +582,12 @@ def test_only_what_a_function_looks_up_in_its_module_counts() -> None:
     # As in a DAG file, where the task has the name of the module's function that the ranks import.
     program = """
 import threading
-from rankzero.submit.identity import identity_of
+from rankzero.submit.pack import identity_of
 train = threading.Lock()
 def fit(model):
     import rankzero.train as rt
     return model.train()
-print(identity_of(fit, (), {}, 1).digest)
+print(identity_of(fit, (1,), {}, 1).digest)
 """
     environment = {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment)
@@ -607,7 +616,7 @@ def test_modules_count_that_a_function_imports_when_it_is_called(
 def test_relative_imports_are_resolved() -> None:
     made: dict[str, Any] = {}
     exec("def train():\n    from .net import x\n    from .. import other\n", made)
-    found = imports_of_code(made["train"].__code__, "a.b")
+    found = source_of_code(made["train"].__code__, "a.b").imports
     assert found == {"a.b.net", "a.b.net.x", "a", "a.other"}
 
 
@@ -692,7 +701,7 @@ PYDANTIC = """
 import sys
 from typing import Annotated, Optional
 import pydantic, pydantic.dataclasses
-from rankzero.submit.content import digest_of
+from rankzero.submit.pack_content import digest_of
 
 class Config(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True)
@@ -935,7 +944,7 @@ def test_data_files_of_a_package_in_a_folder_without_init_are_shipped_and_count(
     (namespace / "ml" / "job.py").write_text("def train():\n    return 1\n")
     importlib.invalidate_caches()
     before = identity_of(f"{namespace.name}.ml.job:train", (), {}, 2)
-    shipped = payload.build(f"{namespace.name}.ml.job:train", (), {}).modules
+    shipped = pack.build(f"{namespace.name}.ml.job:train", (), {}).modules
     assert shipped
     assert f"{namespace.name}/ml/conf.json" in shipped.listing
     assert "notes.txt" not in shipped.listing
@@ -982,9 +991,9 @@ def test_a_distributed_function_counts_by_its_name_and_its_modules(helper: Path,
     assert compare(before, after).differing == (f"module {helper.stem}_rates",)
 
 
-def test_the_modules_count_that_a_value_needs_which_cannot_be_pickled(helper: Path) -> None:
+def test_the_modules_count_that_a_value_needs(helper: Path) -> None:
     module = load_module(helper.stem)
-    parts = dict(identity_of(print_it, ([module.scale, threading.Lock()],), {}, 1).parts)
+    parts = dict(identity_of(print_it, ([module.scale],), {}, 1).parts)
     assert {f"module {helper.stem}", f"module {helper.stem}_rates"} <= parts.keys()
 
 

@@ -18,8 +18,7 @@ from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
 from rankzero.run.identity import Identity
-from rankzero.submit.identity import identity_of
-from rankzero.submit.payload import Payload, build
+from rankzero.submit.pack import Payload, build, identity_of
 from rankzero.worker.failures import CommandError, describe
 
 

@@ -15,8 +15,8 @@ import pytest
 from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
-from rankzero.submit import payload
-from rankzero.submit.identity import identity_of
+from rankzero.submit import pack
+from rankzero.submit.pack import identity_of
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def files_of(built: payload.Payload) -> set[str]:
+def files_of(built: pack.Payload) -> set[str]:
     return set(zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist()) if built.modules else set()
 
 
@@ -65,7 +65,7 @@ def test_a_package_that_a_module_of_another_package_imports_travels(project: Pat
     write(project / "shop" / "prices.py", "from shop.goods import GOODS\nimport json, os\n")
     (project / "shop" / "goods.py").write_bytes(f"GOODS = 1\n{statement}\n".encode())
     write(project / "job.py", "import shop\ndef train():\n    return shop.prices\n")
-    found = files_of(payload.build(load_module("job").train, (), {}))
+    found = files_of(pack.build(load_module("job").train, (), {}))
     assert {"zoo/small.py", "shop/goods.py", "shop/prices.py"} <= found
 
 
@@ -92,7 +92,7 @@ def test_a_package_with_which_a_computed_name_begins_travels(project: Path, expr
         scope: dict[str, Any] = {"__name__": "__main__"}
         exec(source, scope)
         train = scope["train"]
-    assert {"zoo/__init__.py", "zoo/small.py"} <= files_of(payload.build(train, (), {}))
+    assert {"zoo/__init__.py", "zoo/small.py"} <= files_of(pack.build(train, (), {}))
     before = identity_of(train, (), {}, 1)
     small.write_text("SIZE = 22")
     assert identity_of(train, (), {}, 1) != before
@@ -127,9 +127,9 @@ def test_a_package_that_appears_between_two_submissions_travels(project: Path, k
     train = load_module("job").train if kind == "function" else str(path)
     own = {"job.py"} if kind == "function" else set()
     before = identity_of(train, (), {}, 1)
-    assert files_of(payload.build(train, (), {})) == own
+    assert files_of(pack.build(train, (), {})) == own
     write(project / "zoo" / "__init__.py")
-    assert files_of(payload.build(train, (), {})) == {*own, "zoo/__init__.py"}
+    assert files_of(pack.build(train, (), {})) == {*own, "zoo/__init__.py"}
     assert identity_of(train, (), {}, 1) != before
 
 
@@ -148,7 +148,7 @@ def test_following_modules_that_import_each_other_in_many_ways_is_not_exponentia
 
         sys.setprofile(on_event)
         try:
-            payload.build(train, (), {})
+            pack.build(train, (), {})
         finally:
             sys.setprofile(None)
         return count
@@ -183,7 +183,7 @@ def test_a_subpackage_that_an_editable_install_has_elsewhere_travels(
     scope["install"]()
     train = load_module("acme.train").train
     wanted = {"acme/__init__.py", "acme/train.py", "acme/parts/__init__.py", "acme/parts/wheel.py"}
-    assert files_of(payload.build(train, (), {})) == wanted
+    assert files_of(pack.build(train, (), {})) == wanted
     before = identity_of(train, (), {}, 1)
     write(parts / "wheel.py", "SIZE = 55")
     assert identity_of(train, (), {}, 1) != before
@@ -214,7 +214,7 @@ def test_a_function_that_imports_a_module_made_by_hand_is_refused(by_hand: Any) 
         return int(made_by_hand.SIZE)
 
     with pytest.raises(InvalidJobError, match="imports made_by_hand, a module that was made by hand"):
-        payload.build(train, (), {})
+        pack.build(train, (), {})
 
 
 @pytest.mark.soak
@@ -227,7 +227,7 @@ def test_a_function_that_torch_has_compiled_is_refused_with_what_to_do() -> None
     compiled = torch.compile(step)
     for train in (compiled, lambda x: compiled(x)):
         with pytest.raises(InvalidJobError, match="step was compiled by torch.compile.* inside of the training"):
-            payload.build(train, (1.0,), {})
+            pack.build(train, (1.0,), {})
 
 
 async def asynchronous() -> None: ...
@@ -256,7 +256,7 @@ class Asynchronous:
 )
 def test_an_async_function_is_refused_before_anything_starts(train: Any) -> None:
     with pytest.raises(InvalidJobError, match="is an async function; ranks call plain functions"):
-        payload.build(train, (), {})
+        pack.build(train, (), {})
 
 
 def test_what_turns_out_to_be_async_fails_with_what_to_do(launcher: Launcher) -> None:
@@ -271,7 +271,7 @@ def test_a_loaded_module_below_an_ignored_folder_stays(project: Path) -> None:
     write(project / "acme" / "private" / "plans.py")
     write(project / "acme" / ".rankzeroignore", "/private/\n")
     load_module("acme.private.plans")
-    built = payload.build(load_module("acme.train").train, (), {})
+    built = pack.build(load_module("acme.train").train, (), {})
     assert files_of(built) == {"acme/__init__.py", "acme/train.py"}
     assert built.modules
-    assert "left out  acme/private/plans\n" in built.modules.listing
+    assert "left out  acme/private/\n" in built.modules.listing

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from rankzero.submit.params import MAX_PARAMS, MAX_TEXT, params_of
+from rankzero.submit.pack_params import MAX_PARAMS, MAX_TEXT, params_of
 
 
 def train(lr: float, *layers: int, model: dict[str, Any] | None = None, **more: Any) -> None: ...
@@ -103,8 +103,8 @@ def test_secrets_are_masked_and_what_is_large_is_cut() -> None:
 def test_integers_of_more_digits_than_python_writes_are_named() -> None:
     huge = 10**5000
     assert params_of(max, (huge, [1, huge]), {}, {}) == {
-        "0": "an integer of 16610 bits",
-        "1": "[1, 'an integer of 16610 bits']",
+        "#1": "an integer of 16610 bits",
+        "#2": "[1, 'an integer of 16610 bits']",
     }
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from rankzero import bounds, store
 from rankzero.errors import RunNotFoundError
 from rankzero.host.processes import this_process
-from rankzero.job import PYTHON, Job
+from rankzero.job import Job
 from rankzero.run.identity import Asked, Comparison, Identity, compare
 from rankzero.run.names import CLAIM, DATASETS, FOLDER, REPORT_FILE, SUBMISSIONS
 from rankzero.run.status import RunStatus
@@ -349,7 +349,5 @@ def compare_job(job: Job, asked: Asked) -> Comparison:
         job: Job of the submission.
         asked: The requested training.
     """
-    before = Identity.of(job.identity_parts) if job.identity_parts else None
-    if job.identity == asked.identity.digest:
-        return Comparison(ignored=compare(before, asked.identity).ignored if before else ())
-    return compare(before, asked.identity, automatic=asked.repeats(job.generation), same_python=job.python == PYTHON)
+    before = Identity.of(job.identity_parts)
+    return compare(before, asked.identity, automatic=asked.repeats(job.generation))

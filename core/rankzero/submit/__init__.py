@@ -1,5 +1,6 @@
 """The submitter's process checks a job, packs function, arguments and modules, names the training, starts a driver.
 
+`code_*` decide what of the user's code is sent and counts, `pack*` make the bytes and the identity of them.
 Ranks do not run this code, and drivers, agents and workers do not import it. `submission` applies the table of
 docs/architecture.md#identity-decides to a submission and refuses another training while the run lives; `durable`
 applies it to a pipeline step, and ends a run of another training first. If another try of the step follows, the driver

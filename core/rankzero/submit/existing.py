@@ -112,7 +112,6 @@ def assess(run: RunDirectory, job: Job, asked: Asked, caller: PipelineTry | None
         ending=ending,
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
         by_name=asked.by_name,
-        unknown=comparison.unknown and not asked.repeats(job.generation),
         automatic=asked.repeats(job.generation),
     )
     if decision is Decision.DELIVER and status.result and not store.exists(own.result_path(status.result["uri"])):
@@ -131,20 +130,9 @@ def following(existing: Existing, directory: str) -> str:
 
 
 def changes(existing: Existing) -> str:
-    """Returns the end of a sentence about a run that is continued: what has changed, or cannot be compared."""
-    comparison = existing.comparison
-    names = describe(comparison.differing + comparison.ignored)
-    unknown = f"; {explain_unknown(existing)}" if comparison.unknown else ""
-    return (f"; changed since: {names}" if names else "") + unknown
-
-
-def explain_unknown(existing: Existing) -> str:
-    """Returns a sentence about a run whose training cannot be compared with the requested one."""
-    fresh = existing.decision is Decision.FRESH
-    return (
-        f"it is unknown whether run {existing.job.run_id!r} is the same training, since another version of Python or "
-        f"rankzero submitted it: {'its result and checkpoints are not used' if fresh else 'it counts as the same'}"
-    )
+    """Returns the end of a sentence about a run that is continued: what has changed."""
+    names = describe(existing.comparison.differing + existing.comparison.ignored)
+    return f"; changed since: {names}" if names else ""
 
 
 def _state(own: Submission) -> tuple[RunStatus, bool]:

@@ -24,13 +24,12 @@ from rankzero.masking import is_secret
 from rankzero.run.directory import RunDirectory, Submission, compare_job
 from rankzero.run.identity import DATASET, VARIABLE, Asked, Decision, Identity
 from rankzero.run.tries import PipelineTry
-from rankzero.submit import datasets, existing, payload, submission
+from rankzero.submit import datasets, existing, pack, submission
 from rankzero.submit.datasets import Datasets
 from rankzero.submit.existing import Existing
-from rankzero.submit.identity import identity_of
-from rankzero.submit.params import params_of
-from rankzero.submit.payload import Payload
-from rankzero.submit.user_code import ARCHIVE, UserCode
+from rankzero.submit.pack import Payload
+from rankzero.submit.pack_archive import ARCHIVE, UserCode
+from rankzero.submit.pack_params import params_of
 from rankzero.values.digest import digest_of
 from rankzero.values.pickled import Part
 
@@ -91,12 +90,12 @@ class Request:
             args: As for `Launcher.run`.
             kwargs: As for `Launcher.run`.
         """
-        own = self.identity_without_datasets(train, args, kwargs)
+        own = self.identity_without_datasets(pack.build(train, args, kwargs, is_alone=self.num_processes == 1))
         return self.with_datasets(own, datasets.digests_of(self.sources, self.engine))
 
-    def identity_without_datasets(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Identity:
-        """Returns the identity of a training's code and arguments, as they are now. Takes the arguments of `run`."""
-        own = identity_of(train, args, kwargs, self.num_processes, self.template.code_version, self.code)
+    def identity_without_datasets(self, parts: Payload) -> Identity:
+        """Returns the identity of a training's code and arguments, as they are now."""
+        own = parts.identity(self.num_processes, self.template.code_version, self.code)
         variables = {
             f"{VARIABLE}{name}": digest_of([value.encode(errors="surrogateescape")])
             for name, value in self.env.items()
@@ -171,8 +170,8 @@ def prepare(
             "a run that outlives this process cannot use this process's SparkSession: "
             "give SparkEngine(master=...) or SparkConnectEngine(url) to submit(), or use run()"
         )
-    parts = payload.build(train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1)
-    own = request.identity_without_datasets(train, args, kwargs)
+    parts = pack.build(train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1)
+    own = request.identity_without_datasets(parts)
     if isinstance(train, (list, tuple)) and request.template.hang_timeout:
         raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()
@@ -264,7 +263,7 @@ class _Submitter:
             data = datasets.collect(sources, request.engine, own, before)
             identity = request.with_datasets(self._identity, data.digests)
             asked = self._asked(identity)
-            if found and found.decision is Decision.RESUME and not (asked.by_name or found.comparison.unknown):
+            if found and found.decision is Decision.RESUME and not asked.by_name:
                 # Only now all rows are known.
                 comparison = compare_job(found.job, asked)
                 decision = Decision.RESUME if comparison.same else Decision.FRESH

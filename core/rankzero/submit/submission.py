@@ -25,7 +25,7 @@ from rankzero.run.checkpoints import Manifest, list_committed, list_folders, wit
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Decision, describe
-from rankzero.submit.existing import Existing, await_end, changes, check_owner, explain_unknown, following
+from rankzero.submit.existing import Existing, await_end, changes, check_owner, following
 from rankzero.values.pickled import Part
 
 logger = logging.getLogger(__name__)
@@ -195,8 +195,6 @@ def _from_scratch(existing: Existing) -> str:
     """Returns `Job.beginning` of a submission behind an existing one that begins from scratch."""
     if existing.comparison.differing:
         return f"from scratch: other than before: {describe(existing.comparison.differing)}"
-    if existing.comparison.unknown:
-        return f"from scratch: {explain_unknown(existing)}"
     if existing.status.state == "succeeded":
         return "from scratch: its result was delivered"
     return "from scratch: the result of the training before was delivered, and no checkpoint counts since"

@@ -11,7 +11,7 @@ from typing import Any
 
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
-from rankzero.submit.payload import TrainingPickler
+from rankzero.submit.pack_pickler import TrainingPickler
 from rankzero.tracking.tracker import Tracker
 
 

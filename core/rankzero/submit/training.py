@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankzero.errors import InvalidJobError
-from rankzero.submit.imports import imports_of_tree, parse
-from rankzero.submit.modules import forget_places, source_of, spec_of
+from rankzero.submit.code_files import Needs
+from rankzero.submit.code_modules import forget_places, spec_of
+from rankzero.submit.code_source import source_of_file
 
 MODULE = "-m "
 """Prefix of a ``train`` that names a module to run, as for ``python`` and ``torchrun``."""
@@ -49,13 +50,15 @@ class Script:
         with open(self.path, "rb") as file:
             return file.read()
 
-    def imports(self) -> set[str]:
-        """Returns the names that the script imports. Raises InvalidJobError if it is not Python."""
-        source = self._source()
+    def needs(self) -> Needs:
+        """Returns what the script needs of the user's modules. Raises InvalidJobError if it is not Python."""
         try:
-            return imports_of_tree(parse(source, self.path), source)
+            compile(self._source(), self.path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise InvalidJobError(f"train={self.path!r} is not Python: {error}") from None
+        needs = Needs(first=self.directory)
+        needs.add(source_of_file(self.path))
+        return needs
 
     def parts(self) -> dict[str, Any]:
         """Returns the payload's fields for ranks: the source and the path."""
@@ -79,9 +82,9 @@ class Module:
         """The working directory, which ``python -m`` searches first."""
         return os.getcwd()
 
-    def imports(self) -> set[str]:
-        """Returns the module's name and that of its ``__main__``, which runs a package."""
-        return {self.name, f"{self.name}.__main__"}
+    def needs(self) -> Needs:
+        """Returns that ranks need the module, and its ``__main__``, which runs a package."""
+        return Needs({self.name, f"{self.name}.__main__"}, first=self.directory)
 
     def parts(self) -> dict[str, Any]:
         """Returns the payload's fields for ranks: the module's name."""
@@ -109,9 +112,9 @@ class Command:
         """The working directory, to which the paths of files are relative."""
         return os.getcwd()
 
-    def imports(self) -> set[str]:
-        """Returns an empty set, since a program's imports are unknown."""
-        return set()
+    def needs(self) -> Needs:
+        """Returns no needs, since those of a program are unknown."""
+        return Needs(first=self.directory)
 
     def parts(self) -> dict[str, Any]:
         """Returns the payload's fields for ranks: the shipped files."""
@@ -204,8 +207,8 @@ def _is_installed(root: str, first: str) -> bool:
 
 def _is_source(name: str, first: str) -> bool:
     """Returns True for a user's module that is no package, which ``python -m`` can run."""
-    path = source_of(name, first)
-    return path is not None and os.path.basename(path) != "__init__.py"
+    spec = spec_of(name, first)
+    return spec is not None and not spec.submodule_search_locations
 
 
 def _function(reference: str) -> object:

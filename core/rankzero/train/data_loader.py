@@ -216,7 +216,7 @@ def prepared(loader: DataLoader[Any], share: Share, *, move: bool, seed: int | N
     is_share = isinstance(loader.dataset, (BatchDataset, SampleDataset))
     if is_share and loader.batch_size is not None:
         raise TypeError(ARE_BATCHES)
-    if hasattr(loader.sampler, "processed_indices"):
+    if hasattr(loader.sampler, "processed_num"):
         raise TypeError(
             f"the sampler {type(loader.sampler).__name__} shares out the indices and keeps the position itself, which "
             "the epochs of a prepared loader would clear: use the loader as it is"

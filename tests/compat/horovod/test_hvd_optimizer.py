@@ -240,16 +240,7 @@ def layouts_types_and_options() -> None:
             assert parameter.grad is before[name], "the tensor that others may hold"
             assert parameter.grad.stride() == parameter.stride()
             torch.testing.assert_close(parameter.grad, parts[name] * factor)
-    for groups, reason in [
-        (0, "positive integer"),
-        ("all", "positive integer"),
-        ([torch.ones(1)], "list of lists"),
-        ([["weight"]], "must consist of torch.Tensor"),
-        ([list(named.values()), list(named.values())], "at most once"),
-    ]:
-        with pytest.raises(ValueError, match=reason):
-            hvd.DistributedOptimizer(torch.optim.SGD(named.values(), lr=0.1), groups=groups)
-    with pytest.raises(ValueError, match="not named: 6 of"):
+    with pytest.raises(ValueError, match="lacks the names of 6"):
         hvd.DistributedOptimizer(torch.optim.SGD(named.values(), lr=0.1), list(named.items())[:1])
     with pytest.raises(ValueError, match="Found duplicates: weight"):
         hvd.DistributedOptimizer(torch.optim.SGD(named.values()), [("weight", one) for one in named.values()])
@@ -410,43 +401,6 @@ def sparse_gradients() -> None:
             torch.testing.assert_close(model.weight, plain.weight, msg=f"{cls} {options}")
 
 
-def batch_norm() -> None:
-    """Two steps of training and one of evaluation, against torch's own layer on the batch of all ranks."""
-    generator = torch.Generator().manual_seed(1)
-    for shape, dtype, options in [
-        ((5, 3), torch.float64, {}),
-        ((5, 3, 4, 2), torch.float64, {}),
-        ((5, 3, 4), torch.float64, {"momentum": None, "eps": 0.1}),
-        ((5, 3, 4), torch.float64, {"affine": False}),
-        ((5, 3, 4), torch.float64, {"track_running_stats": False}),
-        # More rows than the largest number of a float16.
-        ((2, 3, 40_000), torch.float16, {}),
-    ]:
-        ours: Any = hvd.SyncBatchNorm(3, **options).to(dtype)
-        plain: Any = torch.nn.BatchNorm1d(3, **options).to(dtype)
-        plain._check_input_dim = lambda _: None
-        close: Any = {} if dtype == torch.float64 else {"atol": 2e-2, "rtol": 2e-2}
-        for is_training in (True, True, False):
-            ours.train(is_training)
-            plain.train(is_training)
-            whole = (3 + torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-            mine = (whole[:1] if hvd.rank() == 0 else whole[1:]).clone().requires_grad_()
-            whole.requires_grad_()
-            normal, expected = ours(mine), plain(whole)
-            found = torch.cat(hvd.allgather_object(normal.detach()))
-            torch.testing.assert_close(found, expected.detach(), **close)
-            normal.float().pow(3).sum().backward()
-            assert mine.grad is not None
-            assert mine.grad.isfinite().all()
-            if dtype == torch.float64:
-                expected.float().pow(3).sum().backward()
-                torch.testing.assert_close(torch.cat(hvd.allgather_object(mine.grad)), whole.grad, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()), **close)
-    ours = hvd.SyncBatchNorm(3)
-    ours(torch.ones(1 - hvd.rank(), 3))
-    assert torch.cat([ours.running_mean, ours.running_var]).isfinite().all(), "one row in all"
-
-
 def parameters_of_every_kind() -> None:
     rank = hvd.rank()
     model: Any = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.LSTM(2, 2))
@@ -469,8 +423,8 @@ def parameters_of_every_kind() -> None:
     )
     assert model[0].strided.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     for wrong, reason in [
-        ({"a": torch.ones(2), "extra_state": {"steps": 1}}, "'extra_state' is a dict"),
-        ({"a": torch.ones(2, device="meta")}, "'a' is on the meta device"),
+        ({"a": torch.ones(2), "extra_state": {"steps": 1}}, "'extra_state' is no tensor with data"),
+        ({"a": torch.ones(2, device="meta")}, "'a' is no tensor with data"),
         ("model", "invalid params of type: str"),
     ]:
         with pytest.raises(ValueError, match=reason):
@@ -481,7 +435,7 @@ def parameters_of_every_kind() -> None:
 
 CHECKS: list[Callable[[], None]] = [
     every_optimizer, schedulers_and_hooks, parameters_that_come_later, layouts_types_and_options, refused,
-    two_models_of_the_same_names, gradient_scalers, sparse_gradients, batch_norm, parameters_of_every_kind,
+    two_models_of_the_same_names, gradient_scalers, sparse_gradients, parameters_of_every_kind,
 ]  # fmt: skip
 
 

@@ -77,15 +77,8 @@ def install() -> None:
 
 
 def enter_rank(context: Mapping[str, Any]) -> None:
-    """Does the same in a rank and in the programs that it starts, and sets the variables that Horovod's ranks have.
-
-    Args:
-        context: The ranks and world sizes, by the names of `rankzero.train.TrainContext`.
-    """
+    """Does the same in a rank with the given `rankzero.train.TrainContext`, and sets Horovod's variables."""
     install()
-    package = os.path.dirname(os.path.abspath(__file__))
-    folders = [os.path.join(package, "children"), os.path.dirname(os.path.dirname(os.path.dirname(package)))]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *folders])
     local_size = context["local_world_size"]
     variables = {
         "RANK": context["rank"], "SIZE": context["world_size"], "HOSTNAME": socket.gethostname(),

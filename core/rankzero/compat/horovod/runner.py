@@ -47,23 +47,18 @@ class HorovodRunner:
             raise InvalidJobError(f"np is {np!r}; give 2 for two ranks on Spark, -2 for two processes on this machine")
         if driver_log_verbosity not in ("all", "log_callback_only"):
             raise InvalidJobError(
-                f"driver_log_verbosity is {driver_log_verbosity!r}; choose 'all' or 'log_callback_only'"
+                f"driver_log_verbosity is {driver_log_verbosity!r}; choose 'all', 'log_callback_only'"
             )
-        self.num_processor = np
-        self.driver_log_verbosity = driver_log_verbosity
+        self.num_processor, self.driver_log_verbosity = np, driver_log_verbosity
         self._launcher = launcher or Launcher()
 
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
         """Calls ``main(**kwargs)`` on every rank and returns rank 0's value.
 
-        Raises:
-            EngineError: ``np > 0`` without an active SparkSession.
-            RankZeroError: see `Launcher.run`.
+        Raises EngineError for ``np > 0`` without an active SparkSession, and what `Launcher.run` raises.
         """
-        np, engine = self.num_processor, self._launcher.engine
-        if np < 0:
-            engine = None
-        elif engine is None:
+        np, engine = self.num_processor, self._launcher.engine if self.num_processor > 0 else None
+        if np > 0 and engine is None:
             engine = on_spark(f"HorovodRunner(np={np})", np, f"give np=-{np} for processes on this machine").engine
         launcher = _with_names(self._launcher).options(num_processes=abs(np), engine=engine)
         return launcher.followed(main, (), kwargs, self._show)[0]
@@ -76,11 +71,7 @@ class HorovodRunner:
 
 
 def log_to_driver(message: str) -> None:
-    """Shows a message of a rank in the process that called `HorovodRunner.run`.
-
-    Raises:
-        TypeError: the message is not a string.
-    """
+    """Shows a message of a rank in the process that called `HorovodRunner.run`. Raises TypeError for other values."""
     if not isinstance(message, str):
         raise TypeError(f"log_to_driver takes a text, not {type(message).__name__}")
     for line in message.splitlines() or [""]:
@@ -121,18 +112,17 @@ def run(
         >>> run(max, args=(1, 2), np=2)
         [2, 2]
     """
+    from rankzero.compat.torch_distributor import active_session
+
     fn = options.pop("func", None) if fn is None else fn
     num_proc = options.pop("np", None) if num_proc is None else num_proc
     if launcher is None:
-        from rankzero.compat.torch_distributor import active_session
-
         if here := re.fullmatch(r"(?:localhost|127\.0\.0\.1):(\d+)", str(options.get("hosts"))):
             del options["hosts"]
             num_proc = num_proc or int(here[1])
-        if here or (num_proc is not None and active_session() is None):
-            launcher = Launcher()
-        else:
-            launcher = on_spark("horovod.run", num_proc, "give num_proc for processes on this machine")
+        is_here = here or (num_proc is not None and active_session() is None)
+        otherwise = "give num_proc for processes on this machine"
+        launcher = Launcher() if is_here else on_spark("horovod.run", num_proc, otherwise)
     env = options.pop("env", None)
     for name, value in options.items():
         if name not in _IGNORED and value not in (None, False):
@@ -161,14 +151,12 @@ def run(
 def on_spark(caller: str, num_proc: int | None, otherwise: str = "give launcher=Launcher(...)") -> Launcher:
     """Returns a launcher of the active SparkSession: of ``num_proc`` ranks, or of as many as it has slots.
 
-    Raises:
-        EngineError: there is no session; names the ``caller`` and what to do ``otherwise``.
-        InvalidJobError: ``num_proc`` is None, and the session is one of Spark Connect.
+    Raises EngineError, which names the ``caller`` and what to do ``otherwise``, if there is no session, and
+    InvalidJobError if ``num_proc`` is None and the session is one of Spark Connect.
     """
     from rankzero.compat.torch_distributor import active_session, engine_of_session
 
-    session = active_session()
-    if session is None:
+    if (session := active_session()) is None:
         raise EngineError(
             f"{caller} needs an active SparkSession: create one with SparkSession.builder, or {otherwise}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rankzero.compat.horovod import runner
@@ -14,19 +14,17 @@ RESETS = 100
 
 def run(
     fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Any = (),
+    kwargs: Any = None,
     num_proc: int | None = None,
     start_timeout: float | None = None,
     *,
     launcher: Launcher | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Does what `rankzero.compat.horovod.run` does, with the same arguments, and needs an active SparkSession.
+    """Does what `rankzero.compat.horovod.run` does, with the same arguments, on the active SparkSession.
 
-    Raises:
-        EngineError: neither a ``launcher`` nor an active SparkSession.
-        RankZeroError: see `rankzero.compat.horovod.run`.
+    Raises EngineError if there is neither a ``launcher`` nor an active SparkSession.
     """
     launcher = launcher or runner.on_spark("horovod.spark.run", num_proc)
     return runner.run(fn, args, kwargs, num_proc, start_timeout, launcher=launcher, **options)
@@ -34,8 +32,8 @@ def run(
 
 def run_elastic(
     fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Any = (),
+    kwargs: Any = None,
     num_proc: int | None = None,
     min_num_proc: int | None = None,
     max_num_proc: int | None = None,
@@ -49,17 +47,14 @@ def run_elastic(
     """Runs ``fn`` in an elastic world, whose attempts resume from the last ``state.commit()``, as Horovod's does.
 
     ``fn`` uses `rankzero.compat.horovod.torch.elastic.run`. An attempt has ``min_num_proc`` to ``max_num_proc`` ranks,
-    each ``num_proc`` if it is None. ``elastic_timeout`` is the ``start_timeout`` of later attempts; the longer one of
-    both is used for all. ``reset_limit`` is ``max_restarts``, and counts each end of a rank but a value; None: 100.
-    The other arguments are those of `run`.
+    or ``num_proc``; ``np``, ``min_np`` and ``max_np`` are aliases. ``elastic_timeout`` is ``start_timeout`` for later
+    attempts; the longer one of both is used for all. ``reset_limit`` is ``max_restarts``, and counts each end of a rank
+    but a value; None: 100. The other arguments, and the errors, are those of `run`.
 
     Returns:
         The values of all ranks of the last attempt.
-
-    Raises:
-        EngineError: neither a ``launcher`` nor an active SparkSession.
-        RankZeroError: see `rankzero.compat.horovod.run`.
     """
+    num_proc = options.pop("np", None) if num_proc is None else num_proc
     given = min_num_proc, options.pop("min_np", None), num_proc, options.pop("max_np", None), max_num_proc
     numbers: list[Any] = [each for each in given if each is not None]
     own = launcher is None

@@ -139,7 +139,7 @@ class FailureConfig(metaclass=_Options):
 
     Attributes:
         max_failures: New attempts, from the last checkpoint, after any failure of a worker; -1 for no limit.
-        max_preemption_failures: New attempts after the cluster has preempted a worker; -1 for no limit.
+        max_preemption_failures: Likewise after the cluster has preempted a worker.
     """
 
     max_failures: int = 0

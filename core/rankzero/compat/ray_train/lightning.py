@@ -15,10 +15,8 @@ import rankzero.train as rt
 from rankzero.compat.ray_train import train
 from rankzero.compat.ray_train.config import lookup
 
-__all__ = [
-    "RayDDPStrategy", "RayDeepSpeedStrategy", "RayFSDPStrategy", "RayLightningEnvironment", "RayTrainReportCallback",
-    "prepare_trainer",
-]  # fmt: skip
+__all__ = ["RayDDPStrategy", "RayDeepSpeedStrategy", "RayFSDPStrategy", "RayLightningEnvironment",
+           "RayTrainReportCallback", "prepare_trainer"]  # fmt: skip
 
 _names = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
 # The one that the user has imported, since their classes differ, else the one that is installed.

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from rankzero.launcher import Launcher
     from rankzero.train import PreparedDataLoader
 
-__all__ = [
-    "TorchConfig", "TorchTrainer", "get_device", "prepare_data_loader", "prepare_model",
-]  # fmt: skip
+__all__ = ["TorchConfig", "TorchTrainer", "get_device", "prepare_data_loader", "prepare_model"]
 
 
 class TorchTrainer:

@@ -12,13 +12,16 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns the tensor to send, and the context that `decompress` needs."""
+        """Returns the tensor to send, and the context that `decompress` needs: the original type, or None."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
         """Returns the received tensor in its original type."""
-        return tensor
+        return tensor if context is None else tensor.to(context)
+
+
+NoneCompressor = Compressor
 
 
 class FP16Compressor(Compressor):
@@ -28,14 +31,6 @@ class FP16Compressor(Compressor):
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Returns the tensor to send, and its type."""
         return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Returns the received tensor in its original type."""
-        return tensor.to(context)
-
-
-NoneCompressor = Compressor
 
 
 class Compression:

@@ -1,23 +1,21 @@
-"""`DistributedOptimizer`: reduces gradients during the backward pass. `SyncBatchNorm`."""
+"""`DistributedOptimizer`: reduces gradients during the backward pass."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rankzero.compat.horovod.torch.collectives import allreduce_async_, checked_op, sparse_allreduce_async
 from rankzero.compat.horovod.torch.compression import Compression
-from rankzero.compat.horovod.torch.operations import AVERAGE, SUM, HorovodInternalError, Request
-from rankzero.compat.horovod.torch.reductions import allreduce, allreduce_async_, checked_op, sparse_allreduce_async
-from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set, size
+from rankzero.compat.horovod.torch.requests import AVERAGE, HorovodInternalError, Request
+from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
 _hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
 """The hook of each parameter, which belongs to the optimizer that was created last for it."""
@@ -43,11 +41,9 @@ def DistributedOptimizer(
         compression: A member of `Compression`: the type in which gradients are sent.
         backward_passes_per_step: Backward passes whose gradients are summed before a reduction.
         op: ``Average`` (None) or ``Sum``.
-        gradient_predivide_factor: Factor by which gradients are divided before the sum; the rest of the division by
-            the number of ranks follows after it.
-        num_groups: Old name of ``groups``.
-        groups: A number, or lists of parameters. It is checked and has no effect, since gradients that are ready
-            together are reduced together.
+        gradient_predivide_factor: Factor by which gradients are divided before the sum, and multiplied after it.
+        num_groups: Without effect, since gradients that are ready together are reduced together.
+        groups: Likewise.
         sparse_as_dense: Whether sparse gradients are sent as dense tensors; the step gets them sparse.
         process_set: The ranks that take part.
 
@@ -60,11 +56,8 @@ def DistributedOptimizer(
     op = checked_op(op)
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor is for op=hvd.Average")
-    if num_groups:
-        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
-    _check_groups(num_groups or None if groups is None else groups)
     scales = (1 / gradient_predivide_factor, gradient_predivide_factor) if op == AVERAGE else (1.0, 1.0)
-    reducer = _Reducer(_named(optimizer, named_parameters), op, scales, process_set)
+    reducer = _Reducer(_named(optimizer, named_parameters), (op, *scales, process_set))
     reducer.compression, reducer.sparse_as_dense = compression, sparse_as_dense
     reducer.set_passes(backward_passes_per_step)
     # The object stays the same, since schedulers and scalers refer to it.
@@ -72,21 +65,12 @@ def DistributedOptimizer(
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     distributed = cast(_Distributed, optimizer)
     distributed._rz = reducer
-    if "step" in vars(optimizer):
-        # A scheduler that was created before has replaced `step` by a function that calls the old class's step.
-        vars(optimizer)["step"] = _reducing(vars(optimizer)["step"], reducer)
+    # torch calls it before the step of any class, also if a scheduler has wrapped the step; here before other hooks.
+    optimizer.register_step_pre_hook(_before_step)
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    hooks.move_to_end(next(reversed(hooks)), last=False)
     reducer.add(_parameters(optimizer))
     return distributed
-
-
-def _check_groups(groups: Any) -> None:
-    if groups is None or (isinstance(groups, int) and groups > 0):
-        return
-    if not isinstance(groups, list) or not all(isinstance(group, (list, tuple)) for group in groups):
-        raise ValueError(f"groups is {groups!r}; it must be a positive integer or a list of lists of parameters")
-    grouped = [parameter for group in groups for parameter in group]
-    if any(not isinstance(part, torch.Tensor) for part in grouped) or len(set(grouped)) < len(grouped):
-        raise ValueError("groups must consist of torch.Tensor, each at most once")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -103,48 +87,35 @@ def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torc
     named = {parameter: name for name, parameter in pairs}
     missing = sum(parameter not in named for parameter in _parameters(optimizer))
     if missing and named_parameters is not None:
-        raise ValueError(
-            f"named_parameters was specified, but one or more model parameters were not named: {missing} of the "
-            "optimizer's"
-        )
+        raise ValueError(f"named_parameters lacks the names of {missing} of the optimizer's parameters")
     return named
 
 
-def _reducing(step: Callable[..., Any], reducer: _Reducer) -> Callable[..., Any]:
-    """Wraps a step to reduce gradients before it; with a closure, after each call of the closure."""
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Reduces gradients before a step; with a closure, after each call of the closure. A hook of the step."""
+    reducer, given = optimizer._rz, [*args[1:], kwargs.get("closure")]
+    closure = given[0]
+    if closure is None:
+        reducer.before_step()
+        return None
+    if not reducer.should_synchronize:
+        return None
+    if reducer.has_begun():
+        # Gradients of a backward pass before the step, as SAM has one.
+        reducer.before_step()
 
-    @functools.wraps(step)
-    def reduced(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        if closure is None:
-            reducer.before_step()
-            return step(**options)
-        if not reducer.should_synchronize:
-            return step(closure, **options)
-        if reducer.has_begun():
-            # Gradients of a backward pass before the step, as SAM has one.
-            reducer.before_step()
+    def with_gradients() -> Any:
+        loss = closure()
+        reducer.before_step()
+        return loss
 
-        def with_gradients() -> Any:
-            loss = closure()
-            reducer.before_step()
-            return loss
-
-        return step(with_gradients, **options)
-
-    return reduced
+    return (args[0], with_gradients, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
 
 class _Distributed(torch.optim.Optimizer):
     """The methods that `DistributedOptimizer` adds to an optimizer's class."""
 
     _rz: _Reducer
-
-    def step(self, closure: Any = None, **options: Any) -> Any:
-        """Waits for the gradients of all ranks, then steps; with a closure, after each call of the closure."""
-        return _reducing(super().step, self._rz)(closure, **options)
-
-    # torch wraps the step of each class to call hooks; here the wrapped step of the base class calls them.
-    step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
         """Waits for the gradients of all ranks, for example to clip them."""
@@ -161,8 +132,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # torch's GradScaler reads this property in its step, before it checks for overflows, which must include those
-        # of all ranks.
+        # torch's GradScaler reads it before it checks for overflows, which must include those of all ranks.
         if self._rz.should_synchronize and not self._rz.is_synchronized:
             self._rz.synchronize()
             self._rz.is_ready = True
@@ -197,7 +167,7 @@ class _Distributed(torch.optim.Optimizer):
 
 
 class _Sent(NamedTuple):
-    """A gradient on its way: the tensor, its version, the handle of its reduction, the context of its compression."""
+    """A gradient on its way, with its version, and the context of its compression."""
 
     gradient: torch.Tensor
     version: int
@@ -211,8 +181,8 @@ class _Reducer:
     compression: Any = Compression.none
     sparse_as_dense = False
 
-    def __init__(self, known: dict[torch.Tensor, str], op: str, scales: tuple[float, float], group: ProcessSet) -> None:
-        self._known, self._op, self._scales, self._group = known, op, scales, group
+    def __init__(self, known: dict[torch.Tensor, str], options: tuple[str, float, float, ProcessSet]) -> None:
+        self._known, self._options, group = known, options, options[-1]
         self.should_synchronize, self.is_synchronized, self.is_ready = True, False, False
         # A second optimizer may have parameters with the same names, such as the second network of a GAN.
         number = next(group.optimizers)
@@ -287,11 +257,11 @@ class _Reducer:
                     "optimizer.synchronize() before you clip or unscale gradients, and step in "
                     "optimizer.skip_synchronize()"
                 )
-        self.add(list(self._names) if len(self._hooked) < len(self._names) else [])
+        self.add(list(self._names))
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._sent:
                 self._begin(parameter)
-        errors = []
+        self.is_synchronized, errors = False, []
         for parameter, sent in self._sent.items():
             try:
                 self._finish(parameter, sent)
@@ -326,6 +296,7 @@ class _Reducer:
 
     def _begin(self, parameter: torch.Tensor) -> None:
         name, gradient, context = f"gradient.{self._names[parameter]}", parameter.grad, None
+        op, before, after, group = self._options
         if gradient is None:
             # Another rank may have a gradient of this parameter.
             gradient = torch.zeros_like(parameter)
@@ -340,12 +311,12 @@ class _Reducer:
         if gradient.is_sparse:
             self._sparse_dims[parameter] = gradient.sparse_dim()
         if gradient.is_sparse and not self.sparse_as_dense:
-            request = sparse_allreduce_async(gradient, name, self._op, self._group)
+            request = sparse_allreduce_async(gradient, name, op, group)
         else:
             # `detach` would count the reduction's writes as changes by the user.
             dense = gradient.to_dense() if gradient.is_sparse else gradient.data
             compressed, context = self.compression.compress(dense)
-            request = allreduce_async_(compressed, None, name, self._op, *self._scales, self._group)
+            request = allreduce_async_(compressed, None, name, op, before, after, group)
         self._sent[parameter] = _Sent(gradient, gradient._version, request, context)
 
     def _finish(self, parameter: torch.Tensor, sent: _Sent) -> None:
@@ -356,41 +327,3 @@ class _Reducer:
             parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse(sent.gradient.sparse_dim())
         elif reduced.data_ptr() != sent.gradient.data_ptr():
             sent.gradient.copy_(reduced)
-
-
-class SyncBatchNorm(_BatchNorm):
-    """Batch normalization with the mean and variance over all ranks; on a CPU, too."""
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalizes ``input`` of shape ``(batch, channels, ...)``."""
-        self._check_input_dim(input)
-        if not (self.training or not self.track_running_stats) or size() == 1:
-            plain: torch.Tensor = super().forward(input)
-            return plain
-        dims, shape = [dim for dim in range(input.dim()) if dim != 1], [1, -1] + [1] * (input.dim() - 2)
-        # Half a precision holds neither the sums nor, beyond 65504, the count; torch's own takes them so, too.
-        x = input.to(torch.promote_types(input.dtype, torch.float32))
-        count = x.new_tensor([x.numel() / input.size(1)])
-        total = allreduce(torch.cat([x.sum(dims), count]), name="sync_batch_norm.sum", op=SUM)
-        rows = total[-1].detach()
-        mean = total[:-1] / rows
-        # Around the mean of all ranks: the mean of squares less the square of the mean would lose every digit.
-        centred = x - mean.view(shape)
-        squares = allreduce(centred.square().sum(dims), name="sync_batch_norm.squares", op=SUM)
-        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
-            with torch.no_grad():
-                if self.num_batches_tracked is not None:
-                    self.num_batches_tracked.add_(1)
-                share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked or 1)
-                unbiased = squares.detach() / (rows - 1).clamp(min=1)
-                self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), share)
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
-        output = centred * torch.rsqrt((squares / rows).view(shape) + self.eps)
-        if self.affine:
-            output = output * self.weight.view(shape) + self.bias.view(shape)
-        result: torch.Tensor = output.to(input.dtype)
-        return result

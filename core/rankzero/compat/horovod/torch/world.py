@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch.coordinator import Coordinator
-from rankzero.compat.horovod.torch.operations import Meta
+from rankzero.compat.horovod.torch.requests import Meta
 from rankzero.train.context import at_return
 
 logger = logging.getLogger(__name__)
@@ -24,11 +24,7 @@ STALL_WARNING_AFTER, STALL_TIMEOUT, STALL_TIMEOUT_MAX = 60.0, 1800.0, 30 * 24 * 
 
 
 class ProcessSet:
-    """A set of ranks that communicate with each other.
-
-    Args:
-        ranks: Global ranks of the set.
-    """
+    """A set of ranks that communicate with each other, by their global ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = sorted(set(ranks))
@@ -96,12 +92,7 @@ _process = 0
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Makes this process a rank, and creates torch's process group if there is none. A second call does nothing.
 
-    Args:
-        comm: None, or all ranks; use `ProcessSet` for subsets.
-        process_sets: Further sets, as for `add_process_set`.
-
-    Raises:
-        ValueError: ``comm`` is an MPI communicator or a part of the ranks.
+    ``comm`` is None or all ranks, anything else a ValueError. ``process_sets`` are sets as for `add_process_set`.
     """
     global _world, _process
     if is_initialized():
@@ -140,9 +131,7 @@ def is_initialized() -> bool:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Makes a set of ranks able to communicate. Every rank must call it, with the same sets in the same order.
 
-    Raises:
-        ValueError: a rank does not exist, or a set of these ranks exists already.
-        MismatchError: the ranks gave different sets.
+    Raises ValueError for ranks that do not exist, or have a set already, and MismatchError if the ranks' sets differ.
     """
     everybody = global_process_set.coordinator.ranks
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -150,8 +139,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"process set {found.ranks} has ranks that do not exist; there are {len(everybody)}")
     if any(found.ranks == other.ranks for other in _sets.values()):
         raise ValueError(f"a process set of the ranks {found.ranks} is there already")
-    # Ranks that create different groups would block each other; this barrier detects and names them.
-    number, meta = max(_sets) + 1, Meta("barrier", shape=tuple(found.ranks))
+    # Ranks that create different groups, or that have joined, would block the others; this names them.
+    number, meta = max(_sets) + 1, Meta("process_set", shape=tuple(found.ranks))
     global_process_set.coordinator.issue("process_set", str(number), [meta], [torch.empty(0, device="cpu")]).wait()
     found._open(number)
     return found
@@ -181,41 +170,35 @@ def size() -> int:
     return global_process_set.coordinator.size
 
 
-def _answer(value: Callable[[], int], text: str) -> Callable[[], int]:
+def _answer(text: str, value: Callable[[], Any]) -> Callable[[], int]:
     """Returns a function that answers a question about the rank or about torch."""
 
     def answer() -> int:
-        return value()
+        return int(value())
 
     answer.__doc__ = f"Returns {text}."
     return answer
 
 
 def _of_context(name: str, text: str) -> Callable[[], int]:
-    return _answer(lambda: size() and getattr(rt.get_context(), name), text)
+    return _answer(text, lambda: size() and getattr(rt.get_context(), name))
 
 
-local_rank = _of_context("local_rank", "the index of this rank in its task: ``cuda:{local_rank()}`` is always its GPU")
+local_rank = _of_context("local_rank", "the index of this rank in its task: ``cuda:{local_rank()}`` is its GPU")
 local_size = _of_context("local_world_size", "the number of ranks in this task")
 cross_rank = _of_context("node_rank", "the index of this rank's task")
 cross_size = _of_context("num_nodes", "the number of tasks")
-is_homogeneous = _answer(lambda: size() > 0, "True, since every task has the same number of ranks")
-gloo_built = gloo_enabled = _answer(dist.is_gloo_available, "True if torch has gloo")
-nccl_built = _answer(
-    lambda: sum(part * 100**place for place, part in enumerate(reversed(torch.cuda.nccl.version()[:3])))  # type: ignore[no-untyped-call]
-    if dist.is_nccl_available() else 0, "the version of NCCL that torch has, such as 22703; 0 if it has none",
-)  # fmt: skip
-cuda_built = _answer(lambda: torch.version.cuda is not None, "True if torch has CUDA")
-rocm_built = _answer(lambda: torch.version.hip is not None, "True if torch has ROCm")
-mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answer(
-    lambda: False, "False: MPI, IBM's DDL and Intel's oneCCL are not supported"
-)
+is_homogeneous = _answer("1, since every task has the same number of ranks", lambda: size() > 0)
+gloo_built = gloo_enabled = _answer("1 if torch has gloo, else 0", dist.is_gloo_available)
+nccl_built = _answer("1 if torch has NCCL, else 0", dist.is_nccl_available)
+cuda_built = _answer("1 if torch has CUDA, else 0", lambda: torch.version.cuda is not None)
+rocm_built = _answer("1 if torch has ROCm, else 0", lambda: torch.version.hip is not None)
+mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answer("0: it is not supported", int)
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+def start_timeline(file_path: str = "", mark_cycles: bool = False) -> None:
     """Only logs a warning: use `torch.profiler` instead."""
-    logger.warning("hvd.start_timeline(%r) writes no timeline: use torch.profiler.profile", file_path)
+    logger.warning("hvd.start_timeline and stop_timeline write no timeline: use torch.profiler.profile")
 
 
-def stop_timeline() -> None:
-    """Does nothing, since there is no timeline."""
+stop_timeline = start_timeline

@@ -9,11 +9,11 @@ import io
 import logging
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rankzero.errors import InvalidJobError
-from rankzero.submit.shipping import IGNORE_FILE, is_private, is_skipped, largest, matcher
+from rankzero.submit.code_files import IGNORE_FILE, is_secret, largest, matcher, walk
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +23,6 @@ LIMIT = 64 << 20
 ARCHIVE = "code.tar.gz"
 WORKING_DIR, PY_FILES = "working_dir", "py_files"
 """Names of the folders in the archive."""
-
-_SETTINGS = frozenset(
-    {
-        "airflow.cfg",
-        "airflow.db",
-        "simple_auth_manager_passwords.json.generated",
-        "webserver_config.py",
-        "dagster.yaml",
-        "dagster_cloud.yaml",
-    }
-)
-# In lower case. These files hold passwords, and are beside logs and databases.
 
 _ARCHIVES = (".zip", ".egg", ".whl")
 
@@ -82,18 +70,12 @@ class UserCode:
     def files(self) -> dict[str, str]:
         """The files to ship: name in the archive to local path."""
         found: dict[str, str] = {}
-        linked: list[str] = []
         modules: dict[str, str] = {}
         if self.working_dir is not None:
-            ignored = matcher(self.excludes, os.path.join(self.working_dir, IGNORE_FILE))
-            found |= {f"{WORKING_DIR}/{name}": path for name, path in _walk(self.working_dir, ignored, linked)}
+            found |= self._below(self.working_dir, WORKING_DIR, os.path.join(self.working_dir, IGNORE_FILE))
         for path in self.py_files:
             root = os.path.basename(os.path.abspath(path))
-            if os.path.isdir(path):
-                ignored = matcher(self.excludes)
-                named = {f"{PY_FILES}/{root}/{name}": file for name, file in _walk(path, ignored, linked)}
-            else:
-                named = {f"{PY_FILES}/{root}": path}
+            named = self._below(path, f"{PY_FILES}/{root}") if os.path.isdir(path) else {f"{PY_FILES}/{root}": path}
             module = root.removesuffix(".py")
             if os.path.isdir(other := modules.setdefault(module, path)) != os.path.isdir(path):
                 raise InvalidJobError(
@@ -106,17 +88,18 @@ class UserCode:
                         f"{name.partition('/')[2]!r}: rename one of them, or leave them out by excludes="
                     )
             found |= named
-        if settings := [path for path in found.values() if os.path.basename(path).lower() in _SETTINGS]:
-            raise InvalidJobError(
-                f"working_dir or py_files would send {settings[0]}, the configuration of an orchestrator, to the "
-                f"cluster: give the folder of your code, or name what stays in excludes= or {IGNORE_FILE}"
-            )
-        if linked:
-            logger.warning(
-                "%s: a link to a directory, whose files do not travel with the job (py_files= takes a directory)",
-                ", ".join(linked),
-            )
         return dict(sorted(found.items()))
+
+    def _below(self, folder: str, prefix: str, ignore_file: str | None = None) -> dict[str, str]:
+        left_out: set[str] = set()
+        every = walk(folder, matcher(self.excludes, ignore_file), left_out)
+        found = {f"{prefix}/{name}": path for name, path in every if os.path.isfile(path)}
+        paths = [os.path.join(folder, name) for name in sorted(left_out)]
+        if linked := ", ".join(path for path in paths if path[-1] != os.sep and os.path.isdir(path)):
+            logger.warning("%s: a link to a directory, whose files do not travel (py_files= takes one)", linked)
+        if private := ", ".join(path for path in paths if is_secret(os.path.basename(path))):
+            logger.warning("%s may hold secrets, and does not travel with the job", private)
+        return found
 
     @functools.cached_property
     def archive(self) -> bytes | None:
@@ -162,17 +145,3 @@ def _entry(name: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarIn
     entry = tarfile.TarInfo(name)
     entry.mode, entry.type = mode, kind
     return entry
-
-
-def _walk(root: str, ignored: Callable[[str], bool], linked: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields the files to ship, with names relative to ``root``; adds links to directories to ``linked``."""
-    for directory, children, names in os.walk(root):
-        below = os.path.relpath(directory, root)
-        prefix = "" if below == os.curdir else f"{below}/"
-        children[:] = sorted(name for name in children if not (is_skipped(name) or ignored(f"{prefix}{name}/")))
-        # They may lead to large datasets, or back here.
-        linked += [path for name in children if os.path.islink(path := os.path.join(directory, name))]
-        for name in sorted(names):
-            path = os.path.join(directory, name)
-            if os.path.isfile(path) and not is_private(name) and not ignored(prefix + name):
-                yield prefix + name, path

@@ -8,29 +8,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rankzero.values.digest import digest_of as digest_of_bytes
+from rankzero.values.digest import digest_of
 
 
-def facts_of_data(value: Any) -> Callable[[Any], Any] | None:
-    """Returns the function that returns the facts of such a value, which stand for it; None for any other value."""
-    if _is_instance("torch", "Tensor", value):
-        return _tensor
-    if _is_a("numpy", "ndarray", value) and not value.dtype.hasobject:
-        return _array
-    if _is_instance("numpy", "generic", value) and (value.dtype.names or value.dtype.char in "gG"):
-        return None if value.dtype.hasobject else _scalar
-    if _is_instance("pandas.api.extensions", "ExtensionArray", value):
-        return _extension_array
-    if _is_instance("torch.nn", "Module", value):
-        return _module
-    if _is_instance("torch.utils.hooks", "RemovableHandle", value):
-        return type
-    return _frame if _is_a("pandas", "DataFrame", value) else None
-
-
-def _is_a(package: str, name: str, value: Any) -> bool:
-    """Returns True for an object of exactly this class of a package that the user has imported."""
-    return type(value) is getattr(sys.modules.get(package), name, None)
+def facts_of_data(value: Any) -> Any:
+    """Returns the facts of such a value, which stand for it; None for any other value."""
+    for package, name, facts in _KINDS:
+        if _is_instance(package, name, value):
+            return facts(value)
+    return None
 
 
 def _is_instance(package: str, name: str, value: Any) -> bool:
@@ -43,6 +29,8 @@ def _array(value: Any) -> Any:
     """Returns type, shape and numbers of an array: its pickle also depends on strides, and on bytes between numbers."""
     import numpy
 
+    if value.dtype.hasobject or type(value) is not numpy.ndarray:
+        return None
     if value.dtype.names:
         return "array", value.dtype, value.shape, [_array(value[name]) for name in value.dtype.names]
     is_long = value.dtype.char in "gG"
@@ -51,50 +39,24 @@ def _array(value: Any) -> Any:
     if is_long and numpy.finfo(numpy.longdouble).nmant == 63:
         # An x86 processor uses ten of the sixteen bytes.
         data = numpy.ascontiguousarray(data.reshape(-1, numpy.dtype(numpy.longdouble).itemsize)[:, :10]).reshape(-1)
-    return "array", value.dtype, value.shape, digest_of_bytes([data.data])
+    return "array", value.dtype, value.shape, digest_of([data.data])
 
 
 def _scalar(value: Any) -> Any:
     """Returns type and number of a scalar of numpy, whose pickle may contain bytes that no number uses."""
     import numpy
 
+    if value.dtype.hasobject or not (value.dtype.names or value.dtype.char in "gG"):
+        return None
     return type(value), _array(numpy.asarray(value))
-
-
-@functools.cache
-def _hooks() -> list[str]:
-    """Returns the names of a module's attributes that hold its hooks."""
-    import torch
-
-    return [name for name in vars(torch.nn.Module()) if "_hooks" in name]
-
-
-def _module(value: Any) -> Any:
-    """Returns the parts of a module that pickle would write, with its hooks numbered in their order.
-
-    torch numbers the hooks of all modules that a process has made.
-    """
-    names = _hooks()
-
-    def numbered(state: Any) -> Any:
-        if not isinstance(state, dict) or state.keys().isdisjoint(names):
-            return state
-        numbers = sorted({number for name in names for number in state.get(name) or ()})
-        order = {number: place for place, number in enumerate(numbers)}
-        found = {name: state[name] or {} for name in names if name in state}
-        hooks = {name: {order[number]: hook for number, hook in each.items()} for name, each in found.items()}
-        return state | hooks
-
-    parts = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if isinstance(parts, str):
-        return type(value), parts
-    # Items of a dict or list come as iterators.
-    items = [list(part) if hasattr(part, "__next__") else numbered(part) for part in parts[2:]]
-    return type(value), parts[0], [numbered(part) for part in parts[1]], items
 
 
 def _frame(value: Any) -> Any:
     """Returns the columns of a DataFrame: its pickle also depends on what was read from it, which joins its blocks."""
+    import pandas
+
+    if type(value) is not pandas.DataFrame:
+        return None
     columns = [value.iloc[:, number].array for number in range(value.shape[1])]
     return "frame", value.columns, value.index, columns, value.attrs
 
@@ -131,5 +93,36 @@ def _tensor(value: Any) -> Any:
     except (RuntimeError, TypeError):
         # Some kinds of tensors lack these operations.
         return None
-    facts = (str(value.dtype), tuple(value.shape), value.requires_grad, digest_of_bytes([data.raw()]))
+    facts = (str(value.dtype), tuple(value.shape), value.requires_grad, digest_of([data.raw()]))
     return "tensor", cls, vars(value), *facts
+
+
+@functools.cache
+def _hooks() -> frozenset[str]:
+    """Returns the names of a module's attributes that hold its hooks."""
+    import torch
+
+    return frozenset(name for name in vars(torch.nn.Module()) if "_hooks" in name)
+
+
+def without_numbers(value: Any, state: Any) -> Any:
+    """Returns the state of a module of torch with its hooks in their order: torch numbers all that a process makes."""
+    if not (isinstance(state, dict) and _is_instance("torch.nn", "Module", value)):
+        return state
+    names = _hooks() & state.keys()
+    numbers = sorted({number for name in names for number in state[name] or ()})
+    order = {number: place for place, number in enumerate(numbers)}
+    return state | {name: {order[number]: hook for number, hook in (state[name] or {}).items()} for name in names}
+
+
+_KINDS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("torch", "Tensor", _tensor),
+    ("torch", "UntypedStorage", lambda storage: ("storage", digest_of([bytes(storage)]))),
+    ("torch", "TypedStorage", lambda storage: (str(storage.dtype), storage._untyped_storage)),
+    ("torch.utils.hooks", "RemovableHandle", type),
+    ("numpy", "ndarray", _array),
+    ("numpy", "generic", _scalar),
+    ("pandas.api.extensions", "ExtensionArray", _extension_array),
+    ("pandas", "DataFrame", _frame),
+)
+"""Package and name of each class, and the function that returns its facts."""

@@ -1,11 +1,10 @@
 """The arguments of a training by name.
 
-`named_arguments` maps a call to names; the rest describes the values as short plain ones, for trackers and tables.
+`bind` maps a call to names; the rest describes the values as short plain ones, for trackers and tables.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -57,27 +56,44 @@ def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env:
     if isinstance(training, (Script, Module, Command)):
         named = dict(_of_line([str(word) for word in (*training.line, *args)]))
     else:
-        named = _bound(training, args, kwargs)
+        named = bind(training, args, kwargs, all_of=True)
     flat = dict(_flat(named, "", _DEPTH))
     # A secret of one argument may be part of another.
     mask = Mask(secrets_of(env) + secrets_of(flat))
     return {name: _plain(name, value, mask) for name, value in itertools.islice(flat.items(), MAX_PARAMS)}
 
 
-def _bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all_of: bool = False) -> dict[str, Any]:
+    """Returns the arguments of a call by name, in order.
+
+    Args:
+        function: The function; a script or module has a command line without names.
+        args: Positional arguments. One without a name has its position, such as ``#2``.
+        kwargs: Keyword arguments.
+        all_of: True for the defaults of those that were not given, too.
+
+    Example:
+        >>> def train(lr, *layers, epochs): ...
+        >>> bind(train, (0.1, 8, 8), {"epochs": 3})
+        {'lr': 0.1, 'layers.0': 8, 'layers.1': 8, 'epochs': 3}
+    """
     try:
-        signature = inspect.signature(function)
-        bound = signature.bind(*args, **kwargs)
+        bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):
         # Some functions written in C have no signature.
-        return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
-    bound.apply_defaults()
-    named = dict(bound.arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            named |= named.pop(name)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            named |= {f"{name}.{number}": value for number, value in enumerate(named.pop(name))}
+        return {**{f"#{number}": value for number, value in enumerate(args, 1)}, **kwargs}
+    if all_of:
+        bound.apply_defaults()
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            # The name of a positional-only parameter may also be that of an option.
+            named |= {f"{name}.{key}" if key in named else key: each for key, each in value.items()}
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            named |= {f"{name}.{number}": each for number, each in enumerate(value)}
+        else:
+            named[name] = value
     return named
 
 
@@ -137,26 +153,3 @@ def _plain(name: str, value: Any, mask: Mask) -> Any:
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, bool, int, float)) for item in value[:MAX_TEXT]):
         value = str([_plain("", item, mask) for item in value[:MAX_TEXT]])
     return without_credentials(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__
-
-
-def named_arguments(train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the arguments of a call with their names, in order.
-
-    Args:
-        train: The function; a script or module has a command line without names.
-        args: Positional arguments. One without a name has its position, such as ``#2``.
-        kwargs: Keyword arguments.
-
-    Example:
-        >>> def train(lr, *layers, epochs): ...
-        >>> named_arguments(train, (0.1, 8, 8), {"epochs": 3})
-        [('lr', 0.1), ('#2', 8), ('#3', 8), ('epochs', 3)]
-    """
-    names = [f"#{position}" for position in range(1, len(args) + 1)]
-    with contextlib.suppress(TypeError, ValueError):
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = inspect.signature(train).parameters.values()
-        known = [parameter.name for parameter in parameters if parameter.kind in kinds]
-        # The name of a positional-only parameter may also be that of a keyword argument.
-        names[: len(known)] = [name if name not in kwargs else names[n] for n, name in enumerate(known[: len(names)])]
-    return [*zip(names, args, strict=True), *kwargs.items()]

@@ -1,0 +1,342 @@
+"""Finds the files of the user's modules that are sent with a job, and which of them count.
+
+The whole top-level package or module that the code imports is sent, and those that its files import in turn. Never sent
+are files that ``.rankzeroignore`` of the package names, hidden ones, those named like a key or a password, data files
+in folders that are no package, and installed modules, which the executors have.
+
+A source counts if the code imports it, in turn; the other files of its package count together. If a name is computed,
+or a text names a module, the whole package counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import logging
+import os
+import pkgutil
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rankzero.errors import InvalidJobError
+from rankzero.store import fingerprint
+from rankzero.submit.code_modules import NEVER_SHIPPED, package_of, parents_of, spec_of, top_level_names
+from rankzero.submit.code_source import IMPORTERS, Source, source_of_file
+
+logger = logging.getLogger(__name__)
+
+MODULES_LIMIT = 64 << 20
+"""Most bytes of user modules that are shipped with a job."""
+
+IGNORE_FILE = ".rankzeroignore"
+"""File in a working directory or a package with patterns of files that are not shipped, in the format of .gitignore."""
+
+_LARGEST = 3
+
+_SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
+
+_SECRETS = re.compile(
+    r".*\.(pem|key|p12|pfx|jks|keystore|kdbx|ppk|keytab|env)|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*"
+    r"|.*credentials\.json|secrets?\..*|service[-_]account.*\.json|kube[-_]?config(\..*)?"
+    r"|profiles\.ya?ml|.*\.tfstate(\..*)?|airflow\.(cfg|db)|simple_auth_manager_passwords\..*|dagster(_cloud)?\.yaml",
+    re.IGNORECASE,
+)
+"""Names of data files that may hold keys or passwords. Sources of any name are shipped, since they are imported."""
+
+_SEARCHED = re.compile("|".join(IMPORTERS).encode())
+_ROOTS = re.compile(rb"(?:\bfrom|\bimport|,)[\s\\]+([A-Za-z_]\w*)")
+
+
+class _File(NamedTuple):
+    """A file that is shipped, as a key of caches: once it is changed, it has another fingerprint."""
+
+    path: str
+    size: int
+    fingerprint: str
+
+
+@dataclass
+class Needs:
+    """The names by which code reaches the user's modules.
+
+    Attributes:
+        modules: Names that it imports; some may be no modules.
+        texts: Texts that may name a module.
+        words: Names and texts by which it may reach a module below a package that it refers to.
+        packages: These packages.
+        computes: True if it imports by a text that may be any.
+        first: A directory that is searched before `sys.path`, such as that of a script.
+    """
+
+    modules: set[str] = field(default_factory=set)
+    texts: set[str] = field(default_factory=set)
+    words: set[str] = field(default_factory=set)
+    packages: set[str] = field(default_factory=set)
+    computes: bool = False
+    first: str | None = None
+
+    def add(self, source: Source) -> None:
+        """Adds what a source needs."""
+        self.modules |= source.imports
+        self.texts |= source.texts
+        self.computes |= source.computes
+
+
+class Files:
+    """The files of the user's modules that code needs.
+
+    Attributes:
+        counted: Checksum of each module that counts, by its name.
+    """
+
+    def __init__(self, needs: Needs) -> None:
+        """Finds the files of the modules that code needs, and of those that they import in turn."""
+        self._first = needs.first
+        self._roots: dict[str, bool] = {}
+        self._sent: dict[str, _File] = {}
+        self._left_out: set[str] = set()
+        self.counted: dict[str, str] = {}
+        self._count(needs.modules | self._named_by(needs))
+        for package in needs.packages:
+            below = self._modules_below(package)
+            self._count({name for name in below if needs.words.issuperset(name[len(package) + 1 :].split("."))})
+        self.send(())
+        if needs.computes:
+            self._count(self._modules_below(""))
+
+    def _count(self, names: set[str]) -> None:
+        """Counts modules, and those that they import in turn."""
+        waiting, seen = set(names), set(self.counted)
+        while waiting:
+            # Importing a.b.c imports a and a.b first.
+            for part in set(parents_of(waiting.pop())) - seen:
+                seen.add(part)
+                if self._send(root := part.partition(".")[0]) and (file := self._file_of(part)):
+                    with contextlib.suppress(OSError):
+                        found = source_of_file(file.path, package_of(part, file.path))
+                        self.counted[part] = found.digest
+                        waiting |= found.imports | self._named_by(found)
+                        waiting |= self._modules_below(root) if found.computes else set()
+
+    def _named_by(self, found: Needs | Source) -> set[str]:
+        """Returns all modules of the packages that texts name, as "acme.models.Net" does, and "train.csv" does not."""
+        words: dict[str, set[str]] = {}
+        for text in found.texts:
+            root, _, rest = text.partition(".")
+            if root not in NEVER_SHIPPED:
+                words.setdefault(root, set()).add(rest.partition(".")[0])
+        names: set[str] = set()
+        # There may be a million texts.
+        for root in words.keys() & top_level_names(self._first) if words else ():
+            if (spec := spec_of(root, self._first)) and (found.computes or words[root] & _names_in(spec)):
+                self._send(root)
+                names |= {root, *self._modules_below(root)}
+        return names
+
+    def _modules_below(self, package: str) -> set[str]:
+        """Returns the names of all modules below a package that are sent; of all that are sent if it is empty."""
+        beginning = package.replace(".", os.sep) + os.sep if package else ""
+        names = (name[:-3] for name in self._sent if name.endswith(".py") and name.startswith(beginning))
+        return {name.removesuffix(os.sep + "__init__").replace(os.sep, ".") for name in names}
+
+    def _file_of(self, name: str) -> _File | None:
+        """Returns the file of a module that is sent; None if a pattern leaves it out, or it is no module."""
+        place = name.replace(".", os.sep)
+        places = os.path.join(place, "__init__.py"), f"{place}.py"
+        if self._sent.keys().isdisjoint(places) and (spec := spec_of(name, self._first)) and spec.origin:
+            bases = spec_of(name.partition(".")[0], self._first).submodule_search_locations or ()
+            if not any(spec.origin.startswith(base + os.sep) for base in bases):
+                # An editable install has it elsewhere than the rest of its package.
+                for base in spec.submodule_search_locations or ():
+                    self._send_folder(place, base, is_package=True)
+                self._add(places[0 if spec.submodule_search_locations else 1], spec.origin)
+        return self._sent.get(places[0]) or self._sent.get(places[1])
+
+    def data_files(self) -> dict[str, str]:
+        """Returns a checksum of the files other than sources, for each top-level package that counts and has some."""
+        digests: dict[str, str] = {}
+        for root in sorted({name.partition(".")[0] for name in self.counted}):
+            names = sorted(name for name in self._sent if name.startswith(root + os.sep) and not name.endswith(".py"))
+            if names:
+                contents = [(name, _digest_of_file(self._sent[name])) for name in names]
+                digests[root] = hashlib.sha256(repr(contents).encode(errors="surrogateescape")).hexdigest()
+        return digests
+
+    def send(self, names: Iterable[str]) -> None:
+        """Sends modules that do not count, and all that the files import that are sent: a computed name may need it."""
+        for name in names:
+            self._send(name.partition(".")[0])
+        seen: set[str] = set()
+        while waiting := [name for name in self._sent if name.endswith(".py") and name not in seen]:
+            for name in waiting:
+                seen.add(name)
+                with contextlib.suppress(OSError):
+                    self._follow(self._sent[name], os.path.dirname(name).replace(os.sep, "."))
+
+    def _follow(self, file: _File, package: str) -> None:
+        roots = _roots_of_file(file)
+        # Most files import what is installed or sent already. They are not read by their tokens, which takes
+        # milliseconds for each.
+        if roots is None or any(root not in self._roots and spec_of(root, self._first) for root in roots):
+            found = source_of_file(file.path, package)
+            for name in found.imports | (found.texts if found.computes else set()):
+                self._send(name.partition(".")[0])
+
+    def _send(self, root: str) -> bool:
+        """Sends a top-level module or package as a whole; returns False for one that is not the user's."""
+        if root not in self._roots:
+            spec = spec_of(root, self._first)
+            self._roots[root] = spec is not None
+            for base in spec.submodule_search_locations or () if spec else ():
+                self._send_folder(root, base, is_package=spec.origin is not None)
+            if spec and not spec.submodule_search_locations:
+                self._add(os.path.basename(spec.origin), spec.origin)
+        return self._roots[root]
+
+    def _send_folder(self, prefix: str, base: str, *, is_package: bool) -> None:
+        for name, path in walk(base, matcher((), os.path.join(base, IGNORE_FILE)), self._left_out, prefix, is_package):
+            self._add(name, path)
+
+    def _add(self, name: str, path: str) -> None:
+        """Sends a regular file, unless one of this name comes first on the path of its package."""
+        with contextlib.suppress(OSError):
+            if name not in self._sent and stat.S_ISREG((found := os.stat(path)).st_mode):
+                self._sent[name] = _File(path, found.st_size, fingerprint(found))
+
+    def zipped(self) -> Shipped | None:
+        """Returns the zip of the files; None if there are none.
+
+        Raises:
+            InvalidJobError: the files are larger than `MODULES_LIMIT`.
+        """
+        if not self._sent:
+            return None
+        if named := sorted(name for name in self._left_out if is_secret(os.path.basename(name))):
+            logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(named))
+        sizes = {name: file.size for name, file in self._sent.items()}
+        if (total := sum(sizes.values())) > MODULES_LIMIT:
+            shipped = ", ".join(sorted(root for root, is_user_s in self._roots.items() if is_user_s))
+            raise InvalidJobError(
+                f"the user modules {shipped} hold {total >> 20} MiB, over the limit of {MODULES_LIMIT >> 20} MiB that "
+                f"travel with a job; the largest are {largest(sizes)}: name what stays in {IGNORE_FILE} in the "
+                "package's folder, or install them where the ranks run"
+            )
+        lines = [f"{sizes[name]:>12}  {name}" for name in sorted(sizes)]
+        lines += [f"{'left out':>12}  {name}" for name in sorted(self._left_out)]
+        return Shipped(_zip(tuple(sorted(self._sent.items()))), "\n".join(lines) + "\n")
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """User modules that are shipped with a job.
+
+    Attributes:
+        data: A zip of their sources, and of the other files in their packages.
+        listing: Readable text: a line for each file with its size, and for each that was left out.
+    """
+
+    data: bytes
+    listing: str
+
+
+def _names_in(spec: Any) -> set[str]:
+    """Returns the names of the modules in a package, and the words of its source."""
+    found = {module.name for module in pkgutil.iter_modules(spec.submodule_search_locations or ())}
+    with contextlib.suppress(OSError), open(spec.origin or "", encoding="utf-8", errors="replace") as file:
+        found.update(re.findall(r"\w+", file.read()))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _roots_of_file(file: _File) -> frozenset[str] | None:
+    """Returns the first words of all names that a source may import; None if it may import by a text."""
+    with open(file.path, "rb") as opened:
+        source = opened.read()
+    return None if _SEARCHED.search(source) else frozenset(root.decode() for root in _ROOTS.findall(source))
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest_of_file(file: _File) -> str:
+    with open(file.path, "rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+@functools.lru_cache(maxsize=1)
+def _zip(files: tuple[tuple[str, _File], ...]) -> bytes:
+    """Returns a zip of files, each given by its name there.
+
+    They are not compressed: that makes a third of the bytes, and takes six times as long here.
+    The last zip is kept: the next training mostly needs the same.
+    """
+    import zipfile
+
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", strict_timestamps=False) as archive:
+        for name, file in files:
+            archive.write(file.path, name)
+    return buffer.getvalue()
+
+
+# -- folders -----------------------------------------------------------------------------------
+
+
+def walk(
+    base: str, ignored: Callable[[str], bool], left_out: set[str], prefix: str = "", is_package: bool = True
+) -> Iterator[tuple[str, str]]:
+    """Yields the files of a folder that may be sent, in order: their names below ``prefix``, and their paths.
+
+    Args:
+        base: The folder.
+        ignored: True for a path, relative to the folder, that is not sent: `matcher`.
+        left_out: Receives the names of files and folders that a pattern or their own name keeps here, and of links to
+            folders, which may lead to large datasets, or back here.
+        prefix: First part of all names.
+        is_package: False for a folder of which only packages have other files than sources.
+    """
+    packages: set[str] = set()
+    for directory, children, names in os.walk(base):
+        # Not by os.path.relpath, which took half of the time.
+        below = directory[len(base) :].strip(os.sep)
+        if is_package or "__init__.py" in names or os.path.dirname(directory) in packages:
+            packages.add(directory)
+        found = sorted(name for name in children if not (name.startswith(".") or name in _SKIPPED_DIRECTORIES))
+        children[:] = [name for name in found if not ignored(os.path.join(below, name, ""))]
+        links = (name for name in children if os.path.islink(os.path.join(directory, name)))
+        out = [*links, *(os.path.join(name, "") for name in found if name not in children)]
+        for name in sorted(names if directory in packages else (name for name in names if name.endswith(".py"))):
+            if name.startswith(".") or is_secret(name) or ignored(os.path.join(below, name)):
+                out.append(name)
+            else:
+                yield os.path.join(prefix, below, name), os.path.join(directory, name)
+        left_out |= {os.path.join(prefix, below, name) for name in out}
+
+
+def largest(sizes: Mapping[str, int]) -> str:
+    """Returns the names and sizes of the largest files, as text."""
+    found = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_LARGEST]
+    return ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in found)
+
+
+def matcher(excludes: Sequence[str], ignore_file: str | None = None) -> Callable[[str], bool]:
+    """Returns a function that is True for a relative path, with a slash after a directory's, that is not shipped."""
+    lines: list[str] = []
+    if ignore_file and os.path.isfile(ignore_file):
+        with open(ignore_file, encoding="utf-8") as file:
+            lines += file.read().splitlines()
+    lines += excludes
+    if not lines:
+        return lambda path: False
+    from pathspec import GitIgnoreSpec
+
+    spec = GitIgnoreSpec.from_lines(lines)
+    return lambda path: bool(spec.match_file(path))
+
+
+def is_secret(name: str) -> bool:
+    """Returns True for a data file that is named like a key or a password, which is never shipped."""
+    return not name.endswith(".py") and _SECRETS.fullmatch(name) is not None

@@ -1,0 +1,250 @@
+"""Packs a function or script, its arguments and the user's modules that they need, and names the training by them.
+
+One look at the code decides what is sent and what counts. The user's own modules (all that are not installed) need not
+exist where the ranks run:
+
+* a module that can be imported by its name is sent as files, in ``modules.zip``, with the modules it imports in turn;
+  its functions and classes are pickled by reference, so that each exists once, and it counts by its files;
+* ``__main__``, notebooks, DAG files under synthetic names, and modules that import an orchestrator, which executors do
+  not have, are pickled by value, as far as the function refers to them, and count by that.
+
+Inodes, times, retries, the location of a value, comments and the layout of sources do not count.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import io
+import logging
+import pickle
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rankzero.errors import InvalidJobError
+from rankzero.kinds import NumProcesses
+from rankzero.run.identity import (
+    ARGUMENT,
+    CODE_VERSION,
+    DIGITS,
+    MODULE,
+    NUM_PROCESSES,
+    RESISTS,
+    SENT_CODE,
+    TRAIN,
+    Identity,
+)
+from rankzero.submit.code_files import Files, Shipped
+from rankzero.submit.code_modules import stable_name
+from rankzero.submit.code_source import source_of_file
+from rankzero.submit.pack_archive import UserCode
+from rankzero.submit.pack_content import Contents
+from rankzero.submit.pack_params import bind
+from rankzero.submit.pack_pickler import TrainingPickler
+from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
+from rankzero.values.digest import digest_of
+from rankzero.values.pickled import Part, beside, pack
+from rankzero.values.ref import ResultRef, map_refs
+
+logger = logging.getLogger(__name__)
+
+_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:\.\w+)+)", re.DOTALL)
+"""A short text in a pickle that may name something in a module, behind its length."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The function or script, arguments and modules that are sent to the workers.
+
+    Attributes:
+        name: Display name of the function or script.
+        data: The pickle of function or script and arguments, made by `rankzero.values.pickled.pack`.
+        modules: The user modules that are shipped with it, or None.
+        refs: The `ResultRef` objects among the arguments and in a trainer's configuration.
+        files: The files of these modules, and which of them count.
+        training: What `rankzero.submit.training.resolve` has made of the function or script.
+        arguments: The arguments with their names.
+    """
+
+    name: str
+    data: list[Part]
+    modules: Shipped | None
+    refs: list[ResultRef]
+    files: Files
+    training: Any
+    arguments: dict[str, Any]
+
+    def identity(
+        self, world_size: NumProcesses, code_version: str | None = None, user_code: UserCode | None = None
+    ) -> Identity:
+        """Returns the identity of the training, equal in every process for the same code, arguments and world size.
+
+        Args:
+            world_size: Number of ranks; for an elastic job the smallest and the largest; or ``"auto"``.
+            code_version: Replaces the checksums of all code.
+            user_code: The user's ``working_dir`` and ``py_files``; counts by content.
+        """
+        contents = Contents()
+        parts = {NUM_PROCESSES: repr(world_size)}
+        for name, value in self.arguments.items():
+            make = functools.partial(contents.digest_of, value, with_code=True)
+            parts[f"{ARGUMENT}{name}"] = _compared(f"the argument {name}", make)
+        if code_version is not None:
+            return Identity.of(parts, **{CODE_VERSION: _short(repr(code_version))})
+        if archive := user_code.archive if user_code else None:
+            parts[SENT_CODE] = _short(digest_of([archive]))
+        modules = dict(self.files.counted)
+        parts[TRAIN] = _compared("the function", lambda: _short(repr(self._own(contents, modules))))
+        data = self.files.data_files()
+        modules |= {f"{name} (data files)": digest for name, digest in data.items()}
+        parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in modules.items()}
+        return Identity.of(parts)
+
+    def _own(self, contents: Contents, modules: dict[str, str]) -> object:
+        """Returns what counts as the function or script itself, and takes it from the modules.
+
+        Code that is sent by value counts for the module that has it, which is added.
+        """
+        train = self.training
+        if isinstance(train, Script):
+            return "script", source_of_file(train.path).digest
+        if isinstance(train, Module):
+            return "module", train.name, [modules.pop(name, None) for name in sorted(train.needs().modules)]
+        if isinstance(train, Command):
+            # Files count by content, and not by path.
+            files = {position: digest_of([file["data"]]) for position, file in train.files().items()}
+            return "command", [files.get(n, word) for n, word in enumerate(train.line)]
+        entry_point = train
+        while isinstance(entry_point, functools.partial):
+            entry_point = entry_point.func
+        entry_point = inspect.unwrap(getattr(entry_point, "__func__", entry_point))
+        module = getattr(entry_point, "__module__", None) or ""
+        value = contents.digest_of(train)
+        by_value = contents.code()
+        own = "function", value, by_value.pop(module, None), modules.pop(module, None)
+        for name, digest in by_value.items():
+            # A module may also be imported when the function is called.
+            name = stable_name(name)
+            modules[name] = _short(repr((modules.get(name), digest)))
+        return own
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:DIGITS]
+
+
+def _compared(what: str, digest: Callable[[], str]) -> str:
+    """Returns a checksum; of what has none, since its class may do anything while it is pickled, another each time."""
+    try:
+        return digest()[:DIGITS]
+    except Exception as error:
+        logger.warning(
+            "%s cannot be compared with that of another try, and counts as unchanged if an orchestrator tries again by "
+            "itself, else as changed: %s: %s",
+            what,
+            type(error).__name__,
+            (str(error).splitlines() or [""])[0],
+        )
+        return RESISTS + secrets.token_hex(DIGITS // 2)
+
+
+def identity_of(
+    train: object,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    world_size: NumProcesses,
+    code_version: str | None = None,
+    user_code: UserCode | None = None,
+) -> Identity:
+    """Returns the identity of a training: that of its payload, which `build` makes of the first three arguments."""
+    packed = build(train, args, kwargs, is_alone=world_size == 1)
+    return packed.identity(world_size, code_version, user_code)
+
+
+def build(
+    train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = (), *, is_alone: bool = False
+) -> Payload:
+    """Builds the payload of a training.
+
+    Args:
+        train: As for `rankzero.submit.training.resolve`. The ``launch_config`` of a compatibility layer's trainer is a
+            dict that counts as an argument: `ResultRef` objects in it are opened, too.
+        args: Positional arguments. `ResultRef` objects in them, also nested, are opened in the workers.
+        kwargs: Keyword arguments; only a function accepts them.
+        restart_on: As for `Launcher`; a rank that fails loads it.
+        is_alone: True for a run of one rank, whose objects may depend on a world of one process.
+
+    Raises:
+        InvalidJobError: ``train`` cannot be run, the arguments do not fit its signature,
+            or an object cannot be pickled; the message names it.
+    """
+    refs: list[ResultRef] = []
+    map_refs([list(args), dict(kwargs), getattr(train, "launch_config", None)], refs.append)
+    training = resolve(train)
+    arguments = bind(training, args, kwargs)
+    extra, other = _pickle_restart_on(restart_on)
+    named, sent_too = other.by_value | other.needs.modules, {*other.needs.modules}
+    buffers: list[memoryview] = []
+    if isinstance(training, (Script, Module, Command)):
+        name, needs = training.name, training.needs()
+        pickled = _pickle_program(training, args, kwargs, extra)
+    else:
+        check_callable(training, args, kwargs)
+        name = name_of(training)
+        parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs, **extra}
+        buffer = io.BytesIO()
+        pickler = TrainingPickler(buffer, beside(buffers), is_alone=is_alone)
+        try:
+            # Pickled last, when it is complete.
+            pickler.dump(parts | {"loaded": pickler.loaded})
+        except Exception as error:
+            culprit = _find_culprit(training, arguments, is_alone)
+            raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
+        pickled, needs = buffer.getvalue(), pickler.needs
+        sent_too |= {*pickler.loaded}
+        named |= pickler.by_value
+    texts = {text.decode() for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
+    needs.texts |= texts - needs.modules - named
+    files = Files(needs)
+    files.send(sent_too)
+    return Payload(name, pack(pickled, buffers), files.zipped(), refs, files, training, arguments)
+
+
+def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], TrainingPickler]:
+    """Returns the part of the payload with ``restart_on``, and the pickler that has written it."""
+    buffer = io.BytesIO()
+    pickler = TrainingPickler(buffer)
+    try:
+        if restart_on:
+            pickler.dump(restart_on)
+    except Exception as error:
+        raise InvalidJobError(f"restart_on={restart_on!r} cannot be pickled: {error}") from error
+    return {"restart_on": buffer.getvalue()} if restart_on else {}, pickler
+
+
+def _pickle_program(
+    program: Script | Module | Command, args: tuple[Any, ...], kwargs: dict[str, Any], extra: dict[str, bytes]
+) -> bytes:
+    """Returns the pickle of a script, module or command, which take a command line."""
+    if kwargs:
+        raise InvalidJobError(
+            f"a {type(program).__name__.lower()} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
+            f"write '--{next(iter(kwargs))}', value"
+        )
+    line = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
+    parts = {**program.parts(), "args": (*program.line, *line), **extra}
+    return pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _find_culprit(function: Callable[..., Any], arguments: dict[str, Any], is_alone: bool) -> str:
+    """Returns the name of the argument or function that cannot be pickled."""
+    for name, value in arguments.items():
+        try:
+            TrainingPickler(io.BytesIO(), is_alone=is_alone).dump(value)
+        except Exception:
+            return f"argument {name!r} (a {type(value).__name__})"
+    return f"train={name_of(function)}, or something it refers to,"

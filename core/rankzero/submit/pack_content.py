@@ -1,0 +1,249 @@
+"""Checksums of values and of code that is sent by value, by content and equal in every process.
+
+A pickle differs between processes: sets have another order, classes of a script have random names. Here a value is a
+label and its parts, whose checksums make its own. Code that is sent by value counts apart from the values that refer to
+it, for the module that has it, so that an edited class leaves the arguments of its kind as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import marshal
+import pickle
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+import cloudpickle
+
+from rankzero.run.identity import DIGITS
+from rankzero.submit.code_modules import is_sent_by_name, is_sent_by_value, is_user_module, stable_name
+from rankzero.submit.code_source import digest_of_code, globals_of_classes, source_of_file
+from rankzero.submit.pack_arrays import facts_of_data, without_numbers
+from rankzero.submit.pack_pickler import reduce_wrapper
+from rankzero.values.digest import digest_of as digest_of_bytes
+from rankzero.values.ref import ResultRef
+
+
+def digest_of(*values: Any) -> str:
+    """Returns a checksum of plain values and of objects by their attributes, the same in every process.
+
+    Example:
+        >>> digest_of({"lr": 0.1, "epochs": 3}) == digest_of({"epochs": 3, "lr": 0.1})
+        True
+    """
+    contents = Contents()
+    return contents.digest_of([*map(contents.digest_of, values), sorted(contents.code().items())])[:DIGITS]
+
+
+class _Parts(typing.NamedTuple):
+    """A value as the sum of a label and of its parts. Their order does not count in a dict or set."""
+
+    label: object
+    parts: Iterable[Any] = ()
+    is_ordered: bool = True
+
+
+class Contents:
+    """Computes checksums of values, and collects the code that they refer to."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bool], tuple[bytes, object]] = {}
+        """Checksums of objects by their id. The objects are kept, so that no other one gets their id."""
+        self._waiting: list[tuple[str, _Parts]] = []
+        self._noted: dict[int, object] = {}
+        self._name_of = functools.cache(stable_name)
+
+    def digest_of(self, value: object, *, with_code: bool = False) -> str:
+        """Returns the checksum of a value.
+
+        Args:
+            value: Any value. Raises what its pickling raises.
+            with_code: True if the code of lambdas and of functions that functions have made counts for the value.
+        """
+        return self._visit(value, with_code).hex()
+
+    def code(self) -> dict[str, str]:
+        """Returns a checksum of the code of each module that is sent by value, as far as the values refer to it."""
+        found: dict[str, set[bytes]] = {}
+        while self._waiting:
+            module, parts = self._waiting.pop()
+            found.setdefault(module, set()).add(self._visit(parts, False))
+        return {module: hashlib.sha256(b"".join(sorted(each))).hexdigest() for module, each in found.items()}
+
+    def _visit(self, value: object, with_code: bool) -> bytes:
+        """Returns the checksum of a value. It does not recurse, since values may nest deeply."""
+        stack: list[tuple[object, _Parts, Any, list[bytes]]] = []
+        # Values that are being visited, with their depth: one may refer to itself.
+        open_at: dict[int, int] = {}
+        while True:
+            if (plain := _plain(value)) is not None:
+                digest = plain
+            elif (key := (id(value), with_code)) in self._known:
+                digest = self._known[key][0]
+            elif id(value) in open_at:
+                digest = b"loop %d" % (len(stack) - open_at[id(value)])
+            else:
+                parts = value if isinstance(value, _Parts) else self._parts(value, with_code)
+                open_at[id(value)] = len(stack)
+                stack.append((value, parts, iter(parts.parts), []))
+                digest = b""
+            while stack:
+                top, parts, rest, done = stack[-1]
+                done += [digest] if digest else []
+                if (value := next(rest, _END)) is not _END:
+                    break
+                stack.pop()
+                del open_at[id(top)]
+                found = [repr(parts.label), *(done if parts.is_ordered else sorted(done))]
+                digest = hashlib.sha256(marshal.dumps(found, 2)).digest()
+                self._known[id(top), with_code] = digest, top
+            else:
+                return digest
+
+    def _parts(self, value: Any, with_code: bool) -> _Parts:
+        cls = type(value)
+        if cls is ResultRef:
+            return _Parts(("result", value.format, value.digest))
+        if cls is list or cls is tuple:
+            return _Parts(cls.__name__, value)
+        if cls is dict:
+            return _Parts("dict", value.items(), is_ordered=False)
+        if isinstance(value, (set, frozenset)):
+            return _Parts("set", [cls, _Parts("items", list(value), is_ordered=False), getattr(value, "__dict__", {})])
+        if isinstance(value, typing.TypeVar):
+            variance = value.__covariant__, value.__contravariant__
+            return _Parts("TypeVar", [value.__name__, value.__bound__, value.__constraints__, variance])
+        if isinstance(value, pickle.PickleBuffer):
+            return _Parts(digest_of_bytes([value.raw()]))
+        if isinstance(value, types.FunctionType):
+            return self._function(value, with_code)
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, types.ModuleType):
+            return self._module(value)
+        if isinstance(value, enum.Enum):
+            return _Parts("enum", [cls, value.value])
+        if (facts := facts_of_data(value)) is not None:
+            return _Parts("data", [facts])
+        reducer = cloudpickle.Pickler.dispatch_table.get(cls)
+        reduced = reduce_wrapper(value) or (reducer(value) if reducer else value.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
+        if isinstance(reduced, str):
+            return _Parts(("global", str(getattr(value, "__module__", "")), reduced), [cls])
+        # Items come as iterators.
+        make, arguments, *rest = (list(part) if hasattr(part, "__next__") else part for part in reduced)
+        state = [without_numbers(value, part) for part in rest]
+        return _Parts("object", [cls, make, [without_numbers(value, part) for part in arguments], state])
+
+    def _note(self, module: object, name: str, key: object, parts: _Parts) -> _Parts | None:
+        """Notes code that counts for a module of the user, and returns its name; None if it counts where it is."""
+        if not isinstance(module, str) or not (module == "__main__" or is_user_module(module)):
+            return None
+        if id(key) not in self._noted:
+            # Kept, so that its id stays its own.
+            self._noted[id(key)] = key
+            self._waiting.append((module, parts))
+        return _Parts(("code", self._name_of(module), name))
+
+    def _function(self, function: types.FunctionType, with_code: bool) -> _Parts:
+        if is_sent_by_name(function):
+            return _Parts(("name", function.__module__, function.__qualname__))
+        code, names = function.__code__, function.__globals__
+        used = {*cloudpickle.cloudpickle._extract_code_globals(code), *globals_of_classes(code)} & names.keys()
+        body = _Parts(("body", digest_of_code(code)), [(name, names[name]) for name in sorted(used)])
+        is_made = "<" in code.co_qualname
+        noted = None if is_made and with_code else self._note(names.get("__name__"), code.co_qualname, code, body)
+        cells = [_content(cell) for cell in function.__closure__ or ()]
+        values = [function.__defaults__, function.__kwdefaults__, vars(function), cells]
+        return _Parts(("function", function.__qualname__), [noted or body, *values])
+
+    def _class(self, cls: type) -> _Parts:
+        module, name = cls.__module__, cls.__qualname__
+        if is_sent_by_name(cls):
+            return _Parts(("name", module, name))
+        members = [
+            (name, _of_pydantic(name, member) if name in _MADE_BY_PYDANTIC else _unwrapped(member))
+            for name, member in sorted(vars(cls).items())
+            if name in _MADE_BY_PYDANTIC or (name not in _NOT_OF_A_CLASS and not name.startswith(_DERIVED))
+        ]
+        descriptors = (types.GetSetDescriptorType, types.MemberDescriptorType)
+        told = [(name, member) for name, member in members if not isinstance(member, descriptors)]
+        body = _Parts(("class", name), [type(cls), cls.__bases__, told])
+        return (None if "<" in name else self._note(module, name, cls, body)) or body
+
+    def _module(self, module: types.ModuleType) -> _Parts:
+        name, path = module.__name__, getattr(module, "__file__", None)
+        if not is_sent_by_value(name):
+            return _Parts(("module", name))
+        if isinstance(path, str):
+            source = _Parts(("file", source_of_file(path).digest))
+            return self._note(name, "", module, source) or source
+        return _Parts(("module", name), [{name: each for name, each in vars(module).items() if name[:2] != "__"}])
+
+
+_END = object()
+
+_NOT_OF_A_CLASS = frozenset(
+    {
+        *("__dict__", "__weakref__", "__module__", "__doc__", "__annotations__"),
+        *("__static_attributes__", "__firstlineno__", "__annotate_func__", "__annotations_cache__"),
+        # Made when an object is pickled for the first time.
+        "__slotnames__",
+        # torch makes it of a subclass of `torch.autograd.Function`, with a number of this process.
+        "_backward_cls",
+    }
+)
+
+_DERIVED = ("_abc_", "__signature__", "__pydantic_")
+"""Beginnings of the names of members that are made of others, with addresses of this process in them."""
+
+_MADE_BY_PYDANTIC = ("__pydantic_fields__", "__pydantic_decorators__", "__private_attributes__")
+"""Members with the parts that pydantic has taken out of the body of a class."""
+
+
+def _of_pydantic(name: str, member: Any) -> Any:
+    """Returns the part of a member that is neither an address of this process nor made when the class is used."""
+    if name == "__private_attributes__":
+        return {key: (each.default, each.default_factory) for key, each in member.items()}
+    if name == "__pydantic_decorators__":
+        # The functions are members of the class, too.
+        kinds = {each.name: getattr(member, each.name) for each in dataclasses.fields(member)}
+        return {kind: {key: each.info for key, each in found.items()} for kind, found in kinds.items()}
+    return member
+
+
+def _unwrapped(member: Any) -> Any:
+    """Returns the functions in a static method, class method or property; any other member unchanged."""
+    if isinstance(member, (staticmethod, classmethod)):
+        return type(member).__name__, member.__func__
+    return (member.fget, member.fset, member.fdel) if isinstance(member, property) else member
+
+
+_PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
+
+
+def _plain(value: Any) -> bytes | None:
+    """Returns the bytes of a plain value, or of a list of those or of rows of those; None for any other value.
+
+    Item by item a million numbers take seconds; this takes 30 ms. Version 2 of marshal writes no references.
+    """
+    cls = type(value)
+    if cls is list or cls is tuple:
+        kinds = set(map(type, value))
+        if not (kinds <= _PLAIN or (kinds <= {list, tuple} and all(set(map(type, row)) <= _PLAIN for row in value))):
+            return None
+    elif cls not in _PLAIN:
+        return None
+    data = marshal.dumps(value, 2)
+    return data if len(data) < 64 else hashlib.sha256(data).digest()
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []

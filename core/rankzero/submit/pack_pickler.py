@@ -1,0 +1,184 @@
+"""Pickles a function and its arguments: user modules that ranks can import by name, all other user code by value."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import cloudpickle
+from cloudpickle.cloudpickle import _dynamic_class_reduce, _extract_code_globals, dynamic_subimport
+
+from rankzero.submit.code_files import Needs
+from rankzero.submit.code_modules import (
+    forget_places,
+    is_distributed,
+    is_made_by_hand,
+    is_sent_by_name,
+    is_sent_by_value,
+    named_like,
+    travels,
+    wrapper_of,
+)
+from rankzero.submit.code_source import globals_of_classes, source_of_code, words_of_code
+from rankzero.values.pickled import with_qualname
+from rankzero.values.tensors import Tensors
+
+_WORLD_OF_ACCELERATE = "accelerate.state"
+_OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
+
+
+class _Loaded(list[str]):
+    """Names that are pickled as one text, since none of them is a text of the user's that names a module."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str.split, ("".join(f"{name}\n" for name in self),)
+
+
+class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles what ranks get, and collects what it needs of the user's modules.
+
+    Attributes:
+        needs: What ranks import, and the names and texts by which code may reach further modules.
+        by_value: Names in the pickle that are those of modules whose code it has.
+        loaded: Modules below packages that code refers to, which this process has loaded and ranks import, too. They
+            do not count for the identity: another process may have loaded others.
+    """
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
+        *,
+        is_alone: bool = True,
+    ) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
+        self._is_alone = is_alone
+        self.needs = Needs()
+        self.by_value: set[object] = set()
+        self.loaded = _Loaded()
+        self._tensors = Tensors()
+
+    def dump(self, obj: object) -> None:
+        """Pickles an object and collects what it needs of the user's modules."""
+        self._tensors = Tensors(obj, self._reduce)
+        forget_places()
+        try:
+            super().dump(obj)
+        finally:
+            # They refer to each other, and would keep the value until the next collection of garbage.
+            self._tensors = Tensors()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduces an object like cloudpickle, and collects the modules that it needs."""
+        return self._tensors.reduce(obj) or self._reduce(obj)
+
+    def _reduce(self, obj: Any) -> Any:
+        if isinstance(obj, types.ModuleType):
+            return self._module(obj)
+        self._refuse(obj)
+        module = getattr(obj, "__module__", None)
+        is_by_name = not isinstance(obj, (type, types.FunctionType)) or is_sent_by_name(obj)
+        is_shipped = isinstance(module, str) and travels(module)
+        if isinstance(obj, types.FunctionType):
+            if is_shipped or not is_by_name:
+                self._note_imports(obj, is_by_name)
+            if is_shipped and (wrapper := wrapper_of(obj)):
+                return getattr, (wrapper, "__wrapped__")
+        if (reduced := reduce_wrapper(obj)) is not None:
+            return reduced
+        if is_shipped and named_like(obj, str(module)) is obj:
+            self.needs.modules.add(str(module))
+        if is_by_name:
+            return super().reducer_override(obj)
+        # Not by cloudpickle's own decision, which knows nothing of the user's modules, and searches every loaded module
+        # for a function that names none, which takes milliseconds and triggers modules that load lazily.
+        self.by_value.add(module)
+        if isinstance(obj, type):
+            return with_qualname(_dynamic_class_reduce(obj), obj)
+        self.by_value |= {obj.__globals__.get(name) for name in ("__name__", "__package__")}
+        reduced = self._dynamic_function_reduce(obj)
+        names = globals_of_classes(obj.__code__) & obj.__globals__.keys()
+        reduced[2][1]["__globals__"] |= {name: obj.__globals__[name] for name in sorted(names)}
+        return reduced
+
+    def _module(self, module: types.ModuleType) -> Any:
+        name = module.__name__
+        if travels(name):
+            self.needs.modules.add(name)
+            self._note_loaded([name])
+            return importlib.import_module, (name,)
+        if is_sent_by_value(name):
+            self.by_value |= {name, module.__package__}
+            return dynamic_subimport, (name, {key: each for key, each in vars(module).items() if key != "__builtins__"})
+        return NotImplemented
+
+    def _refuse(self, obj: Any) -> None:
+        """Raises PicklingError for an object that could be pickled and would not work in ranks."""
+        cls = type(obj)
+        if cls.__module__ == _WORLD_OF_ACCELERATE and not self._is_alone:
+            raise pickle.PicklingError(
+                f"it holds accelerate's {cls.__name__}, the world of this process, and every rank would train "
+                "alone in it: make TrainingArguments or Accelerator inside of the training function"
+            )
+        if cls.__module__.startswith("pyspark.") and cls.__name__ in _OF_THE_DRIVER:
+            raise pickle.PicklingError(
+                f"ranks have no Spark, and so no {cls.__name__}: give a DataFrame as Launcher(dataset=df), and "
+                "read it in the function with rankzero.train.get_dataset_shard()"
+            )
+        is_compiled = isinstance(obj, types.FunctionType) and hasattr(obj, "_torchdynamo_orig_callable")
+        if is_compiled and named_like(obj, obj.__module__) is not obj:
+            raise pickle.PicklingError(
+                f"{obj.__qualname__} was compiled by torch.compile, and what that made belongs to this process: "
+                "call torch.compile inside of the training function"
+            )
+
+    def _note_imports(self, function: types.FunctionType, is_by_name: bool) -> None:
+        code, names = function.__code__, function.__globals__
+        source = source_of_code(code, names.get("__package__"))
+        if by_hand := sorted(filter(is_made_by_hand, source.imports)):
+            raise pickle.PicklingError(
+                f"{function.__qualname__} imports {by_hand[0]}, a module that was made by hand and has no file: import "
+                "it outside of the function, from where it travels by value, or make it a file"
+            )
+        if not is_by_name:
+            self.needs.add(source)
+        # `import acme.models` makes the name acme.
+        roots = {name.partition(".")[0] for name in source.imports} & {*code.co_varnames}
+        used = (names.get(name) for name in _extract_code_globals(code))
+        modules = {value.__name__ for value in used if isinstance(value, types.ModuleType)}
+        if packages := [*filter(travels, {*source.imports, *roots, *modules})]:
+            self.needs.packages.update(packages)
+            self.needs.words |= words_of_code(code)
+            self._note_loaded(packages)
+
+    def _note_loaded(self, packages: Iterable[str]) -> None:
+        """Notes the modules below packages that this process has loaded: code reaches them by any attribute."""
+        beginnings = tuple(f"{package}." for package in packages)
+        found = {name for name in list(sys.modules) if name.startswith(beginnings)}.difference(self.loaded)
+        self.loaded += sorted(filter(travels, found))
+
+
+_CACHED: Any = functools._lru_cache_wrapper
+
+
+def reduce_wrapper(obj: Any) -> tuple[Any, ...] | None:
+    """Reduces an object around a function that pickle cannot reduce, or would with what ranks must not get."""
+    if is_distributed(obj) and not (travels(str(obj.__module__)) and named_like(obj, str(obj.__module__)) is obj):
+        for_ranks: tuple[Any, ...] = obj.in_ranks()
+        return for_ranks
+    if isinstance(obj, functools.cached_property):
+        # Before Python 3.12 it holds a lock.
+        return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
+    if isinstance(obj, _CACHED) and not is_sent_by_name(obj):
+        # To the function that it wraps, with an empty cache.
+        chosen = obj.cache_parameters()
+        parts = (obj.__wrapped__, chosen["maxsize"], chosen["typed"], functools._CacheInfo)
+        kept = ("__wrapped__", "cache_parameters", *functools.WRAPPER_ASSIGNMENTS)
+        return _CACHED, parts, {name: value for name in kept if (value := getattr(obj, name, None)) is not None}
+    return None
