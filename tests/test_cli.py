@@ -19,7 +19,7 @@ from tests.runs import folder_of, job_file, submitted
 
 from rankzero import Launcher, RunHandle, RunNotFoundError
 from rankzero.cli import main
-from rankzero.report import pages
+from rankzero.report import page, serve
 
 MONTH = 30 * 86400.0
 
@@ -142,9 +142,7 @@ def test_what_somebody_else_has_written_hides_no_other_run(
         assert "first" in rankzero("runs", str(tmp_path), *form).stdout
         done = rankzero("status", str(tmp_path / "strange"), *form)
         assert done.exit_code == 0 or (isinstance(done.exception, SystemExit) and done.stderr.startswith("Error: "))
-    code, _, page = pages.answer(str(tmp_path), "/", {}, lambda job: not job.labels.get("dag_id"))
-    assert code == 200
-    assert '"id":"first"' in page
+    assert 'href="runs/first"' in serve.index(str(tmp_path))
     with contextlib.suppress(RunNotFoundError):
         RunHandle.attach(tmp_path / "strange")._repr_html_()
 
@@ -195,10 +193,9 @@ def test_only_who_follows_a_run_keeps_it_alive(tmp_path: Path) -> None:
     handle.hold(300)
     held = handle.own.lease()
     try:
-        for path, query in (("/", {}), ("/runs/one", {}), ("/runs/one.json", {}), ("/compare", {"run": ["one"]})):
-            code, _, text = pages.answer(store, path, query)
-            assert code == pages.FOUND, text
-            assert handle.own.lease() == held, path
+        for draw in (lambda: serve.index(store), lambda: page.draw(page.run_of(store, "one"))):
+            assert "one" in draw()
+            assert handle.own.lease() == held
         read = ("status", handle.directory), ("logs", handle.directory), ("logs", handle.directory, "--rank", "0")
         for command in (*read, ("report", handle.directory, "-o", str(tmp_path / "one.html")), ("runs", store)):
             assert rankzero(*command).exit_code == 0

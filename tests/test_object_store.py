@@ -44,7 +44,7 @@ def test_payload_modules_logs_metrics_and_result_pass_through_the_driver(remote:
     assert sorted(of_ranks(handle.logs())) == [f"[{rank}] got {5 << 20} bytes" for rank in range(2)]
     assert [row["size"] for row in handle.metrics()] == [5 << 20] * 2
     ref = handle.result_ref()
-    assert ref.uri == f"{handle.own.directory}/result/value-0.safetensors"
+    assert ref.uri == f"{handle.own.directory}/result/value-0.torch"
     assert handle.status().state == "succeeded"
 
 
@@ -156,7 +156,7 @@ def test_a_run_on_s3_is_restarted_from_its_checkpoint_and_opened_by_another_proc
     assert [row["loss"] for row in attached.metrics()][:1] == [2.0]
 
 
-@pytest.mark.parametrize("value", [{"plain": [1, 2]}, {1, 2}], ids=["json", "cloudpickle"])
+@pytest.mark.parametrize("value", [{"plain": [1, 2]}, {1, 2}], ids=["json", "pickle"])
 def test_a_process_that_is_killed_while_it_loads_a_value_leaves_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
 ) -> None:

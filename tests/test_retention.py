@@ -89,7 +89,7 @@ def test_only_old_runs_that_ended_are_removed(root: str) -> None:
     make_run(root, "dead-lately", RunStatus(state="running", heartbeat=YOUNG, driver_host="elsewhere", driver_pid=1))
     make_run(root, "live", RunStatus(state="running", heartbeat=time.time(), driver_host="elsewhere", driver_pid=1))
     store.make_directory(store.join(root, "digits-data"))
-    store.write_bytes(store.join(root, "digits-data", "a.safetensors"), b"data")
+    store.write_bytes(store.join(root, "digits-data", "a.torch"), b"data")
     store.write_bytes(store.join(root, "notes.txt"), b"mine")
     # Folders of others with names that rankzero uses, too.
     for path in (

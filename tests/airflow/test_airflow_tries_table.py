@@ -150,7 +150,7 @@ class Airflow:
         from airflow.models.xcom import XComModel
         from sqlalchemy import select
 
-        from airflow_rankzero import DIRECTORY_KEY
+        from airflow_rankzero.links import DIRECTORY_KEY
 
         with session_of_airflow() as session:
             noted = select(XComModel.timestamp).where(XComModel.dag_id == self.dag_id, XComModel.key == DIRECTORY_KEY)
@@ -347,7 +347,7 @@ def test_a_try_whose_run_is_ended_for_a_cleared_one_resumes_the_training(
     """A triggerer learns late that its deferred task was cleared, when the next try has attached to the run."""
     from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
-    from airflow_rankzero import RunTrigger
+    from airflow_rankzero.triggers import RunTrigger
 
     with airflow.apart() as process:
         process.kill()

@@ -143,7 +143,7 @@ def test_deferred_training_gives_its_result_to_the_next_task(load_dag: LoadDag, 
     outcome = run_dag(load_dag("deferred_training.py"), run_conf={"epochs": 2})
     assert outcome.state == "success", outcome.errors
     assert outcome.xcom("evaluate") > 0.3
-    assert outcome.xcom("train").format == "safetensors"
+    assert outcome.xcom("train").format == "torch"
 
 
 class Person(threading.Thread):

@@ -38,7 +38,7 @@ WORKER = ("scheduled", "queued", "running")
 
 def make_trigger(handle: RunHandle[Any], nonce: str = "") -> Any:
     """As the triggerer makes it: from what was stored in the database."""
-    from airflow_rankzero import RunTrigger
+    from airflow_rankzero.triggers import RunTrigger
 
     path, arguments = RunTrigger(handle.directory, nonce or handle.nonce).serialize()
     module, _, name = path.rpartition(".")

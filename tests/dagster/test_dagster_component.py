@@ -245,5 +245,5 @@ def test_dg_scaffolds_checks_lists_and_launches_in_the_example_project(project: 
         for key in ("models/digits", "scaffolded"):
             event = instance.get_latest_materialization_event(dg.AssetKey.from_user_string(key))
             shown = event.asset_materialization.metadata
-            assert (shown["world_size"].value, shown["format"].value) == (2, "safetensors")
+            assert (shown["world_size"].value, shown["format"].value) == (2, "torch")
             assert "loss_curve" in shown

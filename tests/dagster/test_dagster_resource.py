@@ -63,7 +63,7 @@ def test_an_asset_shows_the_run_and_its_result(
     assert shown["metric/loss"] == 0.25
     assert shown["metric/epoch"] == 3
     assert shown["metric/bad"] == "nan"
-    assert shown["format"] == "safetensors"
+    assert shown["format"] == "torch"
     assert shown["parameters"] == 6
     # No milliseconds, and no time of day.
     assert 0 < shown["duration_seconds"] < 300

@@ -231,7 +231,7 @@ def test_rank_0_writes_its_value_to_the_store(
     found = launcher.run(value)
     assert found["w"][-1].item() == NUMBERS - 1
     assert through_driver == (["value"] if len(missing) > 1 else [])
-    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-0.safetensors"]
+    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-0.torch"]
 
 
 @pytest.mark.soak
@@ -255,7 +255,7 @@ def test_the_value_of_an_attempt_that_fails_is_deleted(launcher: Launcher, bucke
 
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
     assert launcher.run(train)["w"][0].item() == 1.0
-    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-1.safetensors"]
+    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-1.torch"]
 
 
 def half(folder: str, how: str, bucket: str) -> list[Any]:

@@ -11,9 +11,9 @@ from tests.runs import submitted
 
 import rankzero.pipeline
 from rankzero import Launcher, RunHandle, WorkerFailedError
-from rankzero.pipeline import Follower, LineWritten, MetricsReported, RunEnded
 from rankzero.run import follower as followers
 from rankzero.run.directory import Submission
+from rankzero.run.follower import Follower, LineWritten, MetricsReported, RunEnded
 from rankzero.run.status import RunStatus
 
 

@@ -419,8 +419,8 @@ def test_a_function_of_a_dag_file_or_notebook_counts_by_what_it_refers_to() -> N
 
 
 def test_results_count_by_content_and_not_by_where_they_lie() -> None:
-    one = ResultRef("/runs/a/result/value-0.safetensors", "safetensors", "ab" * 32, 9, {"loss": 1.0}, "1-2-3")
-    other = dataclasses.replace(one, uri="s3://b/value-3.safetensors", summary={}, fingerprint=None)
+    one = ResultRef("/runs/a/result/value-0.torch", "torch", "ab" * 32, 9, {"loss": 1.0})
+    other = dataclasses.replace(one, uri="s3://b/value-3.torch", summary={}, fingerprint="1-2-3")
     changed = dataclasses.replace(one, digest="cd" * 32)
     assert of(print_it, {"model": [one]}) == of(print_it, {"model": [other]})
     assert of(print_it, {"model": [one]}) != of(print_it, {"model": [changed]})

@@ -66,13 +66,12 @@ def make_state(*, filled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def numbers(state: Any) -> Any:
     """A state with whole tensors, as lists."""
-    from rankzero.values import shards
-
-    def plain(_: Any, value: Any) -> Any:
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return value.tolist() if hasattr(value, "tolist") else value
-
-    return shards.walk(state, plain)
+    if isinstance(state, dict):
+        return {key: numbers(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [numbers(value) for value in state]
+    value = state.full_tensor() if hasattr(state, "full_tensor") else state
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def write() -> dict[str, Any]:
@@ -135,33 +134,36 @@ def test_a_state_of_two_ranks_is_read_by_any_number(
     assert launcher.options(num_processes=ranks).run(read_all) == [[True, True, True]] * ranks
 
 
-def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any]]) -> None:
-    from rankzero.values.resharding import ShardedState
+def opened(handle: RunHandle[Any], open_part: Callable[[Path], Any] = lambda path: open(path, "rb")) -> Any:
+    from rankzero.values.sharded import ShardedState
 
-    handle, _ = written
     (manifest,) = handle.checkpoints()
     folder = Path(handle.own.directory, "checkpoints", manifest.id)
-    with ShardedState(manifest.parts, lambda rank: open(folder / manifest.parts[rank]["file"], "rb")) as state:
-        pieces = [state._index(rank)["tensors"]["more.1"]["pieces"] for rank in manifest.parts]
-    assert sorted(map(len, pieces)) == [0, 1]
+    indexes = dict(zip(sorted(manifest.parts), (folder / "pieces.jsonl").read_bytes().split(b"\n"), strict=True))
+    return ShardedState("0", manifest.parts, indexes, lambda rank: open_part(folder / manifest.parts[rank]["file"]))
 
 
-def test_a_damaged_piece_is_no_tensor(written: tuple[RunHandle[Any], dict[str, Any]], tmp_path: Path) -> None:
+def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any]]) -> None:
+    handle, _ = written
+    (manifest,) = handle.checkpoints()
+    numbers = sum(part["size"] for part in manifest.parts.values())
+    assert [rank for key, (rank, _) in opened(handle)._places.items() if key.fqn == "more.1"] == ["1"]
+    assert numbers < 7000
+
+
+def test_a_damaged_piece_is_no_tensor(written: tuple[RunHandle[Any], dict[str, Any]]) -> None:
     import io
 
-    from rankzero.values.resharding import ShardedState
-
-    handle, _ = written
-    (manifest,) = handle.checkpoints()
-    folder = Path(handle.own.directory, "checkpoints", manifest.id)
-
-    def damaged(rank: str) -> io.BytesIO:
-        data = bytearray((folder / manifest.parts[rank]["file"]).read_bytes())
+    def damaged(path: Path) -> io.BytesIO:
+        data = bytearray(path.read_bytes())
         data[0] ^= 1
         return io.BytesIO(data)
 
-    with ShardedState(manifest.parts, damaged) as state, pytest.raises(ResultError, match="changed or damaged"):
-        state.load("0")
+    with opened(written[0], damaged) as state, pytest.raises(ResultError, match="changed or damaged"):
+        state.load()
+    shortened = opened(written[0], lambda path: io.BytesIO(path.read_bytes()[:-100]))
+    with pytest.raises(ResultError, match="changed or damaged"):
+        shortened.load()
 
 
 def test_a_state_to_be_filled_that_lacks_something_is_refused(

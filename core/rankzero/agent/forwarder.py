@@ -128,7 +128,7 @@ class Forwarder:
             result = message.result
             if result and os.path.dirname(result["path"]) == self._scratch:
                 then = encode(message, rank.local_rank)
-                self._client.send_file("value", result["path"], then, result["digest"])
+                self._client.send_file("value", result["path"], then)
                 return
             if self._ending.has_parts:
                 # Behind its parts of checkpoints: the driver ends the run when all ranks have finished.
@@ -143,7 +143,7 @@ class Forwarder:
             self._ending.has_parts = True
             name = f"checkpoint-{message.index}-{rank.local_rank}"
             then = encode(message.having(upload=name), rank.local_rank)
-            self._client.send_file(name, message.path, then, message.sha256)
+            self._client.send_file(name, message.path, then)
             return
         rank.send(message)
 

@@ -135,8 +135,7 @@ class Inputs:
         return directory
 
     def _check(self, name: str) -> None:
-        digest = self._assigned.files[name]["digest"]
-        if digest_of_file(self._here[name], digest) != digest:
+        if digest_of_file(self._here[name]) != self._assigned.files[name]["digest"]:
             raise InputError(
                 f"{name} does not carry the digest that the driver recorded: it was changed or damaged, or an "
                 "argument changed while it was submitted"

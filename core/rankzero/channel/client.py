@@ -93,20 +93,19 @@ class ChannelClient:
             self._exchange.queue(message_body(CONTROL, message))
         self._exchange.wake()
 
-    def send_file(self, name: str, path: str, then: Message, like: str = "") -> None:
+    def send_file(self, name: str, path: str, then: Message) -> None:
         """Streams a file to the driver, after earlier files, and then sends a message.
 
         Args:
             name: The name that the driver gives to the file, without a path.
             path: The local file. If it cannot be read, the driver receives the error instead.
             then: The message that follows its last byte.
-            like: A digest (`rankzero.values.digest`) whose algorithm the driver uses for the file.
 
         Raises:
             FrameError: The message is too large, or its type is one that the channel synthesizes.
         """
         message_body(CONTROL, then)
-        self._exchange.add_upload(name, path, then, like)
+        self._exchange.add_upload(name, path, then)
         self._exchange.wake()
 
     def fetch(self, name: str, path: str) -> None:

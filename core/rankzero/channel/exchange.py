@@ -63,11 +63,11 @@ class Exchange:
         with self._lock:
             self.session.queue_bulk(stream, body)
 
-    def add_upload(self, name: str, path: str, then: Message, like: str) -> None:
+    def add_upload(self, name: str, path: str, then: Message) -> None:
         """Queues a file for upload, behind earlier ones."""
         with self._lock:
             self._streams += 1
-            self._uploads.append(upload_frames(self._streams, name, path, then, like))
+            self._uploads.append(upload_frames(self._streams, name, path, then))
 
     def add_fetch(self, name: str, path: str) -> None:
         """Requests a file from the driver."""
@@ -196,7 +196,7 @@ def _drain(end: socket.socket) -> None:
             pass
 
 
-def upload_frames(stream: int, name: str, path: str, then: Message, like: str) -> Iterator[bytes]:
+def upload_frames(stream: int, name: str, path: str, then: Message) -> Iterator[bytes]:
     """Yields the frames of an upload, and reads the file only as they are needed.
 
     Args:
@@ -204,12 +204,11 @@ def upload_frames(stream: int, name: str, path: str, then: Message, like: str) -
         name: The name that the driver gives to the file.
         path: The local file. If it cannot be read to its end, the driver receives the error.
         then: The message that follows the file.
-        like: A digest whose algorithm the driver uses for the file.
 
     Yields:
         Bodies of frames, in order.
     """
-    yield message_body(OWN, {"type": "upload", "stream": stream, "name": name, "like": like})
+    yield message_body(OWN, {"type": "upload", "stream": stream, "name": name})
     error = None
     try:
         with open(path, "rb", buffering=0) as file:

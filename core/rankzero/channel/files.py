@@ -13,7 +13,7 @@ from typing import IO, TypeVar
 from rankzero import store
 from rankzero.channel import frames
 from rankzero.channel.frames import FrameError, Message
-from rankzero.values.digest import BLOCKS, SUMS, Digest
+from rankzero.values.digest import Digest
 
 T = TypeVar("T")
 
@@ -50,11 +50,11 @@ class Uploads:
 
     def begin(self, message: Message) -> None:
         """Handles the announcement of a file. Raises FrameError if it is malformed."""
-        stream, name, like = message.get("stream"), message.get("name"), message.get("like")
-        if self._stream is not None or type(stream) is not int or not (isinstance(name, str) and isinstance(like, str)):
+        stream, name = message.get("stream"), message.get("name")
+        if self._stream is not None or type(stream) is not int or not isinstance(name, str):
             raise FrameError("a malformed announcement of an upload")
         self._stream = stream
-        self._add(partial(self._open, name, SUMS if like.startswith(f"{SUMS}:") else BLOCKS))
+        self._add(partial(self._open, name))
 
     def content(self, stream: int, data: memoryview, size: int) -> None:
         """Handles a piece of the announced file. Raises FrameError if it belongs to another."""
@@ -94,10 +94,9 @@ class Uploads:
         if self._when_idle:
             self._when_idle()
 
-    async def _open(self, name: str, algorithm: str) -> None:
+    async def _open(self, name: str) -> None:
         self._name, self._problem, self._file = name, None, None
-        # Each piece is hashed in a worker thread already.
-        self._digest = Digest(algorithm, threads=False)
+        self._digest = Digest()
         self._path = os.path.join(self._directory, f".upload-{self._task}-{name}")
         if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
             self._problem = f"{name!r} is no plain file name"

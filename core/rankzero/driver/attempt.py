@@ -304,6 +304,7 @@ class Attempt:
                 "storage_path": self._own.run.directory,
                 "attempt": self._number,
                 "backend": self.job.resolved_backend(),
+                "labels": self.job.labels,
             },
         }
         sampled: set[str] = set()

@@ -285,7 +285,7 @@ def write_report(own: Submission, thread: ActionThread) -> None:
             # Imported here, since no launch waits for it.
             from rankzero.report import page
 
-            text = page.render([page.collect(RunHandle(own.run.directory, job=own.job, follows=False))])
+            text = page.draw(RunHandle(own.run.directory, job=own.job, follows=False))
             store.write_bytes(own.run.path(REPORT_FILE), text.encode("utf-8", "replace"))
         except Exception as error:
             logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)

@@ -24,7 +24,7 @@ from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
 from rankzero.run.directory import Submission
 from rankzero.task.hold import lock_directory, make_scratch, scratch_root
 from rankzero.values.formats import SHARDS
-from rankzero.values.ref import ResultRef, fingerprint_of
+from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
@@ -161,13 +161,12 @@ class Storage:
         def gives_up(error: Exception) -> bool:
             return isinstance(error, NotOwnerError) or not store.is_url(uri)
 
+        summary = {**result["summary"], "metrics": metrics}
         try:
             store.patiently(place, STORE_OUTAGE(), bounds.WRITE_RETRY_INTERVAL(), gives_up)
+            return ResultRef(uri, result["format"], result["digest"], result["size"], summary).fingerprinted()
         except Exception as error:
             raise not_stored(f"{type(error).__name__}: {error}") from error
-        fingerprint = fingerprint_of(uri, result["format"])
-        summary = {**result["summary"], "metrics": metrics}
-        return ResultRef(uri, result["format"], result["digest"], result["size"], summary, fingerprint)
 
     def sweep(self) -> None:
         """Schedules the deletion of everything that this attempt stored; it counts as failed from now on."""

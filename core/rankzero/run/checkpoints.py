@@ -1,7 +1,7 @@
 """Checkpoints of a submission: their layout, their manifests, and the rule by which old ones are removed.
 
-    checkpoints/0000-000003/rank-0.safetensors     one file for each rank that saved a part
-    checkpoints/0000-000003/pieces.jsonl           positions of the pieces of sharded tensors, a line for each rank
+    checkpoints/0000-000003/rank-0.torch           one file for each rank that saved a part
+    checkpoints/0000-000003/pieces.jsonl           indexes of the parts of a sharded state, a line for each rank
     checkpoints/0000-000003/checkpoint.json        written last, which commits the checkpoint
 
     checkpoints/0000-000003/damaged                if a rank has found another checksum in a part than the manifest has

@@ -82,7 +82,7 @@ def fingerprint(file: str | int | os.stat_result) -> str:
     """Returns inode, size and change times of a local file, which differ once the file is changed.
 
     The last of these times (ctime) changes when the file is written, renamed or linked, and only the kernel sets it, in
-    ticks of some milliseconds. The fingerprint saves a reader the sha256 of tensors: 3.2 s for 4 GB with sha_ni.
+    ticks of some milliseconds.
 
     Args:
         file: Path or descriptor, or what `os.stat` has returned for it.

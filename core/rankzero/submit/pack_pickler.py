@@ -26,8 +26,8 @@ from rankzero.submit.code_modules import (
     wrapper_of,
 )
 from rankzero.submit.code_source import globals_of_classes, source_of_code, words_of_code
+from rankzero.values import tensors
 from rankzero.values.pickled import with_qualname
-from rankzero.values.tensors import Tensors
 
 _WORLD_OF_ACCELERATE = "accelerate.state"
 _OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
@@ -62,21 +62,15 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.needs = Needs()
         self.by_value: set[object] = set()
         self.loaded = _Loaded()
-        self._tensors = Tensors()
 
     def dump(self, obj: object) -> None:
         """Pickles an object and collects what it needs of the user's modules."""
-        self._tensors = Tensors(obj, self._reduce)
         forget_places()
-        try:
-            super().dump(obj)
-        finally:
-            # They refer to each other, and would keep the value until the next collection of garbage.
-            self._tensors = Tensors()
+        super().dump(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces an object like cloudpickle, and collects the modules that it needs."""
-        return self._tensors.reduce(obj) or self._reduce(obj)
+        return tensors.reduce(obj) or self._reduce(obj)
 
     def _reduce(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType):

@@ -19,7 +19,7 @@ from rankzero.errors import ResultError
 from rankzero.host import forks
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
-from rankzero.values.formats import Writable
+from rankzero.values.digest import Writable
 
 REFUSAL_PAUSE = bounds.scaled(300.0)  # For which checkpoints go to the driver once the object store has refused one
 PART_UPLOAD_TIMEOUT = bounds.scaled(30.0)  # From the first failed write of a part until the rank gives up
@@ -273,14 +273,9 @@ class Parts:
         return ListedParts(known, formats, read)
 
     def indexes(self, checkpoint: str, ranks: Collection[str]) -> dict[str, bytes]:
-        """Returns the indexes of a sharded checkpoint's parts by rank, as text; empty if their file is out of reach."""
-        try:
-            with self.open(checkpoint, "pieces", {"file": PIECES}) as file:
-                lines = file.read().split(b"\n")
-        except (FileNotFoundError, ResultError):
-            # Each part has a copy of its index.
-            return {}
-        return {rank: line for rank, line in zip(sorted(ranks, key=int), lines, strict=False) if line}
+        """Returns the indexes of a sharded checkpoint's parts by rank, as text. Raises like `path`."""
+        with self.open(checkpoint, "pieces", {"file": PIECES}) as file:
+            return dict(zip(sorted(ranks, key=int), file.read().split(b"\n"), strict=False))
 
     def path(self, checkpoint: str, rank: str, part: Part) -> str:
         """Returns a local path of a part, which is fetched to this host if necessary.

@@ -13,6 +13,7 @@ from rankzero.job import CheckpointConfig
 from rankzero.run.checkpoints import (
     FOLDER,
     MANIFEST,
+    PIECES,
     Manifest,
     list_committed,
     mark_damaged,
@@ -79,6 +80,8 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
 def _commit(run: RunDirectory, attempt: int, part: messages.Part, resumed: Manifest | None) -> Manifest:
     """Commits a written checkpoint, and removes the checkpoints that are not kept."""
     manifest = Manifest.of_parts(run.directory, attempt, 1, {0: part.facts()})
+    if part.pieces is not None:
+        store.write_bytes(store.join(manifest.folder, PIECES), part.pieces.encode(), durable=True)
     file = store.join(manifest.folder, MANIFEST)
     store.write_bytes(file, json.dumps(manifest.to_json()).encode(), durable=True)
     for old in to_remove(list_committed([run.directory]), CheckpointConfig(), [resumed.id] if resumed else []):
