@@ -168,7 +168,7 @@ def test_of_the_ranks_of_a_living_run_the_slowest_and_the_fastest_are_named(run:
     summary = Summary(0)
     for rank in range(64):
         summary.add({"type": "metric", "rank": rank, "time": 1.0, "metrics": {"step": 100 - rank % 7}})
-    shown = card.render(RunDirectory(run.directory).job(), "/runs/a", RunStatus(state="running"), summary, 0.0)
+    shown = card.render(run.job, "/runs/a", RunStatus(state="running"), summary, 0.0)
     assert "94 (rank 6) to 100 (rank 0) steps" in shown
 
 
