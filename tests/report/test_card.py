@@ -165,7 +165,7 @@ def test_prices_that_say_something_else_are_refused_before_a_start(
 
 
 def test_of_the_ranks_of_a_living_run_the_slowest_and_the_fastest_are_named(run: RunHandle[None]) -> None:
-    summary = Summary(0)
+    summary = Summary()
     for rank in range(64):
         summary.add({"type": "metric", "rank": rank, "time": 1.0, "metrics": {"step": 100 - rank % 7}})
     shown = card.render(run.job, "/runs/a", RunStatus(state="running"), summary, 0.0)

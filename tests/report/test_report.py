@@ -254,7 +254,7 @@ def test_a_hostile_status_is_no_traceback(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_value_that_is_not_finite_is_a_gap_of_its_curve() -> None:
-    told = Summary(0)
+    told = Summary()
     for step in range(5000):
         loss = float("nan") if 2000 <= step < 3000 or step == 4999 else 1.0 / (step + 1)
         told.add({"type": "metric", "rank": 0, "time": float(step), "metrics": {"step": step, "loss": loss}})
@@ -363,8 +363,9 @@ def test_the_list_of_a_store_has_its_newest_runs(store: Path, monkeypatch: pytes
 
 def test_nothing_of_a_run_is_markup_in_the_list_of_its_store(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store / "restarted", tmp_path / "one")
-    status = json.loads((tmp_path / "one/status.json").read_text())
-    (tmp_path / "one/status.json").write_text(json.dumps({**status, "state": HOSTILE, "metrics": {HOSTILE: 1.0}}))
+    path = folder_of(tmp_path / "one") / "status.json"
+    status = json.loads(path.read_text())
+    path.write_text(json.dumps({**status, "state": HOSTILE, "metrics": {HOSTILE: 1.0}}))
     assert "<script" not in serve.index(str(tmp_path))
 
 
