@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import free_port, of_ranks, until, wait_until_gone
+from tests.runs import job_file
 
 from rankzero import (
     EngineError,
@@ -59,7 +60,7 @@ def all_reduce(value: float, times: int = 1) -> dict[str, Any]:
 
 def follow_owned(launcher: Launcher, on_line: Callable[[str], None], train: Any, *args: Any) -> None:
     with launcher.owned(train, args, {}) as handle:
-        for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
+        for line in handle.logs(follow=True):
             on_line(line)
 
 
@@ -107,7 +108,7 @@ def test_secrets_stay_out_of_job_json_and_command_lines(launcher: Launcher, tmp_
     lines = launcher.run(command_lines)
     assert not any("hunter2" in line for line in lines)
     directory = Path(str(launcher.store)) / "secret"
-    assert "hunter2" not in (directory / "job.json").read_text()
+    assert "hunter2" not in job_file(directory).read_text()
 
 
 def test_a_run_id_that_lives_is_not_run_twice(launcher: Launcher) -> None:

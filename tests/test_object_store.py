@@ -44,7 +44,7 @@ def test_payload_modules_logs_metrics_and_result_pass_through_the_driver(remote:
     assert sorted(of_ranks(handle.logs())) == [f"[{rank}] got {5 << 20} bytes" for rank in range(2)]
     assert [row["size"] for row in handle.metrics()] == [5 << 20] * 2
     ref = handle.result_ref()
-    assert ref.uri == f"{remote.store}/far/result/value-0.torch"
+    assert ref.uri == f"{handle.own.directory}/result/value-0.torch"
     assert handle.status().state == "succeeded"
 
 
@@ -60,7 +60,7 @@ def test_the_report_is_there_too_with_the_last_lines_of_each_rank(remote: Launch
     every = {rank: ([f"line {number} of {rank}" for number in range(3)], False) for rank in range(2)}
 
     def tails(size: int) -> dict[int, tuple[list[str], bool]]:
-        found = handle.output.tails(range(2), size).items()
+        found = handle.output.tails(range(2), size, handle.status()).items()
         return {rank: (of_ranks(line.text for line in lines), cut) for rank, (lines, cut) in found}
 
     assert tails(1000) == every

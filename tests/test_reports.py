@@ -64,7 +64,7 @@ def test_the_wait_for_an_attempt_is_no_training_time() -> None:
     # The second attempt resumes at a checkpoint, the third one behind the last report; the last one reports once.
     trained = [attempt(0, 0, 0, 10, 20), attempt(1, 1000, 10, 20), attempt(2, 5000, 30, 30, 60), attempt(3, 9000, 61)]
     told = [*itertools.chain.from_iterable(trained)]
-    rows, summary = reports.rows_of(told), Summary(0)
+    rows, summary = reports.rows_of(told), Summary()
     for event in told:
         summary.add(event)
     assert summary.facts()["throughput"] == {"steps_per_second": 12.0}

@@ -28,7 +28,7 @@ from rankzero.engines.base import AgentGroup, Engine
 from rankzero.engines.local import LocalSession
 from rankzero.job import Job
 from rankzero.masking import Mask
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.status import RunStatus
 
 RANKS = 2
@@ -137,11 +137,12 @@ class Stage:
         settings = {"run_id": "run", "name": "train", "num_processes": RANKS, "processes_per_task": 1}
         settings |= {"use_gpu": False, "backend": None, "timeout": None, "start_timeout": WAIT, "engine": {}}
         self.job = Job(**{**settings, **options})
-        self.run, self.inbox = RunDirectory(str(place / "run")), Inbox()
-        assert self.run.claim(0)
-        self.run.write_submission(self.job)
-        self.recorder = Recorder(self.run, self.job, Mask())
-        self.watch = Watch(self.run, self.job, self.recorder, self.inbox, leased=False)
+        self.own, self.inbox = Submission(RunDirectory(str(place / "run")), self.job), Inbox()
+        self.own.write_files({})
+        assert self.own.run.claim(self.job)
+        assert self.own.claim_driver()
+        self.recorder = Recorder(self.own, Mask())
+        self.watch = Watch(self.own, self.recorder, self.inbox, leased=False)
         self.mailbox = self.inbox.renew()
         self.session = Session(self.job)
         self.engine = SlowEngine()
@@ -153,11 +154,11 @@ class Stage:
 
     def plan(self) -> Plan:
         deadline = time.monotonic() + WAIT
-        return Plan(self.run, self.job, self.places, self.recorder, self.watch.check, {}, deadline)
+        return Plan(self.own, self.job, self.places, self.recorder, self.watch.check, {}, deadline)
 
     def begin(self) -> None:
         placed = Placed(self.plan(), self.session, RANKS)
-        self.attempt = Attempt(self.run, 0, placed, self.recorder, self.mailbox, self.watch, {}, None)
+        self.attempt = Attempt(self.own, 0, placed, self.recorder, self.mailbox, self.watch, {}, None)
         self.state = Starting(self.attempt)
 
     @property
@@ -203,7 +204,7 @@ class Stage:
         self.until("Running")
 
     def finish(self, *, by_value: bool = True) -> None:
-        path = Path(self.run.path("result", "value-0.json"))
+        path = Path(self.own.path("result", "value-0.json"))
         path.write_text("7")
         result: dict[str, Any] = {"format": "json", "size": 1, "digest": "0" * 64, "path": str(path), "summary": {}}
         if by_value:
@@ -256,7 +257,7 @@ def reading(stage: Stage) -> None:
 class Computed:
     """Tables that are computed at once."""
 
-    def __init__(self, _run: RunDirectory, job: Job, _session: Any) -> None:
+    def __init__(self, _own: Submission, job: Job, _session: Any) -> None:
         self._job = job
 
     def read(self, say: Callable[[str], None]) -> Job:
@@ -525,12 +526,12 @@ def test_the_phase_is_in_the_status_that_readers_get(stage: Callable[..., Stage]
     scene.finish()
     scene.until("Recording")
     scene.until("Leaving")
-    assert scene.run.status().phase == "running", "the ranks had started"
+    assert scene.own.status().phase == "running", "the ranks had started"
     scene.recorder.note_phase(scene.state.phase)
     scene.group.on_end(None)
     scene.until("Final")
     scene.recorder.update(checkpoint=None)
-    until(lambda: scene.run.status().phase == "ending", WAIT, "the next write")
+    until(lambda: scene.own.status().phase == "ending", WAIT, "the next write")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kinds_of_values import KINDS, Score, same
+from tests.runs import folder_of
 
 from rankzero import InvalidJobError, Launcher, ResultError, ResultRef
 from rankzero.submit import pack
@@ -188,7 +189,7 @@ def test_a_value_that_cannot_be_stored_takes_no_room(
 ) -> None:
     with pytest.raises(ResultError, match=reason):
         launcher.options(num_processes=1, run_id="one").run(train)
-    assert list((tmp_path / "store" / "one" / "result").iterdir()) == []
+    assert list((folder_of(tmp_path / "store" / "one") / "result").iterdir()) == []
 
 
 def test_a_proof_leaves_classes_as_they_are(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ from tests.airflow import tries_dag
 from tests.conftest import ROOT, until, wait_until_gone
 from tests.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, rows
 
-from rankzero.run.directory import RunDirectory
-
 
 def session_of_airflow() -> Any:
     """Of its database, committed after the block; apart from those of other threads."""
@@ -389,7 +387,7 @@ def test_a_clear_of_a_deferred_task_ends_its_training_although_its_trigger_is_go
     with airflow.beside(end_later):
         assert airflow.try_again(retries=1)
     airflow.place.assert_outcome("resumes", airflow.xcom())
-    request = RunDirectory(airflow.place.run().directory).cancel_request(0)
+    request = airflow.place.run().own.cancel_request()
     assert request is not None
     assert request["reason"] == "the deferred Airflow task was cleared"
 

@@ -30,7 +30,7 @@ def test_each_operator_that_a_task_executes_has_a_run_which_is_acknowledged(
     both()
     outcome = run_dag(dag)
     assert outcome.xcom("both") == [7, 7], outcome.errors
-    handles = [RunHandle.attach(job.parent) for job in sorted(tmp_path.glob("*/job.json"))]
+    handles = [RunHandle.attach(job.parents[1]) for job in sorted(tmp_path.glob("*/submissions/0.json"))]
     assert [handle.id.split("__")[-1].rpartition("-")[0] for handle in handles] == ["both.first", "both.second"]
     assert all(handle.delivery().acknowledged for handle in handles)
 
@@ -51,8 +51,8 @@ def test_a_success_that_airflow_s_server_refused_is_not_acknowledged(
     operator(train)
     run_dag(dag)
     assert asked
-    (job,) = tmp_path.glob("*/job.json")
-    delivery = RunHandle.attach(job.parent).delivery()
+    (job,) = tmp_path.glob("*/submissions/0.json")
+    delivery = RunHandle.attach(job.parents[1]).delivery()
     assert delivery.receiver["try"] == 1
     assert not delivery.acknowledged
 

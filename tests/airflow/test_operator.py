@@ -149,7 +149,7 @@ def test_mapped_decorated_function_runs_on_the_connection(dag: Any, run_dag: Run
     outcome = run_dag(dag)
     assert outcome.state == "success", outcome.errors
     assert outcome.xcom("collect") == [[[0.5, 0.5], "0.25"], [[1.5, 1.5], "0.25"]]
-    jobs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/job.json")}
+    jobs = {path.parents[1].name: json.loads(path.read_text()) for path in tmp_path.glob("*/submissions/0.json")}
     # Without one they would be Spark's.
     assert {job["engine"]["kind"] for job in jobs.values()} == {"local"}
     assert sorted(name.split("__")[-1].partition("-")[0] for name in jobs) == ["0", "1"]
@@ -166,7 +166,10 @@ def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Pat
         threading.Event().wait()
 
     def is_running() -> bool:
-        return any(RunHandle.attach(job.parent).status().state == "running" for job in tmp_path.glob("*/job.json"))
+        return any(
+            RunHandle.attach(job.parents[1]).status().state == "running"
+            for job in tmp_path.glob("*/submissions/0.json")
+        )
 
     def let_time_pass() -> None:
         until(is_running, 120, "the training")

@@ -53,7 +53,7 @@ def test_numbers_and_scripts_may_be_templates_and_values_of_other_tasks(
     outcome = run_dag(dag)
     assert outcome.xcom("decorated") == 2, outcome.errors
     assert outcome.xcom("script") == 2, outcome.errors
-    (job,) = (json.loads(path.read_text()) for path in store.glob("*__script-*/job.json"))
+    (job,) = (json.loads(path.read_text()) for path in store.glob("*__script-*/submissions/0.json"))
     names = ("num_processes", "processes_per_task", "timeout", "start_timeout", "hang_timeout", "max_restarts")
     assert [job[name] for name in names] == [2, 2, 250.0, 480, None, 1]
 

@@ -10,7 +10,6 @@ import pytest
 from tests.airflow import versions
 
 from rankzero import Launcher, RunCancelledError
-from rankzero.run.directory import RunDirectory
 
 
 def make(try_number: int, max_tries: int, **task: Any) -> tuple[Any, Any]:
@@ -203,7 +202,7 @@ def test_a_deferral_that_failed_for_good_ends_the_run(
         with pytest.raises((versions.exception("TaskDeferralError"), versions.exception("TaskDeferralTimeout"))):
             operator.resume_execution(TRIGGER_FAIL_REPR, {"error": error}, {"ti": ti})
         if reason is None:
-            assert RunDirectory(handle.directory).cancel_request(0) is None
+            assert handle.own.cancel_request() is None
         else:
             assert handle.wait(60)
             assert f"on request: the deferral of the Airflow task failed: {reason}" in str(handle.status().error)

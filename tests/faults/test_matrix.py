@@ -307,7 +307,7 @@ class Stage:
         self.stack.callback(executor.shutdown)
         self.value = executor.submit(lambda: self.launcher.run(train, **self.arguments))
         done = self.value.done
-        until(lambda: self.directory.joinpath("job.json").exists() or done(), WAIT, "a run directory")
+        until(lambda: self.directory.joinpath("submissions", "0.json").exists() or done(), WAIT, "a run directory")
         return RunHandle.attach(self.directory)
 
     def arrival(self, handle: RunHandle[Any] | None = None) -> Arrival:

@@ -306,7 +306,7 @@ def test_a_rank_that_dies_in_its_upload_costs_that_checkpoint_and_leaves_nothing
 ) -> None:
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
     assert launcher.run(half, str(tmp_path), "die", bucket) == [1, 0]
-    folders = {key.split("/")[4] for key in keys(bucket) if "/checkpoints/" in key}
+    folders = {key.split("/")[6] for key in keys(bucket) if "/checkpoints/" in key}
     assert folders == {"0000-000000"}
     assert unfinished(bucket) == []
 
@@ -324,7 +324,7 @@ def test_a_driver_that_dies_between_parts_and_manifest_has_committed_nothing(
     os.kill(driver, signal.SIGKILL)
     assert handle.wait(WAIT)
     assert launcher.submit(half, str(tmp_path), "wait", bucket).result(WAIT) == [1, 0]
-    folders = {key.split("/")[4] for key in keys(bucket) if "/checkpoints/" in key}
+    folders = {key.split("/")[6] for key in keys(bucket) if "/checkpoints/" in key}
     assert folders == {"0000-000000"}
     assert unfinished(bucket) == []
 

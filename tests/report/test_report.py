@@ -19,13 +19,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import until
+from tests.runs import folder_of, job_file
 
 from rankzero import InvalidJobError, Launcher, RunHandle, RunNotFoundError, WorkerFailedError
 from rankzero.cli import main
 from rankzero.report import page, serve, summary
 from rankzero.report.serve import ReportServer
 from rankzero.report.summary import Summary
-from rankzero.run.directory import RunDirectory
 from rankzero.run.names import EVENTS
 
 TOKEN = "a-token-of-letters"
@@ -46,8 +46,11 @@ def train(steps: int) -> dict[str, float]:
     rt.report({"step": steps}, checkpoint={"weight": torch.ones(8)})
     print(HOSTILE)
     # Reports that are on their way end with their rank.
-    events, mine = os.path.join(str(context.storage_path), EVENTS), f'"type": "metric", "rank": {context.rank},'
-    until(lambda: mine in Path(events).read_text(), 60, "this rank's reports")
+    (events,), mine = (
+        Path(str(context.storage_path)).glob(f"submissions/*/{EVENTS}"),
+        f'"type": "metric", "rank": {context.rank},',
+    )
+    until(lambda: mine in events.read_text(), 60, "this rank's reports")
     rt.barrier()
     if context.attempt == 0 and context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -144,7 +147,7 @@ def test_lines_have_times_by_which_the_page_orders_them(collected: dict[str, Any
 def test_the_rank_that_failed_is_among_those_whose_lines_are_held(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "LOGGED_RANKS", 1)
     run = RunHandle.attach(store / "restarted")
-    job, status = RunDirectory(run.directory).job(), run.status()
+    job, status = run.job, run.status()
     assert [one["rank"] for one in page._logs(run, job, status)] == [0]
     failed = replace(status, error={"type": "WorkerFailedError", "rank": 1})
     assert [one["rank"] for one in page._logs(run, job, failed)] == [1]
@@ -163,11 +166,11 @@ def test_progress_and_what_names_the_whole_work_are_no_results(tmp_path: Path) -
     assert "total_steps" not in {*run["last"], *(curve["name"] for curve in run["curves"]), *run["not_drawn"]}
     (tokens,) = (curve for curve in run["curves"] if curve["name"] == "tokens")
     assert tokens["ranks"][0]["v"] == [1_234_567, 1_234_568, 1_234_569]
-    assert not {"submission", "nonce", "fresh_since", "identity_parts"}.intersection(run["config"])
+    assert not {"submission", "nonce", "earlier", "identity_parts"}.intersection(run["config"])
 
 
 def test_progress_of_a_run_that_lives_has_the_time_left() -> None:
-    told = Summary(0)
+    told = Summary()
     for number in range(5):
         metrics = {"step": number, "total_steps": 10}
         told.add({"type": "metric", "rank": 0, "time": 100.0 + 2 * number, "metrics": metrics})
@@ -223,17 +226,18 @@ FILES = ("job.json", "status.json", "events.jsonl")
 def test_a_directory_that_is_no_run_any_more_gives_a_sentence(
     store: Path, tmp_path: Path, name: str, content: bytes
 ) -> None:
-    for file in FILES:
-        (tmp_path / file).write_bytes((store / "restarted" / file).read_bytes())
-    (tmp_path / name).write_bytes(content)
-    done = CliRunner().invoke(main, ["report", str(tmp_path), "-o", str(tmp_path / "page.html")])
+    run = tmp_path / "run"
+    shutil.copytree(store / "restarted", run)
+    path = job_file(run) if name == "job.json" else folder_of(run) / name
+    path.write_bytes(content)
+    done = CliRunner().invoke(main, ["report", str(run), "-o", str(tmp_path / "page.html")])
     if done.exit_code:
         assert isinstance(done.exception, SystemExit), done.exception
         assert done.stderr.startswith("Error: ")
         assert done.stderr.count("\n") == 1
     else:
         assert (tmp_path / "page.html").stat().st_size > 0
-    assert CliRunner().invoke(main, ["runs", str(tmp_path.parent)]).exit_code == 0
+    assert CliRunner().invoke(main, ["runs", str(tmp_path)]).exit_code == 0
 
 
 def test_no_run_there_is_a_sentence(tmp_path: Path) -> None:
@@ -242,16 +246,15 @@ def test_no_run_there_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_hostile_status_is_no_traceback(store: Path, tmp_path: Path) -> None:
-    for file in FILES:
-        (tmp_path / file).write_bytes((store / "restarted" / file).read_bytes())
-    status = json.loads((tmp_path / "status.json").read_text())
-    (tmp_path / "status.json").write_text(json.dumps({**status, "metrics": ["no", "dict"]}))
+    shutil.copytree(store / "restarted", tmp_path / "run")
+    path = folder_of(tmp_path / "run") / "status.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": ["no", "dict"]}))
     with pytest.raises(RunNotFoundError, match="cannot be read as a run of rankzero"):
-        page.collect(RunHandle.attach(tmp_path))
+        page.collect(RunHandle.attach(tmp_path / "run"))
 
 
 def test_a_value_that_is_not_finite_is_a_gap_of_its_curve() -> None:
-    told = Summary(0)
+    told = Summary()
     for step in range(5000):
         loss = float("nan") if 2000 <= step < 3000 or step == 4999 else 1.0 / (step + 1)
         told.add({"type": "metric", "rank": 0, "time": float(step), "metrics": {"step": step, "loss": loss}})
@@ -265,7 +268,7 @@ def test_a_value_that_is_not_finite_is_a_gap_of_its_curve() -> None:
 
 
 def test_a_gpu_that_does_not_answer_leaves_the_others_in_the_report() -> None:
-    told = Summary(0)
+    told = Summary()
     gpus = [
         [{"use": 0.5, "memory": 1, "memory_total": 8}, {"use": 0.6, "memory": 2, "memory_total": 8}],
         [None, {"use": 0.7, "memory": 3, "memory_total": 8}],
@@ -280,7 +283,7 @@ def test_a_gpu_that_does_not_answer_leaves_the_others_in_the_report() -> None:
 
 
 def test_a_long_history_takes_little_memory() -> None:
-    told = Summary(0)
+    told = Summary()
     for number in range(50_000):
         metrics = {"loss": float(number % 97), "lr": 0.1}
         told.add({"type": "metric", "rank": number % 8, "time": float(number), "metrics": metrics})
@@ -292,14 +295,6 @@ def test_a_long_history_takes_little_memory() -> None:
     assert [one["rank"] for one in loss] == list(range(8))
     assert max(loss[0]["v"]) == 96.0
     assert (loss[7]["t"][0], loss[7]["t"][-1]) == (7.0, 49_999.0)
-
-
-def test_the_events_of_another_training_of_the_run_id_do_not_count() -> None:
-    told = Summary(2)
-    for attempt in (0, 1, 2):
-        told.add({"type": "state", "time": 0.0, "state": "starting", "attempt": attempt})
-        told.add({"type": "metric", "rank": 0, "time": 0.0, "metrics": {"loss": float(attempt)}})
-    assert told.facts()["curves"][0]["ranks"][0]["v"] == [2.0]
 
 
 def test_only_the_last_lines_of_a_long_log_are_read(tmp_path: Path) -> None:
@@ -368,8 +363,9 @@ def test_the_list_of_a_store_has_its_newest_runs(store: Path, monkeypatch: pytes
 
 def test_nothing_of_a_run_is_markup_in_the_list_of_its_store(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store / "restarted", tmp_path / "one")
-    status = json.loads((tmp_path / "one/status.json").read_text())
-    (tmp_path / "one/status.json").write_text(json.dumps({**status, "state": HOSTILE, "metrics": {HOSTILE: 1.0}}))
+    path = folder_of(tmp_path / "one") / "status.json"
+    status = json.loads(path.read_text())
+    path.write_text(json.dumps({**status, "state": HOSTILE, "metrics": {HOSTILE: 1.0}}))
     assert "<script" not in serve.index(str(tmp_path))
 
 
@@ -447,8 +443,9 @@ def test_steps_and_values_beyond_exact_numbers_are_drawn(
 
 def test_facts_are_json_for_browsers_too(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store / "restarted", tmp_path / "one")
-    job = json.loads((tmp_path / "one/job.json").read_text())
-    (tmp_path / "one/job.json").write_text(json.dumps({**job, "params": {"clip": float("inf"), "lr": float("nan")}}))
+    path = job_file(tmp_path / "one")
+    job = json.loads(path.read_text())
+    path.write_text(json.dumps({**job, "params": {"clip": float("inf"), "lr": float("nan")}}))
     text = CliRunner().invoke(main, ["report", str(tmp_path / "one"), "--json"]).stdout
     found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert found["config"]["params"] == {"clip": "inf", "lr": "nan"}

@@ -23,7 +23,7 @@ def test_local(local_trainings):
     value = launcher.run(train, lr=0.5)
     assert value["lr"] == 0.5
     assert value["pid"] != os.getpid()
-    assert (local_trainings / "one" / "status.json").exists()
+    assert (local_trainings / "one" / "submissions" / "0.json").exists()
 
 def test_fake(fake_trainings):
     fake_trainings.result = lambda lr: {"accuracy": 1 - lr}

@@ -117,7 +117,7 @@ def test_a_state_of_two_ranks_is_read_by_any_number(
     (manifest,) = handle.checkpoints()
     assert manifest.sharded
     assert sorted(manifest.parts) == ["0", "1"]
-    directory = handle.directory
+    directory = handle.own.directory
 
     def read_all() -> list[Any]:
         import torch.distributed as dist
@@ -138,7 +138,7 @@ def opened(handle: RunHandle[Any], open_part: Callable[[Path], Any] = lambda pat
     from rankzero.values.sharded import ShardedState
 
     (manifest,) = handle.checkpoints()
-    folder = Path(handle.directory, "checkpoints", manifest.id)
+    folder = Path(handle.own.directory, "checkpoints", manifest.id)
     indexes = dict(zip(sorted(manifest.parts), (folder / "pieces.jsonl").read_bytes().split(b"\n"), strict=True))
     return ShardedState("0", manifest.parts, indexes, lambda rank: open_part(folder / manifest.parts[rank]["file"]))
 
@@ -169,7 +169,7 @@ def test_a_damaged_piece_is_no_tensor(written: tuple[RunHandle[Any], dict[str, A
 def test_a_state_to_be_filled_that_lacks_something_is_refused(
     launcher: Launcher, written: tuple[RunHandle[Any], dict[str, Any]]
 ) -> None:
-    directory = written[0].directory
+    directory = written[0].own.directory
 
     def read_less(shape: int) -> Any:
         import torch
@@ -295,7 +295,7 @@ def test_what_torch_distributed_checkpoint_saved_is_loaded_by_any_number(
     launcher.options(run_id="dcp").run(save_distributed, str(tmp_path))
     handle = launcher.options(run_id="dcp").find()
     assert handle
-    directory = handle.directory
+    directory = handle.own.directory
 
     def load() -> Any:
         import torch.distributed.checkpoint as dcp
@@ -320,7 +320,7 @@ def test_parts_that_only_the_training_understands_are_never_half_loaded(launcher
         return load(checkpoint_of(directory))
 
     launcher.options(run_id="parts").run(write_parts)
-    directory = os.path.join(str(launcher.store), "parts")
+    directory = RunHandle.attach(f"{launcher.store}/parts").own.directory
     other = launcher.options(num_processes=ranks)
     with pytest.raises(ResultError, match=f"a part of each of 2 ranks, and this world has {ranks}"):
         other.run(read_parts, lambda checkpoint: checkpoint.load())

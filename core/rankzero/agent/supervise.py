@@ -98,7 +98,7 @@ class Agent:
 
     def _driver_lives(self) -> bool:
         """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
-        return self._caller_lives() and not (self._inputs and self._inputs.is_resubmitted())
+        return self._caller_lives() and not (self._inputs and self._inputs.is_ended())
 
     # -- the loop ------------------------------------------------------------------------------
 

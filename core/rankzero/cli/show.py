@@ -19,7 +19,7 @@ from rankzero.cli import words
 from rankzero.report import cost
 from rankzero.report import serve as served
 from rankzero.report.card import duration
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
@@ -104,7 +104,7 @@ def serve(store: str | None, port: int, host: str) -> None:
 def status(run: str, as_json: bool) -> None:
     """Show the state of a run."""
     handle = RunHandle.attach(find_run(run), follows=False)
-    job = RunDirectory(handle.directory).job()
+    job = handle.job
     found = handle.status()
     if as_json:
         used = _used(Listed(handle.directory, job, found))
@@ -163,8 +163,7 @@ def logs(
     """
     # A follower keeps the run alive; a reader of its lines so far does not.
     handle = RunHandle.attach(find_run(run), follows=follow)
-    job = RunDirectory(handle.directory).job()
-    world_size = job.num_processes
+    world_size = handle.job.num_processes
     if driver and (rank or since is not None or attempt is not None or timestamps):
         raise click.UsageError(
             "--rank, --since, --attempt and --timestamps are for lines of ranks; those of --driver contain their times"
@@ -173,7 +172,6 @@ def logs(
         raise click.UsageError("--driver and --attempt show what has been written so far: leave out --follow")
     if wrong := [one for one in rank if one >= world_size]:
         raise click.BadParameter(f"{wrong[0]} is no rank of this run, which has {world_size}", param_hint="--rank")
-    positions = dict.fromkeys(rank or range(world_size), Position())
     begin = -math.inf if since is None else time.time() - since
     end = math.inf
     if attempt is not None:
@@ -181,7 +179,7 @@ def logs(
         begin = max(begin, began)
 
     def lines(follow: bool) -> Iterator[Line]:
-        found = _driver_log(handle) if driver else handle.output.timed_lines(positions, follow)
+        found = _driver_log(handle) if driver else handle.output.lines(Position(), follow, ranks=rank or None)
         return (
             line
             for line in found
@@ -223,7 +221,8 @@ def _matches(line: Line, pattern: re.Pattern[str] | None) -> bool:
 
 def _driver_log(handle: RunHandle[Any]) -> Iterator[Line]:
     try:
-        text = store.read_bytes(store.join(handle.directory, DRIVER_LOG)).decode("utf-8", "replace")
+        own = Submission(RunDirectory(handle.directory), handle.job)
+        text = store.read_bytes(own.path(DRIVER_LOG)).decode("utf-8", "replace")
     except FileNotFoundError:
         why = "its driver had no process of its own"
         if store.is_url(handle.directory):

@@ -29,8 +29,8 @@ from rankzero.errors import EngineError, RunTimeoutError, StartTimeoutError
 from rankzero.host.network import listen
 from rankzero.host.processes import caller_process
 from rankzero.job import CheckpointConfig
-from rankzero.run.checkpoints import Manifest, mark_damaged
-from rankzero.run.directory import RunDirectory
+from rankzero.run.checkpoints import FOLDER, Manifest, mark_damaged
+from rankzero.run.directory import Submission
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Attempt:
 
     def __init__(
         self,
-        run: RunDirectory,
+        own: Submission,
         number: int,
         placed: Placed,
         recorder: Recorder,
@@ -60,7 +60,7 @@ class Attempt:
         """Starts the agents of the attempt.
 
         Args:
-            run: The run.
+            own: The submission.
             number: Number of the attempt.
             placed: The job, and the slots for its tasks.
             recorder: Writes the run directory.
@@ -70,7 +70,7 @@ class Attempt:
             run_started_at: Monotonic time at which every rank of the first attempt that started had started; None if no
                 attempt has. The run's ``timeout`` counts from there.
         """
-        self._run = run
+        self._own = own
         session = placed.session
         self.job = job = placed.plan.job.sized(placed.num_tasks)
         self._number = number
@@ -81,7 +81,7 @@ class Attempt:
         self.start_deadline = placed.plan.deadline
         self.started_at: float | None = None
         self._roster = Roster(session.num_agents(placed.num_tasks), job.processes_per_task)
-        self.facts = Facts(job.num_processes, run.directory)
+        self.facts = Facts(job.num_processes, own.run.directory)
         self._has_rendezvous = False
         self._hang = HangWatch(job.num_processes, self.broadcast, self._roster.disconnected)
         self._remaining = RemainingWatch(job.num_processes, self.broadcast)
@@ -95,10 +95,10 @@ class Attempt:
 
             identity = make_identity()
             logger.info("the connections of attempt %s are encrypted", number)
-        kept, owner = CheckpointConfig(**job.checkpoints), (job.submission, job.nonce)
-        self.committer = Committer(run, number, job.num_processes, kept, job.fresh_since, owner, mailbox.wake)
-        self.storage = Storage(run, number, self.committer, self.facts)
-        self._scratch = Scratch() if run.is_remote else None
+        kept = CheckpointConfig(**job.checkpoints)
+        self.committer = Committer(own, number, job.num_processes, kept, mailbox.wake)
+        self.storage = Storage(own, number, self.committer, self.facts)
+        self._scratch = Scratch() if own.is_remote else None
         try:
             began = time.monotonic()
             self.resume, self._token = store.patiently(
@@ -110,8 +110,8 @@ class Attempt:
             self._server = ChannelServer(
                 secret,
                 mailbox.put,
-                served={name: file["location"] for name, file in job.files.items()} | files_of(run, self.resume),
-                upload_directory=self._scratch.path if self._scratch else run.path("result"),
+                served={name: file["location"] for name, file in job.files.items()} | files_of(self.resume),
+                upload_directory=self._scratch.path if self._scratch else own.path("result"),
                 can_take=mailbox.has_room,
                 identity=identity,
             )
@@ -152,8 +152,8 @@ class Attempt:
     def _read_store(self) -> tuple[Manifest | None, str]:
         """Returns the checkpoint to start from and the token; removes what earlier attempts left. May be repeated."""
         resume = self.committer.newest()
-        remove_leftovers(self._run, range(self.job.first_attempt, self._number))
-        return resume, self._run.token()
+        remove_leftovers(self._own, range(self.job.first_attempt, self._number))
+        return resume, self._own.token()
 
     def _gives_up(self, error: Exception) -> bool:
         """Returns True for an error that no repetition corrects; raises RunCancelledError if the run must end."""
@@ -211,9 +211,9 @@ class Attempt:
             self._recorder.announce("waiting", what)
         if self._remaining.is_hung(now):
             if stacks := self._hang.poll(now, 0.0):
-                raise ending.left_waiting(self.facts.returned, stacks, self._run.directory)
+                raise ending.left_waiting(self.facts.returned, stacks, self._own.run.directory)
         elif (bound := self.job.hang_timeout) is not None and (stacks := self._hang.poll(now, bound, self.facts.over)):
-            raise ending.hung(bound, stacks, self._hang.silent, self._run.directory)
+            raise ending.hung(bound, stacks, self._hang.silent, self._own.run.directory)
 
     @property
     def has_started(self) -> bool:
@@ -294,13 +294,14 @@ class Attempt:
         # Computed once: computing it for each agent would be quadratic in their number.
         same: dict[str, Any] = {
             "master_addr": self._roster.rendezvous_hosts(members[0])[0],
-            "run_directory": self._run.directory,
+            "run_directory": self._own.directory,
             "run_token": self._token,
             "files": self.job.files,
             "beat_interval": policy.beat_interval(self.job.hang_timeout),
             "context": {
                 "world_size": self.job.num_processes,
                 "run_id": self.job.run_id,
+                "storage_path": self._own.run.directory,
                 "attempt": self._number,
                 "backend": self.job.resolved_backend(),
                 "labels": self.job.labels,
@@ -363,7 +364,7 @@ class Attempt:
             case messages.PartFailed():
                 self.committer.drop(message.index)
             case messages.Damaged():
-                self.committer.do(functools.partial(mark_damaged, self._run, message.id), as_owner=True)
+                self.committer.do(functools.partial(mark_damaged, self._folder_of(message.id)), as_owner=True)
             case messages.Entered():
                 self._note_phase(rank, member, message)
             case messages.Returned() if member.left_at is None:
@@ -381,6 +382,9 @@ class Attempt:
                 self._on_failure(rank, member, message)
             case messages.Exited():
                 self.facts.over.add(rank)
+
+    def _folder_of(self, name: str) -> str:
+        return self.resume.folder if self.resume and self.resume.id == name else self._own.path(FOLDER, name)
 
     def _note_phase(self, rank: int, member: Member, message: messages.Entered | messages.Returned) -> None:
         """Records when a rank reached a phase, for the report of the run."""

@@ -35,9 +35,8 @@ from rankzero.errors import (
     WorkerFailedError,
 )
 from rankzero.host.processes import allow_open_files
-from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.names import REPORT_FILE
 
@@ -58,8 +57,7 @@ class Driver:
 
     def __init__(
         self,
-        run: RunDirectory,
-        job: Job,
+        own: Submission,
         engine: Engine,
         env: dict[str, str],
         *,
@@ -69,26 +67,23 @@ class Driver:
         """Prepares a driver without reading or writing the run directory.
 
         Args:
-            run: The run.
-            job: The job of the submission to drive.
+            own: The submission to drive.
             engine: The engine that places the agents.
             env: The user's environment for the ranks.
             leased: True if the run outlives its caller, and cancels itself when no process follows it
                 (`Job.orphan_timeout`).
             trackers: The result of `rankzero.submit.trackers.pack`, or None.
         """
-        self._run = run
-        self._job = job
+        self._own = own
+        self._job = own.job
         self._env = env
         self._number = self._job.first_attempt
         self._budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
         secrets = secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {}))
-        self.recorder = Recorder(run, job, Mask(secrets))
-        self._watch = Watch(
-            run, self._job, self.recorder, self.inbox, leased=leased, note_cancelling=self._note_cancelling
-        )
-        self._trackers = Trackers(run, self._job, trackers)
+        self.recorder = Recorder(own, Mask(secrets))
+        self._watch = Watch(own, self.recorder, self.inbox, leased=leased, note_cancelling=self._note_cancelling)
+        self._trackers = Trackers(own, trackers)
         self.places = Places(engine, self.inbox)
         self._started_at: float | None = None
 
@@ -105,13 +100,14 @@ class Driver:
         self.recorder.note_thread()
         if self._job.submission:
             # The page of the submission before.
-            self._watch.thread.submit(functools.partial(store.remove, self._run.path(REPORT_FILE)))
+            self._watch.thread.submit(functools.partial(store.remove, self._own.run.path(REPORT_FILE)))
         self._trackers.start()
         try:
             self._run_to_its_end(refused)
         finally:
             self._trackers.close()
-            write_report(self._run, self._watch.thread)
+            if not self.recorder.superseded:
+                write_report(self._own, self._watch.thread)
             self._watch.thread.end()
 
     def _run_to_its_end(self, refused: Exception | None) -> None:
@@ -128,8 +124,9 @@ class Driver:
         else:
             assert verdict.success is not None
             result, value = verdict.success
-            # Before the final status: the next submission may write new rows as soon as it sees that.
-            remove_computed(self._job)
+            # The end is recorded, so no submission resumes from here and reads these rows.
+            if self.recorder.is_success:
+                remove_computed(self._job)
             self.recorder.finish(state="succeeded", result=result.to_json(), value=value)
         finally:
             self._trackers.end()
@@ -172,13 +169,13 @@ class Driver:
         number, recorder, mailbox = self._number, self.recorder, self.inbox.renew()
         recorder.update(state="starting", phase="opening", attempt=number, preemptions=self._budget.preemptions)
         deadline = time.monotonic() + self._job.start_timeout
-        plan = Plan(self._run, self._job, self.places, recorder, self._check, self._env, deadline)
+        plan = Plan(self._own, self._job, self.places, recorder, self._check, self._env, deadline)
         placed = follow(plan.state(), Placed, mailbox, recorder)
         self._job = placed.plan.job
         self._note_placement(number, placed)
         if placed.session.num_agents(placed.num_tasks) > MANY_AGENTS:
             allow_open_files()
-        attempt = Attempt(self._run, number, placed, self.recorder, mailbox, self._watch, self._env, self._started_at)
+        attempt = Attempt(self._own, number, placed, self.recorder, mailbox, self._watch, self._env, self._started_at)
         try:
             if (found := attempt.resume and attempt.resume.id) != recorder.status.checkpoint:
                 recorder.update(checkpoint=found)
@@ -275,11 +272,11 @@ class DriverThread(threading.Thread):
         return b""
 
 
-def write_report(run: RunDirectory, thread: ActionThread) -> None:
+def write_report(own: Submission, thread: ActionThread) -> None:
     """Writes the page of a run that has ended. An error is only logged, and a silent store is not waited for.
 
     Args:
-        run: The run.
+        own: The submission.
         thread: The thread that writes.
     """
 
@@ -288,8 +285,8 @@ def write_report(run: RunDirectory, thread: ActionThread) -> None:
             # Imported here, since no launch waits for it.
             from rankzero.report import page
 
-            text = page.draw(RunHandle(run.directory, follows=False))
-            store.write_bytes(run.path(REPORT_FILE), text.encode("utf-8", "replace"))
+            text = page.draw(RunHandle(own.run.directory, job=own.job, follows=False))
+            store.write_bytes(own.run.path(REPORT_FILE), text.encode("utf-8", "replace"))
         except Exception as error:
             logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
 

@@ -41,8 +41,8 @@ from rankzero.host.processes import (
     readable,
     settle_signals,
 )
-from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, Submission
+from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import CANCEL
 from rankzero.task.stage import OVER
 
@@ -90,21 +90,13 @@ def main() -> None:
     arguments = parser.parse_args()
     settle_signals()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    drive(RunDirectory(arguments.run_directory), arguments.submission, lambda: json.load(sys.stdin), arguments.owner)
-
-
-def _job(run: RunDirectory, submission: int) -> Job:
-    """Returns the run's job, which is that of this submission or of a later one."""
-    if run.job().submission < submission:
-        # A delayed submitter of an older submission may have overwritten job.json.
-        run.restore(submission)
-    return run.job()
+    drive(RunDirectory(arguments.run_directory), arguments.submission, json.load(sys.stdin), arguments.owner)
 
 
 def drive(
     run: RunDirectory,
     submission: int,
-    read_private: Callable[[], Mapping[str, Any]],
+    private: Mapping[str, Any],
     owner: int | None = None,
     engine: Engine | None = None,
 ) -> NoReturn:
@@ -113,27 +105,27 @@ def drive(
     Args:
         run: The run.
         submission: Number of the submission.
-        read_private: Returns `Request.private`.
+        private: The result of `Request.private`, with the nonce of the submission.
         owner: File descriptor of the owner's pipe; None for a run with a lease.
         engine: The engine of a driver in its stage; None takes the engine of the job.
     """
     # A store that fails for a moment must not end the run.
-    job = store.patiently(lambda: _job(run, submission), STORE_OUTAGE(), STORE_RETRY_INTERVAL(), store.is_missing)
-    if job.submission != submission:
-        sys.exit(f"{run.directory} was submitted again before this driver started")
-    private = read_private()
-    if private.get("nonce", job.nonce) != job.nonce:
-        sys.exit(f"{run.directory} was removed and submitted again before this driver started")
+    job = store.patiently(lambda: run.job_of(submission), STORE_OUTAGE(), STORE_RETRY_INTERVAL(), store.is_missing)
+    if job is None or private["nonce"] != job.nonce:
+        sys.exit(f"{run.directory} was removed before this driver started")
+    own = Submission(run, job)
     engine = engine or _engine_of(job.engine, private["engine"])
     os.environ.update(bounds.environment(private["env"]))
     may_delegate = engine.can_host_driver(run, job)
-    if not (may_delegate or run.claim_driver(job.submission, STORE_OUTAGE())):
-        sys.exit(f"{run.directory} has a driver already")
+    if not (may_delegate or own.claim_driver(STORE_OUTAGE())):
+        sys.exit(f"submission {submission} of {run.directory} has a driver already")
+    if own.is_lost():
+        sys.exit(f"submission {submission} of {run.directory} ended before this driver started")
     allow_open_files()
     trackers = private.get("trackers")
     # The modules of the trackers' classes are found there.
     sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
-    driver = Driver(run, job, engine, private["env"], leased=owner is None, trackers=trackers)
+    driver = Driver(own, engine, private["env"], leased=owner is None, trackers=trackers)
 
     def on_signal(number: int, _: object) -> None:
         driver.inbox.interrupt(f"the driver got {signal.Signals(number).name}")
@@ -150,7 +142,7 @@ def drive(
     try:
         refused = is_delegated = None
         if may_delegate:
-            delegation = Delegation(run, job, engine, private, driver)
+            delegation = Delegation(own, engine, private, driver)
             try:
                 is_delegated = delegation.run()
             except Exception as error:
@@ -185,7 +177,7 @@ def _engine_of(spec: dict[str, Any], private: dict[str, Any]) -> Engine:
         from rankzero.engines.connect.engine import SparkConnectEngine
 
         return SparkConnectEngine(private["url"])
-    raise InvalidJobError(f"unknown engine {spec['kind']!r} in job.json")
+    raise InvalidJobError(f"unknown engine {spec['kind']!r} in the job")
 
 
 def main_in_stage() -> None:
@@ -206,8 +198,9 @@ def main_in_stage() -> None:
         stage["folder"], stage["num_tasks"], stage["host"], stage["secret"], stage["place"], stage["encrypts"]
     )
     # If no driver can listen here, the stage fails before the run is claimed, and the submitter drives the run.
-    engine.check(run.job())
-    drive(run, stage["submission"], lambda: {"env": stage["env"], "trackers": stage["trackers"]}, engine=engine)
+    if job := run.job_of(stage["submission"]):
+        engine.check(job)
+    drive(run, stage["submission"], stage, engine=engine)
 
 
 def _end_with_task() -> None:
@@ -236,23 +229,20 @@ def main_on_cluster() -> None:
     parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
     private = read_private(arguments.private)
     run = RunDirectory(arguments.run_directory)
-    try:
-        is_same = run.token() == private.pop("token")
-    except FileNotFoundError:
-        is_same = False
-    if not is_same:
+    job = run.job_of(arguments.submission)
+    if job is None or job.nonce != private["nonce"]:
         sys.exit(
             f"{run.directory} on {socket.gethostname()} is not the directory of the run: the store must be a path that "
             "the submitter and the cluster's hosts share, or the URL of an object store"
         )
     log: list[logging.Handler] = [logging.StreamHandler()]
     if not run.is_remote:
-        log.append(logging.FileHandler(run.path("driver.log")))
+        log.append(logging.FileHandler(Submission(run, job).path(DRIVER_LOG)))
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=log)
     # A cluster that kills an application kills the JVM, not this process.
     when_gone(parent, functools.partial(os.kill, os.getpid(), signal.SIGTERM))
     try:
-        drive(run, arguments.submission, lambda: private)
+        drive(run, arguments.submission, private)
     except RunNotFoundError as error:
         sys.exit(str(error))
 
@@ -264,24 +254,23 @@ class Delegation:
     no status. After the driver in the stage has claimed it, this process only keeps the connection of the stage.
     """
 
-    def __init__(self, run: RunDirectory, job: Job, engine: Engine, private: Mapping[str, Any], driver: Driver) -> None:
+    def __init__(self, own: Submission, engine: Engine, private: Mapping[str, Any], driver: Driver) -> None:
         """Prepares the object without opening a session.
 
         Args:
-            run: The run.
-            job: Its job.
+            own: The submission.
             engine: The engine of a stage that may run the driver.
             private: The result of `Request.private`.
             driver: The driver of this process. Its inbox reports that this process must exit.
         """
-        self._run = run
-        self._job = job
+        self._own = own
+        self._job = own.job
         self._private = private
         self._inbox = driver.inbox
         self._recorder = driver.recorder
-        self._watch = Watch(run, job, self._recorder, self._inbox, leased=True)
+        self._watch = Watch(own, self._recorder, self._inbox, leased=True)
         self._places = Places(engine, self._inbox)
-        self._folder = run.submission_path(job.submission, "stage")
+        self._folder = own.path("stage")
         self._group: ConnectGroup | None = None
         self.has_claimed = False
         """True once this process has claimed the submission, and must drive the run."""
@@ -304,7 +293,7 @@ class Delegation:
         except Exception:
             if self._claim():
                 raise
-        if not self._run.has_driver(self._job.submission) and self._claim():
+        if not self._own.has_driver() and self._claim():
             assert self._group
             why = str(self._explain(self._group)).splitlines()[0]
             self._recorder.announce("engine", f"the run is driven from this host, not in its stage: {why}")
@@ -314,7 +303,7 @@ class Delegation:
 
     def _claim(self) -> bool:
         """Claims the submission and ends the stage; returns False if the driver in the stage has claimed it."""
-        self.has_claimed = self._run.claim_driver(self._job.submission)
+        self.has_claimed = self._own.claim_driver()
         if not self.has_claimed:
             return False
         if self._group:
@@ -325,13 +314,13 @@ class Delegation:
     def _start(self, deadline: float) -> None:
         """Starts the stage, and returns when its driver has claimed the submission or the stage has ended."""
         job, env, began = self._job, self._private["env"], time.monotonic()
-        plan = Plan(self._run, job, self._places, self._recorder, self._watch.check, env, deadline)
+        plan = Plan(self._own, job, self._places, self._recorder, self._watch.check, env, deadline)
         placed = follow(plan.state(), Placed, self._inbox.renew(), self._recorder)
         session, num_tasks = cast("ConnectSession", placed.session), placed.num_tasks
         store.make_directory(self._folder)
         stage = {
-            "directory": self._run.directory,
-            "token": self._run.token(),
+            "directory": self._own.run.directory,
+            "nonce": job.nonce,
             "submission": job.submission,
             "folder": self._folder,
             "secret": new_secret(),
@@ -343,7 +332,7 @@ class Delegation:
         config = {"env": env, "use_gpu": job.use_gpu, "stage": stage}
         self._group = session.host_driver(num_tasks, config, self._on_end)
         say_at = began + bounds.WAITING_INTERVAL()
-        while not (self._run.has_driver(job.submission) or self._ended.wait(bounds.TICK)):
+        while not (self._own.has_driver() or self._ended.wait(bounds.TICK)):
             self._watch.check()
             now = time.monotonic()
             if now > deadline:

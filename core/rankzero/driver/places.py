@@ -25,7 +25,7 @@ from rankzero.driver.watch import Inbox
 from rankzero.engines.base import ActionThread, Engine, EngineSession, in_thread, within, words_of
 from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 
 SLOTS_TIMEOUT = bounds.stretched(2.0)  # To wait for slots that are asked for as start_timeout ends
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Plan:
         deadline: Monotonic time by which every rank must have started.
     """
 
-    run: RunDirectory
+    own: Submission
     job: Job
     places: Places
     recorder: Recorder
@@ -186,7 +186,7 @@ class Reading(_Asking):
 
     def __init__(self, plan: Plan, session: EngineSession) -> None:
         self._session = session
-        self._tables = Tables(plan.run, plan.job, session)
+        self._tables = Tables(plan.own, plan.job, session)
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
         super().__init__(plan, functools.partial(self._tables.read, self._said.put), math.inf)
 

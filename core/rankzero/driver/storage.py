@@ -21,7 +21,7 @@ from rankzero.driver.ending import Facts, not_stored
 from rankzero.driver.tables import remove_rows
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
 from rankzero.values.formats import SHARDS
 from rankzero.values.ref import ResultRef
@@ -40,16 +40,16 @@ class Storage:
     A rank that does not see the run directory sends its file over the channel before the message about it.
     """
 
-    def __init__(self, run: RunDirectory, number: int, committer: Committer, facts: Facts) -> None:
+    def __init__(self, own: Submission, number: int, committer: Committer, facts: Facts) -> None:
         """Creates a storage that has received no files yet.
 
         Args:
-            run: The run.
+            own: The submission.
             number: Number of the attempt.
             committer: Commits parts of checkpoints; its thread makes all requests to an object store.
             facts: Receives finished ranks and errors of the store.
         """
-        self._run = run
+        self._own = own
         self._number = number
         self._committer = committer
         self._facts = facts
@@ -117,10 +117,10 @@ class Storage:
                 self._facts.refusal = not_stored(uploaded.error or "the upload was damaged on its way")
                 return
             path, is_uploaded = uploaded.path, True
-        uri = self._run.path("result", f"value-{self._number}.{result['format']}")
+        uri = self._own.path("result", f"value-{self._number}.{result['format']}")
         store_it = functools.partial(self._store_value, path, uri, result, dict(metrics), durable=is_uploaded)
         self._value = [result["value"]] if "value" in result else []
-        if self._run.is_remote or not self._value:
+        if self._own.is_remote or not self._value:
             # In the committer's thread: the driver continues to check for failures and cancels.
             self._storing = self._committer.submit(store_it)
         else:
@@ -173,45 +173,46 @@ class Storage:
         self._facts.is_given_up = True
         self._committer.sweep()
         attempts = range(self._number, self._number + 1)
-        remove = functools.partial(remove_rows, self._run, attempts)
+        remove = functools.partial(remove_rows, self._own.directory, attempts)
         self._committer.do(remove, as_owner=True)
-        if self._run.is_remote:
-            self._committer.do(functools.partial(remove_values, self._run, attempts), as_owner=True)
+        if self._own.is_remote:
+            self._committer.do(functools.partial(remove_values, self._own, attempts), as_owner=True)
 
     def abort_uploads(self) -> None:
         """Schedules the abort of uploads that ranks of this attempt began and repeated after an outage of the store."""
-        begins = self._run.path(FOLDER, f"{self._number:04d}-"), self._run.path("result", f"value-{self._number}.")
-        for begin in begins if self._run.is_remote else ():
+        begins = self._own.path(FOLDER, f"{self._number:04d}-"), self._own.path("result", f"value-{self._number}.")
+        for begin in begins if self._own.is_remote else ():
             self._committer.do(functools.partial(store.abort_uploads, begin), as_owner=True)
 
 
-def files_of(run: RunDirectory, checkpoint: Manifest | None) -> dict[str, str]:
+def files_of(checkpoint: Manifest | None) -> dict[str, str]:
     """Returns the files of the checkpoint to start from, by the names under which agents request them."""
     if checkpoint is None:
         return {}
     files = {rank: part["file"] for rank, part in checkpoint.parts.items()}
     files |= {"manifest": MANIFEST, "pieces": PIECES}
-    return {f"checkpoint-{name}": run.path(FOLDER, checkpoint.id, file) for name, file in files.items()}
+    return {f"checkpoint-{name}": store.join(checkpoint.folder, file) for name, file in files.items()}
 
 
-def remove_leftovers(run: RunDirectory, attempts: range) -> None:
+def remove_leftovers(own: Submission, attempts: range) -> None:
     """Removes files that ranks of earlier attempts had begun to write when the ranks or their driver died."""
-    remove_rows(run, attempts)
-    if run.is_remote:
-        remove_values(run, attempts)
+    for place in (*own.earlier(), own.directory):
+        remove_rows(place, attempts if place == own.directory else None)
+    if own.is_remote:
+        remove_values(own, attempts)
         return
-    for name in store.list_names(run.path("result")):
+    for name in store.list_names(own.path("result")):
         if store.is_unfinished(name):
-            store.remove(run.path("result", name))
+            store.remove(own.path("result", name))
 
 
-def remove_values(run: RunDirectory, attempts: range) -> None:
+def remove_values(own: Submission, attempts: range) -> None:
     """Deletes values and unfinished uploads of failed attempts from an object store."""
     for attempt in attempts:
-        store.abort_uploads(run.path("result", f"value-{attempt}."))
-    for name in store.list_names(run.path("result")) if attempts else []:
+        store.abort_uploads(own.path("result", f"value-{attempt}."))
+    for name in store.list_names(own.path("result")) if attempts else []:
         if (value := _VALUE.fullmatch(name)) and int(value[1]) in attempts:
-            store.remove(run.path("result", name))
+            store.remove(own.path("result", name))
 
 
 def _is_whole(uploaded: Uploaded, part: Part) -> bool:

@@ -14,8 +14,7 @@ from rankzero.channel.messages import Message, decode
 from rankzero.driver.recorder import Recorder
 from rankzero.engines.base import ActionThread
 from rankzero.errors import RunCancelledError
-from rankzero.job import Job
-from rankzero.run.directory import RunDirectory, bound_of
+from rankzero.run.directory import Submission, bound_of
 from rankzero.run.lease import interval_of
 
 logger = logging.getLogger(__name__)
@@ -114,12 +113,11 @@ class Inbox:
 
 
 class Watch:
-    """Watches for a request to cancel, an interrupt, an abandoned lease and a newer submission."""
+    """Watches for a request to cancel, an interrupt, an abandoned lease and an end by another process."""
 
     def __init__(
         self,
-        run: RunDirectory,
-        job: Job,
+        own: Submission,
         recorder: Recorder,
         inbox: Inbox,
         *,
@@ -129,20 +127,18 @@ class Watch:
         """Starts the lease's clock.
 
         Args:
-            run: The run.
-            job: Its job, for ``orphan_timeout``.
-            recorder: Reports whether another submission has the run.
+            own: The submission.
+            recorder: Reports whether another process has ended it.
             inbox: Receives the interrupt.
             leased: False if the driver watches its owner by other means.
             note_cancelling: Called before `check` ends the run without a request in the store.
         """
-        self._run = run
-        self._submission = job.submission
+        self._own = own
         self._recorder = recorder
         self._inbox = inbox
         self._note_cancelling = note_cancelling
-        self._orphan_timeout = job.orphan_timeout if leased else None
-        self._lease = run.lease() if self._orphan_timeout else b""
+        self._orphan_timeout = own.job.orphan_timeout if leased else None
+        self._lease = own.lease() if self._orphan_timeout else b""
         self._lease_seen = time.monotonic()
         self._is_unreadable = False
         self._next_poll = self._next_lease = 0.0
@@ -150,10 +146,8 @@ class Watch:
         """Reads the run directory, and hangs if the store does."""
         self._poll_result: Future[None] = Future()
         self._poll_result.set_result(None)
-        self._is_removed = False
+        self._is_lost = False
         self._request: dict[str, Any] | None = None
-        # On a disk each check reads it, which is cheap: a removed directory may soon belong to another run.
-        self._claim = b"" if run.is_remote else run.claim_text(job.submission)
         self._abandoned = ""
         self._interrupted: RunCancelledError | None = None
 
@@ -164,12 +158,11 @@ class Watch:
             self._interrupted = self._interrupted or self._interrupted_end()
             raise self._interrupted.with_traceback(None)
         if now >= self._next_poll:
-            self._next_poll = now + (self._recorder.status.interval if self._run.is_remote else bounds.TICK)
+            self._next_poll = now + (self._recorder.status.interval if self._own.is_remote else bounds.TICK)
             self._poll()
-        if self._recorder.superseded or self._is_removed:
+        if self._recorder.superseded or self._is_lost:
             raise RunCancelledError(
-                "the run directory belongs to another driver by now: it was removed, the run was submitted again, or "
-                "this driver was thought to be dead"
+                "another process has ended this submission, since this driver seemed to be dead, or the run was removed"
             )
         if error := self._requested_end():
             raise error
@@ -213,16 +206,16 @@ class Watch:
         if self._poll_result.done():
             self._poll_result = self.thread.submit(self._read)
             # A disk replies immediately.
-            timeout = timeout if self._run.is_remote else bounds.CANCEL_REQUEST_TIMEOUT()
+            timeout = timeout if self._own.is_remote else bounds.CANCEL_REQUEST_TIMEOUT()
         wait([self._poll_result], timeout)
 
     def _read(self) -> None:
         try:
-            if self._claim and self._run.claim_text(self._submission) != self._claim:
-                self._is_removed = True
-            self._request = self._request or self._run.cancel_request(self._submission)
+            # On an object store, where each look is a request, the recorder looks.
+            self._is_lost = self._is_lost or (not self._own.is_remote and self._own.is_lost())
+            self._request = self._request or self._own.cancel_request()
             if self._orphan_timeout and time.monotonic() >= self._next_lease:
-                if self._run.is_remote:
+                if self._own.is_remote:
                     self._next_lease = time.monotonic() + min(
                         self._orphan_timeout * LEASE_SHARE, LEASE_POLL_INTERVAL_MAX
                     )
@@ -237,12 +230,12 @@ class Watch:
             self._is_unreadable = True
 
     def _check_lease(self, now: float, orphan_timeout: float) -> None:
-        lease = self._run.lease()
+        lease = self._own.lease()
         bound = bound_of(lease)
         seconds = orphan_timeout if bound is None else min(orphan_timeout, bound)
         is_shortened = seconds < orphan_timeout
         if self._inbox.is_retrier_gone:
-            seconds = min(seconds, MISSED_RENEWALS * interval_of(self._run, seconds))
+            seconds = min(seconds, MISSED_RENEWALS * interval_of(self._own, seconds))
         if lease != self._lease:
             self._lease, self._lease_seen = lease, now
         elif now - self._lease_seen > seconds:

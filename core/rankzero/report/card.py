@@ -17,7 +17,6 @@ from rankzero import bounds
 from rankzero.job import Job
 from rankzero.report import cost, curves
 from rankzero.report.summary import COUNTED, Summary
-from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.status import RunStatus
 
@@ -41,8 +40,8 @@ class Card:
 
     def html(self) -> str:
         """Returns the card of this moment. Raises OSError or RankZeroError if the run cannot be read."""
-        job, status = RunDirectory(self._handle.directory).job(), self._handle.status()
-        summary = self._summary = self._summary or Summary(job.fresh_since)
+        job, status = self._handle.job, self._handle.status()
+        summary = self._summary = self._summary or Summary()
         summary.read(self._handle, status)
         return render(job, self._handle.directory, status, summary, time.time())
 

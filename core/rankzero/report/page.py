@@ -20,7 +20,6 @@ from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.report.cost import usage
 from rankzero.report.summary import Summary
-from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.reports import TOTALS, is_number
 from rankzero.run.status import RunStatus
@@ -37,8 +36,8 @@ LOGGED_RANKS = 256
 HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 """Headers of every response."""
 
-_HIDDEN = {"files", "log_starts", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
-_HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "fresh_since"}
+_HIDDEN = {"files", "queue_time", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
+_HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "earlier"}
 _NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -61,8 +60,8 @@ def collect(handle: RunHandle[Any]) -> dict[str, Any]:
         RunNotFoundError: no run lives there, or what lies there was not written by rankzero.
     """
     try:
-        job, status = RunDirectory(handle.directory).job(), handle.status()
-        summary = Summary(job.fresh_since)
+        job, status = handle.job, handle.status()
+        summary = Summary()
         summary.read(handle, status)
         return {
             "id": handle.id,
@@ -129,7 +128,7 @@ def _logs(handle: RunHandle[Any], job: Job, status: RunStatus) -> list[dict[str,
             "times": [None if line.time is None else round(line.time - job.created, 1) for line in lines],
             "cut": is_cut,
         }
-        for rank, (lines, is_cut) in sorted(handle.output.tails(ranks, room).items())
+        for rank, (lines, is_cut) in sorted(handle.output.tails(ranks, room, status).items())
         if lines
     ]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
-from rankzero.run.reports import PROGRESS, STEP_NAMES, TOTALS, UNSHOWN, OfTraining, RowKeeper, is_number, throughput
+from rankzero.run.reports import PROGRESS, STEP_NAMES, TOTALS, UNSHOWN, RowKeeper, is_number, throughput
 from rankzero.run.status import RunStatus
 
 MAX_METRICS = 60
@@ -71,15 +71,9 @@ class RankProgress:
 
 
 class Summary:
-    """Reads each event of a training once.
+    """Reads each event of a training once."""
 
-    Args:
-        fresh_since: The first attempt of this training: events of another one, which had the run id before, do not
-            count.
-    """
-
-    def __init__(self, fresh_since: int) -> None:
-        self._is_ours = OfTraining(fresh_since)
+    def __init__(self) -> None:
         self._position = Position()
         self._attempt = 0
         self._keeper = RowKeeper()
@@ -106,8 +100,6 @@ class Summary:
     def add(self, event: object) -> None:
         """Takes the next event; one that is none is left out."""
         if not (isinstance(event, dict) and is_number(event.get("time")) and isinstance(event.get("type"), str)):
-            return
-        if not self._is_ours(event):
             return
         kind = event["type"]
         if kind == "state" and isinstance(event.get("attempt"), int):

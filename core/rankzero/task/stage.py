@@ -74,14 +74,9 @@ def put(folder: str, name: str, text: str) -> None:
 
 
 def _require_directory(stage: dict[str, Any]) -> None:
-    directory = stage["directory"]
-    try:
-        with open(os.path.join(directory, "token")) as file:
-            is_this = file.read() == stage["token"] and os.access(stage["folder"], os.W_OK)
-    except OSError:
-        is_this = False
-    if not is_this:
-        raise RuntimeError(f"rankzero: an executor does not see {directory}")
+    # Its name has random digits.
+    if not (os.path.isdir(stage["folder"]) and os.access(stage["folder"], os.W_OK)):
+        raise RuntimeError(f"rankzero: an executor does not see {stage['directory']}")
 
 
 def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> Process:
@@ -91,7 +86,7 @@ def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> Process:
     path = os.path.join(stage["code"], "rankzero.zip")
     with open(path, "wb") as file:
         file.write(config["code_zip"])
-    with open(os.path.join(stage["directory"], "driver.log"), "ab") as log:
+    with open(os.path.join(os.path.dirname(stage["folder"]), "driver.log"), "ab") as log:
         command = [sys.executable, "-u", "-c", _DRIVER, path]
         driver = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=[lock]

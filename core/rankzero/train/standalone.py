@@ -46,8 +46,8 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
                 f"{name} is {directory!r}, which is the directory of a run: submit the run again under its run_id to "
                 "continue it, or copy its folder checkpoints into another directory and give that one"
             )
-        listed = list_committed(run)
-        committed = up_to_whole(run, listed)
+        listed = list_committed([run.directory])
+        committed = up_to_whole(listed)
     except OSError as error:
         raise ResultError(f"{name} is {directory!r}, which cannot be read: {error}") from error
     last = committed[-1] if committed else None
@@ -59,7 +59,7 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
         elif isinstance(message, messages.PartFailed):
             writer.on_message(messages.NotCommitted(message.index))
         elif isinstance(message, messages.Damaged):
-            mark_damaged(run, message.id)
+            mark_damaged(run.path(FOLDER, message.id))
 
     start = messages.Start(run_directory=run.directory, run_token="", shared=True, scratch=run.directory)
     parts = Parts(start.having(checkpoint=last and {"id": last.id}), _nothing_to_fetch)
@@ -79,13 +79,13 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
 
 def _commit(run: RunDirectory, attempt: int, part: messages.Part, resumed: Manifest | None) -> Manifest:
     """Commits a written checkpoint, and removes the checkpoints that are not kept."""
-    manifest = Manifest.of_parts(attempt, 1, {0: part.facts()})
+    manifest = Manifest.of_parts(run.directory, attempt, 1, {0: part.facts()})
     if part.pieces is not None:
-        store.write_bytes(run.path(FOLDER, manifest.id, PIECES), part.pieces.encode(), durable=True)
-    file = run.path(FOLDER, manifest.id, MANIFEST)
+        store.write_bytes(store.join(manifest.folder, PIECES), part.pieces.encode(), durable=True)
+    file = store.join(manifest.folder, MANIFEST)
     store.write_bytes(file, json.dumps(manifest.to_json()).encode(), durable=True)
-    for old in to_remove(list_committed(run), CheckpointConfig(), [resumed.id] if resumed else []):
-        remove(run, old)
+    for old in to_remove(list_committed([run.directory]), CheckpointConfig(), [resumed.id] if resumed else []):
+        remove(old)
     return manifest
 
 

@@ -260,7 +260,7 @@ class Bench:
             handle: RunHandle[Any] = RunHandle.attach(f"{root}/{RUN}")
             manifests = handle.checkpoints()
             status = handle.status()
-            delivered = delivery.read(handle.directory, status.submission).acknowledged
+            delivered = delivery.read(handle.own.directory).acknowledged
             return Promise(status, int(manifests[-1].metrics["step"]) if manifests else -1, delivered, begun)
         return Promise(begun=begun)
 
