@@ -48,7 +48,7 @@ def _why_not(kind: Any) -> str | None:
 
 
 def stored(kind: Any) -> Any:
-    """Returns the type in which ranks read a column: what an extension type stores, no categories, views, large texts."""
+    """Returns the type in which ranks read a column: what an extension type stores, no categories, no large texts."""
     import pyarrow as pa
 
     if isinstance(kind, pa.BaseExtensionType):

@@ -12,7 +12,7 @@ import bisect
 import itertools
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -60,15 +60,19 @@ def pieces_of(manifest: Manifest, *, ordered: bool = False) -> list[list[Piece]]
     of_window = max(1, WINDOW // row_size(manifest))
     least = of_window // (GROUPS if ordered else min(GROUPS, max(1, len(groups))))
     wide = of_window // max(1, min(GROUPS, STREAMS // max(1, len(manifest.arrow_schema().names))))
-    windows = max(1, manifest.rows // of_window)
     found = []
     for group, rows in enumerate(groups):
         # A group that is larger than the others has a piece in each window.
-        step = least if ordered else max(least, wide, rows // windows)
-        parts = -(-rows // max(1, step)) if 2 * rows > 3 * least else 1
-        step = max(1, -(-rows // max(1, parts)))
+        step = max(1, least if ordered else max(least, wide, -(-rows // windows_of(manifest))))
+        if 2 * rows <= 3 * least:
+            step = max(1, rows)
         found.append([Piece(group, low, min(step, rows - low), step) for low in range(0, rows, step)])
     return [pieces for pieces in found if pieces]
+
+
+def windows_of(manifest: Manifest) -> int:
+    """Returns the number of windows of a dataset."""
+    return max(1, -(-manifest.rows * row_size(manifest) // WINDOW))
 
 
 def row_size(manifest: Manifest) -> int:
@@ -84,12 +88,9 @@ class Order:
         self._seed = seed
         self._epoch = epoch
         groups = pieces_of(manifest)
-        count = -(-manifest.rows * row_size(manifest) // WINDOW)
-        if count <= 1:
-            self._windows = [list(itertools.chain.from_iterable(groups))]
-        else:
-            drawn = self._permutation(-1, len(groups)).tolist()
-            self._windows = list(_windows([groups[number] for number in drawn], manifest.rows / count))
+        if (count := windows_of(manifest)) > 1:
+            groups = [groups[number] for number in self._permutation(-1, len(groups)).tolist()]
+        self._windows = _dealt(groups, count)
         self._starts = [0, *itertools.accumulate(sum(piece.length for piece in window) for window in self._windows)]
 
     def parts(self, spans: Spans) -> Iterator[tuple[list[Piece], torch.Tensor]]:
@@ -110,21 +111,16 @@ class Order:
         return torch.randperm(size, generator=torch.Generator("cpu").manual_seed(key), device="cpu")
 
 
-def _windows(groups: list[list[Piece]], rows: float) -> Iterator[list[Piece]]:
-    """Yields windows of about so many rows: the next piece of each group that has begun, and first ones of others."""
-    coming = map(iter, groups)
-    begun: list[Any] = []
-    total = end = 0
-    while True:
-        window = [piece for pieces in begun if (piece := next(pieces, None))]
-        begun = [pieces for pieces in begun if pieces.__length_hint__()]
-        total += sum(piece.length for piece in window)
-        end += 1
-        # Counted over all windows, so that their sizes are even.
-        while total < end * rows and (pieces := next(coming, None)):
-            window.append(next(pieces))
-            begun.append(pieces)
-            total += window[-1].length
-        if not window:
-            return
-        yield window
+def _dealt(groups: list[list[Piece]], count: int) -> list[list[Piece]]:
+    """Returns so many windows, to which the pieces of the groups are dealt one after the other.
+
+    No window has two pieces of a group if there are as many windows, and those of a group keep their order.
+    """
+    windows: list[list[Piece]] = [[] for _ in range(count)]
+    dealt = 0
+    for pieces in groups:
+        places = sorted((dealt + number) % count for number in range(len(pieces)))
+        for piece, place in zip(pieces, places, strict=True):
+            windows[place].append(piece)
+        dealt += len(pieces)
+    return [window for window in windows if window]

@@ -10,7 +10,7 @@ from typing import Any
 from rankzero.data import order
 from rankzero.data.files import PARQUET_OPTIONS, is_changed, open_file
 from rankzero.data.manifest import File, Manifest
-from rankzero.data.order import Piece, pieces_of, row_size
+from rankzero.data.order import Piece, pieces_of, windows_of
 from rankzero.data.schemas import fit
 from rankzero.data.shares import Spans
 from rankzero.errors import ResultError
@@ -42,10 +42,8 @@ class Reader:
         self._open = functools.lru_cache(FILES)(_opened)
         self._streams: dict[int, tuple[int, Iterator[Any]]] = {}
         self._ordered = [*itertools.chain.from_iterable(pieces_of(manifest, ordered=True))]
-        is_whole = manifest.rows * row_size(manifest) <= order.WINDOW
-        self._key = (
-            (*(f"{file.location} {file.content}" for file in manifest.files), "", *self.columns) if is_whole else ()
-        )
+        files = [f"{file.location} {file.content}" for file in manifest.files]
+        self._key = (*files, "", *self.columns) if windows_of(manifest) == 1 else ()
 
     def rows(self, spans: Spans) -> Iterator[Any]:
         """Yields the rows of these ascending ranges, in the order of the files, as record batches."""
