@@ -1,9 +1,9 @@
 """`Order`: maps the positions of an epoch to rows: windows of row groups from everywhere, shuffled inside.
 
-The row groups of a dataset are drawn in a random order, some `GROUPS` of them make a window, and the rows of a window
-are shuffled: a table that is sorted by a column trains as well as a shuffled one. A reader decodes one window at a
-time, so each row group is decoded once in an epoch. A row group that is too large for that is decoded in pieces: one
-after the other, each in a window with pieces of other groups. A dataset of one window is shuffled as a whole.
+The row groups of a dataset are drawn in a random order, some of them make a window, and the rows of a window are
+shuffled: a table that is sorted by a column trains as well as a shuffled one if its row groups are small, as those
+that rankzero writes. A reader decodes one window at a time, so each row group is decoded once in an epoch. One that is
+larger than a window is decoded in pieces, in several windows. A dataset of one window is shuffled as a whole.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ WINDOW = 128 << 20
 """Approximate number of bytes of a window, which a reader keeps in memory."""
 
 GROUPS = 32
-"""Row groups from which a window draws, if the dataset has as many that are not larger than a window has room for."""
-
-STREAMS = 100
-"""Columns, of all row groups together, that are decoded side by side in pieces: each takes 1 to 3 MiB."""
+"""Row groups of rankzero's own size in a window. One that is read in order is decoded in pieces of that size."""
 
 LEAST = 32
 """Bytes that a row counts at least, since the order of a window takes memory, too."""
@@ -56,16 +53,10 @@ def pieces_of(manifest: Manifest, *, ordered: bool = False) -> list[list[Piece]]
         manifest: The dataset.
         ordered: Whether the pieces are read in the order of the files, so that one group is decoded at a time.
     """
-    groups = [count for file in manifest.files for count in file.rows]
-    of_window = max(1, WINDOW // row_size(manifest))
-    least = of_window // (GROUPS if ordered else min(GROUPS, max(1, len(groups))))
-    wide = of_window // max(1, min(GROUPS, STREAMS // max(1, len(manifest.arrow_schema().names))))
+    most = max(1, WINDOW // row_size(manifest) // (GROUPS if ordered else 1))
     found = []
-    for group, rows in enumerate(groups):
-        # A group that is larger than the others has a piece in each window.
-        step = max(1, least if ordered else max(least, wide, -(-rows // windows_of(manifest))))
-        if 2 * rows <= 3 * least:
-            step = max(1, rows)
+    for group, rows in enumerate(count for file in manifest.files for count in file.rows):
+        step = max(1, rows if 2 * rows <= 3 * most else most)
         found.append([Piece(group, low, min(step, rows - low), step) for low in range(0, rows, step)])
     return [pieces for pieces in found if pieces]
 

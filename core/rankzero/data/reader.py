@@ -112,7 +112,7 @@ class Reader:
         at, stream = self._streams.pop(piece.group, (-1, iter(())))
         if not 0 <= at <= piece.low:
             # An own handle, which reads little at a time: a window has pieces of many groups.
-            opened = _opened(file.location, buffer_size=BUFFER)
+            opened = _opened(file.location, buffer_size=BUFFER, pre_buffer=False)
             stream, at = opened.iter_batches(piece.step, [number], columns=self._stored(file)), 0
         batches = []
         while at < piece.low + piece.length:
