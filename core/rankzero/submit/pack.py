@@ -52,7 +52,7 @@ from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
 
-_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:\.\w+)+)", re.DOTALL)
+_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w+)+)", re.DOTALL)
 """A short text in a pickle that may name something in a module, behind its length."""
 
 
@@ -207,7 +207,7 @@ def build(
         pickled, needs = buffer.getvalue(), pickler.needs
         sent_too |= {*pickler.loaded}
         named |= pickler.by_value
-    texts = {text.decode() for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
+    texts = {text.decode().replace(":", ".") for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
     needs.texts |= texts - needs.modules - named
     files = Files(needs)
     files.send(sent_too)
