@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.identities import identity_of
 from tests.loading import load_module
 
 from rankzero import Launcher, RankZeroError
 from rankzero.run.identity import compare
 from rankzero.submit.code_source import read
-from rankzero.submit.pack import build, identity_of
+from rankzero.submit.pack import build
 
 ORCHESTRATED = "if False:\n    import airflow\n"
 """Makes a module travel by value, as a DAG file does."""
@@ -296,7 +297,7 @@ def test_a_function_of_a_dag_file_counts_by_its_source_and_what_it_refers_to(
 
 def test_a_function_counts_by_its_source_whatever_python_makes_of_it(dag: Callable[[str], Any]) -> None:
     module = dag(TASK.replace("return x * RATE", '"""Scales."""\n    assert x\n    return x * RATE'))
-    program = "from rankzero.submit.pack import build, identity_of\n"
+    program = "from tests.identities import identity_of\n"
     program += f"import {module.__name__} as dag\nprint(identity_of(dag.train, (1,), {{}}, 1).digest)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     digests = {

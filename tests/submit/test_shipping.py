@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.identities import identity_of
 from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
 from rankzero.submit import pack
-from rankzero.submit.pack import identity_of
 
 
 @pytest.fixture

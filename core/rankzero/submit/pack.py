@@ -152,19 +152,6 @@ def _compared(what: str, digest: Callable[[], str]) -> str:
         return RESISTS + secrets.token_hex(DIGITS // 2)
 
 
-def identity_of(
-    train: object,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    world_size: NumProcesses,
-    code_version: str | None = None,
-    user_code: UserCode | None = None,
-) -> Identity:
-    """Returns the identity of a training: that of its payload, which `build` makes of the first three arguments."""
-    packed = build(train, args, kwargs, is_alone=world_size == 1)
-    return packed.identity(world_size, code_version, user_code)
-
-
 def build(
     train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = (), *, is_alone: bool = False
 ) -> Payload:
