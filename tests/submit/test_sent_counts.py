@@ -138,11 +138,12 @@ def test_many_texts_cost_no_search_for_a_module_each(package: Path, monkeypatch:
             searched.append(name)
 
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    train = defined("def train(paths):\n    return paths\n")
+    train = defined("def train(paths):\n    import pip\n    return paths\n")
     paths = [f"image_{number}.jpg" for number in range(10_000)]
     build(train, ([*paths, f"{package.name}.models"],), {})
     assert package.name in searched
-    assert not [name for name in searched if name.startswith("image_")]
+    # setuptools' finder does something in this process when pip is asked for.
+    assert not [name for name in searched if name.startswith(("image_", "pip"))]
 
 
 @pytest.mark.parametrize(
