@@ -42,7 +42,7 @@ with zipfile.ZipFile(code, "w") as archive:
     for name in ("rankzero/__init__.py", "rankzero/driver/__init__.py"):
         archive.writestr(name, "")
     archive.writestr("rankzero/driver/main.py", "import sys\\ndef main_in_stage(): sys.stdin.read()")
-facts = {"directory": sys.argv[1]}
+facts = {"folder": sys.argv[1] + "/stage"}
 stage._start_driver({"code_zip": code.getvalue(), "env": {}, "host": ""}, facts)
 print(facts["code"], flush=True)
 sys.stdin.read()
