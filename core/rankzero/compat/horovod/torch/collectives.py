@@ -24,7 +24,7 @@ _REDUCIBLE = {
 
 
 def poll(handle: Request | Sequence[Request]) -> bool:
-    """Returns True if `synchronize` would return without waiting."""
+    """Returns True if the operations have ended, and their results are in the tensors."""
     return handle.poll() if isinstance(handle, Request) else all(one.poll() for one in handle)
 
 
@@ -116,6 +116,8 @@ def _writable(tensors: Tensors) -> list[torch.Tensor]:
         is_shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
         if is_shared or tensor.is_conj() or tensor.is_neg():
             raise ValueError("elements of the tensor share their memory (expand), or are computed (conj): clone() it")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("a tensor of torch.inference_mode() can be written to only in that mode: clone() it")
     return list(tensors)
 
 
