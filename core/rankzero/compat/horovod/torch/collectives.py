@@ -332,9 +332,7 @@ def alltoall(
     def backward(rows: list[list[int]], gradients: list[torch.Tensor]) -> Any:
         return [alltoall(gradients[0], rows[0], _gradient_of(name), process_set)[0]]
 
-    found = _differentiable(
-        lambda them: _begin_alltoall(them[0], splits, name, process_set), backward, [_checked(tensor)]
-    )
+    found = _differentiable(lambda of: _begin_alltoall(of[0], splits, name, process_set), backward, [_checked(tensor)])
     return found[0] if splits is None else tuple(found)
 
 

@@ -139,9 +139,8 @@ class Connections:
             if not is_whole and meta.after != 1.0:
                 flat.mul_(meta.after)
             if not is_one:
-                for tensor, part in zip(
-                    tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
-                ):
+                results = torch.split(flat, [tensor.numel() for tensor in tensors])
+                for tensor, part in zip(tensors, results, strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
         return Collective(self._group(flat).allreduce([sent], options), finish, [flat])

@@ -80,11 +80,10 @@ class Coordinator:
         """Those that have begun; until they are complete their names are taken."""
         self._users: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
         """The operation that this rank has announced last on each memory."""
-        self._lost: list[str] = []
         self._unsent: list[Request] = []
         self._table: dict[int, dict[int, tuple[int, int]]] = {}
         """For each operation that is not ready, the digest and the payload of each rank that has issued it."""
-        self._flags, self._all_flags = 0, [0] * self.size
+        self._flags, self._all_flags, self._lost = 0, [0] * self.size, list[str]()
         self._quiet_since, self._last = 0.0, 0
         self._row = array.array("q", bytes(8 * (2 + 3 * CAPACITY)))
         self._rows = self._row * self.size
@@ -115,8 +114,9 @@ class Coordinator:
                 raise type(self._error)(*self._error.args) from self._error
             if not self._thread.is_alive():
                 raise HorovodInternalError("a process that a rank has forked takes no part in its operations")
-            begun = self._begun.get(request.key)
-            if request.key in self._mine or (begun is not None and not begun.is_completed()):
+            if any(
+                one and not one.is_completed() for one in (self._mine.get(request.key), self._begun.get(request.key))
+            ):
                 raise ValueError(f"{request.name!r} was issued again before it has ended: wait, or use another name")
             self._mine[request.key] = request
             self._queue.put(request)
@@ -243,7 +243,7 @@ class Coordinator:
         # A rank has joined or ended only once all that it has issued before is announced.
         row = [flags & ~(JOINED | ENDED) if self._unsent else flags, len(sent)]
         for request in sent:
-            # All ranks must learn of operations that share memory in this one, and must not be reduced together.
+            # All ranks must know which operations share memory in one of them, and are not reduced together.
             users = [found for found in map(self._users.get, request.memory) if found and not found.is_stored()]
             row += request.key, request.digest, request.payload if request.is_number else bool(users)
             self._users.update(dict.fromkeys(request.memory, request))
@@ -337,9 +337,8 @@ class Coordinator:
 
     def _lacking(self, key: int, name: str) -> str:
         issued = self._table.get(key, {})
-        has, lacks = (
-            [rank for at, rank in enumerate(self.ranks) if (at in issued) is is_in] for is_in in (True, False)
-        )
+        has = [rank for at, rank in enumerate(self.ranks) if at in issued]
+        lacks = [rank for rank in self.ranks if rank not in has]
         return f"{name!r} was issued by rank {has}, but rank {lacks} has not"
 
     def _warn(self, now: float) -> None:

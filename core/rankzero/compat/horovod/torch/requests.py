@@ -96,8 +96,7 @@ class Collective:
                 raise self._error
             if self.is_finished:
                 return await_event(self._event, self._tensors)
-            # `close` may take it away in the meantime.
-            work = self.work
+            work = self.work  # `close` may take it away.
             try:
                 if work is None:
                     raise RuntimeError("the connections were closed before the end of the operation")
@@ -136,9 +135,8 @@ class Request:
         self.rows: list[list[int]] = []
         self.collectives: list[Collective] = []
         self.is_number = len(self.metas) == 1 and _is_number(self.metas[0])
-        self.payload = (
-            int.from_bytes(struct.pack("<d", tensors[0].item()), "little", signed=True) if self.is_number else 0
-        )
+        number = tensors[0].item() if self.is_number else 0.0
+        self.payload = int.from_bytes(struct.pack("<d", number), "little", signed=True)
         self.key, self.digest = hashes(name, self.metas)
         self.event = record(self.tensors)
         self._error: Exception | None = None
