@@ -114,9 +114,8 @@ class Coordinator:
                 raise type(self._error)(*self._error.args) from self._error
             if not self._thread.is_alive():
                 raise HorovodInternalError("a process that a rank has forked takes no part in its operations")
-            if any(
-                one and not one.is_completed() for one in (self._mine.get(request.key), self._begun.get(request.key))
-            ):
+            taken = self._mine.get(request.key) or self._begun.get(request.key)
+            if taken and not taken.is_completed():
                 raise ValueError(f"{request.name!r} was issued again before it has ended: wait, or use another name")
             self._mine[request.key] = request
             self._queue.put(request)
@@ -250,8 +249,7 @@ class Coordinator:
         self._row[: len(row)] = array.array("q", row)
         self._connections.gloo._allgather_base(*self._buffers).wait()
         for request in sent:
-            # Before it, operations under way may have kept this rank from asking the others.
-            request.since = time.monotonic()
+            request.since = time.monotonic()  # Operations under way may have kept the others from hearing of it.
         rows, length, touched = self._rows, len(self._row), dict[int, None]()
         for rank in range(self.size):
             start = rank * length + 2
