@@ -216,7 +216,8 @@ class Coordinator:
     def _cycle(self) -> bool:
         """Exchanges a message, and begins what is ready. Returns False once all ranks have ended."""
         self._receive()
-        self._begun = {key: one for key, one in self._begun.items() if not one.is_completed()}
+        while (first := next(iter(self._begun.values()), None)) and first.is_completed():
+            del self._begun[first.key]
         now = time.monotonic()
         flags, touched = self._exchange(now)
         if any((new ^ old) & (JOINED | ENDED) for new, old in zip(flags, self._all_flags, strict=True)):
@@ -340,8 +341,7 @@ class Coordinator:
         return f"{name!r} was issued by rank {has}, but rank {lacks} has not"
 
     def _warn(self, now: float) -> None:
-        mine = list(self._mine.values())
-        late = [one for one in mine if now - one.since > self._warn_after and one.key in self._table]
+        late = [one for one in [*self._mine.values()] if one.key in self._table and now - one.since > self._warn_after]
         if late and now - self._warned > self._warn_after:
             self._warned = now
             names = "; ".join(self._lacking(one.key, one.name) for one in late[:5])
