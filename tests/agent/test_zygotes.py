@@ -1,5 +1,6 @@
 """Zygotes: one import of torch for many launches, and nothing that one run leaves for the next."""
 
+import contextlib
 import importlib.util
 import os
 import random
@@ -29,8 +30,13 @@ WAIT = 60.0
 
 def zygotes_of(owner: int | None = None) -> set[int]:
     """The zygotes that a process has started."""
-    children = psutil.Process(owner or os.getpid()).children()
-    return {child.pid for child in children if "rankzero.task.zygote" in " ".join(child.cmdline())}
+    found = set()
+    for child in psutil.Process(owner or os.getpid()).children():
+        # One may have ended, and not be collected yet.
+        with contextlib.suppress(psutil.Error):
+            if "rankzero.task.zygote" in " ".join(child.cmdline()):
+                found.add(child.pid)
+    return found
 
 
 @pytest.mark.soak

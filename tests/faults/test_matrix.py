@@ -43,7 +43,6 @@ from rankzero import (
 )
 from rankzero.engines.base import Engine
 from rankzero.run.status import RunStatus
-from rankzero.submit.submission import CLAIM_TIMEOUT
 from rankzero.task.zygotes import SHARED
 
 WAIT = 120.0
@@ -677,7 +676,7 @@ def refused(stage: Stage) -> None:
     stage.note_strike()
     stage.assert_whole(stage.start().result(WAIT))
     # Nobody waits for the submission that failed.
-    stage.assert_in_time(CLAIM_TIMEOUT())
+    stage.assert_in_time()
 
 
 def no_room(stage: Stage) -> None:

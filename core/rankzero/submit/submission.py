@@ -185,7 +185,9 @@ def claim(own: Submission, files: Files) -> bool:
                 raise
         except BaseException:
             with contextlib.suppress(Exception):
-                store.remove(own.directory)
+                # An exception of a signal handler may come behind the claim: the submission gets its end then.
+                if not own.is_there():
+                    store.remove(own.directory)
             raise
         store.remove(own.directory)
         return False
