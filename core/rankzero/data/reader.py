@@ -36,19 +36,19 @@ class Reader:
             manifest: Manifest of the dataset.
             columns: Names of the columns to read; None for all.
         """
+        self._manifest = manifest
         self._schema = manifest.arrow_schema()
         self.columns = list(columns) if columns is not None else list(self._schema.names)
         self._groups = [(file, number) for file in manifest.files for number in range(len(file.rows))]
         self._open = functools.lru_cache(FILES)(_opened)
         self._streams: dict[int, tuple[int, Iterator[Any]]] = {}
-        self._ordered = [*itertools.chain.from_iterable(pieces_of(manifest, ordered=True))]
         files = [f"{file.location} {file.content}" for file in manifest.files]
         self._key = (*files, "", *self.columns) if windows_of(manifest) == 1 else ()
 
     def rows(self, spans: Spans) -> Iterator[Any]:
         """Yields the rows of these ascending ranges, in the order of the files, as record batches."""
         before, at = 0, 0
-        for piece in self._ordered:
+        for piece in itertools.chain.from_iterable(pieces_of(self._manifest, ordered=True)):
             read = None
             while at < len(spans) and spans[at][0] < before + piece.length:
                 low, high = max(spans[at][0], before), min(spans[at][1], before + piece.length)
