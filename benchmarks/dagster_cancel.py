@@ -39,7 +39,7 @@ def cancel_once(dagster: Deployment, root: Path, job: str) -> tuple[float, float
     run_id = dagster.launch(job, {FOLDER_TAG: str(root)})
 
     def trains() -> bool:
-        states = (root / "runs").glob(f"{run_id[:8]}-*/status.json")
+        states = (root / "runs").glob(f"{run_id[:8]}-*/submissions/*/status.json")
         return any(json.loads(state.read_text())["checkpoint"] for state in states)
 
     until(trains, START_TIMEOUT, "ranks that train")

@@ -144,7 +144,7 @@ def main() -> None:
         runs["local"] = lambda: Launcher(RANKS, store=store).run(all_reduce)
         for action in runs.values():
             action()
-        time.sleep(3.0)  # What a warm server loads in a pause.
+        time.sleep(3.0)  # What a zygote loads in a pause.
         import torch  # noqa: F401
 
         runs["fork"] = fork_floor

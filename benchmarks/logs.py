@@ -53,8 +53,8 @@ def main() -> None:
 
             started = time.perf_counter()
             with launcher.owned(talk, (LINES // RANKS,), {}) as handle:
-                for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
-                    take(line)
+                for line in handle.output.lines(handle.output.start(), follow=True):
+                    take(line.prefixed)
             rates.append(count / (time.perf_counter() - started))
             printed.append(handle.result())
             assert count == LINES, f"{LINES - count} lines are lost"

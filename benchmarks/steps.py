@@ -196,7 +196,7 @@ def take_turns(width: int, reports: bool, shares: dict[str, list[float]] | None 
             while not all(look(folder, name, rank)[1] > 20 for name in NAMES for rank in range(RANKS)):
                 assert time.monotonic() < deadline, [log.read_text() for log in folder.glob("*.log")]
                 time.sleep(0.1)
-            # A warm server loads the rest of torch five seconds after its ranks have started, once and for all.
+            # A zygote loads the rest of torch five seconds after its ranks have started, once and for all.
             time.sleep(SETTLED)
             roots = {name: bare[name].pid if name in bare else handle.status().driver_pid for name in NAMES}
             trainings = {name: find(folder, name, roots[name]) for name in NAMES}

@@ -48,7 +48,7 @@ def report(name: str) -> float:
     """Prints where things are and how good the new champion is."""
     home = HOME / name
     champion = json.loads((home / "digits" / "champion.json").read_text())
-    runs = sorted(path.parent for path in (home / "runs").glob("*/job.json"))
+    runs = sorted(path.parents[1] for path in (home / "runs").glob("*/submissions/0.json"))
     print(f"   run directories: {home.relative_to(ROOT)}/runs ({len(runs)}), newest {runs[-1].name}")
     print(f"   model: {champion['model']['format']}, {champion['model']['size']:,} bytes, {champion['model']['uri']}")
     print(f"   champion's test accuracy: {champion['accuracy']:.4f}")

@@ -2,8 +2,7 @@
 
 ``python scripts/measure_house.py`` prints the table. With ``--list`` it also names the files, threads and imports that
 it has counted. ``--check`` runs nothing: it fails if a room is over its limit in ``weight.toml``, or exports a name
-that only tests use. The run has two ranks and no warm server, and is traced in every process with `sys.setprofile`;
-only the guard of the agent, which runs without `site`, is not.
+that only tests use. The run has two ranks, none of which is a fork, and every process is traced with `sys.setprofile`.
 """
 
 from __future__ import annotations

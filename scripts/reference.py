@@ -217,7 +217,7 @@ def fields(name: str) -> str:
 
 
 FILES = {
-    "airflow_provider/airflow_rankzero/arguments.py": arguments,
+    "airflow_provider/airflow_rankzero/templates.py": arguments,
     "dagster_integration/dagster_rankzero/resource.py": fields,
 }
 """What makes each file."""

@@ -17,10 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venv-matrix"
 
-TOOLS = "numpy pandas<3 pyarrow psutil pytest pytest-timeout pytest-xdist hypothesis safetensors scikit-learn mypy s3fs"
+TOOLS = "numpy pandas<3 pyarrow psutil pytest pytest-timeout pytest-xdist hypothesis scikit-learn mypy s3fs"
 TOOLS += " moto[s3] flask flask-cors hatchling editables setuptools wheel universal-pathlib"
 
-AIRFLOW = "operator trigger links provider connection tries delivery arguments templates outlets secrets config hook"
+AIRFLOW = "operator trigger links provider connection tries listeners arguments templates outlets secrets"
+AIRFLOW += " hook xcom run_id compat"
 DAGSTER = "asset multi_asset op resource stream failure step io_manager partitions checks metadata imports"
 DAGSTER += " fields output by_reference step_run checks_by_partition"
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,8 +20,7 @@ import pytest
 from tests import spark_classes
 
 from rankzero import Launcher
-from rankzero.task import hold
-from rankzero.task.start import OWNER
+from rankzero.task import scratch, zygotes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -74,6 +74,18 @@ ROOM_IN_MEMORY = 8 << 30
 """Bytes that must be free there. The suite needs about 1 GiB."""
 
 _in_memory = pytest.StashKey[str]()
+_broker = pytest.StashKey["subprocess.Popen[bytes]"]()
+
+
+def start_broker() -> "subprocess.Popen[bytes]":
+    """Starts the process that forks zygotes for all processes of the suite, and ends with this one."""
+    os.environ[zygotes.SHARED] = os.path.join(tempfile.mkdtemp(prefix="rz-zygotes-", dir="/tmp"), "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.environ[zygotes.SHARED])
+        listener.listen(128)
+        # Not in the group of this process, which may be interrupted by a terminal.
+        command = [sys.executable, "-m", "tests.zygotes"]
+        return subprocess.Popen(command, stdin=listener, cwd=ROOT, start_new_session=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,6 +94,8 @@ def pytest_configure(config: pytest.Config) -> None:
     Five processes that make a hundred thousand small files and flush most of them wait for one disk's journal.
     ``TMPDIR`` names another place.
     """
+    if not hasattr(config, "workerinput"):
+        config.stash[_broker] = start_broker()
     if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_IN_MEMORY:
         for left in MEMORY.glob("rz-*"):
             # Of a suite that failed: its files were kept.
@@ -122,7 +136,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 TEMPORARY = ("rankzero-", "pymp-", "spark-")
 """Beginnings of the names of temporary directories that a run, its ranks or its JVMs make and have to remove."""
 
-SHARED = ("rankzero-warm-", "rankzero-gpus")
+SHARED = ("rankzero-gpus",)
 """Beginnings of the names of those that stay for later runs."""
 
 ABANDONED = ("rankzero-agent-", "rankzero-driver-")
@@ -163,9 +177,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     # Some objects have temporary directories.
     gc.collect()
     # Tests kill processes, and the next run of the host would remove what these left. None is being made now.
-    hold.ABANDONED_AFTER = 0.0
+    scratch.ABANDONED_AFTER = 0.0
     for prefix in ABANDONED:
-        hold.remove_abandoned(tempfile.gettempdir(), prefix)
+        scratch.remove_abandoned(tempfile.gettempdir(), prefix)
     deadline = time.monotonic() + ORPHAN_TIMEOUT
     # Tests kill executors' JVMs, which leave an empty directory each.
     for name in temporary_files() - session.config.stash[_before]:
@@ -188,6 +202,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     for name in config.stash.get(_left, []):
         files = [str(path) for path in Path(tempfile.gettempdir(), name).rglob("*")]
         print(f"LEFT {tempfile.gettempdir()}/{name}: {files[:5]}")
+    if broker := config.stash.get(_broker, None):
+        broker.kill()
+        broker.wait()
+        shutil.rmtree(os.path.dirname(os.environ[zygotes.SHARED]), ignore_errors=True)
     if (place := config.stash.get(_in_memory, None)) and config.stash.get(_passed, False):
         shutil.rmtree(place, ignore_errors=True)
 
@@ -237,9 +255,22 @@ def processes_with(marker: str) -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdigit() and name != own:
             with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb", buffering=0) as environ:
-                if sought in environ.read():
+                if sought in environ.read() and not is_idle_zygote(int(name)):
                     found.append(int(name))
     return found
+
+
+def is_idle_zygote(pid: int) -> bool:
+    """True for a zygote that waits for the next launch of its owner: it has the environment of an earlier one."""
+    command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    if (
+        len(command) < 5
+        or "rankzero.task.zygote" not in command[2]
+        or Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    ):
+        return False
+    # Its forks show the same command.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == command[4]
 
 
 def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:
@@ -292,9 +323,7 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     marker = f"suite-{os.getpid()}"
     os.environ["RANKZERO_TEST_SUITE"] = marker
     os.environ["RANKZERO_STORE"] = str(tmp_path_factory.mktemp("default-store"))
-    # Drivers and JVMs of the suite come and go by the hundred: their ranks are forks of the same warm servers, which
-    # all processes of the suite share. A rank has one thread, however many ranks its run has: servers would differ.
-    os.environ[OWNER] = str(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
+    # A rank has one thread, however many ranks its run has: processes with torch loaded would differ.
     os.environ["OMP_NUM_THREADS"] = "1"
     # A JVM that was killed leaves its files where pytest removes them.
     os.environ["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={tmp_path_factory.mktemp('java')}"
@@ -305,9 +334,18 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def own_warm_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each driver and each JVM has a server of its own, as users have it: for tests of what becomes of it."""
-    monkeypatch.delenv(OWNER)
+def own_zygotes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each process starts zygotes of its own, as users have it: for tests of what becomes of them."""
+    monkeypatch.delenv(zygotes.SHARED)
+    yield
+    end_idle_zygotes()
+
+
+def end_idle_zygotes() -> None:
+    """Ends those of this process, whose environment has that of the launch that started them."""
+    idle, _ = zygotes._kept()
+    while idle:
+        idle.pop().close(ORPHAN_TIMEOUT)
 
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE", "SIGUSR1", "SIGUSR2")

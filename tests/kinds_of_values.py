@@ -122,10 +122,24 @@ KINDS: dict[str, Callable[[], Any]] = {
         numpy.asfortranarray(numpy.ones((3, 2))),
         numpy.array(["a", None]),
     ],
-    "a large array": lambda: numpy.arange(100_000.0),
+    "large arrays": lambda: [
+        numpy.arange(100_000.0),
+        numpy.arange(100_013, dtype=numpy.uint8),
+        numpy.asfortranarray(numpy.arange(210_000.0).reshape(700, 300)),
+        numpy.arange(100_000.0)[::3],
+        numpy.broadcast_to(numpy.arange(3.0), (100_000, 3)),
+        numpy.empty((0, 3)),
+    ],
     "structured array": lambda: numpy.zeros(3, dtype=[("a", "i4"), ("b", "f8")]),
     "numpy scalars": lambda: [numpy.float32(1.5), numpy.int8(3), numpy.datetime64("2026-01-02")],
-    "large tensor": lambda: torch.arange(200_000.0),
+    "large tensors": lambda: [
+        torch.arange(200_000.0, requires_grad=True),
+        torch.arange(200_000).bfloat16(),
+        torch.nn.Parameter(torch.arange(200_000.0), requires_grad=False),
+        torch.arange(200_000.0)[50_000:100_000],
+        torch.arange(20_480.0).reshape(64, -1).t(),
+        torch.arange(20_000).to(torch.complex64).conj(),
+    ],
     "empty tensors": lambda: {"a": torch.empty(0), "b": torch.empty(0, 3), "c": torch.tensor(7)},
     "trainable": lambda: [torch.ones(2, requires_grad=True), (torch.ones(2, requires_grad=True) * 2).detach()],
     "parameters": lambda: dict(Net().named_parameters()),
@@ -235,7 +249,9 @@ def same(one: Any, other: Any) -> bool:
         return bytes(one) == bytes(other)
     if isinstance(one, numpy.ndarray):
         return (
-            one.dtype == other.dtype and one.flags.f_contiguous == other.flags.f_contiguous and repr(one) == repr(other)
+            (one.dtype, one.shape, repr(one)) == (other.dtype, other.shape, repr(other))
+            and one.flags.f_contiguous >= other.flags.f_contiguous
+            and bool(one.dtype.hasobject or numpy.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
         )
     if isinstance(one, dict):
         metadata = (getattr(one, "_metadata", None), getattr(other, "_metadata", None))

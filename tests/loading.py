@@ -1,9 +1,10 @@
 """Imports a module by a computed name, as `importlib.import_module`.
 
-A source that calls that one by its own name may import any module of its package: each run of a function of such a
-source would ship, and count in its identity, all modules of the suite.
+Code that calls that one, under any name, may import any module of its package: each run of such a function would ship,
+and count in its identity, all modules of the suite. What looks for it does not look into a partial.
 """
 
+from functools import partial
 from importlib import import_module
 
-load_module = import_module
+load_module = partial(import_module)

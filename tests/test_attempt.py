@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.runs import folder_of
 
 from rankzero import EngineError, Launcher, LocalEngine, RankZeroError, RunCancelledError, RunHandle, WorkerFailedError
 from rankzero.channel import messages
@@ -163,7 +164,7 @@ class Played:
 
     @property
     def phases(self) -> Any:
-        return json.loads((self.directory / "status.json").read_bytes())["phase"]
+        return json.loads((folder_of(self.directory) / "status.json").read_bytes())["phase"]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ TIMEOUT = 540.0
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("own_warm_servers")
+@pytest.mark.usefixtures("own_zygotes")
 @pytest.mark.parametrize("command", ["control_plane.py 16", "data.py 20", "connect.py 1", "steps.py 1", "imports.py"])
 def test_it_measures(command: str) -> None:
     name, *size = command.split()

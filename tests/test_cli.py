@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from tests.conftest import of_ranks, until
+from tests.runs import folder_of, job_file, submitted
 
 from rankzero import Launcher, RunHandle, RunNotFoundError
 from rankzero.cli import main
-from rankzero.report import pages
-from rankzero.run.directory import RunDirectory
+from rankzero.report import page, serve
 
 MONTH = 30 * 86400.0
 
@@ -48,12 +48,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunHandle[float]:
 @pytest.fixture
 def aged(run: RunHandle[float]) -> Iterator[RunHandle[float]]:
     """The same run, as if it had ended 31 days ago."""
-    directory = RunDirectory(run.directory)
+    directory = run.own
     status = directory.status()
     then = time.time() - MONTH - 86400
     directory.write_status(replace(status, heartbeat=then, ended=then))
     yield run
-    if os.path.exists(run.directory):
+    if os.path.exists(run.own.directory):
         directory.write_status(status)
 
 
@@ -65,7 +65,7 @@ def test_status_shows_what_a_person_wants_to_know(run: RunHandle[float]) -> None
     assert lines["trains"] == "train on 2 ranks"
     assert lines["state"] == "succeeded"
     assert lines["metrics"] == "loss=0.25"
-    assert lines["result"].startswith(f"{run.directory}/result/")
+    assert lines["result"].startswith(f"{run.own.directory}/result/")
     facts = json.loads(rankzero("status", run.directory, "--json").stdout)
     assert (facts["id"], facts["state"], facts["value"]) == ("first", "succeeded", [0.5])
 
@@ -93,12 +93,13 @@ def test_expected_errors_are_one_line_on_standard_error(tmp_path: Path) -> None:
 
 def test_a_run_whose_driver_has_died_on_this_machine_has_failed_however_long_ago(run: RunHandle[float]) -> None:
     """Two minutes later a reader asked the heartbeat alone, and said for three minutes that the run goes on."""
-    directory = RunDirectory(run.directory)
+    directory = run.own
     status = directory.status()
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     # The end of the run that the other tests read.
-    os.unlink(directory.submission_path(status.submission, "outcome.json"))
+    end = Path(directory.path("end.json"))
+    kept = end.rename(end.with_name("kept.json"))
     try:
         for age in (1.0, 60.0, 200.0, 2000.0):
             beat = time.time() - age
@@ -108,6 +109,7 @@ def test_a_run_whose_driver_has_died_on_this_machine_has_failed_however_long_ago
             # Its last heartbeat is the end that is known.
             assert RunHandle.attach(run.directory).status().ended == beat
     finally:
+        kept.rename(end)
         directory.write_status(status)
 
 
@@ -133,15 +135,14 @@ def test_what_somebody_else_has_written_hides_no_other_run(
 ) -> None:
     shutil.copytree(run.directory, tmp_path / "first")
     shutil.copytree(run.directory, tmp_path / "strange")
-    path = tmp_path / "strange" / name
+    strange = tmp_path / "strange"
+    path = job_file(strange) if name == "job.json" else folder_of(strange) / name
     path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
     for form in ([], ["--json"]):
         assert "first" in rankzero("runs", str(tmp_path), *form).stdout
         done = rankzero("status", str(tmp_path / "strange"), *form)
         assert done.exit_code == 0 or (isinstance(done.exception, SystemExit) and done.stderr.startswith("Error: "))
-    code, _, page = pages.answer(str(tmp_path), "/", {}, lambda job: not job.labels.get("dag_id"))
-    assert code == 200
-    assert '"id":"first"' in page
+    assert 'href="runs/first"' in serve.index(str(tmp_path))
     with contextlib.suppress(RunNotFoundError):
         RunHandle.attach(tmp_path / "strange")._repr_html_()
 
@@ -190,16 +191,15 @@ def test_only_who_follows_a_run_keeps_it_alive(tmp_path: Path) -> None:
     reader = RunHandle.attach(handle.directory, follows=False)
     until(lambda: reader.metrics() and list(reader.logs()), 60, "the run reports")
     handle.hold(300)
-    held = RunDirectory(handle.directory).lease()
+    held = handle.own.lease()
     try:
-        for path, query in (("/", {}), ("/runs/one", {}), ("/runs/one.json", {}), ("/compare", {"run": ["one"]})):
-            code, _, text = pages.answer(store, path, query)
-            assert code == pages.FOUND, text
-            assert RunDirectory(handle.directory).lease() == held, path
+        for draw in (lambda: serve.index(store), lambda: page.draw(page.run_of(store, "one"))):
+            assert "one" in draw()
+            assert handle.own.lease() == held
         read = ("status", handle.directory), ("logs", handle.directory), ("logs", handle.directory, "--rank", "0")
         for command in (*read, ("report", handle.directory, "-o", str(tmp_path / "one.html")), ("runs", store)):
             assert rankzero(*command).exit_code == 0
-            assert RunDirectory(handle.directory).lease() == held, command
+            assert handle.own.lease() == held, command
     finally:
         release.touch()
     assert of_ranks(rankzero("logs", handle.directory, "--follow").stdout.splitlines()) == ["[0] hello"]
@@ -226,11 +226,10 @@ def test_gc_leaves_a_young_run(run: RunHandle[float]) -> None:
 
 
 def test_gc_names_what_it_cannot_read(tmp_path: Path) -> None:
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "job.json").write_text("{")
+    job_file(submitted(str(tmp_path / "torn")).run.directory).write_text("{")
     done = rankzero("gc", str(tmp_path), "--older-than", "2w")
     assert done.exit_code == 1
-    assert done.stderr.startswith(f"Error: {tmp_path}/torn: RunNotFoundError: job.json was written by another version")
+    assert done.stderr.startswith(f"Error: {tmp_path}/torn: RunNotFoundError: the job ")
     assert done.stderr.count("\n") == 1
 
 
@@ -246,4 +245,5 @@ def test_gc_shows_and_then_removes_an_old_run(aged: RunHandle[float]) -> None:
     assert aged.result() == 0.5
     done = rankzero("gc", store, "--older-than", "720h")
     assert done.stdout.splitlines()[1] == summary.replace("would remove", "removed")
-    assert os.listdir(store) == []
+    assert rankzero("runs", store, "--json").stdout == ""
+    assert os.listdir(aged.directory) == ["submissions"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.runs import folder_of, job_file
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
 from rankzero.cli import main
@@ -55,8 +56,9 @@ def store(first: RunHandle[None], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     root = tmp_path / "runs"
     for name, later in (("digits-1", 0), ("words-2", 60)):
         shutil.copytree(first.directory, root / name)
-        job = json.loads((root / name / "job.json").read_text())
-        (root / name / "job.json").write_text(json.dumps({**job, "run_id": name, "created": job["created"] + later}))
+        path = job_file(root / name)
+        job = json.loads(path.read_text())
+        path.write_text(json.dumps({**job, "run_id": name, "created": job["created"] + later}))
     monkeypatch.setenv("RANKZERO_STORE", str(root))
     return root
 
@@ -105,12 +107,13 @@ def test_a_store_that_does_not_exist_is_an_error(tmp_path: Path, command: tuple[
 def test_a_damaged_run_is_a_row_and_can_be_collected(store: Path) -> None:
     for name, file in (("torn", "job.json"), ("lost", "status.json")):
         shutil.copytree(store / "digits-1", store / name)
-        (store / name / file).write_text('{"run_id": ')
+        path = job_file(store / name) if file == "job.json" else folder_of(store / name) / file
+        path.write_text('{"run_id": ')
     rows = {line.split("\t")[0]: line.split("\t") for line in rankzero("runs").stdout.splitlines()}
     assert rows["torn"][1] == rows["lost"][1] == "?"
     assert rows["digits-1"][1] == "succeeded"
     listed = {str(one["id"]): one for one in strict(rankzero("runs", "--json").stdout)}
-    assert "job.json" in str(listed["torn"]["problem"])
+    assert "the job was written" in str(listed["torn"]["problem"])
     assert "problem" not in listed["digits-1"]
     kept = rankzero("gc", "--older-than", "1d")
     assert (kept.exit_code, kept.stderr.count("\n")) == (1, 2)
@@ -119,7 +122,7 @@ def test_a_damaged_run_is_a_row_and_can_be_collected(store: Path) -> None:
         for name in names:
             os.utime(os.path.join(folder, name), (then, then))
     assert "removed 1 of 4 run directories" in rankzero("gc", "--older-than", "1d").stdout
-    assert sorted(os.listdir(store)) == ["digits-1", "lost", "words-2"]
+    assert {str(one["id"]) for one in strict(rankzero("runs", "--json").stdout)} == {"digits-1", "lost", "words-2"}
 
 
 def test_lines_are_chosen_by_rank_number_and_pattern(store: Path) -> None:
@@ -139,19 +142,17 @@ def test_lines_have_times_and_are_chosen_by_them(store: Path) -> None:
     assert [fact["time"] for fact in facts] == sorted(float(str(fact["time"])) for fact in facts)
     assert {fact["run_id"] for fact in facts} == {"words-2"}
     assert rankzero("logs", "last", "--since", "2h").stdout.count("\n") == 6
-    log = store / "words-2" / "logs" / "rank-0.log"
-    log.write_text(re.sub(r"^\d{4}", "2001", log.read_text(), count=2, flags=re.MULTILINE))
+    log = folder_of(store / "words-2") / "lines"
+    log.write_text(re.sub(r"^\[0\] \d{4}(.*line [01])$", r"[0] 2001\1", log.read_text(), flags=re.MULTILINE))
     assert rankzero("logs", "last", "--since", "2h", "--rank", "0").stdout == "line 2\n"
-    assert rankzero("logs", "last", "-t").stdout.startswith("2001")
-    # Lines of an earlier version have no time.
-    log.write_text("old\n" + log.read_text())
-    assert rankzero("logs", "last", "--since", "2h", "--rank", "0").stdout == "old\nline 2\n"
+    assert rankzero("logs", "last", "-t", "--rank", "0").stdout.startswith("2001")
     assert "--timestamps are for lines of ranks" in rankzero("logs", "last", "--driver", "-t").stderr
 
 
 def test_lines_of_one_attempt_are_shown(store: Path) -> None:
-    log, events = store / "words-2" / "logs" / "rank-0.log", store / "words-2" / "events.jsonl"
-    log.write_text("".join(f"2026-01-01T10:0{minute}:00.000Z\tminute {minute}\n" for minute in range(4)))
+    folder = folder_of(store / "words-2")
+    log, events = folder / "lines", folder / "events.jsonl"
+    log.write_text("".join(f"[0] 2026-01-01T10:0{minute}:00.000Z\tminute {minute}\n" for minute in range(4)))
     ten = datetime(2026, 1, 1, 10, tzinfo=UTC).timestamp()
     states = [(0, ten - 5), (0, ten + 1), (1, ten + 90), (1, ten + 100)]
     events.write_text("".join(json.dumps({"type": "state", "attempt": n, "time": t}) + "\n" for n, t in states))
@@ -163,7 +164,7 @@ def test_lines_of_one_attempt_are_shown(store: Path) -> None:
 
 def test_the_output_of_a_driver_is_shown(store: Path) -> None:
     assert "had no process of its own" in rankzero("logs", "last", "--driver").stderr
-    (store / "words-2" / "driver.log").write_text("Exception: no Java\nmore\n")
+    (folder_of(store / "words-2") / "driver.log").write_text("Exception: no Java\nmore\n")
     assert rankzero("logs", "last", "--driver", "--grep", "Exception").stdout == "Exception: no Java\n"
 
 
@@ -179,7 +180,7 @@ def test_the_output_of_a_driver_is_shown(store: Path) -> None:
     ],
 )
 def test_options_that_exclude_each_other_are_refused(store: Path, given: str, words: str) -> None:
-    (store / "words-2" / "driver.log").write_text("started\n")
+    (folder_of(store / "words-2") / "driver.log").write_text("started\n")
     done = rankzero(*given.split())
     assert (done.exit_code, done.stdout) == (2, "")
     assert words in " ".join(done.stderr.split())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import until
+from tests.runs import submitted
 
 from rankzero import CheckpointConfig, store
 from rankzero.driver.commits import Committer
@@ -28,7 +29,7 @@ class Commits:
         self.directory = directory
         self._committed: list[int] = []
         self._lost: list[int] = []
-        self._run = RunDirectory(str(directory))
+        self.own = submitted(str(directory))
         sizes, errors = store.sizes, [OSError("for a moment")]
 
         def fail_once(folder: str) -> dict[str, int]:
@@ -40,14 +41,14 @@ class Commits:
         monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
 
         self._gate = threading.Event()
-        self.committer = Committer(self._run, 0, world_size, config or CheckpointConfig(), 0)
+        self.committer = Committer(self.own, 0, world_size, config or CheckpointConfig())
         # Everything else waits behind it.
         self.committer.do(self._gate.wait)
 
     def add(
         self, index: int, rank: int = 0, *, sharded: bool = False, batch: int | None = None, kind: str = "json"
     ) -> None:
-        folder = Path(self._run.path("checkpoints", f"0000-{index:06d}"))
+        folder = Path(self.own.path("checkpoints", f"0000-{index:06d}"))
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"rank-{rank}.json"
         file.write_text("{}")
@@ -84,7 +85,7 @@ class Commits:
     def on_disk(self) -> list[int]:
         """Returns the committed checkpoints that are left, once everything that was queued is done."""
         until(lambda: not self.committer.is_busy, 60.0, "an idle committer")
-        return [manifest.index for manifest in list_committed(self._run)]
+        return [manifest.index for manifest in list_committed([self.own.directory])]
 
     def finish(self) -> None:
         self._gate.set()
@@ -146,7 +147,7 @@ def test_a_rank_that_gives_no_parts_is_named_and_parts_that_wait_for_it_are_few(
         work.add(index, 1, sharded=True)
     work.await_commit(5)
     work.finish()
-    found = sorted(int(file.parent.name[-1]) for file in (tmp_path / "checkpoints").glob("*/rank-0.*"))
+    found = sorted(int(file.parent.name[-1]) for file in Path(work.own.path("checkpoints")).glob("*/rank-0.*"))
     assert found == [5, 6, 7]
     assert sum("rank 1 has given no part of them" in message for message in caplog.messages) == 1
 
@@ -260,11 +261,11 @@ def test_a_commit_that_ends_after_its_attempt_removes_nothing(tmp_path: Path, mo
     assert is_written.wait(60.0)
     work.committer.release()
     work.committer.close(0.0)
-    resumed = Committer(RunDirectory(str(tmp_path)), 1, 1, CheckpointConfig(num_to_keep=1), 0).newest()
+    resumed = Committer(RunDirectory(str(tmp_path)).current(), 1, 1, CheckpointConfig(num_to_keep=1)).newest()
     assert resumed is not None
     assert resumed.index == 0
     # An object store needs no folder.
-    (tmp_path / "checkpoints" / "0000-000001").mkdir()
+    Path(work.own.path("checkpoints", "0000-000001")).mkdir()
     may_write.set()
     work.finish()
     assert work.on_disk() == [0, 1]
@@ -287,7 +288,7 @@ def test_a_commit_reads_no_manifest_of_those_before(work: Commits, monkeypatch: 
     work.finish()
     assert work.committed[-1] == 4
     assert [location for location in read if location.endswith("checkpoint.json")] == []
-    assert len(list((work.directory / "checkpoints").iterdir())) == 2, "what is not kept is removed all the same"
+    assert len(store.list_names(work.own.path("checkpoints"))) == 2, "what is not kept is removed all the same"
 
 
 def test_a_checkpoint_with_damaged_files_is_skipped_and_named(
@@ -298,17 +299,17 @@ def test_a_checkpoint_with_damaged_files_is_skipped_and_named(
         work.add(index)
         work.await_commit(index)
     work.finish()
-    file = work.directory / "checkpoints" / "0000-000001" / "rank-0.json"
+    file = Path(work.own.directory) / "checkpoints" / "0000-000001" / "rank-0.json"
     for damage in (lambda: file.write_bytes(b""), file.unlink):
         damage()
-        later = Committer(RunDirectory(str(work.directory)), 1, 1, CheckpointConfig(num_to_keep=1), 0)
+        later = Committer(work.own, 1, 1, CheckpointConfig(num_to_keep=1))
         newest = later.newest()
         assert newest
         assert newest.id == "0000-000000"
         later.release()
         later.close(60.0)
         assert "checkpoint 0000-000001 is not used" in caplog.text
-        assert sorted(store.list_names(str(work.directory / "checkpoints"))) == ["0000-000000", "0000-000001"]
+        assert sorted(store.list_names(str(Path(work.own.directory) / "checkpoints"))) == ["0000-000000", "0000-000001"]
         caplog.clear()
 
 
@@ -318,7 +319,7 @@ def test_files_of_the_user_beside_the_checkpoints_stay_and_are_not_read(work: Co
         work.add(index)
         work.await_commit(index)
     work.finish()
-    place = work.directory / "checkpoints"
+    place = Path(work.own.directory) / "checkpoints"
     (place / "notes.txt").write_text("mine")
     # A copy names an older checkpoint; others look like names of checkpoints.
     shutil.copytree(place / "0000-000000", place / "best")
@@ -332,13 +333,13 @@ def test_files_of_the_user_beside_the_checkpoints_stay_and_are_not_read(work: Co
         (place / "0000-000002").mkdir(exist_ok=True)
         (place / "0000-000002" / file).write_text("not committed")
 
-    later = Committer(RunDirectory(str(work.directory)), 1, 1, CheckpointConfig(num_to_keep=1), 0)
+    later = Committer(work.own, 1, 1, CheckpointConfig(num_to_keep=1))
     newest = later.newest()
     later.release()
     later.close(60.0)
     assert newest
     assert newest.id == "0000-000001"
-    assert [manifest.id for manifest in list_committed(RunDirectory(str(work.directory)))] == ["0000-000001"]
+    assert [manifest.id for manifest in list_committed([work.own.directory])] == ["0000-000001"]
     assert set(place.rglob("*")) == mine, "one that is not kept, and one that was not committed, are removed"
 
 
@@ -349,10 +350,9 @@ def test_checkpoints_are_ordered_by_number_where_their_names_grow_longer(work: C
         work.await_commit(index)
     work.finish()
     kept = {"0000-999999", "0000-1000000"}
-    assert set(os.listdir(work.directory / "checkpoints")) == kept
-    run = RunDirectory(str(work.directory))
-    assert [manifest.index for manifest in list_committed(run)] == [999_999, 1_000_000]
-    later = Committer(run, 1, 1, CheckpointConfig(num_to_keep=1), 0)
+    assert set(os.listdir(Path(work.own.directory) / "checkpoints")) == kept
+    assert [manifest.index for manifest in list_committed([work.own.directory])] == [999_999, 1_000_000]
+    later = Committer(work.own, 1, 1, CheckpointConfig(num_to_keep=1))
     newest = later.newest()
     later.close(60.0)
     assert newest

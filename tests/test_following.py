@@ -10,8 +10,7 @@ from tests.conftest import of_ranks
 
 import rankzero.train as rt
 from rankzero import Launcher, store
-from rankzero.run import growing, reports
-from rankzero.run.growing import Position
+from rankzero.run import reports
 
 PATIENCE = 30.0
 
@@ -36,29 +35,11 @@ def follow(launcher: Launcher, folder: Path) -> list[str]:
     return sorted(of_ranks(heard))
 
 
-def test_sizes_that_are_told_late_cost_no_line(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(growing, "has_grown", lambda *_: False)
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.1")
-    assert follow(launcher, tmp_path) == ["[0] one", "[0] two", "[1] one", "[1] two"]
-
-
 def test_a_log_that_has_grown_is_read_at_the_next_look(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "1000")
     assert follow(launcher, tmp_path) == ["[0] one", "[0] two", "[1] one", "[1] two"]
-
-
-def test_a_log_that_is_longer_than_what_was_read_has_grown(tmp_path: Path) -> None:
-    log = tmp_path / "rank-0.log"
-    assert not growing.has_grown(str(log), Position())
-    log.write_text("")
-    assert not growing.has_grown(str(log), Position())
-    log.write_text("one\n")
-    assert growing.has_grown(str(log), Position(0, 3))
-    assert not growing.has_grown(str(log), Position(0, 4))
 
 
 def test_reports_are_those_of_the_last_training_from_scratch(launcher: Launcher) -> None:
@@ -80,7 +61,7 @@ def test_a_store_that_fails_when_a_run_is_followed_does_not_end_it(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a client of an object store does that is asked too often."""
-    read, names = store.read_bytes, {"job.json", "status.json", "lease"}
+    read, names = store.read_bytes, {"status.json", "lease"}
 
     def fail_once(location: str) -> bytes:
         name = location.rpartition("/")[2]
@@ -94,6 +75,6 @@ def test_a_store_that_fails_when_a_run_is_followed_does_not_end_it(
     with launcher.options(num_processes=1, run_id="run", orphan_timeout=60.0).owned(max, (1, 2), {}) as handle:
         followed.append(True)
         monkeypatch.setattr(store, "read_bytes", fail_once)
-        assert of_ranks(handle.output.lines(handle.output.starts(), follow=True, prefix=True)) == []
+        assert of_ranks(handle.logs(follow=True)) == []
         assert handle.result(60) == 2
-    assert "job.json" not in names
+    assert "status.json" not in names

@@ -21,15 +21,14 @@ import rankzero
 from rankzero import Launcher, RunHandle, SparkEngine
 from rankzero.engines.spark.context import known
 from rankzero.engines.spark.stage import make_task
-from rankzero.warm.loading import PRELOADED_LATER
-from rankzero.warm.server import WARM_LOAD_AFTER
+from rankzero.task.zygote import LATER_AFTER_START, PRELOADED_LATER
 
-pytestmark = pytest.mark.usefixtures("own_warm_servers", "own_environment")
+pytestmark = pytest.mark.usefixtures("own_zygotes")
 
 PACKAGE = os.path.dirname(os.path.abspath(rankzero.__file__)) + os.sep
 
 NAMED = {"RANKZERO_PRELOAD": "no_such_module, lib2to3.__main__,xmlrpc.server"}
-"""Names modules for a server to load. The first does not exist, and the second exits."""
+"""Names modules for a zygote to load. The first does not exist, and the second exits."""
 
 TASK_BYTES = 10_000
 """The code of rankzero, nearly 200 kB, does not go with the tasks of every launch."""
@@ -42,12 +41,6 @@ def where_from() -> list[int]:
         with open(f"/proc/{chain[-1]}/stat") as file:
             chain.append(int(file.read().rpartition(")")[2].split()[1]))
     return chain
-
-
-@pytest.fixture
-def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one than the tests of any other file have: the first of these tests starts a server."""
-    monkeypatch.setenv("OMP_DISPLAY_ENV", "FALSE")
 
 
 def waits_for_nobody(frame: Any) -> bool:
@@ -104,9 +97,9 @@ def test_torch_is_imported_once_for_all_ranks_and_runs(launcher: Launcher) -> No
 
         return ["torch" in sys.modules, where_from()[2]]
 
-    servers = {launcher.options(num_processes=ranks).run(imported_at)[1] for ranks in (2, 2, 4)}
+    used = {launcher.options(num_processes=ranks).run(imported_at)[1] for ranks in (2, 2, 4)}
     # 2 and 4 ranks differ in nothing that torch reads when it is loaded, where there are so few cores.
-    assert len(servers) <= 1 + (len(os.sched_getaffinity(0)) > 2)
+    assert len(used) <= 1 + (len(os.sched_getaffinity(0)) > 2)
 
 
 def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: Launcher) -> None:
@@ -116,26 +109,20 @@ def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: La
         return [name for name in names if name in sys.modules]
 
     names = list(PRELOADED_LATER)
-    # The server of the next test.
-    named = launcher.options(env=NAMED)
     deadline = time.monotonic() + 60
-    while named.run(loaded, names) != names:
+    while launcher.run(loaded, names) != names:
         assert time.monotonic() < deadline
         time.sleep(1.0)
 
 
-def test_a_server_loads_in_a_pause_what_its_environment_names(launcher: Launcher) -> None:
+def test_a_zygote_loads_what_its_environment_names(launcher: Launcher) -> None:
     def loaded() -> bool:
         import sys
 
         return "xmlrpc.server" in sys.modules
 
     assert not launcher.run(loaded)
-    named = launcher.options(env=NAMED)
-    deadline = time.monotonic() + 60
-    while not named.run(loaded):
-        assert time.monotonic() < deadline
-        time.sleep(1.0)
+    assert launcher.options(env=NAMED).run(loaded)
 
 
 @pytest.mark.soak
@@ -154,9 +141,9 @@ def test_a_restart_finds_loaded_what_the_first_optimizer_step_imports(launcher: 
         return [name for name in names if name in sys.modules]
 
     names = list(PRELOADED_LATER)
-    # A server of its own, which has had no pause yet. The restart waits for an import that has begun.
-    trained = launcher.options(max_restarts=1, env={"TORCH_OF_THIS_TEST": "1"})
-    assert trained.run(loaded, names, WARM_LOAD_AFTER + 1) == names
+    # The zygote has had no pause yet. The restart waits for an import that has begun.
+    trained = launcher.options(max_restarts=1)
+    assert trained.run(loaded, names, LATER_AFTER_START + 1) == names
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +152,7 @@ def spark(default_python: None) -> Any:
         yield session
 
 
-def test_launches_on_spark_share_a_server_and_its_python_workers(launcher: Launcher, spark: Any) -> None:
+def test_launches_on_spark_share_python_workers_and_their_zygotes(launcher: Launcher, spark: Any) -> None:
     on_spark = launcher.options(engine=SparkEngine(session=spark))
 
     def python_workers() -> set[int]:
@@ -176,13 +163,39 @@ def test_launches_on_spark_share_a_server_and_its_python_workers(launcher: Launc
                     found.add(process.pid)
         return found
 
-    server = on_spark.run(where_from)[2]
+    used = {on_spark.run(where_from)[2]}
     workers = python_workers()
     assert len(workers) > 1
     for _ in range(3):
-        assert on_spark.run(where_from)[2] == server
+        used.add(on_spark.run(where_from)[2])
+    # One for each task slot.
+    assert len(used) <= 2
     # An input that is not drained, or a task that fails, costs Spark its worker each time.
     assert python_workers() == workers
+
+
+def test_a_spark_of_the_driver_imports_torch_once_while_its_jvm_starts(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the variables that Spark gives its tasks."""
+
+    def look() -> list[list[Any]]:
+        import torch.distributed as dist
+
+        chain = where_from()
+        template = int(Path(f"/proc/{chain[-1]}/stat").read_text().rpartition(")")[2].split()[1])
+        dist.init_process_group("gloo")
+        found: list[list[Any]] = [[]] * 2
+        seen = [os.environ[name] for name in ("MINE", "PYTHONHASHSEED", "OMP_NUM_THREADS")]
+        dist.all_gather_object(found, [chain[-1], template, seen])
+        return found
+
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    conf = {"spark.executorEnv.MINE": "of the executor", "spark.executorEnv.OMP_NUM_THREADS": "3"}
+    one, other = launcher.options(engine=SparkEngine("local[2]", conf=conf)).run(look)
+    assert one[0] != other[0]
+    assert one[1:] == other[1:]
+    assert one[2] == ["of the executor", "7", "3"]
 
 
 def test_barriers_that_cost_a_second_are_not_on_the_way() -> None:

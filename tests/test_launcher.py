@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import free_port, of_ranks, until, wait_until_gone
+from tests.runs import job_file
 
 from rankzero import (
     EngineError,
@@ -59,7 +60,7 @@ def all_reduce(value: float, times: int = 1) -> dict[str, Any]:
 
 def follow_owned(launcher: Launcher, on_line: Callable[[str], None], train: Any, *args: Any) -> None:
     with launcher.owned(train, args, {}) as handle:
-        for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
+        for line in handle.logs(follow=True):
             on_line(line)
 
 
@@ -107,7 +108,7 @@ def test_secrets_stay_out_of_job_json_and_command_lines(launcher: Launcher, tmp_
     lines = launcher.run(command_lines)
     assert not any("hunter2" in line for line in lines)
     directory = Path(str(launcher.store)) / "secret"
-    assert "hunter2" not in (directory / "job.json").read_text()
+    assert "hunter2" not in job_file(directory).read_text()
 
 
 def test_a_run_id_that_lives_is_not_run_twice(launcher: Launcher) -> None:
@@ -175,7 +176,7 @@ def test_tensors_come_back_by_file_and_go_on_by_reference(launcher: Launcher) ->
 
     single = launcher.options(num_processes=1)
     ref = single.submit(make).result_ref(WAIT)
-    assert (ref.format, ref.summary["tensors"], ref.summary["parameters"]) == ("safetensors", 2, 100_003)
+    assert (ref.format, ref.summary["tensors"], ref.summary["parameters"]) == ("torch", 2, 100_003)
     assert single.run(use, ref, nested=[{"model": ref}], scale=2.0) == 6.0  # type: ignore[arg-type]
 
 
@@ -322,7 +323,7 @@ def test_a_run_that_takes_too_long_is_ended(launcher: Launcher) -> None:
 
 def test_ranks_that_do_not_start_in_time_are_named(launcher: Launcher) -> None:
     with pytest.raises(StartTimeoutError, match=r"start_timeout=0.05 s") as caught:
-        # A fork of a warm server may have started by then.
+        # A fork of a zygote may have started by then.
         launcher.options(start_timeout=0.05, warm_start=False).run(sleep_forever)
     assert caught.value.missing
 

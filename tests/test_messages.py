@@ -29,7 +29,6 @@ from rankzero import (
     SparkEngine,
     WorkerFailedError,
 )
-from rankzero.report import page
 from rankzero.testing import run_inline
 from rankzero.values import formats
 
@@ -200,15 +199,6 @@ def test_a_path_may_be_a_file_url_and_a_pattern_is_no_path(tmp_path: Path) -> No
         with pytest.raises(InvalidJobError) as raised:
             launcher.options(dataset=given).run(fail)
         assert re.search(message, str(raised.value)), raised.value
-
-
-def test_colors_of_terminals_are_in_no_report(tmp_path: Path) -> None:
-    def train() -> None:
-        print("\x1b[31mred\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\")
-
-    Launcher(store=tmp_path, run_id="one").run(train)
-    (logs,) = page.collect(RunHandle.attach(tmp_path / "one"))["logs"]
-    assert logs["lines"] == ["red link"]
 
 
 def test_a_batch_size_of_numpy_is_a_number(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_payload_modules_logs_metrics_and_result_pass_through_the_driver(remote:
     assert sorted(of_ranks(handle.logs())) == [f"[{rank}] got {5 << 20} bytes" for rank in range(2)]
     assert [row["size"] for row in handle.metrics()] == [5 << 20] * 2
     ref = handle.result_ref()
-    assert ref.uri == f"{remote.store}/far/result/value-0.safetensors"
+    assert ref.uri == f"{handle.own.directory}/result/value-0.torch"
     assert handle.status().state == "succeeded"
 
 
@@ -62,7 +62,7 @@ def test_the_report_is_there_too_with_the_last_lines_of_each_rank(remote: Launch
     every = {rank: ([f"line {number} of {rank}" for number in range(3)], False) for rank in range(2)}
 
     def tails(size: int) -> dict[int, tuple[list[str], bool]]:
-        found = handle.output.tails(range(2), size).items()
+        found = handle.output.tails(range(2), size, handle.status()).items()
         return {rank: (of_ranks(line.text for line in lines), cut) for rank, (lines, cut) in found}
 
     assert tails(1000) == every
@@ -120,7 +120,7 @@ def test_a_cancel_does_not_wait_for_the_drivers_next_look_at_the_store(
         process: subprocess.Popen[bytes] = start(command, **options)
         return process
 
-    # Not by an environment of its own, which would need a warm server of its own.
+    # Not by an environment of its own, which would need a zygote of its own.
     monkeypatch.setattr("rankzero.submit.drivers.DriverProcess", that_does_not_look)
     handle = launcher.options(store=f"{bucket}/far", num_processes=1).submit(endless)
     until(lambda: handle.status().state == "running", 60, "a rank")
@@ -157,7 +157,7 @@ def test_a_run_on_s3_is_restarted_from_its_checkpoint_and_opened_by_another_proc
     assert [row["loss"] for row in attached.metrics()][:1] == [2.0]
 
 
-@pytest.mark.parametrize("value", [{"plain": [1, 2]}, {1, 2}], ids=["json", "cloudpickle"])
+@pytest.mark.parametrize("value", [{"plain": [1, 2]}, {1, 2}], ids=["json", "pickle"])
 def test_a_process_that_is_killed_while_it_loads_a_value_leaves_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
 ) -> None:

@@ -69,7 +69,8 @@ assert "--cool-down TIME" in help and "Seconds that a run waits before it starts
 refused = click.testing.CliRunner().invoke(main, ["run", "--cool-down", "soon", "train.py"])
 assert "such as 90s or 1h30m" in refused.output, refused.output
 
-from airflow_rankzero import TorchDistributorOperator, TrainingArguments
+from airflow_rankzero import TorchDistributorOperator
+from airflow_rankzero.templates import TrainingArguments
 task = TorchDistributorOperator(task_id="train", train=print, cool_down="{{ params.pause }}")
 assert task.cool_down == "{{ params.pause }}" and "cool_down" in task.template_fields
 assert inspect.signature(TorchDistributorOperator).parameters["cool_down"].annotation == "float | str | None"

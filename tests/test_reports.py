@@ -64,32 +64,31 @@ def test_the_wait_for_an_attempt_is_no_training_time() -> None:
     # The second attempt resumes at a checkpoint, the third one behind the last report; the last one reports once.
     trained = [attempt(0, 0, 0, 10, 20), attempt(1, 1000, 10, 20), attempt(2, 5000, 30, 30, 60), attempt(3, 9000, 61)]
     told = [*itertools.chain.from_iterable(trained)]
-    rows, summary = reports.rows_of(told), Summary(0)
+    rows, summary = reports.rows_of(told), Summary()
     for event in told:
         summary.add(event)
     assert summary.facts()["throughput"] == {"steps_per_second": 12.0}
     assert reports.throughput(rows) == {"steps_per_second": 12.0}
-    assert curves.table(rows)[0].split() == ["report", "step"]
 
 
-def test_table_and_curve_are_plain_text() -> None:
-    rows = reports.rows_of(events({"loss": 2.0, "note": "a"}, {"loss": math.nan}, {"loss": 0.123456789, "ok": True}))
-    assert curves.table(rows) == [
-        "report     loss  note    ok",
-        "     1        2     a      ",
-        "     2      nan            ",
-        "     3  0.12346        True",
-    ]
+def test_a_curve_is_drawn_from_edge_to_edge_with_a_gap_for_what_is_not_finite() -> None:
+    rows = reports.rows_of(events(*({"loss": value} for value in (2.0, 1.5, math.nan, 1.0, math.inf, 1.5))))
     assert curves.loss_names(rows) == ["loss"]
-    assert curves.text(rows, "loss") == "█▁ 2 → 0.1235"
-    assert curves.text(rows[:2], "loss") is None
-    assert curves.text([{"loss": 1.0}, {"loss": 1.0}], "loss") == "▁▁ 1 → 1"
-    assert curves.text([{"loss": 1.7e308}, {"loss": -1.7e308}], "loss") == "█▁ 1.7e+308 → -1.7e+308"
-
-
-def test_a_sparkline_needs_two_different_finite_values() -> None:
-    rows = reports.rows_of(events({"loss": 2.0}, {"loss": math.nan}, {"loss": 2.0}))
-    assert curves.sparkline(rows, "loss") is None
-    drawn = curves.sparkline([*rows, {"report": 4, "loss": 1.0}], "loss")
+    drawn = curves.svg(rows, ["loss"], 272, 140)
     assert drawn is not None
-    assert 'points="3.0,3.0 119.0,3.0 177.0,41.0"' in drawn
+    assert 'd="M64.0,22.0h0L104.0,72.0M184.0,122.0h0M264.0,72.0h0"' in drawn
+    assert ">2</text>" in drawn
+    assert ">1</text>" in drawn
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [math.nan, 1.0, math.nan], ["1", True, None]])
+def test_a_metric_without_two_finite_values_is_not_drawn(values: list[Any]) -> None:
+    rows = reports.rows_of(events(*({"loss": value} for value in values)))
+    assert curves.svg(rows, ["loss"]) is None
+    assert curves.chart(rows, ["loss"]) is None
+
+
+def test_values_whose_difference_is_no_float_are_drawn() -> None:
+    drawn = curves.svg([{"loss": 1.7e308}, {"loss": -1.7e308}], ["loss"], 272, 140)
+    assert drawn is not None
+    assert 'd="M64.0,22.0h0L264.0,122.0"' in drawn

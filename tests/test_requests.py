@@ -5,16 +5,16 @@ import time
 
 import pytest
 from tests.conftest import until
+from tests.runs import submitted
 from tests.s3 import S3Server
 
 from rankzero import RunHandle
 from rankzero.driver import recorder as recorders
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import Inbox, Watch
-from rankzero.job import Job
 from rankzero.masking import Mask
 from rankzero.pipeline import Follower, LineWritten
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 from rankzero.run.lease import RENEWAL_INTERVAL_REMOTE
 from rankzero.run.status import LONGEST_PACE, pace
 
@@ -38,11 +38,10 @@ def looks_of_a_day() -> int:
 
 
 @pytest.fixture
-def run(bucket: str) -> RunDirectory:
-    run = RunDirectory(f"{bucket}/runs/long")
-    assert run.claim(0)
-    run.write_submission(Job("long", "train", RANKS, 1, False, None, None, 60.0, {}, orphan_timeout=900.0 / SCALE))
-    return run
+def run(bucket: str) -> Submission:
+    own = submitted(f"{bucket}/runs/long", num_processes=RANKS, orphan_timeout=900.0 / SCALE, nonce="ab")
+    assert own.claim_driver()
+    return own
 
 
 @pytest.fixture
@@ -67,12 +66,12 @@ class Counts:
         """How many looks were due meanwhile."""
 
     def of(self, method: str, part: str) -> int:
-        return len(self._server.requests(method, f"/runs/long/{part}", self._lines))
+        return len(self._server.requests(method, f"/runs/long/submissions/0-ab/{part}", self._lines))
 
 
-DRIVERS = [("PUT", "status.json"), ("PUT", "logs/"), ("PUT", "events.jsonl/")]
-DRIVERS += [("GET", "submissions/0/cancel"), ("GET", "job.json"), ("GET", "lease")]
-FOLLOWERS = [("GET", "status.json"), ("GET", "logs/"), ("PUT", "lease")]
+DRIVERS = [("PUT", "status.json"), ("PUT", "lines/"), ("PUT", "events.jsonl/")]
+DRIVERS += [("GET", "cancel"), ("GET", "end.json"), ("HEAD", "driver"), ("GET", "lease")]
+FOLLOWERS = [("GET", "status.json"), ("GET", "lines/"), ("PUT", "lease")]
 
 
 def has_lines(follower: Follower) -> bool:
@@ -80,12 +79,12 @@ def has_lines(follower: Follower) -> bool:
 
 
 def test_a_day_of_64_ranks_costs_less_than_50_000_requests_to_write_and_20_000_to_follow(
-    run: RunDirectory, fast: None, s3_server: S3Server
+    run: Submission, fast: None, s3_server: S3Server
 ) -> None:
-    recorder = Recorder(run, run.job(), Mask())
-    watch = Watch(run, run.job(), recorder, Inbox(), leased=True)
+    recorder = Recorder(run, Mask())
+    watch = Watch(run, recorder, Inbox(), leased=True)
     recorder.update(state="running")
-    handle = RunHandle.attach(run.directory)
+    handle = RunHandle.attach(run.run.directory)
     follower = Follower(handle)
     stop = threading.Event()
 
@@ -122,7 +121,7 @@ def test_a_day_of_64_ranks_costs_less_than_50_000_requests_to_write_and_20_000_t
     # What comes with each heartbeat by the heartbeat, the rest by the time: this machine may have been slow.
     to_write = sum(found[key] / (beats if key[0] == "PUT" else due) for key in DRIVERS)
     # The lease comes each minute, also of a slow look, and once at the beginning.
-    to_follow = found["GET", "logs/"] / successes + found["GET", "status.json"] / looks
+    to_follow = found["GET", "lines/"] / successes + found["GET", "status.json"] / looks
     to_follow += found["PUT", "lease"] / (due + RENEWAL_INTERVAL_REMOTE * SCALE / LONGEST_PACE)
     day = looks_of_a_day()
     print(f"{day} looks a day, each {to_write:.2f} requests to write, {to_follow:.2f} to follow:")

@@ -13,8 +13,8 @@ from tests.conftest import until
 
 from rankzero import Launcher
 from rankzero.driver.storage import Scratch
-from rankzero.task.hold import ABANDONED_AFTER, make_scratch, remove_abandoned
-from rankzero.task.start import OWNER
+from rankzero.task.scratch import ABANDONED_AFTER, make_scratch, remove_abandoned
+from rankzero.task.zygotes import SHARED
 
 DRIVER = """
 import sys
@@ -42,7 +42,7 @@ with zipfile.ZipFile(code, "w") as archive:
     for name in ("rankzero/__init__.py", "rankzero/driver/__init__.py"):
         archive.writestr(name, "")
     archive.writestr("rankzero/driver/main.py", "import sys\\ndef main_in_stage(): sys.stdin.read()")
-facts = {"directory": sys.argv[1]}
+facts = {"folder": sys.argv[1] + "/stage"}
 stage._start_driver({"code_zip": code.getvalue(), "env": {}, "host": ""}, facts)
 print(facts["code"], flush=True)
 sys.stdin.read()
@@ -158,7 +158,7 @@ def test_what_a_run_left_that_was_killed_as_a_whole_goes_with_the_next_one(
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.delenv(OWNER)
+    monkeypatch.delenv(SHARED)
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)])
     try:
         scratch = Path(until(lambda: (tmp_path / "began").exists() and (tmp_path / "began").read_text(), 60, "a rank"))

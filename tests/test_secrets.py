@@ -130,7 +130,7 @@ def test_a_person_can_read_which_modules_a_submission_shipped(launcher: Launcher
     script.write_text("import acme\nimport rankzero.train as rt\nrt.set_result(acme.RATE)\n")
     handle = launcher.options(num_processes=1).submit(script)
     assert handle.result(WAIT) == 0.5
-    shipped = Path(handle.directory, "submissions", "0", "modules.txt").read_text().splitlines()
+    shipped = Path(handle.own.path("modules.txt")).read_text().splitlines()
     assert [line.split() for line in shipped] == [
         ["11", "acme/__init__.py"],
         ["2", "acme/table.txt"],

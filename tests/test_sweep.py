@@ -113,7 +113,7 @@ def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(
     def interrupt() -> None:
         try:
             # Each is started by a thread of its own.
-            until(lambda: len(list(tmp_path.glob("s-*/job.json"))) == 2, 120, "both trials")
+            until(lambda: len(list(tmp_path.glob("s-*/submissions/0.json"))) == 2, 120, "both trials")
             first, second = (RunHandle[Any].attach(directory_of(tmp_path, rate)) for rate in (0.1, 0.2))
             until(lambda: second.status().metrics and first.status().final, 120, "its metrics")
         finally:

@@ -136,7 +136,8 @@ def test_arguments_and_values_are_checked(report: str, name: str) -> None:
 def test_the_decorator_knows_every_argument_of_the_operator() -> None:
     from airflow.sdk import BaseOperator
 
-    from airflow_rankzero import TorchDistributorOperator, TrainingArguments
+    from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero.templates import TrainingArguments
 
     own = set(inspect.signature(TorchDistributorOperator.__init__).parameters)
     every = set(inspect.signature(BaseOperator.__init__).parameters)

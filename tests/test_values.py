@@ -1,6 +1,5 @@
 """What crosses over: every kind of value comes back as it was, as a result, in a checkpoint and as an argument."""
 
-import collections
 import functools
 import gc
 import json
@@ -18,11 +17,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kinds_of_values import KINDS, Score, same
+from tests.runs import folder_of
 
 from rankzero import InvalidJobError, Launcher, ResultError, ResultRef
 from rankzero.submit import pack
 from rankzero.submit.pack_content import digest_of
-from rankzero.values import digest, formats, safetensors
+from rankzero.values import digest, formats
 from rankzero.values.pickled import open_packed
 from rankzero.values.plain import is_json
 
@@ -43,8 +43,14 @@ def as_argument(value: Any, directory: Path) -> Any:
 def test_it_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     value = KINDS[name]()
     assert same(value, value)
-    assert same(back(value, tmp_path), value)
-    assert same(back({"state": value, "epoch": 1}, tmp_path), {"state": value, "epoch": 1})
+    for each in (value, {"state": value, "epoch": 1}):
+        ref = ResultRef.save(each, tmp_path)
+        assert same(loaded := ref.load(), each)
+        # An exception gets a dict when it is looked at; an array with gaps has none once it is loaded.
+        is_other = name in ("exceptions", "large arrays")
+        assert is_other or ResultRef.save(loaded, tmp_path).digest == ref.digest
+        if ref.format == "torch":
+            assert same(torch.load(ref.uri, weights_only=True, mmap=True), each)
     assert same(as_argument(value, tmp_path), value)
     assert len(digest_of(value)) == 16
 
@@ -100,15 +106,19 @@ def test_any_mixture_comes_back_as_it_was(value: Any, tmp_path_factory: pytest.T
 # -- memory that tensors share -------------------------------------------------------------------
 
 
-def test_tensors_share_what_they_shared_and_no_more_is_written(tmp_path: Path) -> None:
+def test_tensors_that_show_all_of_a_memory_share_it_and_of_a_part_only_that_is_written(tmp_path: Path) -> None:
     base = torch.arange(1_000_000, dtype=torch.float32)
     for turn in (back, as_argument):
-        first, second, last, numbers = turn([base[:2], base[1:3], base[-2:], base[:2].view(torch.int32)], tmp_path)
-        first[1] = 7.0
-        assert (second.tolist(), last.tolist()) == ([7.0, 2.0], [999_998.0, 999_999.0])
-        assert numbers.view(torch.float32)[1] == 7.0
-    assert ResultRef.save([base[:2]], tmp_path).size < 1000
-    assert ResultRef.save([base[:2], base], tmp_path).size < base.nbytes + 1000
+        whole, square, numbers, part = turn(
+            [base, base.view(1000, 1000).t(), base.view(torch.int32), base[:2]], tmp_path
+        )
+        whole[1] = 7.0
+        assert (float(square[1, 0]), float(numbers.view(torch.float32)[1]), part.tolist()) == (7.0, 7.0, [0.0, 1.0])
+        assert part.untyped_storage().nbytes() == 8
+    assert ResultRef.save([base[:2]], tmp_path).size < 3000
+    assert ResultRef.save({"a": base[:2], "b": base[1:3]}, tmp_path).size < 3000
+    assert ResultRef.save([base[:2], {1}], tmp_path).size < 1000
+    assert ResultRef.save([base[:2], base], tmp_path).size < base.nbytes + 3000
     assert sum(map(len, pack.build(len, ([base[5:7]],), {}).data)) < 1000
 
 
@@ -118,15 +128,6 @@ class WithLock:
     @functools.cached_property
     def steps(self) -> int:
         return 3
-
-
-def test_a_script_beside_a_part_of_a_memory_comes_back(tmp_path: Path) -> None:
-    base = torch.arange(100_000.0)
-    scripted = torch.jit.script(torch.nn.Linear(2, 1))
-    module, first, second = back([scripted, base[:30], base[20:50]], tmp_path)
-    assert torch.equal(module(torch.ones(2)), scripted(torch.ones(2)))
-    first[25] = 7.0
-    assert second[5] == 7.0
 
 
 def test_an_argument_beside_a_part_of_a_memory_travels_as_beside_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,39 +149,6 @@ def test_what_was_pickled_is_freed_without_a_collection_of_garbage(tmp_path: Pat
             assert freed() is None
     finally:
         gc.enable()
-
-
-def test_a_dict_of_parts_of_one_memory(tmp_path: Path) -> None:
-    base = torch.arange(1_000_000.0)
-    apart = ResultRef.save({"a": base[:2], "b": base[2:4]}, tmp_path)
-    assert (apart.format, apart.size < 1000) == ("safetensors", True)
-    over = ResultRef.save({"a": base[:2], "b": base[1:3]}, tmp_path)
-    assert (over.format, over.size < 1000) == ("cloudpickle", True)
-    loaded = over.load()
-    loaded["a"][1] = 7.0
-    assert loaded["b"][0] == 7.0
-
-
-def test_a_state_dict_is_a_file_of_tensors_that_runs_no_code(tmp_path: Path) -> None:
-    ref = ResultRef.save(torch.nn.BatchNorm1d(2).state_dict(), tmp_path)
-    assert ref.format == "safetensors"
-    assert ref.load()._metadata == {"": {"version": 2}}
-    torch.nn.BatchNorm1d(2).load_state_dict(ref.load())
-
-
-@pytest.mark.parametrize("what", ["an attribute", "text that is no plain data"])
-def test_a_dict_of_tensors_with_more_to_it_keeps_it(what: str, tmp_path: Path) -> None:
-    state = collections.OrderedDict(x=torch.ones(1))
-    extra: Any = {"": {"version": (1, 2)}} if what != "an attribute" else 3
-    state._metadata = collections.OrderedDict(extra) if isinstance(extra, dict) else extra  # type: ignore[attr-defined]
-    ref = ResultRef.save(state, tmp_path)
-    assert (ref.format, ref.load()._metadata) == ("cloudpickle", state._metadata)  # type: ignore[attr-defined]
-
-
-def test_a_header_that_would_be_too_long_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors, "_MAX_HEADER", 1000)
-    state = {f"layer{number}": torch.ones(1) for number in range(20)}
-    assert same(back(state, tmp_path), state)
 
 
 # -- what cannot be loaded -----------------------------------------------------------------------
@@ -221,7 +189,7 @@ def test_a_value_that_cannot_be_stored_takes_no_room(
 ) -> None:
     with pytest.raises(ResultError, match=reason):
         launcher.options(num_processes=1, run_id="one").run(train)
-    assert list((tmp_path / "store" / "one" / "result").iterdir()) == []
+    assert list((folder_of(tmp_path / "store" / "one") / "result").iterdir()) == []
 
 
 def test_a_proof_leaves_classes_as_they_are(tmp_path: Path) -> None:
@@ -236,7 +204,7 @@ def test_a_proof_leaves_classes_as_they_are(tmp_path: Path) -> None:
             return len(made)
 
     method = Mine.method
-    formats.write([Mine()], "cloudpickle", str(tmp_path / "file"))
+    formats.write([Mine()], "pickle", str(tmp_path / "file"))
     assert Mine.method is method
     assert made == ["Mine"]
 
@@ -285,7 +253,7 @@ def test_a_parallel_model_arrives_as_the_model_inside(launcher: Launcher) -> Non
     assert parallel is model
 
 
-@pytest.mark.parametrize("file_format", ["json", "safetensors", "cloudpickle", "made up"])
+@pytest.mark.parametrize("file_format", ["json", "torch", "pickle", "made up"])
 @pytest.mark.parametrize("data", [b"", b"{", b"\0" * 100, b"\x80\x05.", b"\xff" * 100])
 def test_a_file_of_anything_else_is_a_result_error(file_format: str, data: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(data)

@@ -9,23 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.runs import submitted
 
 from rankzero import RunCancelledError
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import Inbox, Watch
-from rankzero.job import Job
 from rankzero.masking import Mask
-from rankzero.run.directory import RunDirectory
-
-JOB = Job("one", "train", 1, 1, False, None, None, 60.0, {}, orphan_timeout=0.05)
+from rankzero.run.directory import Submission
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(str(tmp_path / "one"))
-    assert run.claim(0)
-    run.write_submission(JOB)
-    return run
+def run(tmp_path: Path) -> Submission:
+    return submitted(str(tmp_path / "one"), orphan_timeout=0.05)
 
 
 async def ended(watch: Watch, inbox: Inbox, meanwhile: Callable[[], object] = lambda: None) -> RunCancelledError:
@@ -41,15 +36,15 @@ async def ended(watch: Watch, inbox: Inbox, meanwhile: Callable[[], object] = la
 
 
 @pytest.mark.parametrize("cause", ["lease", "signal", "request", "silent"])
-def test_an_end_without_a_stored_request_is_noted_by_the_driver(run: RunDirectory, cause: str) -> None:
+def test_an_end_without_a_stored_request_is_noted_by_the_driver(run: Submission, cause: str) -> None:
     """The file of a request shows other tries that the run ends."""
     inbox, noted = Inbox(), []
-    recorder = Recorder(run, JOB, Mask())
-    watch = Watch(run, JOB, recorder, inbox, leased=cause == "lease", note_cancelling=lambda: noted.append(True))
+    recorder = Recorder(run, Mask())
+    watch = Watch(run, recorder, inbox, leased=cause == "lease", note_cancelling=lambda: noted.append(True))
     if cause == "signal":
         inbox.interrupt("the driver got SIGTERM")
     if cause == "request":
-        run.request_cancel(0)
+        run.request_cancel()
     if cause == "silent":
         # The store does not answer the process that cancels the run.
         inbox.cancel()
@@ -58,30 +53,30 @@ def test_an_end_without_a_stored_request_is_noted_by_the_driver(run: RunDirector
     assert error.requested == (cause in ("request", "silent"))
 
 
-class SlowStore(RunDirectory):
+class SlowStore(Submission):
     """A run on an object store whose first reply to a reader of the request takes until the test lets it come."""
 
-    def __init__(self, directory: str) -> None:
-        super().__init__(directory)
+    def __init__(self, run: Submission) -> None:
+        super().__init__(run.run, run.job)
         self.is_remote = True
         self.has_read, self.may_reply = threading.Event(), threading.Event()
 
-    def cancel_request(self, submission: int) -> dict[str, Any] | None:
-        found = super().cancel_request(submission)
+    def cancel_request(self) -> dict[str, Any] | None:
+        found = super().cancel_request()
         if not self.has_read.is_set():
             self.has_read.set()
             assert self.may_reply.wait(60)
         return found
 
 
-def test_a_request_counts_that_is_stored_while_an_earlier_read_is_under_way(run: RunDirectory) -> None:
+def test_a_request_counts_that_is_stored_while_an_earlier_read_is_under_way(run: Submission) -> None:
     """Else the error lacks the reason of the request."""
-    slow, inbox = SlowStore(run.directory), Inbox()
-    watch = Watch(slow, JOB, Recorder(run, JOB, Mask()), inbox, leased=False)
+    slow, inbox = SlowStore(run), Inbox()
+    watch = Watch(slow, Recorder(run, Mask()), inbox, leased=False)
 
     def cancel() -> None:
         assert slow.has_read.wait(60)
-        run.request_cancel(0, reason="a user ended it")
+        run.request_cancel(reason="a user ended it")
         inbox.cancel()
         slow.may_reply.set()
 
@@ -89,9 +84,9 @@ def test_a_request_counts_that_is_stored_while_an_earlier_read_is_under_way(run:
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
-def test_a_store_that_hangs_delays_no_end(run: RunDirectory, is_cancelled: bool) -> None:
-    slow, inbox = SlowStore(run.directory), Inbox()
-    watch = Watch(slow, JOB, Recorder(run, JOB, Mask()), inbox, leased=False)
+def test_a_store_that_hangs_delays_no_end(run: Submission, is_cancelled: bool) -> None:
+    slow, inbox = SlowStore(run), Inbox()
+    watch = Watch(slow, Recorder(run, Mask()), inbox, leased=False)
 
     def end() -> None:
         assert slow.has_read.wait(60)

@@ -14,7 +14,6 @@ from typing import Any
 from tests.conftest import ROOT, processes_with, until, wait_until_gone
 
 from rankzero import ResultRef, RunHandle
-from rankzero.run.directory import RunDirectory
 
 PAGE = ROOT / "docs" / "tries.md"
 HEADER = ["what happens", "Airflow", "Dagster", "the training"]
@@ -131,7 +130,7 @@ class Place:
         return [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
 
     def runs(self) -> list[RunHandle[Any]]:
-        return [RunHandle.attach(job.parent) for job in Path(self.store).glob("*/job.json")]
+        return [RunHandle.attach(folder.parent) for folder in Path(self.store).glob("*/submissions")]
 
     def run(self) -> RunHandle[Any]:
         (handle,) = self.runs()
@@ -139,7 +138,7 @@ class Place:
 
     def lease(self) -> bytes:
         """What the last follower wrote: with no follower, it stays until a try attaches or submits the run again."""
-        return RunDirectory(self.run().directory).lease()
+        return self.run().own.lease()
 
     def ranks(self) -> set[int]:
         return set(processes_with(f"OF_RANK={self.mark}"))

@@ -1,56 +1,38 @@
-"""What has another place in another Airflow: one name for each, for Airflow 3.1 to 3.3."""
+"""Everything of Airflow that is private, or has another place in another version: one name for each, for 3.1 to 3.3."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import re
 from typing import Any
 
-try:
-    from airflow.sdk import conf
-    from airflow.sdk.exceptions import (
-        AirflowException,
-        AirflowFailException,
-        AirflowNotFoundException,
-        AirflowRescheduleException,
-        AirflowSkipException,
-        TaskDeferralError,
-        TaskDeferralTimeout,
-        TaskDeferred,
-    )
-    from airflow.sdk.plugins_manager import AirflowPlugin
-except ImportError:
-    # 3.1
-    from airflow.configuration import conf  # type: ignore[assignment]
-    from airflow.exceptions import (  # type: ignore[attr-defined, no-redef]
-        AirflowException,
-        AirflowFailException,
-        AirflowNotFoundException,
-        AirflowRescheduleException,
-        AirflowSkipException,
-        TaskDeferralError,
-        TaskDeferralTimeout,
-        TaskDeferred,
-    )
-    from airflow.plugins_manager import AirflowPlugin  # type: ignore[assignment]
+_TASK_RUNNER = "airflow.sdk.execution_time.task_runner"
 
-__all__ = [
-    "AirflowException",
-    "AirflowFailException",
-    "AirflowNotFoundException",
-    "AirflowPlugin",
-    "AirflowRescheduleException",
-    "AirflowSkipException",
-    "TaskDeferralError",
-    "TaskDeferralTimeout",
-    "TaskDeferred",
-    "allow_class",
-    "conf",
-    "extra_of_alias",
-    "is_in_process",
-    "mask_secret",
-]
+
+def _find(name: str, *modules: str) -> Any:
+    """Returns a name from the first module that has it."""
+    for module in modules:
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(module), name)
+    raise ImportError(f"this Airflow has no {name}; rankzero needs Airflow 3.1 or newer")
+
+
+def _exception(name: str) -> Any:
+    return _find(name, "airflow.sdk.exceptions", "airflow.exceptions")
+
+
+conf = _find("conf", "airflow.sdk", "airflow.configuration")
+AirflowPlugin = _find("AirflowPlugin", "airflow.sdk.plugins_manager", "airflow.plugins_manager")
+AirflowException = _exception("AirflowException")
+AirflowFailException = _exception("AirflowFailException")
+AirflowNotFoundException = _exception("AirflowNotFoundException")
+AirflowRescheduleException = _exception("AirflowRescheduleException")
+AirflowSkipException = _exception("AirflowSkipException")
+TaskDeferralError = _exception("TaskDeferralError")
+TaskDeferralTimeout = _exception("TaskDeferralTimeout")
+TaskDeferred = _exception("TaskDeferred")
 
 
 def mask_secret(secret: str) -> None:
@@ -66,22 +48,36 @@ def mask_secret(secret: str) -> None:
 
 def allow_class(cls: type) -> None:
     """Adds a class to those that XCom may give back in this process. Only Airflow 3.3 has a function for it."""
-    try:
-        from airflow.sdk import serde
-    except ImportError:
-        # 3.1
-        from airflow.serialization import serde  # type: ignore[attr-defined, no-redef]
+    serde = _find("serde", "airflow.sdk", "airflow.serialization")
     if hasattr(serde, "allow_class"):
         serde.allow_class(cls)
     else:
         serde._extra_allowed.add(f"{cls.__module__}.{cls.__qualname__}")
 
 
+def model(name: str) -> Any:
+    """Returns one of the models of Airflow's database, such as ``dag.DagModel``. No process of a task may import it."""
+    module, _, model = name.rpartition(".")
+    return _find(model, f"airflow.models.{module}")
+
+
+def read_xcom(row: Any) -> Any:
+    """Returns the value of a row of the table of XComs, which a backend may keep elsewhere."""
+    return _find("XCom", "airflow.sdk.execution_time.xcom").deserialize_value(row)
+
+
+def task_states(**names: Any) -> dict[str, Any]:
+    """Queries the states of task instances in a process that runs none, such as the triggerer."""
+    found: dict[str, Any] = _find("RuntimeTaskInstance", "airflow.sdk.execution_time.task_runner").get_task_states(
+        **names
+    )
+    return found
+
+
 def is_in_process() -> bool:
     """Returns True in ``airflow tasks test``, ``airflow dags test`` and ``dag.test()``: no worker runs the task."""
-    from airflow.sdk.execution_time import task_runner
-
-    return type(getattr(task_runner, "SUPERVISOR_COMMS", None)).__name__ == "InProcessSupervisorComms"
+    comms = getattr(importlib.import_module(_TASK_RUNNER), "SUPERVISOR_COMMS", None)
+    return type(comms).__name__ == "InProcessSupervisorComms"
 
 
 def extra_of_alias(facts: dict[str, Any]) -> dict[str, Any]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, Unpack, overload
 
-from airflow.sdk.bases.decorator import DecoratedOperator, ExpandableFactory, _TaskDecorator
+from airflow.sdk.bases.decorator import DecoratedOperator, task_decorator_factory
 
 from airflow_rankzero.operators import TorchDistributorOperator
-from airflow_rankzero.templates import check_context
 
 if TYPE_CHECKING:
     from airflow.sdk.bases.decorator import Task
 
-    from airflow_rankzero.arguments import TrainingArguments
+    from airflow_rankzero.templates import TrainingArguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,18 +41,6 @@ class _TorchDistributorDecoratedOperator(DecoratedOperator, TorchDistributorOper
             kwargs_to_upstream={"train": python_callable, "op_args": op_args or (), "op_kwargs": op_kwargs},
             **kwargs,
         )
-
-
-class _TrainingDecorator(_TaskDecorator):  # type: ignore[type-arg]
-    """Airflow's decorator, whose ``partial`` and ``expand`` accept names of context variables, too.
-
-    Airflow refuses them because its own tasks get these variables by themselves; ranks do not.
-    """
-
-    def _validate_arg_names(self, func: Any, kwargs: dict[str, Any]) -> None:
-        ExpandableFactory._validate_arg_names(self, func, kwargs)
-        if func == "expand":
-            check_context(self.function, (), {**self.kwargs.get("op_kwargs", {}), **kwargs})
 
 
 @overload
@@ -87,14 +74,10 @@ def torch_distributor(
         >>> with DAG("digits"):
         ...     loss = train(lr=1e-3)
     """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        # Explicit: Airflow would conclude True from `-> dict[...]`, and then refuse a ResultRef.
-        return _TrainingDecorator(
-            function=function,
-            multiple_outputs=multiple_outputs,
-            operator_class=_TorchDistributorDecoratedOperator,
-            kwargs=kwargs,
-        )
-
-    return decorate if python_callable is None else decorate(python_callable)
+    # Explicit: Airflow would conclude True from `-> dict[...]`, and then refuse a ResultRef.
+    return task_decorator_factory(
+        python_callable,
+        multiple_outputs=multiple_outputs,
+        decorated_operator_class=_TorchDistributorDecoratedOperator,
+        **kwargs,
+    )

@@ -12,14 +12,16 @@ scheduler cannot reach, is ended by its lease.
 
 from __future__ import annotations
 
-import importlib
+import itertools
 import logging
+import queue
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from airflow.listeners import hookimpl
 
+from airflow_rankzero import _compat
 from airflow_rankzero.links import DIRECTORY_KEY
 from airflow_rankzero.tries import TaskTry, has_set, state_of
 from rankzero.pipeline import store
@@ -79,8 +81,8 @@ _ENDED = ("failed", "success", "skipped", "upstream_failed", "removed")
 _KEY = ("dag_id", "run_id", "task_id", "map_index")
 LABELS = ("dag_id", "dag_run_id", "task_id", "map_index")  # The same, among the labels of a training
 
-Tasks = dict[tuple[Any, ...], Any]
-"""Rows of tasks by their keys."""
+THREADS = 8
+"""Threads that end trainings. While all wait for stores that do not respond, the other trainings end by their lease."""
 
 
 @hookimpl
@@ -91,32 +93,53 @@ def on_starting(component: Any) -> None:
 
 
 def _watch(job: Any) -> None:
-    before: Tasks = {}
-    while True:
+    watch = Watch()
+    for number in itertools.count():
         time.sleep(POLL_INTERVAL)
         # Airflow sets the type after it has called the listener.
         if job.job_type != "SchedulerJob":
             return
+        for _ in range(0 if number else THREADS):
+            threading.Thread(target=watch.end, name="rankzero-end", daemon=True).start()
         try:
-            before = poll(before)
+            watch.poll()
         except Exception:
             logger.warning("the tasks with trainings cannot be queried; the next query is in 5 s", exc_info=True)
 
 
-def poll(before: Tasks) -> Tasks:
-    """Returns the tasks that have not ended and have had a training, and ends the trainings of others in ``before``."""
-    # From the tasks to their XComs, each by an index: few tasks are waiting, and many XComs are kept.
-    xcom, task = _table("xcom.XComModel"), _table("taskinstance.TaskInstance")
-    columns = [*(getattr(task, name) for name in (*_KEY, "id", "try_number")), xcom.value]
-    same = [getattr(task, name) == getattr(xcom, name) for name in _KEY]
-    rows = _rows(columns, task.state.in_(_WAITING), xcom.key == DIRECTORY_KEY, *same)
-    waiting = {tuple(row[: len(_KEY)]): row for row in rows}
-    for key in waiting.keys() - before.keys():
-        logger.info("the training of %s is watched", key)
-    for key in before.keys() - waiting.keys():
-        # A store that does not respond delays no other training.
-        threading.Thread(target=_end, args=(before[key],), name="rankzero-watch", daemon=True).start()
-    return waiting
+class Watch:
+    """Finds the tasks that have ended or vanished, and ends those of their trainings that no follower has ended."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[Any, ...], Any] = {}
+        self._ended: dict[tuple[Any, ...], tuple[float, Any]] = {}
+        self.due: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def poll(self) -> None:
+        """Queries the tasks that have not ended and have had a training, and notes which ones have ended since."""
+        # From the tasks to their XComs, each by an index: few tasks are waiting, and many XComs are kept.
+        xcom, task = _compat.model("xcom.XComModel"), _compat.model("taskinstance.TaskInstance")
+        columns = [*(getattr(task, name) for name in (*_KEY, "id", "try_number")), xcom.value]
+        same = [getattr(task, name) == getattr(xcom, name) for name in _KEY]
+        rows = _rows(columns, task.state.in_(_WAITING), xcom.key == DIRECTORY_KEY, *same)
+        waiting = {tuple(row[: len(_KEY)]): row for row in rows}
+        for key in waiting.keys() - self._waiting.keys():
+            logger.info("the training of %s is watched", key)
+        now = time.monotonic()
+        self._ended |= {
+            key: (now + FOLLOWER_GRACE, self._waiting[key]) for key in self._waiting.keys() - waiting.keys()
+        }
+        for key, (when, row) in [*self._ended.items()]:
+            if key in waiting or when <= now:
+                del self._ended[key]
+                if key not in waiting:
+                    self.due.put(row)
+        self._waiting = waiting
+
+    def end(self) -> None:
+        """Ends the trainings that are due, without an end."""
+        while True:
+            _end(self.due.get())
 
 
 def _end(row: Any) -> None:
@@ -126,9 +149,7 @@ def _end(row: Any) -> None:
 
     directory = None
     try:
-        # A backend may keep the value elsewhere, such as in an object store.
-        backend: Any = importlib.import_module("airflow.sdk.execution_time.xcom").XCom
-        directory = backend.deserialize_value(row)
+        directory = _compat.read_xcom(row)
         if not isinstance(directory, str):
             # Another operator's XCom of the same key.
             return
@@ -136,9 +157,9 @@ def _end(row: Any) -> None:
         if [handle.labels.get(name) for name in LABELS] != [str(part) for part in row[: len(_KEY)]]:
             # A training that the task has only started, and left alone.
             return
-        if handle.wait(FOLLOWER_GRACE):
+        if handle.status().final:
             return
-        task = _table("taskinstance.TaskInstance")
+        task = _compat.model("taskinstance.TaskInstance")
         found = _rows([task.state, task.id, task.try_number], *(getattr(task, n) == getattr(row, n) for n in _KEY))
         if found and found[0].state not in _ENDED:
             return
@@ -151,12 +172,6 @@ def _end(row: Any) -> None:
         logger.info("the training of %s is not within reach, and is left to its lease: %s", row.task_id, directory)
     except Exception:
         logger.warning("the training of %s is left to its lease", row.task_id, exc_info=True)
-
-
-def _table(name: str) -> Any:
-    """Returns one of Airflow's models, which a task's process must not import."""
-    module, _, model = name.rpartition(".")
-    return getattr(importlib.import_module(f"airflow.models.{module}"), model)
 
 
 def _rows(columns: list[Any], *conditions: Any) -> Any:

@@ -5,7 +5,6 @@ Only this module imports the OpenLineage provider or its client, which need not 
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
@@ -24,62 +23,51 @@ _QUERY = re.compile(r"\?[\w.-]+=.*")
 """The query of a URL, such as a signature; a pattern such as ``part-?.parquet`` has none."""
 
 
-def is_installed() -> bool:
-    """Returns True if the OpenLineage provider can be imported."""
-    try:
-        importlib.import_module("airflow.providers.openlineage")
-    except ImportError:
-        return False
-    return True
-
-
 def inputs_of(arguments: Any, dataset: Any) -> tuple[tuple[str, str], ...]:
-    """Returns namespaces and names of the results, files and tables that a training is given; queries are left out.
+    """Returns namespaces and names of the inputs of a training; queries are left out.
 
     Args:
         arguments: Arguments of the function, which may contain `ResultRef` objects at any depth.
         dataset: The operator's ``dataset``.
     """
-    found: list[tuple[str, str]] = []
-    try:
-        if is_installed():
-            from rankzero.pipeline import datasets
+    from rankzero.pipeline import datasets
 
-            map_refs(arguments, lambda ref: found.append(dataset_name(ref.uri)))
-            for source in dataset.values() if isinstance(dataset, Mapping) else [dataset] if dataset else []:
-                if isinstance(source, rankzero.ResultRef):
-                    found.append(dataset_name(source.uri))
-                elif datasets.is_path(source):
-                    found.append(dataset_name(os.fspath(source)))
-                elif not re.search(r"\s", source.strip()):
-                    found.append(("spark", source.strip().replace("`", "")))
-    except Exception:
-        logger.warning("the inputs of the training are not all known to OpenLineage", exc_info=True)
+    found: list[tuple[str, str]] = []
+    map_refs(arguments, lambda ref: found.append(dataset_name(ref.uri)))
+    for source in dataset.values() if isinstance(dataset, Mapping) else [dataset] if dataset else []:
+        if isinstance(source, rankzero.ResultRef):
+            found.append(dataset_name(source.uri))
+        elif datasets.is_path(source):
+            found.append(dataset_name(os.fspath(source)))
+        elif not re.search(r"\s", source.strip()):
+            found.append(("spark", source.strip().replace("`", "")))
     return tuple(dict.fromkeys(found))
 
 
-def facets(inputs: tuple[tuple[str, str], ...] = (), directory: str | None = None, result: str | None = None) -> Any:
+def facets(arguments: Any, dataset: Any, directory: str | None = None, result: str | None = None) -> Any:
     """Returns an ``OperatorLineage`` for the methods ``get_openlineage_facets_on_...``; None without the provider.
 
     Args:
-        inputs: Namespaces and names of the inputs.
+        arguments: As for `inputs_of`.
+        dataset: As for `inputs_of`.
         directory: The run directory, if the training has one by now; the run facet ``rankzero_run`` holds it.
         result: Location of rank 0's value; None if it is small enough for the status.
     """
-    if not is_installed():
-        return None
     try:
         from airflow.providers.openlineage.extractors import OperatorLineage
         from attrs import define
         from openlineage.client.event_v2 import Dataset
         from openlineage.client.facet_v2 import RunFacet
+    except ImportError:
+        return None
+    try:
 
         @define
         class RankZeroRunFacet(RunFacet):  # type: ignore[misc]
             runDirectory: str
 
         return OperatorLineage(
-            inputs=[Dataset(*name) for name in inputs],
+            inputs=[Dataset(*name) for name in inputs_of(arguments, dataset)],
             outputs=[Dataset(*dataset_name(result))] if result else [],
             run_facets={"rankzero_run": RankZeroRunFacet(directory)} if directory else {},
         )

@@ -6,8 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from airflow.sdk import BaseOperator, get_current_context
@@ -24,7 +23,7 @@ from airflow_rankzero._compat import (
     TaskDeferred,
     conf,
 )
-from airflow_rankzero.hooks.rankzero import Target, as_text, mask_secrets
+from airflow_rankzero.hooks import Target, as_text, mask_secrets
 from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.secrets import RANK_ENVIRONMENT
 from airflow_rankzero.tries import TaskLog, TaskTry, run_id_of
@@ -35,7 +34,7 @@ from rankzero.pipeline import attempt, describe_world, described, detaching, end
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_rankzero.arguments import OperatorArguments
+    from airflow_rankzero.templates import OperatorArguments
     from rankzero import RunHandle
     from rankzero.pipeline import Opened
 
@@ -100,7 +99,7 @@ class TorchDistributorOperator(BaseOperator):
         ... )
     """
 
-    template_fields: Sequence[str] = templates.TEMPLATE_FIELDS
+    template_fields: Sequence[str] = ("script", *templates.ARGUMENTS)
     template_fields_renderers: ClassVar[dict[str, str]] = {
         "op_args": "py",
         "op_kwargs": "py",
@@ -110,12 +109,9 @@ class TorchDistributorOperator(BaseOperator):
     shallow_copy_attrs: Sequence[str] = ("train",)
     operator_extra_links = (SparkUILink(), RunDirectoryLink(), ReportLink())
 
-    num_processes: Any
     env: Mapping[str, Any] | None
     store: str | os.PathLike[str] | None
     stop_grace: float
-    working_dir: Any
-    py_files: Any
     dataset: Any
 
     # Template fields are assigned unchanged: when a DAG file is parsed they may be XComArgs.
@@ -141,6 +137,8 @@ class TorchDistributorOperator(BaseOperator):
         for name, value in options.items():
             setattr(self, name, value)
         self.train = train
+        # Airflow calls a template field that can be called, so a function is none.
+        self.script = None if callable(train) else train
         self.op_args = op_args
         self.op_kwargs: Mapping[str, Any] = op_kwargs or {}
         self.conn_id = conn_id
@@ -148,12 +146,11 @@ class TorchDistributorOperator(BaseOperator):
         self.spark_conf = spark_conf
         # Default arguments may have None for a flag.
         self.retry_user_errors = retry_user_errors is not None and retry_user_errors
-        is_one = isinstance(skip_on_exit_code, Integral)
-        self.skip_on_exit_code: Any = [skip_on_exit_code] if is_one else skip_on_exit_code
+        self.skip_on_exit_code: Any = skip_on_exit_code
         self.log_ranks: Any = log_ranks
         self.deferrable = deferrable is not None and deferrable
         self.is_killed = False
-        # Arguments of `openlineage.facets`, as far as they are known.
+        # Run directory and result of `openlineage.facets`, as far as they are known.
         self._lineage: dict[str, Any] = {}
         try:
             templates.check_early(self)
@@ -165,45 +162,23 @@ class TorchDistributorOperator(BaseOperator):
                 raise error from None
             # A mapped task is created from its values in each try.
             raise _failure(error) from error
-        # The trigger's arguments are JSON.
-        self.log_ranks = templates.as_list(self.log_ranks)
-        self.skip_on_exit_code = templates.as_list(self.skip_on_exit_code) or []
+        templates.prepare(self)
 
-    def _do_render_template_fields(
-        self, parent: Any, template_fields: Iterable[str], context: Context, jinja_env: Any, seen_oids: set[int]
-    ) -> None:
-        # The one place through which mapped tasks and others go; Airflow stores what is there after it.
-        if parent is not self:
-            # A user's object with template fields of its own.
-            return super()._do_render_template_fields(parent, template_fields, context, jinja_env, seen_oids)
-        fields = templates.fields_to_render(self, template_fields)
-        group = self.get_closest_mapped_task_group()
-        for name in fields:
-            setattr(self, name, templates.by_map_index(getattr(self, name), group))
-        if getattr(context.get("ti"), "try_number", 1) == 1 and (names := templates.unsteady(self, context, jinja_env)):
-            self.log.warning(
-                "each rendering of %s gives another value, so a try after a failure begins from scratch: use what is "
-                "the same in each try, such as {{ run_id }} or {{ logical_date }}",
-                ", ".join(names),
-            )
-        super()._do_render_template_fields(parent, fields, context, jinja_env, seen_oids)
-        # The token of a Spark Connect server is part of its address.
-        sources = self.dataset.values() if isinstance(self.dataset, Mapping) else [self.dataset]
-        addresses = {str(number): each for number, each in enumerate([self.master, str(self.store), *sources])}
-        for pairs in (self.spark_conf, self.env, addresses):
-            if isinstance(pairs, Mapping):
-                mask_secrets(pairs)
-        dag_file = context["dag"].fileloc
-        self.train = templates.beside(dag_file, self.train)
-        self.working_dir = templates.path_beside(dag_file, self.working_dir)
-        self.py_files = templates.path_beside(dag_file, self.py_files)
-        self.dataset = templates.dataset_beside(dag_file, self.dataset)
-        try:
-            for name in fields:
-                setattr(self, name, templates.convert(name, getattr(self, name)))
-        except InvalidJobError as error:
-            raise _failure(error) from error
-        self._lineage["inputs"] = openlineage.inputs_of((self.op_args, self.op_kwargs), self.dataset)
+    def render_template(
+        self, content: Any, context: Any, jinja_env: Any = None, seen_oids: set[int] | None = None
+    ) -> Any:
+        """Renders like every operator, and masks secrets before Airflow stores the rendered fields.
+
+        Secrets are the values of `env` and `spark_conf` whose names say so, and passwords and tokens in addresses.
+        The output of a mapped task group is a list by map index.
+        """
+        content = xcom.by_map_index(content, self.get_closest_mapped_task_group())
+        rendered = super().render_template(content, context, jinja_env, seen_oids)
+        if isinstance(rendered, str):
+            mask_secrets({"": rendered})
+        elif isinstance(rendered, Mapping) and (content is self.env or content is self.spark_conf):
+            mask_secrets(rendered)
+        return rendered
 
     def execute(self, context: Context) -> Any:
         """Starts the training, or attaches to what an earlier try started; returns rank 0's value or its handle."""
@@ -213,12 +188,13 @@ class TorchDistributorOperator(BaseOperator):
     def _execute(self, context: Context) -> Any:
         task_try = TaskTry(context["ti"])
         try:
-            args, kwargs = templates.positional(self.op_args), templates.keyword(self.op_kwargs)
+            args, kwargs = xcom.positional(self.op_args), xcom.keyword(self.op_kwargs)
             launcher = self._launcher(context)
+            train = templates.train_beside(context["dag"].fileloc, self.script) if self.script else self.train
             self._end_cleared(launcher, task_try)
             while True:
                 left: BaseException | None = None
-                with launcher.durable(self.train, args, kwargs, task_try, self.log) as opened:
+                with launcher.durable(train, args, kwargs, task_try, self.log) as opened:
                     try:
                         self._follow(opened, launcher, task_try)
                     except (TaskDeferred, AirflowRescheduleException) as leaving:
@@ -325,7 +301,8 @@ class TorchDistributorOperator(BaseOperator):
 
     def get_openlineage_facets_on_start(self, task_instance: Any = None) -> Any:
         """Returns what is known of inputs, run directory and result for the OpenLineage provider; None without it."""
-        return openlineage.facets(**self._lineage)
+        dataset = templates.dataset_beside(self.dag.fileloc, self.dataset)
+        return openlineage.facets((self.op_args, self.op_kwargs), dataset, **self._lineage)
 
     get_openlineage_facets_on_complete = get_openlineage_facets_on_failure = get_openlineage_facets_on_start
 
@@ -336,8 +313,7 @@ class TorchDistributorOperator(BaseOperator):
         return _failure(error)
 
     def _deliver(self, context: Context, handle: RunHandle[Any]) -> Any:
-        arguments = templates.positional(self.op_args), templates.keyword(self.op_kwargs)
-        self._lineage |= {"directory": handle.directory, "inputs": openlineage.inputs_of(arguments, self.dataset)}
+        self._lineage["directory"] = handle.directory
         try:
             value = xcom.value_of(handle, self, context["ti"])
         except RankZeroError as error:
@@ -362,7 +338,10 @@ class TorchDistributorOperator(BaseOperator):
             )
         ti = context["ti"]
         map_index = -1 if ti.map_index is None else ti.map_index
-        names = {"dag_id": ti.dag_id, "dag_run_id": ti.run_id, "task_id": ti.task_id, "map_index": str(map_index)}
+        labels = {"dag_id": ti.dag_id, "dag_run_id": ti.run_id, "task_id": ti.task_id, "map_index": str(map_index)}
+        # Airflow 3.2 and later; the events of the task's assets have it by Airflow itself.
+        if key := context.get("partition_key"):
+            labels["partition_key"] = str(key)
         decided_here = {
             "use_gpu": target.use_gpu,
             "processes_per_task": target.processes_per_task or 1,
@@ -371,15 +350,16 @@ class TorchDistributorOperator(BaseOperator):
         }
         store = self.store or target.store or provider_info.store_or_default()
         templates.check_store(store)
-        options = {name: getattr(self, name) for name in templates.OPTIONS}
+        options = templates.options_of(self, context["dag"].fileloc)
         options |= {"env": {**RANK_ENVIRONMENT, **as_text("env", self.env)}, "store": store}
         options |= {name: value for name, value in decided_here.items() if options[name] is None}
         # A task that executes operators itself has a run for each.
         task_id = ti.task_id if ti.task_id == self.task_id else f"{ti.task_id}.{self.task_id}"
         run_id = run_id_of(ti.dag_id, ti.run_id, task_id, map_index)
-        return Launcher(**options, engine=engine, run_id=run_id, labels=names)
+        return Launcher(**options, engine=engine, run_id=run_id, labels=labels)
 
 
 def _failure(error: RankZeroError) -> Exception:
     """Returns the exception of Airflow for an error that no retry can help."""
-    return AirflowFailException(f"{type(error).__name__}: {error}")
+    failure: Exception = AirflowFailException(f"{type(error).__name__}: {error}")
+    return failure

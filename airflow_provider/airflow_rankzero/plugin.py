@@ -41,7 +41,8 @@ def _create_app() -> Any:
     from airflow.api_fastapi.core_api.security import get_user
     from fastapi import Depends, FastAPI, Response
 
-    from rankzero.pipeline import pages, store
+    from rankzero.errors import RankZeroError
+    from rankzero.pipeline import page
 
     app = FastAPI(title="rankzero", openapi_url=None)
 
@@ -49,19 +50,22 @@ def _create_app() -> Any:
     @app.get("/runs/{name:path}", response_model=None)
     def show(name: str, user: Any = Depends(get_user)) -> Any:  # noqa: B008
         """Serves the report of a run to a user who is logged in."""
-        location = store.normalize(provider_info.store_or_default())
-        code, kind, text = pages.answer(location, f"/runs/{name}", {}, lambda job: _may_read_logs(user, job))
-        return Response(text.encode("utf-8", "replace"), code, dict(pages.HEADERS), f"{kind}; charset=utf-8")
+        try:
+            run = page.run_of(provider_info.store_or_default(), name)
+            if not _may_read_logs(user, run.labels.get("dag_id")):
+                raise ValueError("no run lives there")
+            return Response(page.draw(run), 200, page.HEADERS, "text/html; charset=utf-8")
+        except (RankZeroError, OSError, ValueError):
+            return Response(f"there is no run {name!r} that you may see", 404, page.HEADERS, "text/plain")
 
     return app
 
 
-def _may_read_logs(user: Any, job: Any) -> bool:
+def _may_read_logs(user: Any, label: Any) -> bool:
     from airflow.api_fastapi.app import get_auth_manager
     from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
     from airflow.models.dag import DagModel
 
-    label = job.labels.get("dag_id")
     dag_id = label if isinstance(label, str) else None
     details = DagDetails(id=dag_id)
     # Airflow 3.2 and later.
@@ -72,7 +76,7 @@ def _may_read_logs(user: Any, job: Any) -> bool:
     )
 
 
-class RankZeroPlugin(AirflowPlugin):
+class RankZeroPlugin(AirflowPlugin):  # type: ignore[misc]
     """Loaded by Airflow in every task process, by its entry point."""
 
     name = "rankzero"

@@ -9,16 +9,9 @@ import importlib.util
 from typing import Any
 
 from rankzero import __version__
-from rankzero.errors import InvalidJobError
 from rankzero.pipeline import store as stores
 
 SECTION = "rankzero"
-
-SPARK, LOCAL = "spark", "local"
-"""Engines of a connection."""
-
-CLIENT, CLUSTER = "client", "cluster"
-"""Deploy modes of a connection."""
 
 
 def _field(label: str, description: str, kind: str | list[str], **schema: Any) -> dict[str, Any]:
@@ -30,8 +23,8 @@ CONN_FIELDS = {
         "Engine",
         "spark: a barrier stage on the Spark master above. local: processes of the Airflow worker.",
         "string",
-        enum=[SPARK, LOCAL],
-        default=SPARK,
+        enum=["spark", "local"],
+        default="spark",
     ),
     "store": _field(
         "Store",
@@ -43,8 +36,8 @@ CONN_FIELDS = {
         "client: the driver of a training runs beside the Airflow task. cluster: on the Spark cluster, "
         "where it outlives the task's pod; the store must be one that the cluster sees.",
         "string",
-        enum=[CLIENT, CLUSTER],
-        default=CLIENT,
+        enum=["client", "cluster"],
+        default="client",
     ),
     "use_gpu": _field(
         "Use GPUs", "Give every rank one GPU, unless the task says otherwise.", ["boolean", "null"], default=False
@@ -102,30 +95,16 @@ def is_airflow_3() -> bool:
     return importlib.util.find_spec("airflow.sdk") is not None
 
 
-def store() -> str | None:
-    """Returns the configured root of run directories for tasks without ``store``; None if there is none."""
-    return _text("store") or None
+def option(name: str) -> str:
+    """Returns the value of an option of the section; empty if it is not set."""
+    from airflow_rankzero._compat import conf
+
+    return str(conf.get(SECTION, name, fallback="") or "").strip()
 
 
 def store_or_default() -> str:
     """Returns the root of run directories for tasks without ``store``, with core's default."""
-    return stores.root_of(store())
-
-
-def template(option: str) -> str | None:
-    """Returns the template of a web address, or None. Raises InvalidJobError for other placeholders than its two."""
-    text = _text(option)
-    try:
-        text.format(path="", name="")
-    except (KeyError, IndexError, ValueError, AttributeError):
-        raise InvalidJobError(f"[{SECTION}] {option} is {text!r}; only {{path}} and {{name}} can stand in it") from None
-    return text or None
-
-
-def _text(option: str) -> str:
-    from airflow_rankzero._compat import conf
-
-    return str(conf.get(SECTION, option, fallback="") or "").strip()
+    return stores.root_of(option("store") or None)
 
 
 def get_provider_info() -> dict[str, Any]:
@@ -146,12 +125,12 @@ def get_provider_info() -> dict[str, Any]:
         "integrations": [{"integration-name": "rankzero", "tags": ["apache", "ml"]}],
         **{
             kind: [{"integration-name": "rankzero", "python-modules": [f"airflow_rankzero.{module}"]}]
-            for kind, module in (("operators", "operators"), ("hooks", "hooks.rankzero"), ("triggers", "triggers"))
+            for kind, module in (("operators", "operators"), ("hooks", "hooks"), ("triggers", "triggers"))
         },
         "connection-types": [
             {
                 "connection-type": "rankzero",
-                "hook-class-name": "airflow_rankzero.hooks.rankzero.RankZeroHook",
+                "hook-class-name": "airflow_rankzero.hooks.RankZeroHook",
                 "hook-name": "rankzero",
                 "ui-field-behaviour": UI_FIELD_BEHAVIOUR,
                 "conn-fields": CONN_FIELDS,

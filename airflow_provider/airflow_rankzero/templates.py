@@ -1,32 +1,35 @@
-"""Arguments of the operator: which may be templates, what becomes of them, and how ranks get them.
+"""Arguments of the operator: which may be templates, what is refused early, and what becomes of them.
 
-`check_early` and `check_context` refuse mistakes when a DAG file is parsed. `convert` reads rendered texts. `beside`,
-`path_beside` and `dataset_beside` resolve relative paths, which begin in the folder of the DAG file: the directory of
-the worker's process means nothing, and a git bundle lies at another place for each version. `positional` and `keyword`
-make plain arguments, since ranks may run where Airflow cannot be imported.
+`check_early` and `check_context` refuse mistakes when a DAG file is parsed. `options_of` reads rendered values.
+Relative paths begin in the folder of the DAG file: the directory of the worker's process means nothing, and a git
+bundle lies at another place for each version.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from datetime import datetime, timedelta
 from numbers import Integral
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-import attrs
-from airflow.sdk import ObjectStoragePath
 from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
-from airflow.sdk.definitions.xcom_arg import PlainXComArg, XComArg
 
+from airflow_rankzero import xcom
 from rankzero import Launcher
 from rankzero.errors import InvalidJobError
 from rankzero.pipeline import Option, check_callable, step_options, store
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from airflow.sdk import DAG, TaskGroup
+    from airflow.sdk.definitions.retry_policy import RetryPolicy
+
+    from rankzero import CheckpointConfig
+    from rankzero.pipeline import NumProcesses, RestartOn
+    from rankzero.tracking import Tracker
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -41,15 +44,18 @@ OPTIONS = step_options(
 )
 """The options of a run, by name, that are arguments of the operator; None as a default: the connection decides."""
 
-TEMPLATE_FIELDS = (
-    *("train", "op_args", "op_kwargs", "conn_id", "master", "spark_conf"),
-    *(name for name, option in OPTIONS.items() if option.late),
+ARGUMENTS = (
+    "op_args",
+    "op_kwargs",
+    "conn_id",
+    "master",
+    "spark_conf",
+    *(each for each in OPTIONS if OPTIONS[each].late),
 )
-"""What may be a template, or an XCom. ``train`` only while it is a string: Airflow calls what can be called."""
+"""Arguments that may be templates or XComs, and ``train`` unless it is a function."""
 
 _FLAGS = ("retry_user_errors", "deferrable")
 _NUMBERS = {"log_ranks": "a list of ranks, such as [0]", "skip_on_exit_code": "exit codes, such as 99 or [98, 99]"}
-# Arguments of the operator that are no options of a run.
 
 
 def annotation(option: Option) -> str:
@@ -71,29 +77,6 @@ def takes_options(init: F) -> F:
     parameters = [*own, *added, rest.replace(annotation="Any")]
     init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return init
-
-
-def fields_to_render(task: Any, names: Iterable[str]) -> list[str]:
-    """Returns the template fields that may be templates: some may be functions, others paths."""
-
-    def may_be_template(name: str) -> bool:
-        value = getattr(task, name)
-        if isinstance(value, PurePath) and not isinstance(value, ObjectStoragePath):
-            # Airflow 3.1 takes a path's `resolve` for its own.
-            return False
-        return name not in ("train", "restart_on") or not callable(value)
-
-    return list(filter(may_be_template, names))
-
-
-def unsteady(task: Any, context: Any, jinja_env: Any) -> list[str]:
-    """Returns the names of arguments whose templates render to another text each time, such as the current time."""
-    positional = enumerate(task.op_args) if isinstance(task.op_args, (list, tuple)) else ()
-    named = task.op_kwargs.items() if isinstance(task.op_kwargs, Mapping) else ()
-    texts = {f"argument {name}": value for name, value in (*positional, *named) if _is_late(value, of_xcom=False)}
-    renderings = ({name: task.render_template(texts[name], context, jinja_env) for name in texts} for _ in range(2))
-    first, second = renderings
-    return [name for name in texts if first[name] != second[name]]
 
 
 def convert(name: str, value: Any) -> Any:
@@ -118,41 +101,38 @@ def convert(name: str, value: Any) -> Any:
 
 def check_early(task: Any) -> None:
     """Raises InvalidJobError for obvious mistakes in a DAG file; templates and XComs are not known yet, and pass."""
-    given = {name: getattr(task, name) for name in OPTIONS}
+    given = {name: getattr(task, name) for name in (*OPTIONS, *_FLAGS, *_NUMBERS)}
     late = {name for name, value in given.items() if _is_late(value)}
-    own = {name: getattr(task, name) for name in (*_FLAGS, *_NUMBERS)}
-    if fixed := sorted(late.union(name for name in own if _is_late(own[name])).difference(TEMPLATE_FIELDS)):
+    if fixed := sorted(late.difference(ARGUMENTS)):
         raise InvalidJobError(
-            f"{fixed[0]} is {getattr(task, fixed[0])!r}, but cannot be a template or an XCom; "
-            f"these can: {', '.join(TEMPLATE_FIELDS)}"
+            f"{fixed[0]} is {given[fixed[0]]!r}, but cannot be a template or an XCom; "
+            f"these can: train, {', '.join(ARGUMENTS)}"
         )
-    if not (callable(task.train) or isinstance(task.train, (str, os.PathLike, list, tuple)) or _is_late(task.train)):
-        raise InvalidJobError(
-            f"train is {task.train!r}; give a function, 'path/to/script.py', 'package.module:function', "
-            "'-m package.module' or a list of words that are a command"
-        )
-    if not _is_late(task.op_args) and (
-        isinstance(task.op_args, (str, bytes)) or not isinstance(task.op_args, Iterable)
-    ):
-        raise InvalidJobError(f"op_args is {task.op_args!r}; it must be a list of arguments")
-    if not _is_late(task.op_kwargs) and not isinstance(task.op_kwargs, Mapping):
-        raise InvalidJobError(f"op_kwargs is {task.op_kwargs!r}; it must map names to arguments")
+    is_known = not _is_late(task.script)
+    if is_known and not (callable(task.train) or isinstance(task.train, (str, os.PathLike, list, tuple))):
+        check_callable(task.train, (), {})
+    if not _is_late(task.op_args):
+        xcom.positional(task.op_args)
+    if not _is_late(task.op_kwargs):
+        xcom.keyword(task.op_kwargs)
     if callable(task.train) and isinstance(task.op_args, (list, tuple)) and isinstance(task.op_kwargs, Mapping):
         # Names are known before the values. A subclass may add arguments when the task runs.
         check_callable(task.train, tuple(task.op_args), dict(task.op_kwargs), are_all=False)
     for name in _FLAGS:
-        if not isinstance(own[name], bool):
-            raise InvalidJobError(f"{name} is {own[name]!r}; give True or False")
+        if not isinstance(given[name], bool):
+            raise InvalidJobError(f"{name} is {given[name]!r}; give True or False")
     for name, wanted in _NUMBERS.items():
-        if own[name] is not None and not _are_whole_numbers(own[name]):
-            raise InvalidJobError(f"{name} is {own[name]!r}; give {wanted}")
+        numbers = given[name]
+        is_one = name == "skip_on_exit_code" and isinstance(numbers, Integral)
+        if numbers is not None and not _are_whole_numbers([numbers] if is_one else numbers):
+            raise InvalidJobError(f"{name} is {numbers!r}; give {wanted}")
     if task.conn_id is not None and task.master is not None:
         raise InvalidJobError(
             f"conn_id is {task.conn_id!r}, and master is given: a connection names its master, so give one of the two "
             "(conn_id=None where default_args hold one)"
         )
     # The variables of the process that reads the DAG file may differ from the worker's; the others need heavy imports.
-    known = {name: convert(name, given[name]) for name in set(given) - late - {"env", "dataset", "trackers"}}
+    known = {name: convert(name, given[name]) for name in set(OPTIONS) - late - {"env", "dataset", "trackers"}}
     # The connection decides about GPUs later, and with GPUs every backend is valid.
     values = {name: value for name, value in known.items() if value is not None or OPTIONS[name].default is not None}
     values.setdefault("use_gpu", True)
@@ -161,6 +141,32 @@ def check_early(task: Any) -> None:
     Launcher(**values)
     if values.get("store"):
         check_store(values["store"])
+
+
+def prepare(task: Any) -> None:
+    """Brings checked arguments into a form that Airflow can render, and the trigger can serialize as JSON."""
+    if task.skip_on_exit_code is not None and not isinstance(task.skip_on_exit_code, Collection):
+        task.skip_on_exit_code = [task.skip_on_exit_code]
+    task.log_ranks, task.skip_on_exit_code = as_list(task.log_ranks), as_list(task.skip_on_exit_code) or []
+    if callable(task.restart_on):
+        # Airflow would call it.
+        task.restart_on = [task.restart_on]
+    for name in ("script", "store", "dataset"):
+        # Airflow 3.1 takes a path's `resolve` for that of an XCom.
+        if type(path := getattr(task, name)).__module__.startswith("pathlib"):
+            setattr(task, name, os.fspath(path))
+
+
+def options_of(task: Any, dag_file: str) -> dict[str, Any]:
+    """Returns the rendered options of a run. Raises InvalidJobError if one cannot be read."""
+    options = {name: convert(name, getattr(task, name)) for name in OPTIONS}
+    restart_on = options["restart_on"]
+    if isinstance(restart_on, list) and len(restart_on) == 1 and callable(restart_on[0]):
+        options["restart_on"] = restart_on[0]
+    for name in ("working_dir", "py_files"):
+        options[name] = path_beside(dag_file, options[name])
+    options["dataset"] = dataset_beside(dag_file, options["dataset"])
+    return options
 
 
 def as_list(numbers: Any) -> list[int] | None:
@@ -174,13 +180,13 @@ def _are_whole_numbers(value: Any) -> bool:
     return all(isinstance(each, Integral) and not isinstance(each, bool) for each in value)
 
 
-def _is_late(value: Any, of_xcom: bool = True) -> bool:
+def _is_late(value: Any) -> bool:
     """Returns True for a value that is resolved at run time: a template, an XCom, a mapped task group's argument."""
     if isinstance(value, (list, tuple, dict)):
-        return any(_is_late(each, of_xcom) for each in (value.values() if isinstance(value, dict) else value))
+        return any(map(_is_late, value.values() if isinstance(value, dict) else value))
     if isinstance(value, str):
         return any(mark in value for mark in ("{{", "{%", "{#"))
-    return of_xcom and hasattr(value, "resolve") and not isinstance(value, os.PathLike)
+    return hasattr(value, "resolve") and not isinstance(value, os.PathLike)
 
 
 def check_context(function: Any, op_args: Any, op_kwargs: Any) -> None:
@@ -210,7 +216,7 @@ def check_context(function: Any, op_args: Any, op_kwargs: Any) -> None:
 # -- paths --------------------------------------------------------------------------------------
 
 
-def beside(dag_file: str, train: Any) -> Any:
+def train_beside(dag_file: str, train: Any) -> Any:
     """Returns ``train`` with the relative path of a script, also in a command, as the path beside the DAG file."""
     if isinstance(train, (list, tuple)):
         folder = _folder(dag_file)
@@ -273,78 +279,109 @@ def _word_beside(folder: str, word: Any, *, is_program: bool) -> Any:
     return word
 
 
-# -- the arguments of ranks ---------------------------------------------------------------------
+# -- the arguments, for type checkers: a misspelt one is an error before a DAG is parsed --------
+
+Callbacks = Callable[..., Any] | Collection[Callable[..., Any]] | None
 
 
-class _OfGroup(PlainXComArg):
-    """The output of a task in a mapped task group for a task outside of it: a list by map index.
+class TaskArguments(TypedDict, total=False):
+    """Keyword arguments of every Airflow operator."""
 
-    Airflow itself gives the value of a single instance, None for no instance, and a list without skipped instances.
-    """
+    task_id: str
+    owner: str
+    email: str | Sequence[str] | None
+    email_on_retry: bool
+    email_on_failure: bool
+    retries: int | None
+    retry_delay: timedelta | float
+    retry_exponential_backoff: float
+    max_retry_delay: timedelta | float | None
+    retry_policy: RetryPolicy | None
+    start_date: datetime | None
+    end_date: datetime | None
+    depends_on_past: bool
+    ignore_first_depends_on_past: bool
+    wait_for_past_depends_before_skipping: bool
+    wait_for_downstream: bool
+    dag: DAG | None
+    params: MutableMapping[str, Any] | None
+    default_args: dict[str, Any] | None
+    priority_weight: int
+    weight_rule: Any
+    queue: str
+    pool: str | None
+    pool_slots: int
+    execution_timeout: timedelta | None
+    on_execute_callback: Callbacks
+    on_failure_callback: Callbacks
+    on_success_callback: Callbacks
+    on_retry_callback: Callbacks
+    on_skipped_callback: Callbacks
+    pre_execute: Callable[..., Any] | None
+    post_execute: Callable[..., Any] | None
+    trigger_rule: str
+    resources: dict[str, Any] | None
+    run_as_user: str | None
+    map_index_template: str | None
+    max_active_tis_per_dag: int | None
+    max_active_tis_per_dagrun: int | None
+    executor: str | None
+    executor_config: dict[str, Any] | None
+    do_xcom_push: bool
+    inlets: Any
+    outlets: Any
+    task_group: TaskGroup | None
+    doc: str | None
+    doc_md: str | None
+    doc_json: str | None
+    doc_yaml: str | None
+    doc_rst: str | None
+    task_display_name: str | None
+    logger_name: str | None
+    allow_nested_operators: bool
+    render_template_as_native_obj: bool | None
 
-    def resolve(self, context: Mapping[str, Any]) -> Any:
-        """Returns the list; None stands for an instance without a value, which the log names."""
-        ti, task_id = context["ti"], self.operator.task_id
-        states = ti.get_task_states(dag_id=ti.dag_id, task_ids=[task_id], run_ids=[ti.run_id]).get(ti.run_id, {})
-        # The key of an instance has its map index at the end; a group without instances has one key without.
-        count = sum(key != task_id and state != "removed" for key, state in states.items())
-        values: list[Any] = ti.xcom_pull(task_ids=task_id, key=self.key, map_indexes=range(count))
-        if missing := [str(index) for index, value in enumerate(values) if value is None]:
-            logger.info("%s has no value of map index %s: None stands for each", task_id, ", ".join(missing))
-        return values
+
+class OperatorArguments(TaskArguments, total=False):
+    """Keyword arguments for the options of a run, and those of every Airflow operator."""
+
+    # Options of a run, made by `make reference`:
+    num_processes: NumProcesses | str
+    use_gpu: bool | None
+    processes_per_task: int | str | None
+    cpus_per_process: int | None
+    backend: str | None
+    env: Mapping[str, str] | None
+    timeout: float | str | None
+    start_timeout: float | str
+    hang_timeout: float | str | None
+    orphan_timeout: float | None
+    max_restarts: int | str
+    restart_on: RestartOn
+    store: str | os.PathLike[str] | None
+    dataset: Any | None
+    max_preemptions: int | None
+    stop_grace: float
+    exit_timeout: float
+    ports: tuple[int, int] | None
+    checkpoints: CheckpointConfig | None
+    warm_start: bool
+    encrypt: bool | None
+    code_version: str | None
+    working_dir: str | os.PathLike[str] | None
+    py_files: Sequence[str | os.PathLike[str]]
+    excludes: Sequence[str]
+    trackers: Sequence[Tracker]
+    # The end of these options.
 
 
-def by_map_index(value: Any, group: Any) -> Any:
-    """Returns an argument in which outputs of mapped task groups, but not of the task's own group, are `_OfGroup`."""
-    if type(value) is PlainXComArg:
-        of_value = value.operator.get_closest_mapped_task_group()
-        return value if of_value in (None, group) else _OfGroup(value.operator, value.key)
-    if isinstance(value, XComArg):
-        # Those of `.map()`, `.zip()` and `.concat()`.
-        inner = {name: by_map_index(getattr(value, name), group) for name in ("arg", "args") if hasattr(value, name)}
-        return attrs.evolve(value, **inner) if inner else value  # type: ignore[misc]
-    if type(value) in (list, tuple):
-        return type(value)(by_map_index(each, group) for each in value)
-    if type(value) is dict:
-        return {name: by_map_index(each, group) for name, each in value.items()}
-    return value
+class TrainingArguments(OperatorArguments, total=False):
+    """Keyword arguments of `TorchDistributorOperator`, which describes them, and of every Airflow operator."""
 
-
-def positional(op_args: Any) -> tuple[Any, ...]:
-    """Returns ``op_args`` for the ranks. Raises InvalidJobError if it is no list, or as `plain`."""
-    if isinstance(op_args, (str, bytes, Mapping)) or not isinstance(op_args, Iterable):
-        raise InvalidJobError(f"op_args is {op_args!r}; it must be a list of arguments")
-    return tuple(plain(list(op_args), "op_args"))
-
-
-def keyword(op_kwargs: Any) -> dict[str, Any]:
-    """Returns ``op_kwargs`` for the ranks. Raises InvalidJobError if it is no mapping, or as `plain`."""
-    if not isinstance(op_kwargs, Mapping):
-        raise InvalidJobError(f"op_kwargs is {op_kwargs!r}; it must map names to arguments")
-    return dict(plain(dict(op_kwargs), "op_kwargs"))
-
-
-def plain(value: Any, name: str) -> Any:
-    """Returns an argument, also inside lists, tuples and dicts, with objects of Airflow as plain ones.
-
-    Airflow's sequences become lists, its mappings dicts, and an ``ObjectStoragePath`` the text of its path or URL.
-    Raises InvalidJobError, with the expression ``name``, for others, and for an undefined variable of a template.
-    """
-    of_airflow = type(value).__module__.partition(".")[0] == "airflow"
-    if type(value) is tuple:
-        return tuple(plain(item, f"{name}[{number}]") for number, item in enumerate(value))
-    if type(value) is list or (of_airflow and isinstance(value, Sequence)):
-        return [plain(item, f"{name}[{number}]") for number, item in enumerate(value)]
-    if type(value) is dict or (of_airflow and isinstance(value, Mapping)):
-        return {key: plain(value[key], f"{name}[{key!r}]") for key in value}
-    if isinstance(value, ObjectStoragePath):
-        # Without the connection, which no rank can look up.
-        return value.path if value.protocol in ("", "file") else f"{value.protocol}://{value.path}"
-    if of_airflow:
-        raise InvalidJobError(
-            f"{name} is a {type(value).__qualname__} of Airflow, which ranks cannot import: give the plain values in "
-            "it that the training needs"
-        )
-    if type(value).__module__ == "jinja2.runtime" and hasattr(value, "_undefined_message"):
-        raise InvalidJobError(f"{name} is a template whose variable is not defined: {value._undefined_message}")
-    return value
+    conn_id: str | None
+    master: str | None
+    spark_conf: Mapping[str, str] | None
+    retry_user_errors: bool
+    skip_on_exit_code: int | Collection[int] | None
+    log_ranks: Sequence[int] | None
+    deferrable: bool

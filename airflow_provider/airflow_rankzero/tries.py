@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_rankzero import _compat
 from airflow_rankzero._compat import (
@@ -74,6 +74,9 @@ class TaskTry:
     """
 
     ti: Any
+    # Attaching keeps the submission's lease, and no process ends the retries, since the scheduler is a service.
+    lease_when_attached: ClassVar[None] = None
+    retrier: ClassVar[None] = None
 
     @property
     def receiver(self) -> dict[str, Any]:
@@ -92,15 +95,6 @@ class TaskTry:
     def is_followed_by_another(self) -> bool:
         """Returns True where a worker runs the task (a drained one costs no try), or if the task is deferred."""
         return not _compat.is_in_process() or bool(getattr(self.ti.task, "deferrable", False))
-
-    @property
-    def lease_when_attached(self) -> float | None:
-        """Returns None: attaching keeps the submission's lease."""
-        return None
-
-    @property
-    def retrier(self) -> None:
-        """Returns None: no process ends the retries, since Airflow's scheduler is a service that is restarted."""
 
     @property
     def generation(self) -> str:
@@ -135,19 +129,19 @@ class TaskTry:
         """Returns True if Airflow will retry this task instance when this try fails."""
         return bool(self.ti.try_number <= self.ti.max_tries)
 
-    def state(self) -> str | None:
-        """Returns the state that Airflow has of the task instance; ``"running"`` if it cannot be queried.
+    def state(self, query: Callable[..., dict[str, Any]] | None = None, unknown: str = "running") -> str | None:
+        """Returns the state that Airflow has of the task instance; ``unknown`` if the query fails.
 
         If it is none of `STATES_OF_USERS`, a process was asked to exit because its worker shuts down, or because
         Airflow missed its heartbeats, counts it as dead, and schedules a retry. Must not be called in a signal handler:
         it sends a request to the supervisor, and the handler may have interrupted another request.
         """
         try:
-            return state_of(self.ti, self.ti.get_task_states)
+            return state_of(self.ti, query or self.ti.get_task_states)
         except Exception:
             # The whole deployment may be stopping: the run's lease ends it if no process follows it again.
             logger.warning("cannot ask Airflow whether this task was ended by a user", exc_info=True)
-            return "running"
+            return unknown
 
 
 def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
@@ -156,23 +150,19 @@ def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
     if not TaskTry(ti).is_retried:
         return least
     unnoticed = conf.getint("scheduler", "task_instance_heartbeat_timeout", fallback=300)
-    return leases.lease(_longest_delay(task, ti.max_tries), unnoticed=unnoticed, least=least)
-
-
-def _longest_delay(task: BaseOperator, tries: int) -> float:
-    """Returns the longest retry delay of the task or of a rule of its retry policy, in seconds."""
     rules = getattr(getattr(task, "retry_policy", None), "rules", ())
     delays = [rule.retry_delay.total_seconds() for rule in rules if rule.retry_delay is not None]
-    return float(max(_own_delay(task, tries), *delays, 0.0))
+    return leases.lease(max(_own_delay(task, ti.max_tries), *delays, 0.0), unnoticed=unnoticed, least=least)
 
 
 def _own_delay(task: BaseOperator, tries: int) -> float:
+    """Returns the longest retry delay of the task itself, in seconds."""
     delay = task.retry_delay.total_seconds()
     growth: float | bool | None = task.retry_exponential_backoff
     # Airflow 3.1 has a flag here, which doubles the delay.
     factor = 2.0 if growth is True else float(growth or 1.0)
     if factor <= 1.0:
-        return delay
+        return float(delay)
     bound = task.max_retry_delay or MAX_RETRY_DELAY
     longest = bound.total_seconds() if isinstance(bound, timedelta) else float(bound)
     # Airflow adds up to as much again, by chance.
@@ -316,16 +306,14 @@ class TaskLog:
         if int(self._try.ti.get_template_context().get("task_reschedule_count") or 0) >= MAX_RESCHEDULES:
             raise AirflowException(f"the workers of this task were shut down {MAX_RESCHEDULES} times, and now again")
         # Not a failure: it costs no try.
-        raise AirflowRescheduleException(datetime.now(UTC) + RESCHEDULE_AFTER)  # type: ignore[no-untyped-call]
+        raise AirflowRescheduleException(datetime.now(UTC) + RESCHEDULE_AFTER)
 
 
 def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
     """Writes facts that are not empty as a group of lines, which Airflow's UI shows as its title until it is opened."""
-    log.info("::group::%s", title)
-    for name, value in facts.items():
-        if value not in (None, "", {}, []):
-            log.info("%s: %s", name, value)
-    log.info("::endgroup::")
+    lines = [f"{name}: {value}" for name, value in facts.items() if value not in (None, "", {}, [])]
+    for line in (f"::group::{title}", *lines, "::endgroup::"):
+        log.info("%s", line)
 
 
 def show_line(log: Any, text: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +13,14 @@ from typing import Any, ParamSpec, TypeVar
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from airflow_rankzero import tries
-from airflow_rankzero.hooks.rankzero import Target
+from airflow_rankzero import _compat, tries
+from airflow_rankzero.hooks import Target
 from rankzero import RunHandle
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.pipeline import Follower, LineWritten
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 0.5
 """Seconds between two polls of a run directory on a disk."""
@@ -60,11 +57,8 @@ class RunTrigger(BaseTrigger):
         attached: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.conn_id = conn_id
-        self.directory = directory
-        self.nonce = nonce
-        self.log_ranks = log_ranks
-        self.attached = attached
+        self.directory, self.nonce, self.conn_id = directory, nonce, conn_id
+        self.log_ranks, self.attached = log_ranks, attached
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """Returns the class and arguments from which Airflow recreates this trigger."""
@@ -82,9 +76,10 @@ class RunTrigger(BaseTrigger):
             interval = await self._in_thread(lambda: leaseholder.renewal_interval)
             keeping = asyncio.create_task(self._keep_alive(leaseholder, interval))
             try:
-                await self._in_thread(self._mask_secrets)
-                follow = functools.partial(Follower, handle, ranks=self.log_ranks, attached=self.attached)
-                follower = await self._in_thread(follow)
+                with contextlib.suppress(Exception):
+                    # The connection's secrets are masked in this process; it may only be readable on workers.
+                    await self._in_thread(Target.from_conn_id, self.conn_id)
+                follower = await self._in_thread(Follower, handle, ranks=self.log_ranks, attached=self.attached)
                 self.log.info("following the run in %s", self.directory)
                 while not await self._in_thread(self._show_new, follower):
                     await asyncio.sleep(max(POLL_INTERVAL, handle.pace))
@@ -119,12 +114,6 @@ class RunTrigger(BaseTrigger):
             # Drivers of object stores raise exceptions of their own types.
             self.log.warning("the lease of the run in %s was not renewed: %s", self.directory, error)
 
-    def _mask_secrets(self) -> None:
-        """Registers the connection's secrets in this process; the run's driver has masked those of the environment."""
-        # The connection may only be readable on workers.
-        with contextlib.suppress(Exception):
-            Target.from_conn_id(self.conn_id)
-
     async def on_kill(self) -> None:
         """Ends the run after a user has marked or cleared the task.
 
@@ -136,7 +125,10 @@ class RunTrigger(BaseTrigger):
 
     def _end(self) -> None:
         ti = self.task_instance
-        state, receiver = (_state_of(ti), tries.TaskTry(ti).receiver) if ti is not None else (None, {})
+        state: str | None = None
+        receiver: dict[str, Any] = {}
+        if ti is not None:
+            state, receiver = tries.TaskTry(ti).state(_compat.task_states, "deferred"), tries.TaskTry(ti).receiver
         if state == "deferred":
             self.log.info("another triggerer follows the run in %s", self.directory)
             return
@@ -161,14 +153,3 @@ class RunTrigger(BaseTrigger):
             if isinstance(event, LineWritten):
                 tries.show_line(self.log, event.text)
         return follower.ended
-
-
-def _state_of(ti: Any) -> str | None:
-    """Queries the current state of the task; ``"deferred"`` if the request to Airflow fails."""
-    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
-
-    try:
-        return tries.state_of(ti, RuntimeTaskInstance.get_task_states)
-    except Exception:
-        logger.warning("cannot ask Airflow whether the task was ended by a user", exc_info=True)
-        return "deferred"

@@ -1,4 +1,4 @@
-"""What Airflow stores about a training that has succeeded: its XCom, and the extra of its assets' events.
+"""What ranks get from XComs, and what Airflow stores about a training that has succeeded: its XCom and asset events.
 
 The XCom is a plain value, if Airflow returns it unchanged, or a `ResultRef`.
 
@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import attrs
+from airflow.sdk import ObjectStoragePath
+from airflow.sdk.definitions.xcom_arg import PlainXComArg, XComArg
 
 from airflow_rankzero import tries
 from airflow_rankzero._compat import AirflowFailException, conf, extra_of_alias
 from airflow_rankzero.links import DIRECTORY_KEY
 from airflow_rankzero.listeners import offer
+from rankzero.errors import InvalidJobError
 from rankzero.pipeline import VALUE_LIMIT, attempt, find_unstorable, plain_view, reports, split, storable
 
 if TYPE_CHECKING:
@@ -25,9 +30,6 @@ if TYPE_CHECKING:
     from rankzero import ResultRef, RunHandle
 
 logger = logging.getLogger(__name__)
-
-REPORT_LINES = 20
-"""Reports in the log's table, evenly chosen."""
 
 _OWN_KEYS = {DIRECTORY_KEY: "run directory", "return_value": "whole value"}
 
@@ -113,33 +115,16 @@ def _refusal(ref: ResultRef, uses: list[str], why: str) -> AirflowFailException:
 def record(task: Any, context: Context, handle: RunHandle[Any]) -> str | None:
     """Records a run whose value goes to Airflow next, and returns its address, or None. No failure fails the task."""
     log = task.log
-    rows: list[dict[str, Any]] = attempt(log, "the table of reports", lambda: reports.rows_of(handle.events()), [])
-    facts: dict[str, Any] = attempt(log, "the description of the result", lambda: describe(handle, rows), {})
+    facts: dict[str, Any] = attempt(log, "the description of the result", lambda: describe(handle), {})
     if facts:
         attempt(log, "the extra of the asset events", lambda: fill_outlets(context, facts), None)
-    attempt(log, "the table of reports", lambda: show_reports(log, rows), None)
     attempt(log, "the description of the result", lambda: tries.show(log, "Result", facts), None)
     attempt(log, "the note of the delivery", lambda: offer(handle, tries.TaskTry(context["ti"])), None)
     return facts.get("uri")
 
 
-def show_reports(log: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes a group with the losses' curves and a table of rank 0's reports; none if there were no reports."""
-    if not rows:
-        return
-    from rankzero.pipeline import curves
-
-    log.info("::group::Reports of rank 0")
-    for name in curves.loss_names(rows):
-        if drawn := curves.text(rows, name):
-            log.info("%s: %s", name, drawn)
-    for line in curves.table(curves.evenly(rows, REPORT_LINES)):
-        log.info("%s", line)
-    log.info("::endgroup::")
-
-
-def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the facts that an asset event records about the result, with the throughput of its reports' ``rows``."""
+def describe(handle: RunHandle[Any]) -> dict[str, Any]:
+    """Returns the facts that an asset event records about the result, with the throughput of the run's reports."""
     ref, status = handle.result_ref(), handle.status()
     facts = {
         "uri": ref.uri,
@@ -151,7 +136,7 @@ def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, An
         "run_directory": handle.directory,
         "run_id": handle.id,
         "metrics": status.metrics,
-        **reports.throughput(rows),
+        **reports.throughput(reports.rows_of(handle.events())),
     }
     # Airflow's API server refuses nan, for example, and with it the task's success.
     return dict(storable(facts))
@@ -188,3 +173,76 @@ def _events_of(alias: Any, uri: str) -> list[Any]:
             # Airflow bounds length and characters; the training has succeeded.
             logger.warning("%s cannot be an asset of the alias %r: %s", uri, alias.key.name, error)
     return list(alias.asset_alias_events)
+
+
+# -- the arguments of ranks ---------------------------------------------------------------------
+
+
+class _OfGroup(PlainXComArg):
+    """The output of a task in a mapped task group for a task outside of it: a list by map index.
+
+    Airflow itself gives the value of a single instance, None for no instance, and a list without skipped instances.
+    """
+
+    def resolve(self, context: Mapping[str, Any]) -> Any:
+        """Returns the list; None stands for an instance without a value, which the log names."""
+        ti, task_id = context["ti"], self.operator.task_id
+        states = ti.get_task_states(dag_id=ti.dag_id, task_ids=[task_id], run_ids=[ti.run_id]).get(ti.run_id, {})
+        # The key of an instance has its map index at the end; a group without instances has one key without.
+        count = sum(key != task_id and state != "removed" for key, state in states.items())
+        values: list[Any] = ti.xcom_pull(task_ids=task_id, key=self.key, map_indexes=range(count))
+        if missing := [str(index) for index, value in enumerate(values) if value is None]:
+            logger.info("%s has no value of map index %s: None stands for each", task_id, ", ".join(missing))
+        return values
+
+
+def by_map_index(value: Any, group: Any) -> Any:
+    """Returns an XCom in which outputs of mapped task groups, but not of the task's own group, are `_OfGroup`."""
+    if type(value) is PlainXComArg:
+        of_value = value.operator.get_closest_mapped_task_group()
+        return value if of_value in (None, group) else _OfGroup(value.operator, value.key)
+    if isinstance(value, XComArg):
+        # Those of `.map()`, `.zip()` and `.concat()`.
+        inner = {name: by_map_index(getattr(value, name), group) for name in ("arg", "args") if hasattr(value, name)}
+        return attrs.evolve(value, **inner) if inner else value  # type: ignore[misc]
+    return tuple(by_map_index(each, group) for each in value) if type(value) is tuple else value
+
+
+def positional(op_args: Any) -> tuple[Any, ...]:
+    """Returns ``op_args`` for the ranks. Raises InvalidJobError if it is no list, or as `plain`."""
+    if isinstance(op_args, (str, bytes, Mapping)) or not isinstance(op_args, Iterable):
+        raise InvalidJobError(f"op_args is {op_args!r}; it must be a list of arguments")
+    return tuple(plain(list(op_args), "op_args"))
+
+
+def keyword(op_kwargs: Any) -> dict[str, Any]:
+    """Returns ``op_kwargs`` for the ranks. Raises InvalidJobError if it is no mapping, or as `plain`."""
+    if not isinstance(op_kwargs, Mapping):
+        raise InvalidJobError(f"op_kwargs is {op_kwargs!r}; it must map names to arguments")
+    return dict(plain(dict(op_kwargs), "op_kwargs"))
+
+
+def plain(value: Any, name: str) -> Any:
+    """Returns an argument, also inside lists, tuples and dicts, with objects of Airflow as plain ones.
+
+    Airflow's sequences become lists, its mappings dicts, and an ``ObjectStoragePath`` the text of its path or URL.
+    Raises InvalidJobError, with the expression ``name``, for others, and for an undefined variable of a template.
+    """
+    of_airflow = type(value).__module__.partition(".")[0] == "airflow"
+    if type(value) is tuple:
+        return tuple(plain(item, f"{name}[{number}]") for number, item in enumerate(value))
+    if type(value) is list or (of_airflow and isinstance(value, Sequence)):
+        return [plain(item, f"{name}[{number}]") for number, item in enumerate(value)]
+    if type(value) is dict or (of_airflow and isinstance(value, Mapping)):
+        return {key: plain(value[key], f"{name}[{key!r}]") for key in value}
+    if isinstance(value, ObjectStoragePath):
+        # Without the connection, which no rank can look up.
+        return value.path if value.protocol in ("", "file") else f"{value.protocol}://{value.path}"
+    if of_airflow:
+        raise InvalidJobError(
+            f"{name} is a {type(value).__qualname__} of Airflow, which ranks cannot import: give the plain values in "
+            "it that the training needs"
+        )
+    if type(value).__module__ == "jinja2.runtime" and hasattr(value, "_undefined_message"):
+        raise InvalidJobError(f"{name} is a template whose variable is not defined: {value._undefined_message}")
+    return value

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 """``major.minor`` of this interpreter."""
 
-FORMAT = 1
-"""Version of the files of a run directory. A reader refuses a later one, and reads all earlier ones."""
+FORMAT = 2
+"""Version of the files of a run directory. A reader refuses another one."""
 
 MODES = ("min", "max")
 """Values of `CheckpointConfig.mode`."""
@@ -60,7 +60,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """The description of a run, which is written into the run directory as ``job.json``.
+    """The description of a run, which is written into the run directory.
 
     `rankzero.options` describes the fields that are options of a run; here each has its decided value.
 
@@ -72,16 +72,17 @@ class Job:
         params: The arguments by name, as short plain values: see `RunHandle.params`.
         prices: The submitter's prices of an hour of ``gpu`` and ``core``, in ``currency``; see `rankzero.report.cost`.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it ends with none.
+        submitter: The process that has submitted the run, in the same form.
         submission: Number of earlier submissions of this run id.
         nonce: Random digits of this submission, since the numbers restart when the directory was removed.
+        earlier: Names of the folders of earlier submissions of this training, the first one first.
         first_attempt: Number of this submission's first attempt.
-        fresh_since: First attempt whose checkpoints count: the training of earlier ones was delivered.
         beginning: Where this submission began and why: "resumed from checkpoint ..." or "from scratch: ...".
         metrics: The last values of the metrics that earlier submissions of the same training reported.
         identity: Digest of code, arguments and world size: `rankzero.submit.pack`.
         identity_parts: Name and checksum of each part of the identity.
         generation: The orchestrator's chain of automatic retries that this submission belongs to.
-        log_starts: By rank (as text, for JSON): piece and offset at which its log lines of this submission begin.
+        queue_time: Seconds that a cluster may take to start the driver; 0 for a driver that this host starts.
         engine: The engine's specification, without secrets.
         files: Name to location, size and checksum of the files that the workers need.
         queries: Datasets that the driver has Spark compute: name to table or query.
@@ -117,16 +118,17 @@ class Job:
     labels: dict[str, str] = field(default_factory=dict)
     prices: dict[str, Any] = field(default_factory=dict)
     owner: dict[str, Any] | None = None
+    submitter: dict[str, Any] | None = None
     submission: int = 0
-    nonce: str = ""
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    earlier: list[str] = field(default_factory=list)
     first_attempt: int = 0
-    fresh_since: int = 0
     beginning: str = ""
     metrics: dict[str, Any] = field(default_factory=dict)
     identity: str = ""
     identity_parts: dict[str, str] = field(default_factory=dict)
     generation: str = ""
-    log_starts: dict[str, list[int]] = field(default_factory=dict)
+    queue_time: float = 0.0
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     queries: dict[str, str] = field(default_factory=dict)
     python: str = PYTHON
@@ -181,10 +183,10 @@ class Job:
         """Rebuilds a job from the JSON of `to_json`. Raises RunNotFoundError if this version cannot read it."""
         try:
             facts = json.loads(data)
-            if facts.get("format", FORMAT) > FORMAT:
+            if facts.get("format") != FORMAT:
                 raise RunNotFoundError(
-                    f"job.json has format {facts['format']}, and this version of rankzero reads formats up to "
-                    f"{FORMAT}: a later version has submitted the run, so upgrade rankzero here"
+                    f"the job has format {facts.get('format')}, and this version of rankzero reads format {FORMAT}: "
+                    "use the version that submitted the run"
                 )
             if found := strange(facts, {name: kind for name, kind in _KINDS.items() if name in facts}):
                 raise ValueError(found)
@@ -192,7 +194,7 @@ class Job:
             # A live run of a later version may have further fields.
             return Job(**{name: value for name, value in facts.items() if name in known})
         except (AttributeError, TypeError, ValueError) as error:
-            raise RunNotFoundError(f"job.json was written by another version of rankzero: {error}") from None
+            raise RunNotFoundError(f"the job was written by another version of rankzero: {error}") from None
 
 
 # Types of the fields that readers use.

@@ -138,8 +138,8 @@ class Launcher(Options):
             handle = around.enter_context(self.owned(train, args, kwargs))
             if show is not None:
                 show(handle)
-            for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
-                (on_line or print_line)(line, handle.id)
+            for line in handle.output.lines(handle.output.start(), follow=True):
+                (on_line or print_line)(line.prefixed, handle.id)
         value = handle.result()
         self._acknowledge(handle)
         return value, handle
@@ -320,9 +320,7 @@ class Launcher(Options):
         request = self._for(train)._request()
         request = replace(request, template=replace(request.template, generation=generation))
         if before:
-            from rankzero.submit.durable import as_repeated
-
-            request = as_repeated(request, before, generation)
+            request = request.repeated(before.own)
         return request.identity_of(train, args, kwargs)
 
     def _for(self, train: Any, *, named: bool = True) -> Launcher:

@@ -106,12 +106,12 @@ class Options:
         ports: First and last port on which the driver and rank 0 may listen, for firewalls; None lets the system
             choose. The ports of a collective library's connections are not affected.
         checkpoints: Which checkpoints are kept.
-        warm_start: True forks ranks from a warm server, a process with torch loaded, of which each executor has one
-            that ends with it. False starts every rank as a new interpreter.
+        warm_start: True forks ranks from a zygote, a process with torch loaded, which later launches of this process,
+            or of Spark's Python worker, use again. False starts every rank as a new interpreter.
         encrypt: True encrypts the connections between the run's driver and its agents, for arguments, results,
             checkpoints and lines that do not use the store. None: if Spark encrypts its own connections. Traffic
             between ranks is torch's, and is not encrypted.
-        labels: Labels of the run, which are kept in its ``job.json``: see `RunHandle.labels`.
+        labels: Labels of the run, which are kept in its directory: see `RunHandle.labels`.
         code_version: Replaces the code in the identity of the training. None: the code counts by content, so that a run
             id whose function, script or modules have changed begins from scratch.
         working_dir: A directory that is shipped with the job: each rank starts in a copy of it, which is first on its

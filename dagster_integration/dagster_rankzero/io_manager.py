@@ -42,10 +42,10 @@ _CHUNK = 8 << 20
 
 
 class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
-    """Stores dicts of tensors as safetensors, JSON values as JSON, anything else with cloudpickle.
+    """Stores tensors in plain containers by torch.save, JSON values as JSON, anything else as a pickle.
 
     A crash never damages the previous version. It stays until the next one is committed, and one that a training reads
-    until that has ended. Loading verifies the checksum, which is the asset's data version. Loading a cloudpickle file
+    until that has ended. Loading verifies the checksum, which is the asset's data version. Loading a pickle
     runs code, as with Dagster's default IO manager: set ``allow_pickle`` to False unless you trust all users who can
     write to ``base_path``.
 
@@ -61,7 +61,7 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager):
     base_path: str | None = Field(
         None, description="Path or fsspec URL of the stored values; left out: rankzero/ in the instance's storage."
     )
-    allow_pickle: bool = Field(True, description="Store and load values that need cloudpickle, which runs their code.")
+    allow_pickle: bool = Field(True, description="Store and load values that need pickle, which runs their code.")
 
     takes_references: ClassVar[bool] = True
     _root: str = PrivateAttr()
@@ -210,8 +210,8 @@ def _take(ref: ResultRef, path: str, target: str) -> None:
 
 
 def _check_format(ref: ResultRef, allow_pickle: bool) -> None:
-    if "pickle" in ref.format and not allow_pickle:
-        told = "the value needs cloudpickle, and allow_pickle is False: return a dict of tensors or plain JSON values"
+    if ref.format == "pickle" and not allow_pickle:
+        told = "the value needs pickle, and allow_pickle is False: return a dict of tensors or plain JSON values"
         raise ResultError(f"{told}, or set allow_pickle=True")
 
 

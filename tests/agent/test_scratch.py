@@ -25,16 +25,16 @@ BOUND = 60.0
 
 HOLD = """
 import json, os, sys
-from rankzero.task import hold
-make = hold.make_scratch
+from rankzero.task import hold, scratch
+make = scratch.make_scratch
 
 def announce(*place):
     made = make(*place)
     print(made, flush=True)
     return made
 
-hold.make_scratch = announce
-hold.hold({**json.loads(sys.argv[1]), "owner": os.getpid()})
+hold.make_scratch = scratch.make_scratch = announce
+hold.hold(json.loads(sys.argv[1]))
 """
 
 

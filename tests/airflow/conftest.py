@@ -7,7 +7,6 @@ other rooms' tests never import it.
 import os
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -153,13 +152,13 @@ class Watched:
     def __init__(self, dag_id: str, run_id: str, launcher: Launcher) -> None:
         from airflow_rankzero import listeners
 
-        self._listeners = listeners
+        self._listeners, self._watch = listeners, listeners.Watch()
         self.dag_id, self.run_id = dag_id, run_id
         self.set_state("up_for_retry")
         self.launcher = launcher
         self.handle = launcher.submit(wait_long)
         until(lambda: self.handle.status().state == "running", 60, "the training")
-        self._before = listeners.poll({})
+        self._watch.poll()
 
     def set_state(self, state: str | None) -> None:
         from airflow.models.taskinstance import TaskInstance
@@ -184,11 +183,10 @@ class Watched:
         delete_dag(self.dag_id)
 
     def poll(self) -> None:
-        """Polls once, and waits for what is ended then."""
-        self._before = self._listeners.poll(self._before)
-        for thread in threading.enumerate():
-            if thread.name == "rankzero-watch":
-                thread.join(60)
+        """Polls once, and ends what is due, as the threads of the scheduler do."""
+        self._watch.poll()
+        while not self._watch.due.empty():
+            self._listeners._end(self._watch.due.get())
 
 
 @pytest.fixture
@@ -199,7 +197,7 @@ def watched(
 
     from airflow_rankzero import listeners
 
-    monkeypatch.setattr(listeners, "FOLLOWER_GRACE", 0.1)
+    monkeypatch.setattr(listeners, "FOLLOWER_GRACE", 0.0)
 
     @task(task_id="train")
     def note(**context: Any) -> None:

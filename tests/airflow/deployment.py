@@ -234,10 +234,10 @@ class Deployment:
 
     def run_of(self, dag_id: str, run_id: str, task_id: str = "train") -> RunHandle[Any]:
         """The training run of a task, once it is there."""
-        from airflow_rankzero import run_id_of
+        from airflow_rankzero.tries import run_id_of
 
         directory = self.store / run_id_of(dag_id, run_id, task_id, -1)
-        wait_until((directory / "job.json").exists, RUN_TIMEOUT, "the run directory")
+        wait_until((directory / "submissions" / "0.json").exists, RUN_TIMEOUT, "the run directory")
         return RunHandle.attach(directory)
 
     def task_process(self, dag_id: str, run_id: str, task_id: str) -> int:

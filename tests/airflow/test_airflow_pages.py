@@ -46,7 +46,7 @@ def given() -> dict[str, Any]:
 def look_at(shown: Mapping[str, str] | str) -> None:
     """A connection in the environment is one that our hook takes; an option in a file is one that there is."""
     from airflow_rankzero import provider_info
-    from airflow_rankzero.hooks.rankzero import RankZeroHook
+    from airflow_rankzero.hooks import RankZeroHook
 
     if isinstance(shown, str):
         parser = configparser.ConfigParser(interpolation=None)

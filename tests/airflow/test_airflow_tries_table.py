@@ -19,8 +19,6 @@ from tests.airflow import tries_dag
 from tests.conftest import ROOT, until, wait_until_gone
 from tests.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, rows
 
-from rankzero.run.directory import RunDirectory
-
 
 def session_of_airflow() -> Any:
     """Of its database, committed after the block; apart from those of other threads."""
@@ -152,7 +150,7 @@ class Airflow:
         from airflow.models.xcom import XComModel
         from sqlalchemy import select
 
-        from airflow_rankzero import DIRECTORY_KEY
+        from airflow_rankzero.links import DIRECTORY_KEY
 
         with session_of_airflow() as session:
             noted = select(XComModel.timestamp).where(XComModel.dag_id == self.dag_id, XComModel.key == DIRECTORY_KEY)
@@ -349,7 +347,7 @@ def test_a_try_whose_run_is_ended_for_a_cleared_one_resumes_the_training(
     """A triggerer learns late that its deferred task was cleared, when the next try has attached to the run."""
     from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
-    from airflow_rankzero import RunTrigger
+    from airflow_rankzero.triggers import RunTrigger
 
     with airflow.apart() as process:
         process.kill()
@@ -389,7 +387,7 @@ def test_a_clear_of_a_deferred_task_ends_its_training_although_its_trigger_is_go
     with airflow.beside(end_later):
         assert airflow.try_again(retries=1)
     airflow.place.assert_outcome("resumes", airflow.xcom())
-    request = RunDirectory(airflow.place.run().directory).cancel_request(0)
+    request = airflow.place.run().own.cancel_request()
     assert request is not None
     assert request["reason"] == "the deferred Airflow task was cleared"
 

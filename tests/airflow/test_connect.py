@@ -22,9 +22,9 @@ def connection(server: ConnectServer, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_test_of_a_connection_starts_ranks_that_look_around(
     server: ConnectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from airflow_rankzero.hooks.rankzero import RankZeroHook
+    from airflow_rankzero.hooks import RankZeroHook
 
-    monkeypatch.setattr("airflow_rankzero.hooks.rankzero.TEST_START_TIMEOUT", 240.0)
+    monkeypatch.setattr("airflow_rankzero.hooks.TEST_START_TIMEOUT", 240.0)
 
     def told(**extra: Any) -> tuple[bool, str]:
         fields = {"conn_type": "rankzero", "host": server.url, "extra": {"store": str(tmp_path), **extra}}

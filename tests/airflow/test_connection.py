@@ -13,7 +13,7 @@ from rankzero import InvalidJobError, LocalEngine, SparkConnectEngine, SparkEngi
 def target(**fields: Any) -> Any:
     from airflow.sdk import Connection
 
-    from airflow_rankzero import Target
+    from airflow_rankzero.hooks import Target
 
     return Target.from_connection(Connection(conn_id="cluster", **{"conn_type": "spark", **fields}))
 
@@ -63,7 +63,7 @@ def rankzero(**extra: Any) -> Any:
 
 
 def test_every_field_of_the_form_is_read() -> None:
-    from airflow_rankzero import CONN_FIELDS
+    from airflow_rankzero.provider_info import CONN_FIELDS
 
     given = {
         "engine": "spark",
@@ -94,7 +94,7 @@ def test_what_a_form_left_empty_says_nothing(extra: dict[str, Any]) -> None:
 def test_words_of_a_uri_are_read_as_what_they_mean() -> None:
     from airflow.sdk import Connection
 
-    from airflow_rankzero import Target
+    from airflow_rankzero.hooks import Target
 
     uri = "rankzero://head:7078/?use_gpu=true&processes_per_task=2&conf=%7B%22spark.executor.memory%22%3A+%228g%22%7D"
     found = Target.from_connection(Connection.from_uri(uri, conn_id="cluster"))
@@ -173,7 +173,7 @@ def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFi
         ({"conn_type": "rankzero", "host": "head", "extra": '{"processes_per_task": 0}'}, "processes_per_task 0"),
         ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": "[1]"}'}, "conf is not a JSON object"),
         ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": {"a": [1]}}'}, "conf['a'] is a list"),
-        ({"host": "yarn", "extra": '{"deploy-mode": "clusters"}'}, "deploy mode 'clusters'"),
+        ({"host": "yarn", "extra": '{"deploy-mode": "clusters"}'}, "deploy-mode 'clusters'"),
         ({"host": "yarn", "extra": '["queue"]'}, "not a JSON object"),
     ],
 )
@@ -185,7 +185,7 @@ def test_what_a_run_cannot_use_is_refused(fields: dict[str, Any], words: str) ->
 
 
 def test_without_pyspark_the_embedded_engine_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from airflow_rankzero import Target
+    from airflow_rankzero.hooks import Target
 
     assert Target().engine() == SparkEngine()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

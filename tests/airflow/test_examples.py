@@ -79,7 +79,7 @@ def test_maintenance_shows_and_then_removes_what_is_old(
     monkeypatch.setenv("AIRFLOW__RANKZERO__STORE", str(tmp_path / "configured"))
     for run_id in ("old", "young"):
         assert Launcher(1, store=tmp_path / "configured", run_id=run_id).run(answer) == 42
-    run = RunDirectory(str(tmp_path / "configured" / "old"))
+    run = RunDirectory(str(tmp_path / "configured" / "old")).current()
     ended = time.time() - 8 * DAY
     run.write_status(replace(run.status(), heartbeat=ended, ended=ended))
     dag = load_dag("maintenance.py")
@@ -88,14 +88,15 @@ def test_maintenance_shows_and_then_removes_what_is_old(
     shown = run_dag(dag, run_conf={"days": 7, "dry_run": True})
     assert shown.state == "success", shown.errors
     (removed,) = shown.xcom("collect_runs")["removed"]
-    assert removed["directory"] == run.directory
+    assert removed["directory"] == run.run.directory
     assert run.status().state == "succeeded", "a dry run removes nothing"
 
     # Loaded anew, as a worker does: what a person gave to one run is not the next one's.
     done = run_dag(load_dag("maintenance.py"), run_conf={"days": 7})
     assert done.state == "success", done.errors
     assert done.xcom("collect_runs") == {**shown.xcom("collect_runs"), "dry_run": False}
-    assert [path.name for path in (tmp_path / "configured").iterdir()] == ["young"]
+    assert run.run.find_job() is None
+    assert RunDirectory(str(tmp_path / "configured" / "young")).find_job()
 
 
 def test_sweep_keeps_the_best_of_its_trainings(load_dag: LoadDag, run_dag: RunDag, tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_sweep_keeps_the_best_of_its_trainings(load_dag: LoadDag, run_dag: RunDa
     import digits
 
     assert digits.accuracy(model.load(), digits.prepare()) > 0.5
-    runs = [path for path in (tmp_path / "store").iterdir() if (path / "job.json").exists()]
+    runs = [path for path in (tmp_path / "store").iterdir() if (path / "submissions" / "0.json").exists()]
     assert len(runs) == len(settings)
 
 
@@ -134,7 +135,7 @@ def test_script_runs_on_the_cluster_of_the_connection(
     found = outcome.xcom("train")
     assert found["world_size"] == 2
     assert outcome.xcom("report") == f"accuracy {found['accuracy']:.3f} on 2 ranks"
-    (job,) = (tmp_path / "store").glob("*/job.json")
+    (job,) = (tmp_path / "store").glob("*/submissions/0.json")
     assert json.loads(job.read_text())["engine"]["master"] == "local[2]"
 
 
@@ -142,7 +143,7 @@ def test_deferred_training_gives_its_result_to_the_next_task(load_dag: LoadDag, 
     outcome = run_dag(load_dag("deferred_training.py"), run_conf={"epochs": 2})
     assert outcome.state == "success", outcome.errors
     assert outcome.xcom("evaluate") > 0.3
-    assert outcome.xcom("train").format == "safetensors"
+    assert outcome.xcom("train").format == "torch"
 
 
 class Person(threading.Thread):

@@ -26,7 +26,7 @@ def tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_the_hook_gives_the_target(tell: Any) -> None:
-    from airflow_rankzero.hooks.rankzero import RankZeroHook
+    from airflow_rankzero.hooks import RankZeroHook
 
     tell(host="head")
     assert RankZeroHook("cluster").get_conn().master == "spark://head:7077"
@@ -35,13 +35,13 @@ def test_the_hook_gives_the_target(tell: Any) -> None:
 def test_problems_and_the_lack_of_them_are_told(tell: Any, tmp_path: Path) -> None:
     ok, words = tell(engine="local")
     assert ok, words
-    assert f"nothing stands against a training on this machine, and {tmp_path} can be written" in words
+    assert f"no problem found for a training on this machine, and {tmp_path} can be written" in words
     ok, words = tell(host="spark://head", store="nosuch://bucket", use_gpu=True, processes_per_task=2)
     assert not ok
     assert "'nosuch://bucket' cannot be written" in words
     ok, words = tell(engine="ray")
     assert not ok
-    assert "engine 'ray'; choose 'spark' or 'local'" in words
+    assert "engine 'ray'; choose spark or local" in words
 
 
 def test_the_command_examines_a_connection(tell: Any, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A result is acknowledged when Airflow has it; a training whose task has ended ends, and no other one."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ def test_each_operator_that_a_task_executes_has_a_run_which_is_acknowledged(
     both()
     outcome = run_dag(dag)
     assert outcome.xcom("both") == [7, 7], outcome.errors
-    handles = [RunHandle.attach(job.parent) for job in sorted(tmp_path.glob("*/job.json"))]
+    handles = [RunHandle.attach(job.parents[1]) for job in sorted(tmp_path.glob("*/submissions/0.json"))]
     assert [handle.id.split("__")[-1].rpartition("-")[0] for handle in handles] == ["both.first", "both.second"]
     assert all(handle.delivery().acknowledged for handle in handles)
 
@@ -50,8 +51,8 @@ def test_a_success_that_airflow_s_server_refused_is_not_acknowledged(
     operator(train)
     run_dag(dag)
     assert asked
-    (job,) = tmp_path.glob("*/job.json")
-    delivery = RunHandle.attach(job.parent).delivery()
+    (job,) = tmp_path.glob("*/submissions/0.json")
+    delivery = RunHandle.attach(job.parents[1]).delivery()
     assert delivery.receiver["try"] == 1
     assert not delivery.acknowledged
 
@@ -72,7 +73,7 @@ def test_a_success_that_airflow_s_server_refused_is_not_acknowledged(
 def test_the_end_of_a_task_ends_a_training_that_nobody_follows(
     watched: Watched, end: Callable[[Watched], None], reason: str
 ) -> None:
-    from airflow_rankzero import TaskTry
+    from airflow_rankzero.tries import TaskTry
 
     watched.poll()
     assert not watched.handle.status().final
@@ -117,7 +118,7 @@ def test_a_mark_ends_no_run_that_was_submitted_after_it(watched: Watched, monkey
     assert after.cancelled_for() == {}
 
 
-def test_only_a_scheduler_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_scheduler_watches_and_with_a_fixed_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     from airflow_rankzero import listeners
 
     polls: list[Any] = []
@@ -125,16 +126,37 @@ def test_only_a_scheduler_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     class Enough(BaseException):
         pass
 
-    def poll(before: Any) -> Any:
-        polls.append(before)
+    def poll(watch: Any) -> None:
+        polls.append(watch)
         if len(polls) == 1:
             raise OSError("no database")
-        raise Enough
+        if len(polls) == 3:
+            raise Enough
+
+    def threads() -> int:
+        return sum(thread.name == "rankzero-end" for thread in threading.enumerate())
 
     monkeypatch.setattr(listeners, "POLL_INTERVAL", 0.01)
-    monkeypatch.setattr(listeners, "poll", poll)
+    monkeypatch.setattr(listeners.Watch, "poll", poll)
+    before = threads()
     listeners._watch(SimpleNamespace(job_type="TriggererJob"))
-    assert polls == []
+    assert (polls, threads()) == ([], before)
     with pytest.raises(Enough):
         listeners._watch(SimpleNamespace(job_type="SchedulerJob"))
-    assert polls == [{}, {}]
+    assert len({*polls}) == 1
+    assert threads() == before + listeners.THREADS
+
+
+def test_a_task_that_is_scheduled_again_within_the_grace_keeps_its_training(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow_rankzero import listeners
+
+    monkeypatch.setattr(listeners, "FOLLOWER_GRACE", 600.0)
+    watched.set_state("failed")
+    watched.poll()
+    watched.set_state("queued")
+    watched.poll()
+    monkeypatch.setattr(listeners, "FOLLOWER_GRACE", 0.0)
+    watched.poll()
+    assert not watched.handle.status().final

@@ -34,8 +34,8 @@ back = serde.deserialize(json.loads(json.dumps(serde.serialize(ref), allow_nan=F
 shown["reference"] = [back == ref, back.summary, "airflow_rankzero.operators" in sys.modules]
 
 from airflow_rankzero import TorchDistributorOperator, torch_distributor
-import airflow_rankzero.plugin, airflow_rankzero.links, airflow_rankzero.hooks.rankzero
-import airflow_rankzero.hooks.rankzero, airflow_rankzero.openlineage
+import airflow_rankzero.plugin, airflow_rankzero.links, airflow_rankzero.hooks
+import airflow_rankzero.hooks, airflow_rankzero.openlineage
 heavy = {"torch", "pyspark", "py4j", "cloudpickle", "numpy", "pandas"}
 shown["heavy"] = sorted(heavy & (set(sys.modules) - before))
 
@@ -43,7 +43,7 @@ from airflow_rankzero._compat import conf
 from airflow_rankzero import provider_info
 
 def options():
-    return [[conf.get("rankzero", name) for name in provider_info.OPTIONS], provider_info.store()]
+    return [[conf.get("rankzero", name) for name in provider_info.OPTIONS], provider_info.option("store")]
 
 shown["options"] = options()
 os.environ.update(AIRFLOW__RANKZERO__STORE="/data")
@@ -91,7 +91,7 @@ def schema(name: str) -> Any:
 def test_provider_description_is_valid() -> None:
     import jsonschema
 
-    from airflow_rankzero import get_provider_info
+    from airflow_rankzero.provider_info import get_provider_info
 
     info = get_provider_info()
     assert list(jsonschema.Draft7Validator(schema("provider_info.schema.json")).iter_errors(info)) == []
@@ -103,13 +103,13 @@ def test_provider_description_is_valid() -> None:
 def test_what_the_provider_names_is_there() -> None:
     import importlib
 
-    from airflow_rankzero import get_provider_info
+    from airflow_rankzero.provider_info import get_provider_info
 
     info = get_provider_info()
     modules = [
         name for kind in ("operators", "hooks", "triggers") for each in info[kind] for name in each["python-modules"]
     ]
-    assert [name.removeprefix("airflow_rankzero.") for name in modules] == ["operators", "hooks.rankzero", "triggers"]
+    assert [name.removeprefix("airflow_rankzero.") for name in modules] == ["operators", "hooks", "triggers"]
     classes = [each["hook-class-name"] for each in info["connection-types"]] + info["extra-links"]
     classes += [each["class-name"] for each in info["task-decorators"]]
     classes += re.findall(r"module: (airflow_rankzero\S+)", (ROOT / ".airflow-registry.yaml").read_text())
@@ -121,7 +121,7 @@ def test_what_the_provider_names_is_there() -> None:
 
 
 def test_airflow_knows_the_options_and_their_defaults(shown: dict[str, Any]) -> None:
-    assert shown["options"] == [["", "", ""], None]
+    assert shown["options"] == [["", "", ""], ""]
     assert shown["changed options"] == [["/data", "", ""], "/data"]
 
 

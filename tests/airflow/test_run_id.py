@@ -7,9 +7,9 @@ from rankzero.kinds import RUN_ID
 
 def run_id_of(dag_id: str, dag_run_id: str, task_id: str, map_index: int) -> str:
     # Each process of the suite imports this module, and few of them need Airflow.
-    import airflow_rankzero
+    from airflow_rankzero import tries
 
-    return airflow_rankzero.run_id_of(dag_id, dag_run_id, task_id, map_index)
+    return tries.run_id_of(dag_id, dag_run_id, task_id, map_index)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_credentials_of_addresses_are_masked_as_they_are_rendered(
     dag: Any, monkeypatch: pytest.MonkeyPatch, field: str, template: Any
 ) -> None:
     from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero.hooks import rankzero as target
+    from airflow_rankzero import hooks as target
 
     masked: list[str] = []
     monkeypatch.setattr(target, "mask_secret", masked.append)
@@ -95,7 +95,7 @@ def test_they_are_masked_before_the_fields_are_stored(
 
 def test_the_trigger_masks_what_the_worker_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that has never seen the task: what it registers is what Airflow replaces."""
-    from airflow_rankzero import RunTrigger
+    from airflow_rankzero.triggers import RunTrigger
     from rankzero import Launcher
 
     extra = {"engine": "local", "conf": {"spark.hadoop.fs.s3a.secret.key": CONNECTION_KEY}}

@@ -53,7 +53,7 @@ def test_numbers_and_scripts_may_be_templates_and_values_of_other_tasks(
     outcome = run_dag(dag)
     assert outcome.xcom("decorated") == 2, outcome.errors
     assert outcome.xcom("script") == 2, outcome.errors
-    (job,) = (json.loads(path.read_text()) for path in store.glob("*__script-*/job.json"))
+    (job,) = (json.loads(path.read_text()) for path in store.glob("*__script-*/submissions/0.json"))
     names = ("num_processes", "processes_per_task", "timeout", "start_timeout", "hang_timeout", "max_restarts")
     assert [job[name] for name in names] == [2, 2, 250.0, 480, None, 1]
 
@@ -94,7 +94,8 @@ def test_an_elastic_world_and_restart_on_may_be_templates(dag: Any, run_dag: Run
 def test_what_renders_to_nonsense_fails_for_good(
     dag: Any, run_dag: RunDag, tmp_path: Path, arguments: dict[str, Any], words: str
 ) -> None:
-    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
+    from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero._compat import AirflowFailException
     from rankzero import InvalidJobError
 
     TorchDistributorOperator(task_id="train", train=print, store=str(tmp_path), retries=3, **arguments)
@@ -108,7 +109,8 @@ def test_what_renders_to_nonsense_fails_for_good(
 
 
 def test_a_mapped_value_that_is_wrong_fails_its_task_for_good(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
+    from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero._compat import AirflowFailException
     from rankzero import InvalidJobError
 
     made = TorchDistributorOperator.partial(task_id="train", train=print, store=str(tmp_path), retries=3)
@@ -144,7 +146,7 @@ async def trained_later(lr: float) -> None:
         ({"log_ranks": "0"}, "log_ranks is '0'; give a list of ranks"),
         ({"log_ranks": "{{ params.ranks }}"}, "log_ranks is '{{ params.ranks }}', but cannot be a template"),
         ({"skip_on_exit_code": "99"}, "skip_on_exit_code is '99'; give exit codes, such as 99 or [98, 99]"),
-        ({"skip_on_exit_code": True}, "skip_on_exit_code is [True]; give exit codes"),
+        ({"skip_on_exit_code": True}, "skip_on_exit_code is True; give exit codes"),
         ({"retry_user_errors": "no"}, "retry_user_errors is 'no'; give True or False"),
         ({"deferrable": 1}, "deferrable is 1; give True or False"),
         ({"conn_id": "cluster", "master": "yarn"}, "conn_id is 'cluster', and master is given"),
@@ -246,7 +248,7 @@ def test_relative_paths_begin_beside_the_dag_file(
     ],
 )
 def test_the_path_of_a_dataset_begins_beside_the_dag_file(tmp_path: Path, given: Any, wanted: str) -> None:
-    from airflow_rankzero import dataset_beside
+    from airflow_rankzero.templates import dataset_beside
 
     (tmp_path / "rows").mkdir()
     found = dataset_beside(str(tmp_path / "daily.py"), {"name": given})

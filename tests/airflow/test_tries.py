@@ -10,7 +10,6 @@ import pytest
 from tests.airflow import versions
 
 from rankzero import Launcher, RunCancelledError
-from rankzero.run.directory import RunDirectory
 
 
 def make(try_number: int, max_tries: int, **task: Any) -> tuple[Any, Any]:
@@ -65,7 +64,7 @@ def test_a_lease_is_as_long_as_the_next_try_may_take(task: Any, ti: Any, deferre
 def test_a_clear_begins_another_chain_of_automatic_tries(
     first: tuple[int, int, int], second: tuple[int, int, int], is_same: bool
 ) -> None:
-    from airflow_rankzero import TaskTry
+    from airflow_rankzero.tries import TaskTry
 
     tries = [
         SimpleNamespace(run_id="r", try_number=number, max_tries=most, task=SimpleNamespace(retries=retries))
@@ -94,8 +93,7 @@ def test_a_clear_begins_another_chain_of_automatic_tries(
     ],
 )
 def test_what_a_user_did_is_told_from_everything_else(answer: Any, ended: bool) -> None:
-    from airflow_rankzero import TaskTry
-    from airflow_rankzero.tries import STATES_OF_USERS
+    from airflow_rankzero.tries import STATES_OF_USERS, TaskTry
 
     asked: list[dict[str, Any]] = []
 
@@ -125,7 +123,8 @@ def test_a_retry_policy_may_make_the_next_try_wait_longer() -> None:
 
 
 def test_what_interrupts_a_try_and_leaves_its_training() -> None:
-    from airflow_rankzero import AirflowRescheduleException, TaskDeferred, TaskTry
+    from airflow_rankzero._compat import AirflowRescheduleException, TaskDeferred
+    from airflow_rankzero.tries import TaskTry
 
     _, retried = make(1, 1)
     _, last = make(2, 1)
@@ -158,8 +157,7 @@ def test_a_user_s_mark_notifies_of_a_failure_only_if_it_is_one(
 ) -> None:
     from airflow.sdk import BaseOperator
 
-    from airflow_rankzero import TaskTry
-    from airflow_rankzero.tries import TaskLog
+    from airflow_rankzero.tries import TaskLog, TaskTry
 
     task = BaseOperator(task_id="train", email="me", on_retry_callback=print, on_failure_callback=print)
     ti = SimpleNamespace(
@@ -204,7 +202,7 @@ def test_a_deferral_that_failed_for_good_ends_the_run(
         with pytest.raises((versions.exception("TaskDeferralError"), versions.exception("TaskDeferralTimeout"))):
             operator.resume_execution(TRIGGER_FAIL_REPR, {"error": error}, {"ti": ti})
         if reason is None:
-            assert RunDirectory(handle.directory).cancel_request(0) is None
+            assert handle.own.cancel_request() is None
         else:
             assert handle.wait(60)
             assert f"on request: the deferral of the Airflow task failed: {reason}" in str(handle.status().error)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from tests.conftest import until
+from tests.runs import submitted
 
 from rankzero import Launcher, RunHandle
-from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 from rankzero.run.status import RunStatus
 from rankzero.store import files
 
@@ -38,7 +38,7 @@ WORKER = ("scheduled", "queued", "running")
 
 def make_trigger(handle: RunHandle[Any], nonce: str = "") -> Any:
     """As the triggerer makes it: from what was stored in the database."""
-    from airflow_rankzero import RunTrigger
+    from airflow_rankzero.triggers import RunTrigger
 
     path, arguments = RunTrigger(handle.directory, nonce or handle.nonce).serialize()
     module, _, name = path.rpartition(".")
@@ -110,7 +110,7 @@ def test_a_run_that_is_not_the_triggers_to_end_goes_on(
 
     monkeypatch.setattr(RuntimeTaskInstance, "get_task_states", staticmethod(get_task_states))
     (run, *_) = make_runs(str(tmp_path), "running", count=1)
-    handle = RunHandle[Any](run.directory)
+    handle = RunHandle[Any](run.run.directory)
     # What a task records when it defers.
     handle.offer({"task_instance": "i", "try": 1, "generation": "r#0"})
     trigger = make_trigger(handle, nonce)
@@ -197,16 +197,10 @@ class Stall:
         self._open.set()
 
 
-def make_runs(
-    store: str, state: str, *, orphan_timeout: float | None = None, count: int = STALLED
-) -> list[RunDirectory]:
-    runs = [RunDirectory(f"{store}/run-{number}") for number in range(count)]
-    for run in runs:
-        assert run.claim(0)
-        run.write_submission(Job("run", "train", 1, 1, False, None, None, 60.0, {}, orphan_timeout=orphan_timeout))
-        # No other heartbeat follows, and none is missed while a test lasts.
-        run.write_status(RunStatus(state=state, heartbeat=time.time(), patience=120.0))
-    return runs
+def make_runs(store: str, state: str, *, orphan_timeout: float | None = None, count: int = STALLED) -> list[Submission]:
+    # No other heartbeat follows, and none is missed while a test lasts.
+    status = RunStatus(state=state, heartbeat=time.time(), queue_time=120.0)
+    return [submitted(f"{store}/run-{number}", status, orphan_timeout=orphan_timeout) for number in range(count)]
 
 
 async def true(look: Callable[[], object]) -> None:
@@ -218,7 +212,7 @@ def test_a_lease_is_renewed_while_the_store_does_not_answer_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = make_runs(f"memory://{tmp_path.name}", "running", orphan_timeout=2.0)
-    triggers = [make_trigger(RunHandle[Any](run.directory)) for run in runs]
+    triggers = [make_trigger(RunHandle[Any](run.run.directory)) for run in runs]
     stall = Stall(r"(?<!/lease)$")
     monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
 
@@ -250,9 +244,9 @@ def test_a_store_that_does_not_answer_delays_no_training_of_another_store(
 ) -> None:
     """Nor any other trigger: the triggerer's own threads stay free."""
     runs = make_runs(f"memory://{tmp_path.name}/away", "succeeded", count=100)
-    triggers = [make_trigger(RunHandle[Any](run.directory)) for run in runs]
+    triggers = [make_trigger(RunHandle[Any](run.run.directory)) for run in runs]
     (other, *_) = make_runs(f"memory://{tmp_path.name}/there", "succeeded")
-    trigger = make_trigger(RunHandle[Any](other.directory))
+    trigger = make_trigger(RunHandle[Any](other.run.directory))
     stall = Stall("/away/")
     monkeypatch.setattr(files, "filesystem_of", stall.filesystem)
 
@@ -260,7 +254,7 @@ def test_a_store_that_does_not_answer_delays_no_training_of_another_store(
         stall.begin()
         following = [asyncio.create_task(first(each)) for each in triggers]
         await true(lambda: stall.stalled)
-        assert (await first(trigger))["directory"] == other.directory
+        assert (await first(trigger))["directory"] == other.run.directory
         # What any other trigger does.
         assert await asyncio.to_thread(lambda: "done") == "done"
         assert not any(task.done() for task in following)

@@ -49,9 +49,9 @@ def test_a_task_pulls_numbers_of_numpy_and_torch_as_its_own(
     outcome = run_dag(dag)
     assert outcome.state == "success", outcome.errors
     assert sorted(outcome.xcom("read")) == ["float", "float", "int"]
-    (job,) = tmp_path.glob("*/job.json")
+    (job,) = tmp_path.glob("*/submissions/0.json")
     # The file keeps what was returned.
-    assert type(RunHandle.attach(job.parent).result()["acc"]).__module__ == "numpy"
+    assert type(RunHandle.attach(job.parents[1]).result()["acc"]).__module__ == "numpy"
 
 
 @pytest.mark.parametrize(

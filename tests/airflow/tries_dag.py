@@ -52,7 +52,7 @@ if __name__ == "__main__":
     # A third of the time of Airflow's imports is spent on the search for garbage, of which they make none.
     gc.disable()
     dag_id, folder, mark, operator, *worker = sys.argv[1:]
-    # The module of `Place.deploy`; not by a variable, for which the ranks would need a warm server of their own.
+    # The module of `Place.deploy`; not by a variable, for which the ranks would need a zygote of their own.
     sys.path.insert(0, folder)
     if worker:
         versions.be_a_worker()

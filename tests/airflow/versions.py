@@ -24,23 +24,15 @@ def needs(major: int, minor: int, what: str) -> None:
 
 
 def deserialize(encoded: Any) -> Any:
-    try:
-        from airflow.sdk import serde
-    except ImportError:
-        from airflow.serialization import serde
-    return serde.deserialize(encoded)
+    from airflow_rankzero import _compat
+
+    return _compat._find("serde", "airflow.sdk", "airflow.serialization").deserialize(encoded)
 
 
 def exception(name: str) -> type[BaseException]:
-    """An exception of Airflow that `_compat` has no use for."""
-    try:
-        from airflow.sdk import exceptions
+    from airflow_rankzero import _compat
 
-        return getattr(exceptions, name)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError):
-        from airflow import exceptions as older
-
-        return getattr(older, name)  # type: ignore[no-any-return]
+    return _compat._exception(name)  # type: ignore[no-any-return]
 
 
 def secrets_masker() -> Any:

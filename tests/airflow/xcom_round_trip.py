@@ -15,7 +15,7 @@ from airflow.sdk.execution_time import comms, supervisor
 from hypothesis import strategies
 from pydantic import TypeAdapter
 
-from airflow_rankzero import find_lost_key
+from airflow_rankzero.xcom import find_lost_key
 from rankzero import ResultRef
 from rankzero.values.plain import find_unstorable
 

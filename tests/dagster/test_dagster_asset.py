@@ -8,6 +8,7 @@ import dagster as dg
 import pytest
 import torch
 from tests.dagster.dagster_events import metadata_of, value_of
+from tests.runs import job_file
 
 import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource, torch_asset
@@ -53,7 +54,7 @@ def test_an_input_of_the_rankzero_io_manager_is_opened_by_the_ranks_and_not_by_t
 
     result = dg.materialize([features, model], resources=resources)
     assert value_of(result, "model") == "Tensor"
-    job = json.loads((Path(metadata_of(result, "model")["run_directory"]) / "job.json").read_text())
+    job = json.loads(job_file(metadata_of(result, "model")["run_directory"]).read_text())
     (opened,) = [file["location"] for file in job["files"].values() if file["absolute"]]
     assert opened.startswith(str(assets_path / "features"))
 

@@ -88,7 +88,7 @@ def test_the_step_never_loads_what_our_io_manager_stores(
     make: Callable[..., dg.AssetsDefinition], resources: dict[str, object]
 ) -> None:
     result = dg.materialize([make(), format_of], resources=resources)
-    assert result.output_for_node("format_of") == "cloudpickle"
+    assert result.output_for_node("format_of") == "pickle"
 
 
 @pytest.mark.parametrize("make", ASSETS)

@@ -14,6 +14,7 @@ import pytest
 from dagster.components.testing import DefsFolderSandbox, create_defs_folder_sandbox
 from tests.conftest import ROOT
 from tests.dagster.dagster_events import value_of
+from tests.runs import folder_of
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, TorchTrainingComponent
 from rankzero import RunHandle
@@ -147,7 +148,7 @@ def test_a_resource_of_its_own(sandbox: DefsFolderSandbox, tmp_path: Path) -> No
         assert value_of(job.execute_in_process(), "size") == 2
     (run,) = (tmp_path / "runs").iterdir()
     # Relative paths begin in the component's folder.
-    assert {"working_dir/train.py", "py_files/shapes.py"} <= set((run / "submissions/0/code.txt").read_text().split())
+    assert {"working_dir/train.py", "py_files/shapes.py"} <= set((folder_of(run) / "code.txt").read_text().split())
 
 
 def test_digits_of_an_environment_variable_are_text(
@@ -244,5 +245,5 @@ def test_dg_scaffolds_checks_lists_and_launches_in_the_example_project(project: 
         for key in ("models/digits", "scaffolded"):
             event = instance.get_latest_materialization_event(dg.AssetKey.from_user_string(key))
             shown = event.asset_materialization.metadata
-            assert (shown["world_size"].value, shown["format"].value) == (2, "safetensors")
+            assert (shown["world_size"].value, shown["format"].value) == (2, "torch")
             assert "loss_curve" in shown

@@ -1,6 +1,7 @@
 """What the UI shows of a run that has ended."""
 
 import base64
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -35,8 +36,9 @@ def test_the_curve_the_table_and_the_throughput_of_a_run(resources: dict[str, ob
     title, _, picture = shown["loss_curve"].partition("](data:image/svg+xml;base64,")
     assert title == "![train_loss"
     svg = ElementTree.fromstring(base64.b64decode(picture.removesuffix(")")))
-    (line,) = svg.findall("{http://www.w3.org/2000/svg}polyline")
-    heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
+    # The first path is that of the axes.
+    _, line = svg.findall("{http://www.w3.org/2000/svg}path")
+    heights = [float(height) for height in re.findall(r"[ML][0-9.]+,([0-9.]+)", line.attrib["d"])]
     assert heights == sorted(heights)
     assert len(set(heights)) == 3
 

@@ -73,7 +73,7 @@ def test_they_reach_the_run(
         return torch_distributor.options(max_restarts=1).run(context, lambda: 1)
 
     dg.materialize([trained], resources={"torch_distributor": configured})
-    (job,) = (json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/job.json"))
+    (job,) = (json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/submissions/0.json"))
     assert job["checkpoints"] == {"num_to_keep": None, "metric": "loss", "mode": "max"}
     assert (job["max_restarts"], job["max_preemptions"], job["ports"]) == (1, 3, [20000, 29999])
     assert job["warm_start"] is warm_start

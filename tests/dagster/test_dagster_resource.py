@@ -10,6 +10,7 @@ import dagster as dg
 import pytest
 import torch
 from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
+from tests.runs import folder_of
 
 import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource
@@ -62,12 +63,12 @@ def test_an_asset_shows_the_run_and_its_result(
     assert shown["metric/loss"] == 0.25
     assert shown["metric/epoch"] == 3
     assert shown["metric/bad"] == "nan"
-    assert shown["format"] == "safetensors"
+    assert shown["format"] == "torch"
     assert shown["parameters"] == 6
     # No milliseconds, and no time of day.
     assert 0 < shown["duration_seconds"] < 300
     assert shown["run_id"] == Path(shown["run_directory"]).name
-    stored = Path(shown["run_directory"]) / "result"
+    stored = folder_of(shown["run_directory"]) / "result"
     assert [file.stat().st_size for file in stored.iterdir()] == [shown["size"]]
     lines = capfd.readouterr().out.splitlines()
     assert "[0] rank 0 says hello" in lines
@@ -125,7 +126,7 @@ def test_a_failing_rank_shows_its_cause_and_is_not_retried(torch_distributor: To
     assert "_ = 1 / 0" in facts["traceback"]
     assert "about to divide" in facts["log_tail"]
     assert facts["host"]
-    assert json.loads((Path(facts["run_directory"]) / "status.json").read_text())["state"] == "failed"
+    assert json.loads((folder_of(facts["run_directory"]) / "status.json").read_text())["state"] == "failed"
     assert "division by zero" in description
     assert retries_of(result, "broken") == 0
     assert not result.get_asset_materialization_events()

@@ -11,6 +11,7 @@ from tests.s3 import S3Server
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
 from rankzero import ResultRef, store
+from rankzero.run.directory import RunDirectory
 
 
 @pytest.fixture
@@ -44,9 +45,10 @@ def test_a_result_moves_inside_the_bucket_and_the_ranks_open_it(
     assert result.output_for_node("total") == sum(range(100_000)) * 2
     shown = metadata_of(result, "model")
     run = urlsplit(str(shown["run_directory"])).path
-    assert len(store.list_names(f"{shown['run_directory']}/result")) == 1
-    assert s3_server.requests("GET", f"{run}/result/value") == []
-    assert s3_server.requests("GET", f"{run}/status.json") != []
+    own = RunDirectory(str(shown["run_directory"])).current()
+    assert len(store.list_names(own.path("result"))) == 1
+    assert [line for line in s3_server.requests("GET", f"{run}/submissions/") if "/result/value" in line] == []
+    assert any("/status.json" in line for line in s3_server.requests("GET", f"{run}/submissions/"))
     assert shown["path"] == f"{bucket}/assets/model"
     (data,) = (name for name in store.list_names(f"{bucket}/assets/model") if name.startswith("data-"))
     assert shown["size"] == store.size(f"{bucket}/assets/model/{data}")

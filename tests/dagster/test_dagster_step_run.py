@@ -84,7 +84,7 @@ def open_step(tmp_path: Path, marker: str) -> Iterator[Open]:
 
     yield open_it
     # Nobody follows them to their ends here.
-    left = [RunHandle.attach(job.parent) for job in (tmp_path / "runs").glob("*/job.json")]
+    left = [RunHandle.attach(job.parents[1]) for job in (tmp_path / "runs").glob("*/submissions/0.json")]
     for handle in left:
         handle.cancel()
     assert all(handle.wait(120) for handle in left)

@@ -221,9 +221,9 @@ def test_an_interrupt_leaves_no_rank_behind_and_the_callers_handlers_alone(
 
     def interrupt() -> None:
         # The last file of a submission: what is attached to before it is no run yet.
-        until(lambda: list((tmp_path / "runs").glob("*/job.json")), 60, "a run")
-        (job,) = (tmp_path / "runs").glob("*/job.json")
-        until(lambda: RunHandle.attach(job.parent).status().state == "running", 60, "ranks")
+        until(lambda: list((tmp_path / "runs").glob("*/submissions/0.json")), 60, "a run")
+        (job,) = (tmp_path / "runs").glob("*/submissions/0.json")
+        until(lambda: RunHandle.attach(job.parents[1]).status().state == "running", 60, "ranks")
         os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, stop)
@@ -233,9 +233,9 @@ def test_an_interrupt_leaves_no_rank_behind_and_the_callers_handlers_alone(
         with dg.build_asset_context() as context, pytest.raises(Stop):
             one_rank.run(context, endless)
         left = wait_until_gone(marker)
-        (job,) = (tmp_path / "runs").glob("*/job.json")
+        (job,) = (tmp_path / "runs").glob("*/submissions/0.json")
         # Ended as asked for, and the call has waited for that.
-        assert RunHandle.attach(job.parent).status().state == "cancelled"
+        assert RunHandle.attach(job.parents[1]).status().state == "cancelled"
         assert signal.getsignal(signal.SIGUSR1) is stop
     finally:
         signal.signal(signal.SIGUSR1, before)

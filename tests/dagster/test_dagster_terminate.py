@@ -44,8 +44,8 @@ class Launched:
         return f"OF_RANK={mark_of(self.root)}"
 
     def training(self) -> RunHandle[Any]:
-        (job,) = (self.root / "runs").glob(f"{self.run_id[:8]}-*/job.json")
-        return RunHandle.attach(job.parent)
+        (job,) = (self.root / "runs").glob(f"{self.run_id[:8]}-*/submissions/0.json")
+        return RunHandle.attach(job.parents[1])
 
     def await_ranks(self) -> set[int]:
         looks = itertools.count()
@@ -53,7 +53,7 @@ class Launched:
         def trains() -> bool:
             # A request to the webserver costs as much as forty looks at the directory.
             assert next(looks) % 20 or self.dagster.status(self.run_id) not in FINAL
-            begun = any((self.root / "runs").glob(f"{self.run_id[:8]}-*/job.json"))
+            begun = any((self.root / "runs").glob(f"{self.run_id[:8]}-*/submissions/0.json"))
             return begun and self.training().status().checkpoint is not None
 
         wait_until(trains, RUN_TIMEOUT, "ranks that train")

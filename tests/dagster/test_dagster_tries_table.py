@@ -43,7 +43,7 @@ def body(context: dg.AssetExecutionContext, config: Asked, torch_distributor: To
     """Notes its process for each try; a try after the first waits while there is a file ``hold``."""
     folder = os.environ["TEST_FOLDER"]
     if folder not in sys.path:
-        # The module of `Place.deploy`; not by a variable, for which the ranks would need a warm server of their own.
+        # The module of `Place.deploy`; not by a variable, for which the ranks would need a zygote of their own.
         sys.path.insert(0, folder)
     Path(folder, f"step-{context.retry_number}").write_text(str(os.getpid()))
     if context.retry_number and Path(folder, "hold").exists():

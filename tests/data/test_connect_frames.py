@@ -52,4 +52,4 @@ def test_a_frame_that_cannot_be_a_dataset_is_refused(launcher: Launcher, connect
     ):
         with pytest.raises(InvalidJobError, match=why):
             launcher.options(dataset=frame).run(seen)
-    assert list(tmp_path.glob("store/*/datasets/*")) == []
+    assert list(tmp_path.glob("store/*/submissions/*/datasets/*")) == []

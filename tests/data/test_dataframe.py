@@ -21,7 +21,6 @@ from rankzero.data.manifest import Manifest
 from rankzero.engines.spark import materialize as materializing
 from rankzero.engines.spark.materialize import content_of, materialize, row_hash
 from rankzero.engines.spark.part import Part
-from rankzero.run.directory import RunDirectory
 from rankzero.train import DatasetShard, TrainContext
 
 
@@ -161,7 +160,7 @@ def test_a_column_without_a_tensor_is_refused(session: Any, tmp_path: Path, colu
     frame = session.range(10).selectExpr("id", f"{column} AS bad")
     with pytest.raises(InvalidJobError, match=why):
         Launcher(2, dataset=frame, store=tmp_path).run(max, 1, 2)
-    assert glob.glob(f"{tmp_path}/*/datasets/*") == []
+    assert glob.glob(f"{tmp_path}/*/submissions/*/datasets/*") == []
 
 
 def test_vectors_of_several_lengths_are_refused_by_name(session: Any, tmp_path: Path) -> None:
@@ -199,7 +198,7 @@ def test_bad_frames_are_refused_and_leave_nothing(session: Any, tmp_path: Path) 
     assert "cannot be read by Spark" in refusal("SELECT nothing FROM nowhere")
     failing = session.range(10).selectExpr("if(id = 9, raise_error('nine'), id) AS id")
     assert "Spark could not compute the dataset 'train'" in refusal(failing, EngineError)
-    assert glob.glob(f"{tmp_path}/*/datasets/*") == []
+    assert glob.glob(f"{tmp_path}/*/submissions/*/datasets/*") == []
 
 
 def test_a_table_with_the_name_of_a_folder_is_neither_of_them_silently(
@@ -246,12 +245,12 @@ def test_a_resumed_run_goes_on_in_the_rows_with_which_it_began(session: Any, fra
     launcher = Launcher(2, store=tmp_path, run_id="again", code_version="1", stop_grace=60)
     with pytest.raises(Exception, match="no more"):
         launcher.options(dataset=frame).run(first_or_fail)
-    assert len(glob.glob(f"{tmp_path}/again/datasets/*")) == 1
+    assert len(glob.glob(f"{tmp_path}/again/submissions/*/datasets/*")) == 1
     rest = launcher.options(dataset=frame.repartition(2)).run(first_or_fail)
     assert rest == [*range(200, 500), *range(700, 1001)]
-    assert glob.glob(f"{tmp_path}/again/datasets/*") == []
+    assert glob.glob(f"{tmp_path}/again/submissions/*/datasets/*") == []
     assert launcher.options(dataset=frame.where("id < 100")).run(lambda: rt.get_dataset_shard().num_rows) == 100
-    assert glob.glob(f"{tmp_path}/again/datasets/*") == []
+    assert glob.glob(f"{tmp_path}/again/submissions/*/datasets/*") == []
 
 
 @pytest.mark.soak
@@ -264,10 +263,10 @@ def test_a_resumed_run_keeps_the_rows_of_its_query(session: Any, tmp_path: Path)
     launcher = Launcher(2, engine=engine, dataset=query, store=tmp_path, run_id="q", stop_grace=60)
     with pytest.raises(Exception, match="no more"):
         launcher.run(first_or_fail)
-    assert len(glob.glob(f"{tmp_path}/q/datasets/*")) == 1
+    assert len(glob.glob(f"{tmp_path}/q/submissions/*/datasets/*")) == 1
     session.range(1001, 1500, 1, 1).write.mode("append").parquet(source)
     assert launcher.run(first_or_fail) == [*range(200, 500), *range(700, 1001)]
-    assert glob.glob(f"{tmp_path}/q/datasets/*") == []
+    assert glob.glob(f"{tmp_path}/q/submissions/*/datasets/*") == []
 
 
 class Interrupted(BaseException):
@@ -364,7 +363,7 @@ def test_a_driver_with_a_spark_of_its_own_computes_queries_and_writes_no_secret_
     dataset = {"train": "SELECT id FROM range(500)", "eval": "SELECT id, id * 2 AS y FROM range(0, 30, 1, 3)"}
     handle = Launcher(2, engine=engine, dataset=dataset, store=tmp_path / "store", run_id="q").submit(both)
     assert handle.result(120) == [list(range(500)), ["id", "y"]]
-    assert os.listdir(RunDirectory(handle.directory).path("datasets")) == []
+    assert os.listdir(handle.own.path("datasets")) == []
     assert files_with_the_secret(tmp_path / "store") == []
 
 
@@ -373,4 +372,4 @@ def test_a_table_that_its_driver_does_not_find_ends_the_run_with_a_typed_error(t
     launcher = Launcher(2, engine=SparkEngine(master="local[2]"), dataset="no.such", store=tmp_path, max_restarts=3)
     with pytest.raises(InvalidJobError, match="TABLE_OR_VIEW_NOT_FOUND"):
         launcher.run(ids)
-    assert glob.glob(f"{tmp_path}/*/datasets/*") == []
+    assert glob.glob(f"{tmp_path}/*/submissions/*/datasets/*") == []

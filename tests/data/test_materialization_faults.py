@@ -72,11 +72,11 @@ def submitted(store: Path, query: str, master: str = "local[2]", train: Callable
 
 
 def await_files(store: Path) -> None:
-    until(lambda: glob.glob(f"{store}/q/datasets/*/part-*"), WAIT, "the first file of Spark's")
+    until(lambda: glob.glob(f"{store}/q/submissions/*/datasets/*/part-*"), WAIT, "the first file of Spark's")
 
 
 def processes_of(handle: RunHandle[Any]) -> list[psutil.Process]:
-    """The driver and its JVMs, with which their Python ends. A warm server belongs to the whole suite."""
+    """The driver and its JVMs, with which their Python ends. What forks zygotes belongs to the whole suite."""
     driver = psutil.Process(handle.status().driver_pid)
     return [driver, *(each for each in driver.children(recursive=True) if each.name() == "java")]
 
@@ -123,7 +123,7 @@ def test_an_executor_that_is_killed_costs_no_row(tmp_path: Path) -> None:
     os.kill(executors[0].pid, signal.SIGKILL)
     until(lambda: handle.status().state == "running", 2 * WAIT, "ranks")
     # What the dead one had begun is in no manifest, and not in the folder, which goes with the success.
-    [folder] = glob.glob(f"{tmp_path}/q/datasets/*")
+    [folder] = glob.glob(f"{tmp_path}/q/submissions/*/datasets/*")
     files = glob.glob(f"{folder}/*.parquet")
     assert len({os.path.basename(file)[:11] for file in files}) == len(files) == 8
     Path(go).touch()

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tests.conftest import until
+from tests.runs import submitted
 
 import rankzero.train as rt
 from rankzero import CheckpointConfig, InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, store
@@ -19,7 +20,6 @@ from rankzero.data.columns import Ragged
 from rankzero.data.table import file_of
 from rankzero.driver.storage import remove_leftovers, remove_values
 from rankzero.driver.tables import remove_rows
-from rankzero.run.directory import RunDirectory
 from rankzero.train import rows
 
 
@@ -46,7 +46,7 @@ def test_a_table_is_complete_and_nothing_of_a_failed_attempt_is_left(launcher: L
     ref = handle.result_ref(60)
     table = ref.load()
     assert isinstance(table, Table)
-    assert table.uri == f"{handle.directory}/tables/0001/rows"
+    assert table.uri == f"{handle.own.directory}/tables/0001/rows"
     assert [path.parts[-3] for path in Path(handle.directory).rglob("*.parquet")] == ["0001"] * 2
     frame = table.to_pandas().sort_values("id")
     assert frame["id"].tolist() == [
@@ -151,22 +151,24 @@ def test_a_driver_that_seemed_dead_leaves_the_rows_of_its_heir(tmp_path: Path) -
     (tmp_path / "result").mkdir()
     (tmp_path / "result" / "value-0.json").touch()
     # The attempt 1 fails late: 0 is an earlier result, and another driver has begun with 2.
-    remove_rows(RunDirectory(str(tmp_path)), range(1, 2))
+    remove_rows(str(tmp_path), range(1, 2))
     left = {path.parts[-3] for path in (tmp_path / "tables").rglob("*.parquet")}
     assert left == {".stray", "0000", "0002"}
+    # Behind another submission, only what has a value stays.
+    remove_rows(str(tmp_path), None)
+    assert {path.parts[-3] for path in (tmp_path / "tables").rglob("*.parquet")} == {".stray", "0000"}
 
 
 def test_files_of_the_user_beside_rows_and_values_stay(tmp_path: Path) -> None:
-    run = RunDirectory(str(tmp_path))
+    run = submitted(str(tmp_path / "run"))
     unfinished = f".writing-{'0a' * 8}"
     ours = [f"0000/rows/{name}" for name in (file_of(0, 0, pa.schema([])), file_of(1, 0, pa.schema([])), unfinished)]
     mine = ["0000/notes.txt", "0000/rows/part-of-a-book.parquet", "0000/a/b/c.txt"]
     for name in [*ours, *mine]:
-        (tmp_path / "tables" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "tables" / name).write_text("text")
-    (tmp_path / "result").mkdir()
+        Path(run.path("tables", name)).parent.mkdir(parents=True, exist_ok=True)
+        Path(run.path("tables", name)).write_text("text")
     for name in (unfinished, ".committing-12.json", ".upload-0-checkpoint-1-0", ".env", "value-0.of-gold.txt"):
-        (tmp_path / "result" / name).write_text("text")
+        Path(run.path("result", name)).write_text("text")
     remove_leftovers(run, range(2))
     assert store.list_files(run.path("result")) == [".env", "value-0.of-gold.txt"]
     remove_values(run, range(2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import sys
 import tomllib
 
 import pytest
@@ -13,11 +12,11 @@ from tests.conftest import ROOT
 from tests.docs.pages import PAGES, anchors, links, text_of
 
 EXAMPLES = "example_dags/README.md"
-sys.path.append(str(ROOT / "benchmarks"))
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_quoted_numbers_are_those_of_the_last_measurement(page: str) -> None:
+def test_quoted_numbers_are_those_of_the_last_measurement(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import quotes
 
     text = text_of(page)
@@ -94,8 +93,8 @@ def test_a_page_begins_with_what_its_reader_can_do(page: str) -> None:
     assert re.match(r"# .+\n\nWith this (page|section) you ", text_of(page))
 
 
-def test_the_pictures_are_those_of_their_script() -> None:
-    sys.path.append(str(ROOT / "scripts"))
+def test_the_pictures_are_those_of_their_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     import pictures
 
     for name, picture in pictures.PICTURES.items():

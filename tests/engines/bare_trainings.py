@@ -11,7 +11,7 @@ from typing import Any
 
 import rankzero.train as rt
 
-NOT_THERE = ("rankzero", "cloudpickle", "fsspec", "pyarrow", "pandas", "numpy", "psutil", "click", "airflow", "dagster")
+NOT_THERE = ("rankzero", "cloudpickle", "fsspec", "pyarrow", "pandas", "psutil", "click", "airflow", "dagster")
 
 
 def what_is_there() -> dict[str, Any]:
@@ -60,22 +60,6 @@ def train_digits(epochs: int) -> dict[str, Any]:
         "model": rt.full_state_dict(model),
         "from": checkpoint.load()["epoch"] if checkpoint else None,
     }
-
-
-def load_whole_states() -> list[bool]:
-    """Whether each rank has rank 0's weights and moments in a model and an optimizer of its own."""
-    import torch
-
-    torch.manual_seed(rt.get_context().rank)
-    models = [rt.prepare_model(torch.nn.Linear(4, 2)) for _ in range(2)]
-    trained, fresh = [(model, torch.optim.AdamW(model.parameters())) for model in models]
-    trained[0](torch.ones(1, 4)).sum().backward()
-    trained[1].step()
-    rt.load_full_state_dict(fresh[0], rt.full_state_dict(trained[0]))
-    rt.load_full_optimizer_state_dict(*fresh, rt.full_optimizer_state_dict(*trained))
-    pairs = [*zip(*(list(model.parameters()) for model in models), strict=True)]
-    pairs += [(trained[1].state[one]["exp_avg"], fresh[1].state[two]["exp_avg"]) for one, two in pairs]
-    return rt.all_gather_object(all(bool(torch.equal(one, two)) for one, two in pairs))
 
 
 def fail_once() -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NEEDED_BY_TORCH = ("filelock", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "setuptools")
-TORCH = ("torch", "torchgen", "functorch", *NEEDED_BY_TORCH)
+TORCH = ("torch", "torchgen", "functorch", "numpy", *NEEDED_BY_TORCH)
 
 
 def python_with(home: Path, packages: Iterable[str]) -> str:

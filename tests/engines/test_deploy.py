@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.runs import submitted
 
 from rankzero import InvalidJobError, Launcher, SparkSubmitEngine
 from rankzero.engines.spark import submit
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
-from rankzero.run.status import RunStatus
+from rankzero.run.directory import Submission
 
 # Not in this source, which is shipped with the run.
 SECRET = "-".join(["geheim", "4711"])
@@ -99,7 +99,7 @@ def test_paths_that_a_driver_on_a_standalone_cluster_would_not_find_are_refused(
 
 
 def test_a_driver_that_sees_another_directory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARK_RANKZERO_PRIVATE", submit.pack({"env": {}, "engine": {"conf": {}}, "token": "its own"}))
+    monkeypatch.setenv("SPARK_RANKZERO_PRIVATE", submit.pack({"env": {}, "engine": {"conf": {}}, "nonce": "its own"}))
     program = "from rankzero.driver.main import main_on_cluster; main_on_cluster()"
     arguments = [str(tmp_path / "run"), "--submission", "0", "--private", "env:SPARK_RANKZERO_PRIVATE"]
     ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
@@ -110,9 +110,7 @@ def test_a_driver_that_sees_another_directory_says_so(tmp_path: Path, monkeypatc
 def test_a_driver_that_a_cluster_queues_is_awaited_for_start_timeout(tmp_path: Path) -> None:
     from rankzero.run.observer import dead_after
 
-    run = RunDirectory(str(tmp_path))
-    run.write_status(RunStatus(patience=600.0))
-    assert dead_after(run.status()) == 600.0
+    assert dead_after(submitted(str(tmp_path / "run"), queue_time=600.0).status()) == 600.0
 
 
 class Interrupted(SparkSubmitEngine):
@@ -121,14 +119,14 @@ class Interrupted(SparkSubmitEngine):
     def check(self, job: Job) -> None:
         pass
 
-    def start_driver(self, run: RunDirectory, private: Mapping[str, Any]) -> None:
+    def start_driver(self, own: Submission, private: Mapping[str, Any]) -> None:
         raise KeyboardInterrupt
 
 
 class Broken(Interrupted):
     """One whose submission fails with an error that is none of rankzero's."""
 
-    def start_driver(self, run: RunDirectory, private: Mapping[str, Any]) -> None:
+    def start_driver(self, own: Submission, private: Mapping[str, Any]) -> None:
         raise FileNotFoundError("spark-submit")
 
 
@@ -152,4 +150,4 @@ def test_an_interrupted_submission_leaves_no_run_that_waits_for_its_driver(tmp_p
     assert found.status().state == "cancelled"
     assert "interrupted by KeyboardInterrupt before the driver started" in str(found.status().error)
     # A driver that the cluster has taken all the same does nothing.
-    assert not RunDirectory(found.directory).claim_driver(0)
+    assert Submission(found.own.run, found.job).is_lost()

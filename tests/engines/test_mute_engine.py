@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import until
+from tests.runs import lines_of
 
 from rankzero import EngineError, Launcher, LocalEngine, StartTimeoutError
 from rankzero.engines.base import EngineSession
@@ -43,11 +44,10 @@ def test_whoever_waits_for_an_engine_sees_what_for(
 
     monkeypatch.setattr(LocalEngine, "open", answer_late)
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
-    lines = tmp_path / "store" / "run" / "logs" / "rank-0.log"
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(launcher.options(num_processes=1, run_id="run").run, int)
         try:
-            until(lambda: lines.exists() and "waiting for the engine" in lines.read_text(), WAIT, "a line")
+            until(lambda: "waiting for the engine" in lines_of(tmp_path / "store" / "run"), WAIT, "a line")
         finally:
             answers.set()
         assert running.result(WAIT) == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import spark_session, until
+from tests.runs import lines_of
 
 from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
 from rankzero import Launcher as AnyLauncher
@@ -142,10 +143,11 @@ def test_a_run_waits_for_the_jobs_of_others_and_says_so(
     mine = launcher.options(engine=SparkEngine(session=fair), cpus_per_process=2, run_id="waits")
     run = threading.Thread(target=lambda: handles.append(mine.run(what_ranks_have)))
     run.start()
-    log = tmp_path / "store" / "waits" / "logs" / "rank-0.log"
     try:
         until(
-            lambda: log.exists() and "are its slots in use?" in log.read_text(), 60, "a line that says what is missing"
+            lambda: "are its slots in use?" in lines_of(tmp_path / "store" / "waits"),
+            60,
+            "a line about what is missing",
         )
     finally:
         go_on.touch()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.conftest import spark_session, wait_until_gone
 from tests.engines.pickled_late import PickledLate
+from tests.runs import lines_of
 
 from rankzero import (
     EngineError,
@@ -31,6 +32,7 @@ from rankzero import (
 from rankzero.engines.base import AgentGroup
 from rankzero.engines.spark.stage import with_own_python
 from rankzero.job import Job
+from rankzero.run.directory import RunDirectory
 
 WAIT = 120.0
 
@@ -184,7 +186,7 @@ def test_a_run_is_cancelled_from_another_process_by_its_directory(on_session: La
     thread = threading.Thread(target=run)
     thread.start()
     deadline = time.monotonic() + WAIT
-    while not os.path.exists(f"{directory}/logs/rank-0.log") and time.monotonic() < deadline:
+    while not lines_of(directory) and time.monotonic() < deadline:
         time.sleep(0.05)
     subprocess.run(
         [sys.executable, "-c", f"import rankzero; rankzero.RunHandle.attach({directory!r}).cancel()"], check=True
@@ -254,9 +256,9 @@ def test_cancelling_the_spark_job_ends_the_run_with_that_cause(
         tracker = session.sparkContext.statusTracker()
         deadline = time.monotonic() + WAIT
         while time.monotonic() < deadline:
-            status_file = os.path.join(str(on_session.store), "foreign", "status.json")
-            if tracker.getActiveJobsIds() and os.path.exists(status_file):
-                status = RunHandle.attach(os.path.join(str(on_session.store), "foreign")).status()
+            run = RunDirectory(os.path.join(str(on_session.store), "foreign"))
+            if tracker.getActiveJobsIds() and run.find_job():
+                status = RunHandle.attach(run.directory).status()
                 if status.state == "running":
                     session.sparkContext.cancelAllJobs()
                     return

@@ -28,7 +28,6 @@ from rankzero import (
     WorkerFailedError,
 )
 from rankzero.doctor.examine import examine
-from rankzero.run.directory import RunDirectory
 
 WAIT = 240.0
 HANG_TIMEOUT = 15.0
@@ -161,13 +160,13 @@ def test_a_run_ends_when_the_process_that_called_run_is_killed(
     program += "t.run_and_wait(sys.argv[1], Path(sys.argv[2]), sys.argv[3])"
     caller = subprocess.Popen([sys.executable, "-c", program, cluster.url, str(store), marker], cwd=ROOT)
     try:
-        until((store / "owned" / "job.json").exists, WAIT, "the run")
+        until((store / "owned" / "submissions" / "0.json").exists, WAIT, "the run")
         handle: RunHandle[str] = RunHandle.attach(store / "owned")
-        until(lambda: RunDirectory(handle.directory).status().metrics, WAIT, "the training")
+        until(lambda: handle.own.status().metrics, WAIT, "the training")
     finally:
         caller.kill()
         caller.wait()
-    until(lambda: RunDirectory(handle.directory).status().final, WAIT, "its end, of which nobody asks")
+    until(lambda: handle.own.status().final, WAIT, "its end, of which nobody asks")
     assert handle.status().state == "cancelled"
 
 
@@ -177,7 +176,7 @@ def run_and_wait(master: str, store: Path, marker: str) -> None:
 
 
 def unforked(launcher: Launcher) -> Launcher:
-    """Its ranks are children of their executor's Python, and not of a warm server that all executors here share."""
+    """Its ranks are children of their executor's Python, and not forks of a process that all executors here share."""
     return launcher.options(warm_start=False, hang_timeout=HANG_TIMEOUT)
 
 
@@ -279,5 +278,5 @@ def test_a_cluster_with_a_secret_takes_the_driver_and_the_run_encrypts_as_it_doe
         assert handle.result(timeout=WAIT)["sum"] == 2.0
     finally:
         servers.stop([secured.master, *secured.workers])
-    assert "the connections of attempt 0 are encrypted" in (Path(handle.directory) / "driver.log").read_text()
+    assert "the connections of attempt 0 are encrypted" in Path(handle.own.path("driver.log")).read_text()
     assert files_with(Path(handle.directory), SECRET) == []

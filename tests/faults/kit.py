@@ -54,7 +54,7 @@ def newest_step(handle: RunHandle[Any]) -> int:
             return -1
         newest = manifests[-1]
         part = newest.parts["0"]
-        path = os.path.join(handle.directory, "checkpoints", newest.id, part["file"])
+        path = os.path.join(newest.folder, part["file"])
         try:
             return int(formats.read(path, part["format"], part["sha256"])["step"])
         except FileNotFoundError:

@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.conftest import LOOK, ORPHAN_TIMEOUT, ROOT, describe, processes_with, until, wait_until_gone
+from tests.conftest import LOOK, ORPHAN_TIMEOUT, ROOT, describe, processes_with, wait_until_gone
 from tests.faults import kit
 from tests.faults.kit import Proxy
 from tests.faults.trainings import expected
 
 from rankzero import RunHandle, RunNotFoundError
-from rankzero.task.start import OWNER
+from rankzero.task.zygotes import SHARED
 
 RANKS = 2
 MAX_RESTARTS = 1
@@ -185,9 +185,9 @@ class Round:
     # -- the orchestrator ----------------------------------------------------------------------
 
     def _env(self) -> dict[str, str]:
-        # With a warm server of its own, which is looked for at its end.
-        shared = {name: value for name, value in os.environ.items() if name != OWNER}
-        return {**shared, "MARK": self.marker, "TMPDIR": str(self.temp)}
+        # With zygotes of its own, which are looked for at its end.
+        own = {name: value for name, value in os.environ.items() if name != SHARED}
+        return {**own, "MARK": self.marker, "TMPDIR": str(self.temp)}
 
     def submit(self) -> subprocess.Popen[bytes]:
         """Starts a process that submits the run id and waits for the value."""
@@ -421,28 +421,11 @@ class Round:
                 self.problems.append(f"attempt {attempt} began at step {first}, but {max(safe)} was long reported")
 
     def _check_temp(self) -> None:
-        """Only the death of both agent and holder may leave a directory: nobody is there to remove it.
-
-        The folder of warm servers stays, with the lock by which they are started; a server does not.
-        """
-        try:
-            until(lambda: not self._servers(), GONE, "the end of the warm server")
-        except TimeoutError as error:
-            self.problems.append(f"{error}: {[describe(pid) for pid in self._servers()]}")
-        left = [path.name for path in self.temp.glob("rankzero-*") if not path.name.startswith("rankzero-warm-")]
+        """Only the death of both agent and holder may leave a directory: nobody is there to remove it."""
+        left = [path.name for path in self.temp.glob("rankzero-*")]
         killed = {fault.target for fault in self.plan.faults if fault.at and fault.kind in ("SIGKILL", "stop")}
         if left and not {"agent", "driver"} <= killed and not (self.plan.how == "run" and "submitter" in killed):
             self.problems.append(f"temporary directories are left: {sorted(left)}")
-
-    def _servers(self) -> list[int]:
-        """Warm servers of this round: they are told where to be."""
-        place = os.fsencode(self.temp / "rankzero-warm-")
-        found = []
-        for pid in psutil.pids():
-            with contextlib.suppress(OSError):
-                if place in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
 
     def _clean(self) -> None:
         """Ends what a violation left, by its own id; the next round starts on a quiet machine."""

@@ -19,7 +19,6 @@ from tests.engines.connect_server import ConnectServer, Link, connect_server
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine
 from rankzero.doctor.examine import examine
-from rankzero.run.directory import RunDirectory
 from rankzero.run.status import RunStatus
 from rankzero.task.stage import OVER
 
@@ -187,7 +186,7 @@ def test_tasks_of_a_stage_end_when_its_driver_has_ended_the_trackers(on_connect:
     assert handle.result(WAIT) == 0.5
     until((tmp_path / "ending").exists, WAIT, "the tracker")
     driver_of(handle)
-    over = Path(RunDirectory(handle.directory).submission_path(0, "stage"), OVER)
+    over = Path(handle.own.path("stage"), OVER)
     assert not over.exists()
     (tmp_path / "go").touch()
     until(over.exists, WAIT, "the end of the driver")
@@ -343,8 +342,8 @@ def test_a_run_directory_on_an_object_store(
     assert store.level == ("ok" if seen else "warning"), found
 
 
-# A warm server of the suite's is in the namespaces of the suite, and so are its forks.
-OWN = pytest.mark.usefixtures("own_warm_servers")
+# A zygote of the suite's is in the namespaces of the suite, and so are its forks.
+OWN = pytest.mark.usefixtures("own_zygotes")
 NAMESPACES = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="servers apart are made of Linux namespaces, which need root"
 )
@@ -361,7 +360,7 @@ def test_executors_that_do_not_see_the_run_directory_are_driven_by_the_client(
     with connect_server(tmp_path, hidden=store) as blind:
         handle = launcher.options(engine=SparkConnectEngine(blind.url), store=store).submit(train, str(tmp_path))
         assert handle.result(WAIT) == [0, 0]
-        assert "driven from this host" in (Path(handle.directory) / "driver.log").read_text()
+        assert "driven from this host" in Path(handle.own.path("driver.log")).read_text()
 
 
 @OWN

@@ -19,7 +19,7 @@ ANSWERS = {"run": 2}
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Iterator[Bench]:
-    """One bench for all scenarios, so one program and one warm server; its processes reach the object store, too."""
+    """One bench for all scenarios, so one program; its processes reach the object store, too."""
     folder = tmp_path_factory.mktemp("crash")
     for part in ("bench", "notes"):
         (folder / part).mkdir()

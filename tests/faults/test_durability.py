@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,8 @@ from tests.faults import kit
 
 from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle
 from rankzero.bounds import DRIVER_DEAD_AFTER
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.status import RunStatus
-from rankzero.submit.drivers import start_driver
 
 WAIT = 90.0
 
@@ -146,7 +143,7 @@ def test_two_processes_follow_one_run(single: Launcher, tmp_path: Path) -> None:
     assert [json.loads(output) for output in outputs] == [[["[0] started"], "attempt 0"]] * 2
 
 
-@pytest.mark.usefixtures("own_warm_servers")
+@pytest.mark.usefixtures("own_zygotes")
 @pytest.mark.soak
 def test_a_driver_that_was_stopped_loses_its_ranks_and_its_run(single: Launcher, tmp_path: Path, marker: str) -> None:
     handle = start(single, tmp_path)
@@ -175,10 +172,10 @@ launcher = Launcher(store={str(tmp_path / "store")!r}, run_id="leased", orphan_t
 launcher.submit(count_and_wait, {str(tmp_path)!r})
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT, cwd=ROOT)
-    run = RunDirectory(str(tmp_path / "store" / "leased"))
-    until(lambda: run.status().final, WAIT, "the end of the run")
+    handle = RunHandle.attach(tmp_path / "store" / "leased", follows=False)
+    until(lambda: handle.own.status().final, WAIT, "the end of the run")
     with pytest.raises(RunCancelledError, match=r"no process followed the run for orphan_timeout=4.0 s"):
-        RunHandle.attach(run.directory).result()
+        handle.result()
 
 
 def test_a_follower_keeps_a_leased_run_alive(single: Launcher, tmp_path: Path) -> None:
@@ -198,8 +195,7 @@ def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -
     # A reader does not lengthen what the last follower has shortened.
     handle.renew_lease()
     assert handle.renewal_interval == 2.5
-    run = RunDirectory(handle.directory)
-    until(lambda: run.status().final, WAIT, "the end of the run")
+    until(lambda: handle.own.status().final, WAIT, "the end of the run")
     with pytest.raises(RunCancelledError, match=r"its last follower was absent for 10.0 s"):
         handle.result()
 
@@ -229,7 +225,6 @@ DYING = """
 import os, signal, sys
 from rankzero import Launcher
 from rankzero.driver.driver import DriverThread
-from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.submit import drivers
 from tests.faults.test_durability import count_and_wait
@@ -243,11 +238,9 @@ getattr(Launcher(store=sys.argv[2], run_id="one"), sys.argv[4])(count_and_wait, 
 @pytest.mark.parametrize(
     ("before", "how"),
     [
-        pytest.param("RunDirectory.write_submission", "submit", marks=pytest.mark.soak),
+        pytest.param("RunDirectory.claim", "submit", marks=pytest.mark.soak),
         ("drivers.start_driver", "submit"),
         pytest.param("DriverThread.start", "run", marks=pytest.mark.soak),
-        # The status of the second submission lies beside the job of the first.
-        pytest.param("Job.to_json", "submit", marks=pytest.mark.soak),
     ],
 )
 def test_the_run_id_of_a_killed_submitter_is_taken_over(
@@ -255,16 +248,15 @@ def test_the_run_id_of_a_killed_submitter_is_taken_over(
 ) -> None:
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "180")
     (tmp_path / "go").touch()
-    earlier = 1 if before == "Job.to_json" else 0
-    for _ in range(earlier):
-        single.run(count_and_wait, str(tmp_path))
     command = [sys.executable, "-c", DYING, str(tmp_path), str(single.store), before, how]
     assert subprocess.run(command, cwd=ROOT, timeout=WAIT).returncode == -signal.SIGKILL
     handle = single.submit(count_and_wait, str(tmp_path))
-    assert handle.submission == earlier + 1
+    assert handle.submission == (0 if before == "RunDirectory.claim" else 1)
     if before == "drivers.start_driver":
         # It was not waited for: a driver that started now would exit.
-        assert RunDirectory(handle.directory).has_driver(0)
+        job = handle.own.run.job_of(0)
+        assert job
+        assert Submission(handle.own.run, job).is_lost()
     assert handle.result(WAIT).startswith("attempt")
 
 
@@ -272,106 +264,59 @@ LATE = """
 import os, signal, sys
 from rankzero import Launcher
 from rankzero.run.directory import RunDirectory
-from rankzero.run.status import RunStatus
 from tests.faults.test_durability import count_and_wait
 
-def write(self, *what, write=RunDirectory.write_submission):
+def claim(self, job, claim=RunDirectory.claim):
     # As a laptop does that is shut at the wrong moment.
     if not os.path.exists(sys.argv[1] + "/held"):
         open(sys.argv[1] + "/held", "w").close()
         os.kill(os.getpid(), signal.SIGSTOP)
-    write(self, *what)
+    return claim(self, job)
 
-RunDirectory.write_submission = write
+RunDirectory.claim = claim
 handle = Launcher(store=sys.argv[2], run_id="one").submit(count_and_wait, sys.argv[1])
 open(sys.argv[1] + "/submitted", "w").close()
 print(handle.result(), handle.submission)
 """
 
 
-def test_a_submitter_that_was_held_up_does_not_write_over_the_one_who_came_after_it(
-    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_submitter_that_was_held_up_attaches_to_the_run_of_the_one_who_came_after_it(
+    single: Launcher, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
     command = [sys.executable, "-c", LATE, str(tmp_path), str(single.store)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as late:
         try:
             until((tmp_path / "held").exists, WAIT, "a submitter that is held up")
             until(lambda: kit.is_stopped(late.pid), WAIT, "its stop")
             handle = start(single, tmp_path)
-            assert handle.submission == 1
+            assert handle.submission == 0
             os.kill(late.pid, signal.SIGCONT)
             until(
                 lambda: (tmp_path / "submitted").exists() or late.poll() is not None, WAIT, "the end of its submission"
             )
             (tmp_path / "go").touch()
-            assert late.communicate(timeout=WAIT)[0] == "attempt 0 1\n"
+            assert late.communicate(timeout=WAIT)[0] == "attempt 0 0\n"
         finally:
             late.kill()
     assert handle.result(WAIT) == "attempt 0"
     assert starts(tmp_path) == 1
+    assert set(handle.own.run.names()) == {"0.json", handle.own.name}
 
 
-def test_an_interrupt_while_the_files_are_written_frees_the_run_id(
+def test_an_interrupt_while_the_files_are_written_leaves_nothing(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: RunDirectory, *what: object) -> None:
+    def interrupted(self: Submission, *what: object) -> None:
+        self.make()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:
-        context.setattr(RunDirectory, "write_files", interrupted)
+        context.setattr(Submission, "write_files", interrupted)
         with pytest.raises(KeyboardInterrupt):
             single.submit(count_and_wait, str(tmp_path))
-    assert not RunDirectory(str(tmp_path / "store" / "one")).is_claimed(0)
+    assert RunDirectory(str(tmp_path / "store" / "one")).names() == []
     (tmp_path / "go").touch()
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
-
-
-def test_a_submission_that_waits_for_another_says_for_whom(
-    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.025")
-    assert RunDirectory(str(tmp_path / "store" / "one")).claim(0)
-    (tmp_path / "go").touch()
-    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
-    assert f"for process {os.getpid()}, which is submitting run" in caplog.text
-
-
-@pytest.mark.soak
-def test_submitters_whose_files_take_long_do_not_overtake_each_other_for_ever(
-    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = RunDirectory.write_files
-
-    def slowly(self: RunDirectory, *what: object) -> None:
-        time.sleep(1.5)
-        write(self, *what)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(RunDirectory, "write_files", slowly)
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.025")
-    (tmp_path / "go").touch()
-    with ThreadPoolExecutor(3) as threads:
-        handles = [threads.submit(single.submit, count_and_wait, str(tmp_path)) for _ in range(3)]
-        assert [handle.result(60).result(60) for handle in handles] == ["attempt 0"] * 3
-    assert len({handle.result().submission for handle in handles}) == 1
-
-
-@pytest.mark.soak
-def test_a_cancel_reaches_a_submission_that_is_just_being_written(single: Launcher, tmp_path: Path) -> None:
-    first = start(single, tmp_path)
-    first.cancel()
-    assert first.wait(WAIT)
-    run = RunDirectory(first.directory)
-    again = replace(run.job(), submission=1, first_attempt=1)
-    assert run.claim(1)
-    # Its status comes before its job.
-    run.write_status(RunStatus(heartbeat=time.time(), attempt=1, submission=1))
-    RunHandle.attach(first.directory).cancel()
-    run.write_submission(again)
-    driver = start_driver(run, again, {"env": {}, "engine": {}})
-    with pytest.raises(RunCancelledError, match="on request"):
-        RunHandle(run.directory, driver, job=again).result(WAIT)
-    assert starts(tmp_path) == 1
 
 
 def test_a_machine_that_slept_does_not_take_its_driver_for_dead(
@@ -392,16 +337,17 @@ def test_who_has_watched_a_driver_elsewhere_does_not_ask_the_clock_of_the_wall(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "go").touch()
-    run = RunDirectory(single.submit(count_and_wait, str(tmp_path)).directory)
-    RunHandle.attach(run.directory).result(WAIT)
+    run = single.submit(count_and_wait, str(tmp_path)).own
+    RunHandle.attach(run.run.directory).result(WAIT)
     now = time.time
+    os.unlink(run.path("end.json"))
     run.write_status(RunStatus("running", heartbeat=now(), driver_host="elsewhere", driver_pid=1))
-    follower = RunHandle.attach(run.directory)
+    follower = RunHandle.attach(run.run.directory)
     assert follower.status().state == "running"
     monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
     assert follower.status().state == "running"
     # Who comes new to it cannot know better.
-    assert RunHandle.attach(run.directory).status().state == "failed"
+    assert RunHandle.attach(run.run.directory).status().state == "failed"
 
 
 def test_a_dead_driver_whose_clock_was_ahead_is_replaced(
@@ -409,8 +355,9 @@ def test_a_dead_driver_whose_clock_was_ahead_is_replaced(
 ) -> None:
     monkeypatch.setattr("rankzero.run.observer.DRIVER_DEAD_AFTER", lambda: 2.0)
     (tmp_path / "go").touch()
-    run = RunDirectory(single.submit(count_and_wait, str(tmp_path)).directory)
-    RunHandle.attach(run.directory).result(WAIT)
+    run = single.submit(count_and_wait, str(tmp_path)).own
+    RunHandle.attach(run.run.directory).result(WAIT)
+    os.unlink(run.path("end.json"))
     beat = time.time() + 120.0
     run.write_status(RunStatus("running", heartbeat=beat, interval=0.5, driver_host="elsewhere", driver_pid=1))
     again = single.submit(count_and_wait, str(tmp_path))
@@ -424,7 +371,7 @@ def test_a_driver_that_comes_too_late_leaves_the_run_alone(single: Launcher, tmp
     handle = single.submit(count_and_wait, str(tmp_path))
     assert handle.result(WAIT) == "attempt 0"
     command = [sys.executable, "-c", "from rankzero.driver.main import main; main()", handle.directory, "--submission"]
-    private = json.dumps({"env": {}, "engine": {}})
+    private = json.dumps({"env": {}, "engine": {}, "nonce": handle.nonce})
     again = subprocess.run([*command, "0"], input=private, capture_output=True, text=True, timeout=WAIT)
     assert "has a driver already" in again.stderr
     handle.acknowledge()

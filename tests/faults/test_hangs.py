@@ -38,7 +38,7 @@ def wait_for_peers(how: str) -> Any:
 
     import rankzero.train as rt
 
-    # As it is read by the first group. In the environment of a launcher it would start a warm server.
+    # As it is read by the first group. In the environment of a launcher it would need a zygote of its own.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100" if how == "recorded" else "0"
     # A slow start of the group is no hang.
     rt.report({"step": 0})

@@ -12,9 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.agent.test_warm import servers
-from tests.agent.test_warm import wait_until_gone as left_of
-from tests.conftest import ROOT, until
+from tests.agent.test_zygotes import zygotes_of
+from tests.conftest import ROOT, is_alive, until
 
 from rankzero import Launcher, WorkerFailedError
 
@@ -55,7 +54,7 @@ def with_signals_blocked() -> Any:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@pytest.mark.usefixtures("with_signals_blocked", "own_warm_servers")
+@pytest.mark.usefixtures("with_signals_blocked", "own_zygotes")
 @pytest.mark.parametrize("warm_start", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_killed_rank_is_noticed_though_the_caller_blocks_signals(launcher: Launcher, warm_start: bool) -> None:
     launcher = launcher.options(warm_start=warm_start, timeout=WAIT)
@@ -78,8 +77,8 @@ print(handle.result(), flush=True)
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("own_warm_servers")
-def test_a_driver_of_its_own_starts_with_default_signals_and_its_server_ends_with_it(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_zygotes")
+def test_a_driver_of_its_own_starts_with_default_signals(tmp_path: Path) -> None:
     command = [sys.executable, "-c", IGNORING, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.stdout == "[[], [], []]\n", done.stderr
@@ -97,13 +96,13 @@ sys.stdin.read()
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("own_warm_servers")
-def test_a_warm_server_ends_with_a_caller_that_blocks_signals(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_zygotes")
+def test_a_zygote_ends_with_a_caller_that_blocks_signals(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OWNER_BLOCKS, str(tmp_path)]
     caller = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert caller.stdout is not None
     assert caller.stdout.readline() == "ran\n"
-    (server,) = until(lambda: servers(caller.pid), WAIT, "a warm server")
-    assert signals_of(server)["SigBlk"] == 0
+    (zygote,) = zygotes_of(caller.pid)
+    assert signals_of(zygote)["SigBlk"] == 0
     caller.communicate()
-    assert left_of({server}) == set()
+    until(lambda: not is_alive(zygote), WAIT, "the end of the zygote")

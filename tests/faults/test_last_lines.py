@@ -5,20 +5,18 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.conftest import until
+from tests.runs import submitted
 
 from rankzero import RunHandle, store
 from rankzero.driver import recorder as recorders
 from rankzero.driver.recorder import Recorder
-from rankzero.job import Job
 from rankzero.masking import Mask
-from rankzero.run import growing
-from rankzero.run.directory import RunDirectory
-from rankzero.run.growing import Position
+from rankzero.run.directory import Submission
+from rankzero.run.growing import Position, Stream
 from rankzero.run.names import EVENTS, LINES
 
 WAIT = 60.0
@@ -63,35 +61,28 @@ def pieces_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     made.open.set()
 
 
-def make_job(submission: int = 0) -> Job:
-    return Job("run", "train", 1, 1, False, None, None, 60.0, {}, submission=submission)
-
-
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    made = RunDirectory(f"memory://{tmp_path.name}/run")
-    assert made.claim(0)
-    made.write_submission(make_job())
-    return made
+def run(tmp_path: Path) -> Submission:
+    return submitted(f"memory://{tmp_path.name}/run")
 
 
-def read(run: RunDirectory, name: str) -> list[str]:
+def read(run: Submission, name: str) -> list[str]:
     """Everything that can be read by the final status."""
-    end, position, found = Position(*run.status().written[name]), Position(), []
-    while lines := (answer := growing.read_piece(run.path(name), position, end))[0]:
+    stream, position, found = Stream([run.path(name)]), Position(), []
+    while lines := (answer := stream.read(position, stream.end(run.status().written[name])))[0]:
         position = answer[1]
         found += lines
     return found
 
 
-def texts(run: RunDirectory) -> list[str]:
+def texts(run: Submission) -> list[str]:
     """The lines of all ranks that can be read by the final status, without their times."""
     assert all(re.match(r"\[0\] \d{4}-\d\d-\d\dT[0-9:.]+Z\t", line) for line in read(run, LINES))
     return [re.sub(r" .*?\t", " ", line, count=1) for line in read(run, LINES)]
 
 
-def test_an_outage_while_a_run_ends_loses_no_lines(run: RunDirectory, pieces_store: Store) -> None:
-    recorder = Recorder(run, run.job(), Mask())
+def test_an_outage_while_a_run_ends_loses_no_lines(run: Submission, pieces_store: Store) -> None:
+    recorder = Recorder(run, Mask())
     recorder.log(0, ["the last line"])
     pieces_store.away = True
     with ThreadPoolExecutor(1) as executor:
@@ -105,10 +96,10 @@ def test_an_outage_while_a_run_ends_loses_no_lines(run: RunDirectory, pieces_sto
 
 
 def test_a_piece_that_lands_late_replaces_no_later_one(
-    run: RunDirectory, pieces_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Submission, pieces_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.0167")
-    recorder = Recorder(run, run.job(), Mask())
+    recorder = Recorder(run, Mask())
     pieces_store.open.clear()
     recorder.log(0, ["the first line"])
     recorder.update(attempt=0)
@@ -124,8 +115,8 @@ def test_a_piece_that_lands_late_replaces_no_later_one(
     assert "lines are lost" in caplog.text
 
 
-def test_a_piece_that_lands_while_its_run_ends_is_waited_for(run: RunDirectory, pieces_store: Store) -> None:
-    recorder = Recorder(run, run.job(), Mask())
+def test_a_piece_that_lands_while_its_run_ends_is_waited_for(run: Submission, pieces_store: Store) -> None:
+    recorder = Recorder(run, Mask())
     pieces_store.open.clear()
     recorder.log(0, ["the first line"])
     recorder.update(attempt=0)
@@ -138,30 +129,12 @@ def test_a_piece_that_lands_while_its_run_ends_is_waited_for(run: RunDirectory, 
     assert texts(run) == ["[0] the first line", "[0] the last line"]
 
 
-def test_a_submitter_that_was_held_up_leaves_the_status_of_its_successor(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    through, successors = store.remove, [RunDirectory(run.directory)]
-
-    def remove(location: str) -> None:
-        through(location)
-        if location.endswith("/lease") and successors:
-            successor = successors.pop()
-            assert successor.claim(2)
-            successor.write_submission(make_job(2))
-
-    monkeypatch.setattr(store, "remove", remove)
-    assert run.claim(1)
-    run.write_submission(make_job(1))
-    assert (run.status().submission, run.job().submission) == (2, 2)
-
-
 @pytest.mark.parametrize("state", ["succeeded", "failed"])
-def test_a_status_that_lands_late_hides_no_outcome(run: RunDirectory, state: str) -> None:
+def test_a_status_that_lands_late_hides_no_outcome(run: Submission, state: str) -> None:
     """The request of a heartbeat was delayed and repeated, and arrives after the final status."""
 
     def drive() -> bytes:
-        recorder = Recorder(run, run.job(), Mask())
+        recorder = Recorder(run, Mask())
         recorder.note_thread()
         recorder.update(state="running")
         until(lambda: run.status().state == "running", WAIT, "the first status")
@@ -171,17 +144,9 @@ def test_a_status_that_lands_late_hides_no_outcome(run: RunDirectory, state: str
 
     with ThreadPoolExecutor(1) as executor:
         late = executor.submit(drive).result(WAIT)
-    handle = RunHandle.attach(run.directory)
+    handle = RunHandle.attach(run.run.directory)
     assert handle.status().state == state
     store.write_bytes(run.path("status.json"), late)
     until(lambda: handle.driver_lives(run.status()) is False, WAIT, "the end of the driver's thread")
-    for found in (handle.status(), RunHandle.attach(run.directory).status()):
+    for found in (handle.status(), RunHandle.attach(run.run.directory).status()):
         assert (found.state, found.error) == (state, None if state == "succeeded" else {"message": "the cause"})
-    # Success that was recorded counts also if its driver died before it wrote the final status.
-    run.write_status(replace(run.status(), result={"uri": "there"}))
-    store.write_bytes(run.path("status.json"), late)
-    assert RunHandle.attach(run.directory).status().state == "succeeded"
-    # The next submission of the directory has an outcome of its own.
-    assert run.claim(1)
-    run.write_submission(make_job(1))
-    assert RunHandle.attach(run.directory).status().state == "pending"

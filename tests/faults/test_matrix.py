@@ -43,8 +43,7 @@ from rankzero import (
 )
 from rankzero.engines.base import Engine
 from rankzero.run.status import RunStatus
-from rankzero.submit.submission import CLAIM_TIMEOUT
-from rankzero.task.start import OWNER
+from rankzero.task.zygotes import SHARED
 
 WAIT = 120.0
 """For what is not measured: a start, a JVM, an end without a fault."""
@@ -116,7 +115,7 @@ class Cell:
 TARGETS = ("worker", "agent", "executor", "driver", "submitter", "channel", "store")
 
 DRIVEN_HERE = ("worker", "agent", "channel")
-"""By a driver in this process: the proxy is here, and its warm server serves many cells."""
+"""By a driver in this process: the proxy is here, and its zygote serves many cells."""
 
 MOMENTS = {
     "rendezvous": "a rank has started and not yet joined its process group",
@@ -284,8 +283,8 @@ class Stage:
         self.stack = stack
         self.proxy: Proxy | None = None
         self.value: Future[Any] | None = None
-        # The owner of the suite's warm servers, where those of the cell have another one.
-        self.owner = ""
+        # The address of the suite's zygotes, where the cell has zygotes of its own.
+        self.shared = ""
         self.struck_at = 0.0
         self._wall_at = 0.0
 
@@ -308,7 +307,7 @@ class Stage:
         self.stack.callback(executor.shutdown)
         self.value = executor.submit(lambda: self.launcher.run(train, **self.arguments))
         done = self.value.done
-        until(lambda: self.directory.joinpath("job.json").exists() or done(), WAIT, "a run directory")
+        until(lambda: self.directory.joinpath("submissions", "0.json").exists() or done(), WAIT, "a run directory")
         return RunHandle.attach(self.directory)
 
     def arrival(self, handle: RunHandle[Any] | None = None) -> Arrival:
@@ -333,9 +332,9 @@ class Stage:
         """Sends the cell's signal."""
         self.note_strike()
         os.kill(pid, getattr(signal, self.cell.fault))
-        if self.owner:
-            # The next submission uses them; in the nightly cells it starts servers of its own, as it does for users.
-            os.environ[OWNER] = self.owner
+        if self.shared:
+            # The next submission uses them; in the nightly cells it starts zygotes of its own, as it does for users.
+            os.environ[SHARED] = self.shared
         if self.cell.fault == "SIGSTOP":
             self.stack.callback(wake, pid)
 
@@ -678,7 +677,7 @@ def refused(stage: Stage) -> None:
     stage.note_strike()
     stage.assert_whole(stage.start().result(WAIT))
     # Nobody waits for the submission that failed.
-    stage.assert_in_time(CLAIM_TIMEOUT())
+    stage.assert_in_time()
 
 
 def no_room(stage: Stage) -> None:
@@ -742,18 +741,18 @@ def test_cell(
     # Drivers, agents and JVMs carry the marker too, so that the fixture sees every process of the run.
     assert launcher.env
     monkeypatch.setenv("MARK", launcher.env["MARK"])
-    # In every run of the suite for one cell of each target: with the others, ranks end although their server stays.
-    owner = ""
+    # In every run of the suite for one cell of each target: with the others, what forked their zygote stays.
+    shared = ""
     is_own = cell.by_hand or cell.moment == "training"
     if is_own and cell.target in ("executor", "driver", "submitter") and cell.engine != "connect":
-        owner = os.environ[OWNER]
-        request.getfixturevalue("own_warm_servers")
+        shared = os.environ[SHARED]
+        request.getfixturevalue("own_zygotes")
     folder = tmp_path / "folder"
     folder.mkdir()
     store = request.getfixturevalue("small_disk") if cell.target == "store" else tmp_path / "store"
     with ExitStack() as stack:
         stage = Stage(cell, launcher, folder, store, stack, engine)
-        stage.owner = "" if cell.by_hand else owner
+        stage.shared = "" if cell.by_hand else shared
         OUTCOMES[cell.outcome](stage)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -14,42 +15,64 @@ import psutil
 import pytest
 from tests.conftest import is_alive, until
 
-from rankzero import EngineError, Launcher
+from rankzero import Launcher, RankZeroError
 
 WAIT = 120.0
 GONE = 8.0
 
 
-def start_a_stranger(file: str) -> None:
-    """Starts a process that no environment, session or parent leads to, and waits."""
-    program = ["sh", "-c", "setsid sleep 3600 >/dev/null 2>&1 & echo $!"]
-    done = subprocess.run(program, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True)
+STRANGERS = """
+import os, signal, sys, time
+how, file = sys.argv[1:]
+if how != "child":
+    os.fork() and os._exit(0)
+    os.setsid()
+    os.fork() and os._exit(0)
+if how == "deaf":
+    for number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN)
+open(f"{file}-{os.getpid()}", "w").close()
+time.sleep(3600)
+"""
+
+
+def start_strangers(folder: str) -> None:
+    """Starts processes that no environment, session or parent leads to, and waits."""
+    for how in ("child", "daemon", "deaf"):
+        subprocess.Popen([sys.executable, "-c", STRANGERS, how, f"{folder}/{how}"], env={})
     family = [os.getpid(), *(process.pid for process in psutil.Process().parents()[:3])]
-    Path(f"{file}.new").write_text(json.dumps([int(done.stdout), family]))
-    os.rename(f"{file}.new", file)
+    Path(f"{folder}/family.new").write_text(json.dumps(family))
+    os.rename(f"{folder}/family.new", f"{folder}/family")
     time.sleep(WAIT)
 
 
-@pytest.mark.usefixtures("own_warm_servers")
+CASES = list(product((True, False), ("rank", "agent", "zygote", "driver")))
+OFTEN = {(True, "zygote"), (True, "driver"), (False, "agent")}
+
+
+@pytest.mark.usefixtures("own_zygotes")
 @pytest.mark.parametrize(
     ("warm_start", "who"),
-    [
-        (True, "server"),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in product((False, True), ("agent", "guard"))),
-    ],
+    [pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.soak) for case in CASES],
 )
 def test_what_a_rank_has_started_ends_with_the_run(
     launcher: Launcher, tmp_path: Path, warm_start: bool, who: str
 ) -> None:
     launcher = launcher.options(num_processes=1, warm_start=warm_start)
-    file = tmp_path / "family"
-    with ThreadPoolExecutor(1) as executor:
-        running = executor.submit(launcher.run, start_a_stranger, str(file))
-        until(lambda: file.exists() or running.done(), WAIT, "a stranger")
-        stranger, (_, agent, *above) = json.loads(file.read_text())
-        ours = {"agent": agent, "server": above[0], "guard": above[1] if warm_start else above[0]}
-        psutil.Process(ours[who]).kill()
-        with pytest.raises(EngineError):
-            running.result(WAIT)
-    until(lambda: not is_alive(stranger), GONE, "the end of what the rank has started")
-    until(lambda: not is_alive(agent), GONE, "the end of the agent")
+    handle = launcher.submit(start_strangers, str(tmp_path))
+
+    def strangers() -> list[int]:
+        assert not handle.status().final
+        found = [int(path.name.partition("-")[2]) for path in tmp_path.glob("*-*") if path.is_file()]
+        return found if len(found) == 3 and (tmp_path / "family").exists() else []
+
+    left = until(strangers, WAIT, "strangers")
+    family = dict(
+        zip(("rank", "agent", "zygote", "driver"), json.loads((tmp_path / "family").read_text()), strict=True)
+    )
+    os.kill(family[who], signal.SIGKILL)
+    for pid in [*left, *family.values()]:
+        until(lambda pid=pid: not is_alive(pid), GONE, f"the end of {pid} of {left} and {family}")  # type: ignore[misc]
+    if who != "driver":
+        with pytest.raises(RankZeroError):
+            handle.result(WAIT)

@@ -99,7 +99,7 @@ class Engine(LocalEngine):
     prefers_own_process = sys.argv[2] == "process"
 
 def interrupt():
-    while not Path(sys.argv[1], "one", "job.json").exists():
+    while not Path(sys.argv[1], "one", "submissions", "0.json").exists():
         time.sleep(0.0005)
     os.kill(os.getpid(), signal.SIGINT)
 

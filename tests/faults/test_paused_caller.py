@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,8 @@ from tests.faults import kit
 
 from rankzero import InvalidJobError, Launcher, RunHandle, bounds
 from rankzero.run import observer
+from rankzero.run.directory import RunDirectory
+from rankzero.run.status import RunStatus
 
 WAIT = 120.0
 
@@ -82,8 +83,7 @@ def test_ranks_of_a_stopped_caller_end_once_its_run_was_submitted_elsewhere(tmp_
         until((tmp_path / "training").exists, WAIT, "a training")
         caller.send_signal(signal.SIGSTOP)
         (run,) = (tmp_path / "store").iterdir()
-        job = json.loads((run / "job.json").read_text())
-        (run / "job.json").write_text(json.dumps({**job, "submission": job["submission"] + 1}))
+        RunDirectory(str(run)).current().finish(RunStatus("failed"))
         assert len(processes_with(marker)) > 1
         until(lambda: processes_with(marker) == [caller.pid], WAIT, "the end of the ranks")
     finally:

@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import processes_with, until
 from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, STEPS, expected, train
+from tests.runs import submitted
 
 from rankzero import CheckpointConfig, Launcher, RunHandle, store
 from rankzero.channel.messages import Finished, Part
@@ -19,7 +20,7 @@ from rankzero.driver.commits import Committer
 from rankzero.driver.ending import Facts
 from rankzero.driver.storage import Storage
 from rankzero.run.checkpoints import Manifest
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 
 WAIT = 120.0
 
@@ -108,7 +109,7 @@ def test_checkpoints_and_the_result_outlive_a_power_failure(
     assert launcher.submit(train, str(folder), "training").result(0) == value
 
 
-def upload(run: RunDirectory, storage: Storage, name: str, data: bytes) -> None:
+def upload(run: Submission, storage: Storage, name: str, data: bytes) -> None:
     """Writes a file as the driver's end of the channel does, which leaves durability to the driver."""
     path = run.path("result", f".upload-{name}")
     Path(path).write_bytes(data)
@@ -116,9 +117,8 @@ def upload(run: RunDirectory, storage: Storage, name: str, data: bytes) -> None:
 
 
 def test_what_came_over_the_channel_outlives_a_power_failure(disk: Disk) -> None:
-    run, data = RunDirectory(str(disk.path / "run")), b"1" * 100_000
-    store.make_directory(run.path("result"))
-    committer, facts = Committer(run, 0, 1, CheckpointConfig(), 0), Facts(1, run.directory)
+    run, data = submitted(str(disk.path / "run")), b"1" * 100_000
+    committer, facts = Committer(run, 0, 1, CheckpointConfig()), Facts(1, run.directory)
     storage = Storage(run, 0, committer, facts, run.path("result"))
 
     upload(run, storage, "0-part", data)

@@ -65,7 +65,7 @@ FIRST = [("raise", 0), ("sys.exit", 0), ("os._exit", 1), ("os._exit(0)", 0), ("S
     [pytest.param(*case, marks=[pytest.mark.soak] * (case not in FIRST)) for case in product(CASES, (0, 1))],
 )
 def test_the_failing_rank_and_its_cause_are_named(launcher: Launcher, how: str, who: int) -> None:
-    # By `run`: its warm server is there for all these tests, a detached driver would start one for each.
+    # By `run`: its zygote is there for all these tests, a detached driver would start one for each.
     launcher = launcher.options(run_id="failing")
     with pytest.raises(WorkerFailedError) as caught:
         launcher.run(fail, how, who)

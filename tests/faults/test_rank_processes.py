@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.runs import folder_of
 
 from rankzero import Launcher, WorkerFailedError
 
@@ -77,6 +78,6 @@ def report_from(method: str) -> int | None:
 def test_a_report_of_a_process_that_is_not_the_rank_raises(launcher: Launcher, tmp_path: Path, method: str) -> None:
     launcher = launcher.options(num_processes=1, run_id="run")
     assert launcher.run(report_from, method) == 1
-    log = (tmp_path / "store" / "run" / "logs" / "rank-0.log").read_text()
+    log = (folder_of(tmp_path / "store" / "run") / "lines").read_text()
     assert "RuntimeError: rankzero.train.report was called in process" in log
     assert "only the rank itself may call it" in log

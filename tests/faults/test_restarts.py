@@ -76,7 +76,7 @@ def train(how: str, failures: int, witness: str) -> list[list[int]]:
 
 
 def run(launcher: Launcher, function: Callable[..., Any], *args: Any) -> tuple[Any, RunHandle[Any]]:
-    """The value and the run. By `run`: a detached driver would start a warm server of its own."""
+    """The value and the run. By `run`: a detached driver would start a zygote of its own."""
     launcher = launcher.options(run_id="run")
     value = launcher.run(function, *args)
     handle = launcher.find()
@@ -197,7 +197,7 @@ def test_the_newest_or_the_best_are_kept(launcher: Launcher, config: CheckpointC
 
     _, handle = run(launcher.options(num_processes=1, checkpoints=config), report)
     assert [manifest.index for manifest in handle.checkpoints()] == kept
-    folders = os.listdir(os.path.join(handle.directory, "checkpoints"))
+    folders = os.listdir(handle.own.path("checkpoints"))
     assert sorted(folders) == [manifest.id for manifest in handle.checkpoints()]
 
 
@@ -292,7 +292,7 @@ def test_a_checkpoint_that_a_rank_finds_damaged_is_not_used_again(
     handle = launcher.find()
     assert handle
     newest = handle.checkpoints()[-1]
-    file = store.join(handle.directory, "checkpoints", newest.id, newest.parts["0"]["file"])
+    file = store.join(newest.folder, newest.parts["0"]["file"])
     data = bytearray(store.read_bytes(file))
     data[len(data) // 2] ^= 1
     store.write_bytes(file, bytes(data))

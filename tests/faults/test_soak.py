@@ -15,7 +15,6 @@ def test_a_round_without_a_fault_is_right() -> None:
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         done = Round(Plan(seed=0, number=0, how="submit", steps=2, pace=0.0, restarts=0), Path(directory))
         done.go()
-        assert list(done.temp.glob("rankzero-warm-*")), "no warm server was started here"
         assert done.problems == []
 
 

@@ -49,7 +49,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Without:
         folder = tmp_path_factory.mktemp("without")
         for name in modules:
             (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError({f'No module named {name!r}'!r})\n")
-        # The suite's warm servers have pyarrow loaded, and so would their forks.
+        # The suite's zygotes have pyarrow loaded, and so would their forks.
         preloaded = {"RANKZERO_PRELOAD": ""} if "pyarrow" in modules else {}
         return {"PYTHONPATH": str(folder), **preloaded} if modules else {}
 
@@ -232,7 +232,7 @@ def test_rank_0_writes_its_value_to_the_store(
     found = launcher.run(value)
     assert found["w"][-1].item() == NUMBERS - 1
     assert through_driver == (["value"] if len(missing) > 1 else [])
-    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-0.safetensors"]
+    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-0.torch"]
 
 
 @pytest.mark.soak
@@ -256,7 +256,7 @@ def test_the_value_of_an_attempt_that_fails_is_deleted(launcher: Launcher, bucke
 
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
     assert launcher.run(train)["w"][0].item() == 1.0
-    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-1.safetensors"]
+    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-1.torch"]
 
 
 def half(folder: str, how: str, bucket: str) -> list[Any]:
@@ -307,7 +307,7 @@ def test_a_rank_that_dies_in_its_upload_costs_that_checkpoint_and_leaves_nothing
 ) -> None:
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
     assert launcher.run(half, str(tmp_path), "die", bucket) == [1, 0]
-    folders = {key.split("/")[4] for key in keys(bucket) if "/checkpoints/" in key}
+    folders = {key.split("/")[6] for key in keys(bucket) if "/checkpoints/" in key}
     assert folders == {"0000-000000"}
     assert unfinished(bucket) == []
 
@@ -325,7 +325,7 @@ def test_a_driver_that_dies_between_parts_and_manifest_has_committed_nothing(
     os.kill(driver, signal.SIGKILL)
     assert handle.wait(WAIT)
     assert launcher.submit(half, str(tmp_path), "wait", bucket).result(WAIT) == [1, 0]
-    folders = {key.split("/")[4] for key in keys(bucket) if "/checkpoints/" in key}
+    folders = {key.split("/")[6] for key in keys(bucket) if "/checkpoints/" in key}
     assert folders == {"0000-000000"}
     assert unfinished(bucket) == []
 

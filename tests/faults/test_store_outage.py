@@ -24,6 +24,7 @@ from tests.faults.trainings import HOLD_AT, LOOK, STEPS, expected, note, train
 
 from rankzero import Launcher, RetryableError, RunCancelledError, RunHandle, WorkerFailedError
 from rankzero.run import observer
+from rankzero.run.directory import RunDirectory
 from rankzero.store import files
 
 WAIT = 120.0
@@ -160,7 +161,7 @@ def fail_when_told(folder: str) -> None:
 
 @pytest.mark.parametrize(
     "places",
-    [r"/status\.json$", *(pytest.param(place, marks=pytest.mark.soak) for place in (r"/cancel$", r"/logs/[^/]*$"))],
+    [r"/status\.json$", *(pytest.param(place, marks=pytest.mark.soak) for place in (r"/cancel$", r"/lines/[^/]*$"))],
     ids=["status", "a request", "a rank's first line"],
 )
 def test_a_store_that_is_slow_does_not_hold_the_driver(
@@ -175,7 +176,7 @@ def test_a_store_that_is_slow_does_not_hold_the_driver(
             for rank in range(2):
                 until(lambda rank=rank: (tmp_path / f"rank-{rank}").exists() or value.done(), WAIT, "two ranks")
             stall.begin()
-            if "logs" not in places:
+            if "lines" not in places:
                 until(lambda: stall.stalled, WAIT, "a request that stalls")
             (tmp_path / "go").touch()
             # The driver hears of the failure, and ends the other rank, although the store does not answer.
@@ -226,7 +227,7 @@ def test_a_cancel_reaches_the_driver_that_this_process_started_although_the_stor
             handle = launcher.submit(wait_without_end, str(tmp_path))
         until(lambda: (tmp_path / "trains").exists(), WAIT, "a rank")
         if silent == "path":
-            stack.enter_context(hung(tmp_path / "store/run/submissions/0/cancel"))
+            stack.enter_context(hung(Path(RunDirectory(str(tmp_path / "store/run")).current().path("cancel"))))
         else:
             stall.begin()
         try:
@@ -245,7 +246,7 @@ def test_a_rank_fails_while_a_path_of_the_store_hangs(launcher: Launcher, tmp_pa
     handle = launcher.options(store=str(tmp_path / "store"), run_id="run").submit(fail_when_told, str(tmp_path))
     for rank in range(2):
         until(lambda rank=rank: (tmp_path / f"rank-{rank}").exists(), WAIT, "two ranks")
-    with hung(tmp_path / "store/run/submissions/0/cancel"):
+    with hung(Path(RunDirectory(str(tmp_path / "store/run")).current().path("cancel"))):
         (tmp_path / "go").touch()
         with pytest.raises(WorkerFailedError, match="ValueError: as told"):
             handle.result(WAIT)
@@ -277,7 +278,7 @@ def test_a_command_says_that_the_store_does_not_answer_and_can_be_interrupted(
 ) -> None:
     (tmp_path / "train.py").write_text("pass")
     # A reader of a pipe waits for a process that writes into it, as with a mount whose server has gone.
-    place = tmp_path / "path/one/job.json"
+    place = tmp_path / "path/one/submissions/0.json"
     place.parent.mkdir(parents=True)
     os.mkfifo(place)
     # The system accepts connections, and no process reads from them.
@@ -343,14 +344,14 @@ def fail_once() -> int:
     return rt.get_context().attempt
 
 
-READ_AT_A_RESTART = ("checkpoints", "tables", "result", "token")
+READ_AT_A_RESTART = ("checkpoints", "tables", "result", "driver")
 
 
 def test_a_store_that_refuses_what_a_restart_reads_delays_the_restart(
     launcher: Launcher, tmp_path: Path, restarts: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.1")
-    refusal = Refusal(rf"(?<=/run/)({'|'.join(READ_AT_A_RESTART)})$", 1)
+    refusal = Refusal(rf"(?<=[0-9a-f]{{16}}/)({'|'.join(READ_AT_A_RESTART)})$", 1)
     restarts.addHandler(refusal)
     monkeypatch.setattr(files, "filesystem_of", refusal.filesystem)
     launcher = launcher.options(num_processes=1, store=f"memory://{tmp_path.name}", run_id="run", max_restarts=1)
@@ -363,7 +364,7 @@ def test_a_run_can_be_cancelled_while_the_store_refuses_what_its_restart_reads(
     launcher: Launcher, tmp_path: Path, restarts: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.1")
-    refusal = Refusal(r"/run/checkpoints$", math.inf)
+    refusal = Refusal(r"/checkpoints$", math.inf)
     restarts.addHandler(refusal)
     monkeypatch.setattr(files, "filesystem_of", refusal.filesystem)
     launcher = launcher.options(num_processes=1, store=f"memory://{tmp_path.name}", run_id="run", max_restarts=1)

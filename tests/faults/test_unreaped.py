@@ -18,7 +18,7 @@ from rankzero.channel.messages import Assign, End, Finished, Join, Ready, Rendez
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.local import LocalSession
 from rankzero.job import Job
-from rankzero.pipeline import formats
+from rankzero.values import formats
 
 WAIT = 30.0
 

@@ -30,7 +30,10 @@ def fail_first(marker: str) -> float:
     if is_first:
         # Both fail; neither ends the other before its reports have arrived.
         context = rt.get_context()
-        events, mine = Path(str(context.storage_path), EVENTS), f'"type": "metric", "rank": {context.rank},'
+        events, mine = (
+            next(Path(str(context.storage_path)).glob(f"submissions/*/{EVENTS}")),
+            f'"type": "metric", "rank": {context.rank},',
+        )
         until(lambda: events.read_text().count(mine) == 3, 60, "this rank's reports")
     rt.barrier()
     if is_first:

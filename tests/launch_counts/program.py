@@ -22,7 +22,7 @@ LAUNCHES = 60
 """At most so many are counted; each count is the smallest of them, since heartbeats and polls come by the clock."""
 
 PAUSE = 3.0
-"""Seconds after the first launch, in which the warm server loads the rest and gathers its memory."""
+"""Seconds after the first launch, in which a zygote loads the rest and gathers its memory."""
 
 PAUSE_EVERY = 10
 """So many launches that count more are followed by another pause: on a busy machine the server needs longer."""

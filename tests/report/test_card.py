@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from tests.conftest import until
+from tests.runs import submitted
 
 from rankzero import InvalidJobError, Launcher, RunHandle
 from rankzero.driver.recorder import Recorder
-from rankzero.job import Job
 from rankzero.masking import Mask
 from rankzero.report import card, cost
-from rankzero.report.summary import RankProgress, Summary
-from rankzero.run.directory import RunDirectory
+from rankzero.report.summary import Summary
 from rankzero.run.status import RunStatus
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -42,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunHandle[None]:
 
 
 def test_progress_is_that_of_each_rank_and_the_slowest_decides(run: RunHandle[None]) -> None:
-    summary = Summary(0)
+    summary = Summary()
     summary.read(run, run.status())
     assert {rank: found.done for rank, found in summary.ranks.items()} == {0: 8, 1: 7}
     assert (summary.unit, summary.total, summary.slowest) == ("steps", 10, summary.ranks[1])
@@ -63,7 +62,7 @@ def test_a_rank_that_is_gone_after_a_restart_does_not_count() -> None:
         ]
 
     restart = {"type": "state", "state": "starting", "attempt": 1, "time": 10.0}
-    summary = Summary(0)
+    summary = Summary()
     for event in [*reports(4, range(10)), restart, *reports(2, range(5, 50))]:
         summary.add(event)
     assert {rank: found.done for rank, found in summary.ranks.items()} == {0: 49, 1: 49}
@@ -81,14 +80,14 @@ def test_a_store_that_refuses_does_not_end_the_run_whose_card_is_drawn(
     monkeypatch.setitem(sys.modules, "IPython", shell)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     refused = iter([OSError("the store is away")])
-    job = RunDirectory.job
+    status = RunHandle.status
 
-    def refuse_once(directory: RunDirectory) -> Job:
+    def refuse_once(handle: RunHandle[None]) -> RunStatus:
         for error in refused:
             raise error
-        return job(directory)
+        return status(handle)
 
-    monkeypatch.setattr(RunDirectory, "job", refuse_once)
+    monkeypatch.setattr(RunHandle, "status", refuse_once)
     with card.showing() as show:
         show(run)
         until(lambda: "the store is away" in caplog.text, 30, "the first look has failed")
@@ -97,17 +96,17 @@ def test_a_store_that_refuses_does_not_end_the_run_whose_card_is_drawn(
 
 def test_nothing_of_a_run_is_markup_in_its_card(run: RunHandle[None]) -> None:
     error = {"type": HOSTILE, "message": HOSTILE}
-    job = replace(RunDirectory(run.directory).job(), run_id=HOSTILE, name=HOSTILE)
-    failed = card.render(job, HOSTILE, RunStatus(state="failed", error=error), Summary(0), 0.0)
+    job = replace(run.job, run_id=HOSTILE, name=HOSTILE)
+    failed = card.render(job, HOSTILE, RunStatus(state="failed", error=error), Summary(), 0.0)
     for shown in (run._repr_html_(), failed):
         assert shown is not None
         assert "alert(1)" in shown
-        assert set(re.findall(r"</?([a-z]+)", shown)) <= {"div", "b", "span", "svg", "polyline", "pre"}
+        assert set(re.findall(r"</?([a-z]+)", shown)) <= {"div", "b", "br", "span", "svg", "path", "text", "pre"}
         assert not re.search(r"<[^>]*\son\w+=", shown)
 
 
 def test_what_a_run_used_is_counted_from_launch_to_end(run: RunHandle[None]) -> None:
-    status, job = run.status(), RunDirectory(run.directory).job()
+    status, job = run.status(), run.job
     assert status.held_since is None
     assert status.started is not None
     assert status.ended is not None
@@ -124,10 +123,8 @@ def test_what_a_run_used_is_counted_from_launch_to_end(run: RunHandle[None]) -> 
 
 
 def test_a_clock_that_is_set_changes_no_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = RunDirectory(str(tmp_path / "run"))
-    assert directory.claim(0)
-    directory.write_submission(Job("run", "train", 2, 1, False, None, None, 60.0, {}))
-    recorder, ahead, now = Recorder(directory, directory.job(), Mask()), 0.0, time.time
+    own = submitted(str(tmp_path / "run"))
+    recorder, ahead, now = Recorder(own, Mask()), 0.0, time.time
     monkeypatch.setattr(time, "time", lambda: now() + ahead)
     recorder.note_places(2, held=True)
     ahead = 7200.0
@@ -137,7 +134,7 @@ def test_a_clock_that_is_set_changes_no_hours(tmp_path: Path, monkeypatch: pytes
     ahead = -7200.0
     recorder.note_places(2, held=False)
     recorder.finish(state="succeeded")
-    status = directory.status()
+    status = own.status()
     assert 0 < status.held_seconds < 60
     assert status.started is not None
     assert status.ended is not None
@@ -145,7 +142,7 @@ def test_a_clock_that_is_set_changes_no_hours(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_run_that_lives_is_charged_until_now(run: RunHandle[None]) -> None:
-    job = replace(RunDirectory(run.directory).job(), use_gpu=True, prices={"gpu": 2.0})
+    job = replace(run.job, use_gpu=True, prices={"gpu": 2.0})
     living = RunStatus(state="running", held_seconds=3600.0, held_since=1000.0, heartbeat=2800.0)
     used = cost.usage(job, living, 4600.0)
     assert used is not None
@@ -167,16 +164,18 @@ def test_prices_that_say_something_else_are_refused_before_a_start(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_many_ranks_the_slowest_and_the_fastest_are_named() -> None:
-    ranks = {rank: RankProgress(100 - rank % 7, 2.0) for rank in range(64)}
-    assert card.describe_ranks(ranks) == "94 (rank 6) to 100 (rank 0)"
-    assert card.describe_ranks({0: ranks[0], 1: ranks[1]}) == "0: 100, 1: 99"
+def test_of_the_ranks_of_a_living_run_the_slowest_and_the_fastest_are_named(run: RunHandle[None]) -> None:
+    summary = Summary()
+    for rank in range(64):
+        summary.add({"type": "metric", "rank": rank, "time": 1.0, "metrics": {"step": 100 - rank % 7}})
+    shown = card.render(run.job, "/runs/a", RunStatus(state="running"), summary, 0.0)
+    assert "94 (rank 6) to 100 (rank 0) steps" in shown
 
 
 def test_a_long_error_keeps_its_first_lines_and_its_last(run: RunHandle[None]) -> None:
     error = {"type": "WorkerFailedError", "message": "\n".join(f"line {number}." for number in range(500))}
     status = RunStatus(state="failed", error=error)
-    shown = card.render(RunDirectory(run.directory).job(), "/runs/a", status, Summary(0), 0.0)
+    shown = card.render(run.job, "/runs/a", status, Summary(), 0.0)
     assert "line 0." in shown
     assert "line 499." in shown
     assert "line 250." not in shown

@@ -19,14 +19,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import until
+from tests.runs import folder_of, job_file
 
 from rankzero import InvalidJobError, Launcher, RunHandle, RunNotFoundError, WorkerFailedError
 from rankzero.cli import main
-from rankzero.job import Job
-from rankzero.report import page, pages, summary
-from rankzero.report.pages import ReportServer
+from rankzero.report import page, serve, summary
+from rankzero.report.serve import ReportServer
 from rankzero.report.summary import Summary
-from rankzero.run.directory import RunDirectory
 from rankzero.run.names import EVENTS
 
 TOKEN = "a-token-of-letters"
@@ -47,8 +46,11 @@ def train(steps: int) -> dict[str, float]:
     rt.report({"step": steps}, checkpoint={"weight": torch.ones(8)})
     print(HOSTILE)
     # Reports that are on their way end with their rank.
-    events, mine = os.path.join(str(context.storage_path), EVENTS), f'"type": "metric", "rank": {context.rank},'
-    until(lambda: mine in Path(events).read_text(), 60, "this rank's reports")
+    (events,), mine = (
+        Path(str(context.storage_path)).glob(f"submissions/*/{EVENTS}"),
+        f'"type": "metric", "rank": {context.rank},',
+    )
+    until(lambda: mine in events.read_text(), 60, "this rank's reports")
     rt.barrier()
     if context.attempt == 0 and context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -145,7 +147,7 @@ def test_lines_have_times_by_which_the_page_orders_them(collected: dict[str, Any
 def test_the_rank_that_failed_is_among_those_whose_lines_are_held(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "LOGGED_RANKS", 1)
     run = RunHandle.attach(store / "restarted")
-    job, status = RunDirectory(run.directory).job(), run.status()
+    job, status = run.job, run.status()
     assert [one["rank"] for one in page._logs(run, job, status)] == [0]
     failed = replace(status, error={"type": "WorkerFailedError", "rank": 1})
     assert [one["rank"] for one in page._logs(run, job, failed)] == [1]
@@ -164,11 +166,11 @@ def test_progress_and_what_names_the_whole_work_are_no_results(tmp_path: Path) -
     assert "total_steps" not in {*run["last"], *(curve["name"] for curve in run["curves"]), *run["not_drawn"]}
     (tokens,) = (curve for curve in run["curves"] if curve["name"] == "tokens")
     assert tokens["ranks"][0]["v"] == [1_234_567, 1_234_568, 1_234_569]
-    assert not {"submission", "nonce", "fresh_since", "identity_parts"}.intersection(run["config"])
+    assert not {"submission", "nonce", "earlier", "identity_parts"}.intersection(run["config"])
 
 
 def test_progress_of_a_run_that_lives_has_the_time_left() -> None:
-    told = Summary(0)
+    told = Summary()
     for number in range(5):
         metrics = {"step": number, "total_steps": 10}
         told.add({"type": "metric", "rank": 0, "time": 100.0 + 2 * number, "metrics": metrics})
@@ -177,7 +179,7 @@ def test_progress_of_a_run_that_lives_has_the_time_left() -> None:
 
 def test_a_run_writes_its_report_by_itself(store: Path) -> None:
     for name, state in (("restarted", "succeeded"), ("failed", "failed")):
-        (run,) = data_of((store / name / "report.html").read_text())["runs"]
+        run = data_of((store / name / "report.html").read_text())
         assert (run["id"], run["state"]) == (name, state)
 
 
@@ -188,8 +190,8 @@ def test_the_first_cause_is_in_the_report_of_a_failed_run(store: Path) -> None:
 
 
 def test_no_line_metric_or_error_becomes_code(store: Path) -> None:
-    for directories in ([store / "restarted"], [store / "failed"], [store / "restarted", store / "failed"]):
-        text = page.render([page.collect(RunHandle.attach(one)) for one in directories])
+    for name in ("restarted", "failed"):
+        text = page.draw(RunHandle.attach(store / name))
         scripts = Scripts(text)
         # The page's own, whose checksum the policy names, and its data, which no browser runs.
         assert [attributes.get("type") for attributes, _ in scripts.found] == ["application/json", None]
@@ -224,17 +226,18 @@ FILES = ("job.json", "status.json", "events.jsonl")
 def test_a_directory_that_is_no_run_any_more_gives_a_sentence(
     store: Path, tmp_path: Path, name: str, content: bytes
 ) -> None:
-    for file in FILES:
-        (tmp_path / file).write_bytes((store / "restarted" / file).read_bytes())
-    (tmp_path / name).write_bytes(content)
-    done = CliRunner().invoke(main, ["report", str(tmp_path), "-o", str(tmp_path / "page.html")])
+    run = tmp_path / "run"
+    shutil.copytree(store / "restarted", run)
+    path = job_file(run) if name == "job.json" else folder_of(run) / name
+    path.write_bytes(content)
+    done = CliRunner().invoke(main, ["report", str(run), "-o", str(tmp_path / "page.html")])
     if done.exit_code:
         assert isinstance(done.exception, SystemExit), done.exception
         assert done.stderr.startswith("Error: ")
         assert done.stderr.count("\n") == 1
     else:
         assert (tmp_path / "page.html").stat().st_size > 0
-    assert CliRunner().invoke(main, ["runs", str(tmp_path.parent)]).exit_code == 0
+    assert CliRunner().invoke(main, ["runs", str(tmp_path)]).exit_code == 0
 
 
 def test_no_run_there_is_a_sentence(tmp_path: Path) -> None:
@@ -243,16 +246,29 @@ def test_no_run_there_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_hostile_status_is_no_traceback(store: Path, tmp_path: Path) -> None:
-    for file in FILES:
-        (tmp_path / file).write_bytes((store / "restarted" / file).read_bytes())
-    status = json.loads((tmp_path / "status.json").read_text())
-    (tmp_path / "status.json").write_text(json.dumps({**status, "metrics": ["no", "dict"]}))
+    shutil.copytree(store / "restarted", tmp_path / "run")
+    path = folder_of(tmp_path / "run") / "status.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": ["no", "dict"]}))
     with pytest.raises(RunNotFoundError, match="cannot be read as a run of rankzero"):
-        page.collect(RunHandle.attach(tmp_path))
+        page.collect(RunHandle.attach(tmp_path / "run"))
+
+
+def test_a_value_that_is_not_finite_is_a_gap_of_its_curve() -> None:
+    told = Summary()
+    for step in range(5000):
+        loss = float("nan") if 2000 <= step < 3000 or step == 4999 else 1.0 / (step + 1)
+        told.add({"type": "metric", "rank": 0, "time": float(step), "metrics": {"step": step, "loss": loss}})
+    ((drawn,),) = (curve["ranks"] for curve in told.facts()["curves"])
+    gaps = [index for index, value in enumerate(drawn["v"]) if value is None]
+    assert drawn["s"][gaps[-1]] == 4999
+    # The curve ends just before the gap, and starts again just behind it.
+    assert 1900 < drawn["s"][gaps[0] - 1] < 2000
+    assert 3000 <= drawn["s"][gaps[-2] + 1] < 3100
+    assert len(gaps) < 300
 
 
 def test_a_gpu_that_does_not_answer_leaves_the_others_in_the_report() -> None:
-    told = Summary(0)
+    told = Summary()
     gpus = [
         [{"use": 0.5, "memory": 1, "memory_total": 8}, {"use": 0.6, "memory": 2, "memory_total": 8}],
         [None, {"use": 0.7, "memory": 3, "memory_total": 8}],
@@ -267,7 +283,7 @@ def test_a_gpu_that_does_not_answer_leaves_the_others_in_the_report() -> None:
 
 
 def test_a_long_history_takes_little_memory() -> None:
-    told = Summary(0)
+    told = Summary()
     for number in range(50_000):
         metrics = {"loss": float(number % 97), "lr": 0.1}
         told.add({"type": "metric", "rank": number % 8, "time": float(number), "metrics": metrics})
@@ -279,14 +295,6 @@ def test_a_long_history_takes_little_memory() -> None:
     assert [one["rank"] for one in loss] == list(range(8))
     assert max(loss[0]["v"]) == 96.0
     assert (loss[7]["t"][0], loss[7]["t"][-1]) == (7.0, 49_999.0)
-
-
-def test_the_events_of_another_training_of_the_run_id_do_not_count() -> None:
-    told = Summary(2)
-    for attempt in (0, 1, 2):
-        told.add({"type": "state", "time": 0.0, "state": "starting", "attempt": attempt})
-        told.add({"type": "metric", "rank": 0, "time": 0.0, "metrics": {"loss": float(attempt)}})
-    assert told.facts()["curves"][0]["ranks"][0]["v"] == [2.0]
 
 
 def test_only_the_last_lines_of_a_long_log_are_read(tmp_path: Path) -> None:
@@ -340,17 +348,25 @@ def get(url: str, **headers: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_serve_shows_the_store_each_run_and_several(served: str) -> None:
+def test_serve_shows_the_store_and_each_run(served: str) -> None:
     code, text = get(served)
-    assert (code, [one["id"] for one in data_of(text)["list"]]) == (200, ["failed", "restarted"])
-    assert data_of(get(f"{served}runs/restarted")[1])["runs"][0]["id"] == "restarted"
-    assert json.loads(get(f"{served}runs/failed.json")[1])["state"] == "failed"
-    assert len(data_of(get(f"{served}compare?run=failed&run=restarted")[1])["runs"]) == 2
+    assert (code, re.findall(r'href="runs/([^"]+)"', text)) == (200, ["failed", "restarted"])
+    assert data_of(get(f"{served}runs/restarted")[1])["id"] == "restarted"
 
 
 def test_the_list_of_a_store_has_its_newest_runs(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "MAX_RUNS", 1)
-    assert [one["id"] for one in data_of(pages.answer(str(store), "/", {})[2])["list"]] == ["failed"]
+    monkeypatch.setattr(serve, "MAX_RUNS", 1)
+    text = serve.index(str(store))
+    assert re.findall(r'href="runs/([^"]+)"', text) == ["failed"]
+    assert "1 older runs" in text
+
+
+def test_nothing_of_a_run_is_markup_in_the_list_of_its_store(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store / "restarted", tmp_path / "one")
+    path = folder_of(tmp_path / "one") / "status.json"
+    status = json.loads(path.read_text())
+    path.write_text(json.dumps({**status, "state": HOSTILE, "metrics": {HOSTILE: 1.0}}))
+    assert "<script" not in serve.index(str(tmp_path))
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node")
@@ -359,10 +375,21 @@ def test_the_list_of_a_store_has_its_newest_runs(store: Path, monkeypatch: pytes
     [("1234567", "1234567"), ("-20000001", "-20000001"), ("0.123456", "0.12346"), ("1e300", "1.00e+300")],
 )
 def test_whole_numbers_are_shown_exactly(value: str, text: str) -> None:
-    source = (Path(pages.__file__).parent / "page.js").read_text()
+    source = (Path(page.__file__).parent / "page.js").read_text()
     (function,) = re.findall(r"^  (const number = .*?^  };)$", source, re.M | re.S)
     command = ["node", "-e", f"{function} process.stdout.write(number({value}))"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == text
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_colors_of_a_terminal_are_classes_and_its_other_sequences_are_left_out() -> None:
+    source = (Path(page.__file__).parent / "page.js").read_text()
+    (code,) = re.findall(r"^(  const ESCAPE = .*?^  })$", source, re.M | re.S)
+    line = "a \x1b[1;31mred\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\ \x1b[38;5;32mx\x1b[94mblue\x1b[2K\x1b[39m."
+    command = ["node", "-e", f"{code} process.stdout.write(JSON.stringify([...colored({json.dumps(line)})]))"]
+    parts = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert [(style, text) for style, text in parts if style] == [("ansi1 bold", "red"), ("ansi4", "blue")]
+    assert "".join(text for _, text in parts) == "a red link xblue."
 
 
 DRAWS = """
@@ -400,7 +427,7 @@ def test_steps_and_values_beyond_exact_numbers_are_drawn(
     collected: dict[str, Any], steps: list[int], values: list[float]
 ) -> None:
     curve = {"name": "loss", "ranks": [{"rank": 0, "t": [1.0, 2.0][: len(steps)], "s": steps, "v": values}]}
-    scripts = Scripts(page.render([{**collected, "curves": [curve]}]))
+    scripts = Scripts(page.render({**collected, "curves": [curve], "hosts": []}))
     # The heap's limit, in MiB, ends an axis that does not end.
     command = ["node", "--max-old-space-size=64", "-e", DRAWS]
     given = json.dumps([body for _, body in scripts.found])
@@ -416,15 +443,16 @@ def test_steps_and_values_beyond_exact_numbers_are_drawn(
 
 def test_facts_are_json_for_browsers_too(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store / "restarted", tmp_path / "one")
-    job = json.loads((tmp_path / "one/job.json").read_text())
-    (tmp_path / "one/job.json").write_text(json.dumps({**job, "params": {"clip": float("inf"), "lr": float("nan")}}))
-    text = pages.answer(str(tmp_path), "/runs/one.json", {})[2]
+    path = job_file(tmp_path / "one")
+    job = json.loads(path.read_text())
+    path.write_text(json.dumps({**job, "params": {"clip": float("inf"), "lr": float("nan")}}))
+    text = CliRunner().invoke(main, ["report", str(tmp_path / "one"), "--json"]).stdout
     found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert found["config"]["params"] == {"clip": "inf", "lr": "nan"}
 
 
 @pytest.mark.parametrize(
-    "path", ["runs/none", "runs/..%2f..%2fetc", "runs/", "compare?run=.hidden", "etc/passwd", "compare"]
+    "path", ["runs/none", "runs/..%2f..%2fetc", "runs/", "runs/.hidden", "etc/passwd", "compare", "/runs/failed"]
 )
 def test_serve_gives_nothing_but_runs(served: str, path: str) -> None:
     code, text = get(served + path)
@@ -434,9 +462,8 @@ def test_serve_gives_nothing_but_runs(served: str, path: str) -> None:
 
 def test_serve_answers_nobody_without_the_token(served: str) -> None:
     top = served.removesuffix(f"{TOKEN}/")
-    for path in ("", "runs/failed.json", "guessed/", f"{TOKEN}.json", f"?token={TOKEN}"):
+    for path in ("", "runs/failed", "guessed/", f"{TOKEN}.json", TOKEN, f"?token={TOKEN}"):
         assert get(top + path)[0] == 403
-    assert get(f"{top}{TOKEN}")[0] == 200
     request = urllib.request.Request(served, method="HEAD")
     with urllib.request.urlopen(request) as reply:
         assert (reply.status, reply.read()) == (200, b"")
@@ -461,16 +488,3 @@ def test_a_report_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> N
     (store / "run").mkdir(parents=True)
     (store / "run" / "report.html").mkdir()
     assert Launcher(store=store, run_id="run").run(os.getpid) > 0
-
-
-def test_who_may_not_see_a_run_finds_none(store: Path) -> None:
-    def may_see(job: Job) -> bool:
-        return job.run_id == "failed"
-
-    code, _, listed = pages.answer(str(store), "/", {}, may_see)
-    assert code == 200
-    assert [run["id"] for run in data_of(listed)["list"]] == ["failed"]
-    assert pages.answer(str(store), "/runs/failed", {}, may_see)[0] == 200
-    for path, query in (("/runs/restarted", {}), ("/runs/restarted.json", {}), ("/compare", {"run": ["restarted"]})):
-        code, _, text = pages.answer(str(store), path, query, may_see)
-        assert (code, text) == (404, f"no run lives in {store}/restarted")

@@ -1,4 +1,4 @@
-"""What a user reported stays when another training begins under the same run id, until it is collected."""
+"""What a submission has left stays when another training begins under the same run id, until it is collected."""
 
 import logging
 import time
@@ -8,8 +8,7 @@ import pytest
 
 from rankzero import Launcher
 from rankzero.run.checkpoints import list_committed
-from rankzero.run.directory import RunDirectory
-from rankzero.run.retention import EARLIER, collect
+from rankzero.run.retention import REPLACED, collect
 
 DAY = 86400.0
 
@@ -29,31 +28,31 @@ def test_a_fresh_training_leaves_the_checkpoints_of_the_one_before(
 ) -> None:
     launcher = launcher.options(num_processes=1, run_id="same")
     assert launcher.run(train, 0.1) == 0.1
-    handle = launcher.find()
-    assert handle
-    before = [manifest.id for manifest in handle.checkpoints()]
-    assert before
+    handles = [launcher.find()]
     caplog.set_level(logging.WARNING)
     # Another one; then the same one after its delivery.
-    for number, lr in enumerate((0.2, 0.2)):
+    for lr in (0.2, 0.2):
+        before = handles[-1]
+        assert before
         caplog.clear()
         assert launcher.run(train, lr) == lr
         (line,) = [record.getMessage() for record in caplog.records if "`rankzero gc`" in record.getMessage()]
-        assert all(name in line for name in before[number:])
-        before += [manifest.id for manifest in handle.checkpoints()]
-    run = RunDirectory(handle.directory)
-    assert [manifest.id for manifest in list_committed(run)] == before
-    assert len(handle.checkpoints()) < len(before)
+        assert all(manifest.id in line for manifest in before.checkpoints())
+        handles.append(launcher.find())
+    folders = [handle.own.directory for handle in handles if handle]
+    assert len(list_committed(folders)) == 3 * len(list_committed(folders[-1:]))
 
-    root, now = str(Path(handle.directory).parent), time.time()
-    newest = [manifest.id for manifest in handle.checkpoints()]
-    assert collect(root, DAY, now=now).checkpoints == []
+    root, now = str(Path(folders[0]).parents[2]), time.time()
+    assert collect(root, DAY, now=now).replaced == []
     # The run itself is younger than that, by its end.
-    run.write_status(handle.status().__class__(**{**vars(handle.status()), "ended": now + 10 * DAY}))
+    last = launcher.find()
+    assert last
+    status = last.status()
+    last.own.write_status(status.__class__(**{**vars(status), "ended": now + 10 * DAY}))
     would = collect(root, DAY, dry_run=True, now=now + 2 * DAY)
-    assert [Path(removed.directory).name for removed in would.checkpoints] == [n for n in before if n not in newest]
-    assert {removed.state for removed in would.checkpoints} == {EARLIER}
+    assert [removed.directory for removed in would.replaced] == folders[:-1]
+    assert {removed.state for removed in would.replaced} == {REPLACED}
     assert would.size > 0
-    assert [manifest.id for manifest in list_committed(run)] == before
     collect(root, DAY, now=now + 2 * DAY)
-    assert [manifest.id for manifest in list_committed(run)] == newest
+    assert [Path(folder).is_dir() for folder in folders] == [False, False, True]
+    assert last.result() == 0.2

@@ -4,15 +4,16 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.runs import submitted
 
 import rankzero.pipeline
 from rankzero import Launcher, RunHandle, WorkerFailedError
-from rankzero.job import Job
-from rankzero.pipeline import Follower, LineWritten, MetricsReported, RunEnded
 from rankzero.run import follower as followers
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
+from rankzero.run.follower import Follower, LineWritten, MetricsReported, RunEnded
 from rankzero.run.status import RunStatus
 
 
@@ -69,14 +70,13 @@ def test_every_name_of_the_interface_exists_and_is_documented() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    """A run of three ranks that each have written two lines, the first of ranks 0 and 2 for an earlier submission."""
-    run = RunDirectory(str(tmp_path / "run"))
-    assert run.claim(0)
-    run.write_submission(Job("run", "train", 3, 1, False, None, None, 60.0, {}, log_starts={"0": [0, 6], "2": [0, 6]}))
-    for rank in range(3):
-        (tmp_path / f"run/logs/rank-{rank}.log").write_text(f"old {rank}\nnew {rank}\n")
-    return run
+def run(tmp_path: Path) -> Submission:
+    """A run of three ranks that each have written a line, and one for an earlier submission."""
+    before = submitted(str(tmp_path / "run"), RunStatus(state="failed"), num_processes=3)
+    own = submitted(before.run.directory, num_processes=3, submission=1, earlier=[before.name])
+    for word, place in (("old", before), ("new", own)):
+        Path(place.path("lines")).write_text("".join(f"[{rank}] {word} {rank}\n" for rank in range(3)))
+    return own
 
 
 def status(failed_rank: int | None = None) -> RunStatus:
@@ -86,53 +86,58 @@ def status(failed_rank: int | None = None) -> RunStatus:
     return RunStatus(state="failed", error=json.loads(json.dumps(error.to_json())))
 
 
-def lines(follower: Follower, run: RunDirectory, status: RunStatus) -> list[str]:
+def follow(run: Submission, **options: Any) -> Follower:
+    return Follower(RunHandle(run.run.directory), **options)
+
+
+def lines(follower: Follower, run: Submission, status: RunStatus) -> list[str]:
     run.write_status(replace(status, heartbeat=time.time()))
     return [event.text for event in follower.poll() if isinstance(event, LineWritten)]
 
 
-def test_every_rank_is_shown_from_where_the_submission_began(run: RunDirectory) -> None:
-    follower = Follower(RunHandle(run.directory))
-    assert sorted(lines(follower, run, status())) == ["[0] new 0", "[1] new 1", "[1] old 1", "[2] new 2"]
+def test_every_rank_is_shown_from_where_the_submission_began(run: Submission) -> None:
+    follower = follow(run)
+    assert lines(follower, run, status()) == ["[0] new 0", "[1] new 1", "[2] new 2"]
     assert lines(follower, run, status()) == []
+    assert list(RunHandle.attach(run.run.directory).logs(1)) == ["old 1", "new 1"]
 
 
-def test_ranks_that_are_not_asked_for_are_silent_unless_they_fail(run: RunDirectory) -> None:
-    follower = Follower(RunHandle(run.directory), ranks=[1])
-    assert lines(follower, run, status()) == ["[1] old 1", "[1] new 1"]
+def test_ranks_that_are_not_asked_for_are_silent_unless_they_fail(run: Submission) -> None:
+    follower = follow(run, ranks=[1])
+    assert lines(follower, run, status()) == ["[1] new 1"]
     assert lines(follower, run, status(failed_rank=0)) == ["[0] new 0"]
     # One that was shown is not shown twice.
-    shown = Follower(RunHandle(run.directory), ranks=[0])
-    assert lines(shown, run, status(failed_rank=0)) == ["[0] new 0"]
+    assert lines(follow(run, ranks=[0]), run, status(failed_rank=0)) == ["[0] new 0"]
 
 
 def test_a_follower_that_attaches_shows_again_only_what_is_little(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: Submission, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(lines(Follower(RunHandle(run.directory), attached=True), run, status())) == 4
+    assert len(lines(follow(run, attached=True), run, status())) == 3
     monkeypatch.setattr(followers, "REPLAY_BYTES", 5)
-    attached = Follower(RunHandle(run.directory), ranks=[1], attached=True)
+    attached = follow(run, ranks=[1], attached=True)
     assert lines(attached, run, status()) == []
     # Of much, the tail that came with the failure.
     assert lines(attached, run, status(failed_rank=2)) == ["[2] the last line"]
-    assert len(lines(Follower(RunHandle(run.directory)), run, status())) == 4
+    assert len(lines(follow(run), run, status())) == 3
 
 
-def test_a_follower_skips_what_it_is_too_far_behind(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(followers, "BEHIND_BYTES", 3 * 40)
-    monkeypatch.setattr(followers, "LAST_BYTES", 3 * 20)
-    monkeypatch.setattr(followers, "_LEAST_SHARE", 1)
-    follower = Follower(RunHandle(run.directory))
-    assert len(lines(follower, run, status())) == 4
+def test_a_follower_skips_what_it_is_too_far_behind(run: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = len("[1] line 000\n")
+    monkeypatch.setattr(followers, "BEHIND_BYTES", 5 * line)
+    monkeypatch.setattr(followers, "LAST_BYTES", 3 * line)
+    follower = follow(run)
+    assert len(lines(follower, run, status())) == 3
 
     def write(count: int) -> None:
-        with open(run.path("logs/rank-1.log"), "a") as log:
-            log.writelines(f"line {number:03}\n" for number in range(count))
+        with open(run.path("lines"), "a") as log:
+            log.writelines(f"[1] line {number:03}\n" for number in range(count))
 
     write(4)
     assert lines(follower, run, status()) == [f"[1] line {number:03}" for number in range(4)]
     write(100)
-    left_out = f"[1] (0.0 MiB of lines left out: rankzero logs {run.directory})"
+    left_out = f"(0.0 MiB of lines left out: rankzero logs {run.run.directory})"
+    # The first line of the rest may be incomplete.
     assert lines(follower, run, status()) == [left_out, *(f"[1] line {number:03}" for number in range(96, 100))]
     # What is written while lines are shown is for the next look.
     write(4)

@@ -11,9 +11,9 @@ RANKS = 1024
 
 
 def manifest(sharded: bool) -> Manifest:
-    part = {"format": "safetensors", "size": 1 << 30, "sha256": "0" * 64}
+    part = {"format": "torch", "size": 1 << 30, "sha256": "0" * 64}
     ranks = range(RANKS if sharded else 1)
-    parts = {str(rank): {**part, "file": f"rank-{rank}.safetensors"} for rank in ranks}
+    parts = {str(rank): {**part, "file": f"rank-{rank}.torch"} for rank in ranks}
     return Manifest("0000-000000", 0, 0, 0.0, {}, RANKS, sharded, parts)
 
 
@@ -21,7 +21,7 @@ def manifest(sharded: bool) -> Manifest:
 def test_a_task_is_sent_the_parts_of_its_ranks_and_rank_0s(sharded: bool, told: set[str]) -> None:
     message = manifest(sharded).for_ranks(range(8, 10))
     assert set(message["parts"]) == told
-    assert message["formats"] == ["safetensors"]
+    assert message["formats"] == ["torch"]
     # All of them, for each of 1,024 tasks, were half a gigabyte.
     assert RANKS * len(json.dumps(message)) < 1 << 20
 
@@ -33,7 +33,7 @@ def test_other_parts_are_read_when_they_are_asked_for() -> None:
         reads.append(1)
         return {"0": {"file": "a"}, "1": {"file": "b"}}
 
-    parts = ListedParts({"0": {"file": "a"}}, ["safetensors"], read)
+    parts = ListedParts({"0": {"file": "a"}}, ["torch"], read)
     assert parts["0"] == {"file": "a"}
     assert "0" in parts
     assert reads == []

@@ -6,7 +6,7 @@ import pytest
 
 from rankzero import store
 from rankzero.run import growing
-from rankzero.run.growing import PieceWriter, Position
+from rankzero.run.growing import Appender, PieceWriter, Position, Stream
 
 WAIT = 30.0
 
@@ -16,10 +16,11 @@ def location(tmp_path: Path) -> str:
     return f"memory://{tmp_path.name}/lines"
 
 
-def read_all(location: str, position: Position, end: Position | None) -> tuple[list[str], Position]:
+def read_all(location: str, position: Position, end: list[int] | None) -> tuple[list[str], Position]:
     found: list[str] = []
+    stream = Stream([location])
     while True:
-        lines, position = growing.read_piece(location, position, end)
+        lines, position = stream.read(position, None if end is None else stream.end(end))
         found += lines
         if not lines:
             return found, position
@@ -34,7 +35,7 @@ def test_a_piece_is_written_again_until_it_is_large(location: str, monkeypatch: 
     assert len(store.list_names(location)) == 4
     lines, end = read_all(location, Position(), None)
     assert lines == [f"line {number}" for number in range(50)]
-    assert end == writer.written
+    assert [end.piece, end.offset] == writer.written
 
 
 def test_a_follower_reads_each_line_once_and_asks_for_nothing_in_vain(
@@ -42,7 +43,9 @@ def test_a_follower_reads_each_line_once_and_asks_for_nothing_in_vain(
 ) -> None:
     monkeypatch.setattr(growing, "PIECE", 30)
     asked: list[str] = []
-    monkeypatch.setattr(growing, "_read_from", lambda name, offset: asked.append(name) or original(name, offset))
+    read_bytes, read_from = store.read_bytes, store.read_from
+    monkeypatch.setattr(store, "read_bytes", lambda name: asked.append(name) or read_bytes(name))
+    monkeypatch.setattr(store, "read_from", lambda name, offset: asked.append(name) or read_from(name, offset))
     writer, position, seen, written = PieceWriter(location), Position(), [], 0
     for number in range(20):
         # Looks come before, between and after two writes.
@@ -59,9 +62,6 @@ def test_a_follower_reads_each_line_once_and_asks_for_nothing_in_vain(
     assert read_all(location, position, writer.written) == ([], position)
     # One request for each write that was seen, and one for each piece that was left.
     assert len(asked) <= written + 1 + len(store.list_names(location))
-
-
-original = growing._read_from
 
 
 def test_what_the_store_refuses_waits_and_an_answer_that_was_lost_doubles_nothing(
@@ -99,9 +99,9 @@ def test_a_second_driver_writes_behind_the_first(location: str) -> None:
     first = PieceWriter(location)
     first.append(["of the first"])
     first.flush()
-    start = growing.end_of(location)
+    start = Position(0, 1)
     second = PieceWriter(location)
-    assert growing.read_piece(location, start, second.written) == ([], start)
+    assert second.written == []
     second.append(["of the second"])
     second.flush()
     assert read_all(location, start, second.written)[0] == ["of the second"]
@@ -119,11 +119,11 @@ def test_more_than_can_wait_is_refused(location: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("start", "most", "begin", "before"),
     [
-        (Position(0, 2), 8, Position(0, 2), 0),
-        (Position(0, 2), 7, Position(0, 3), 1),
-        (Position(0, 2), 4, Position(2, 1), 4),
-        (Position(0, 2), 1, Position(2, 4), 7),
-        (Position(2, 1), 3, Position(2, 2), 1),
+        (Position(0, 0, 2), 8, Position(0, 0, 2), 0),
+        (Position(0, 0, 2), 7, Position(0, 0, 3), 1),
+        (Position(0, 0, 2), 4, Position(0, 2, 1), 4),
+        (Position(0, 0, 2), 1, Position(0, 2, 4), 7),
+        (Position(0, 2, 1), 3, Position(0, 2, 2), 1),
     ],
 )
 def test_the_last_bytes_of_a_stream_begin_in_whatever_piece(
@@ -133,4 +133,21 @@ def test_the_last_bytes_of_a_stream_begin_in_whatever_piece(
     # An empty piece is left where another driver may still write.
     for number, data in enumerate([b"12345", b"", b"12345"]):
         store.write_bytes(f"{location}/{number:08d}", data)
-    assert growing.begin_of_last(location, start, Position(2, 5), most) == (begin, before)
+    assert Stream([location]).begin_of_last(start, Position(0, 2, 5), most) == (begin, before)
+
+
+@pytest.mark.parametrize("place", ["disk", "memory://chain"])
+def test_a_stream_goes_through_all_submissions(place: str, tmp_path: Path) -> None:
+    root = f"{place}/{tmp_path.name}" if "://" in place else str(tmp_path)
+    locations = [f"{root}/{name}" for name in "abc"]
+    for location in (locations[0], locations[2]):
+        writer = PieceWriter(location) if "://" in place else Appender(location)
+        writer.append([f"of {location[-1]}"])
+        if isinstance(writer, PieceWriter):
+            writer.flush()
+    stream, position, found = Stream(locations), Position(), []
+    for _ in range(4):
+        lines, position = stream.read(position)
+        found += lines
+    assert found == ["of a", "of c"]
+    assert stream.read(stream.start)[0] == ["of c"]

@@ -4,24 +4,21 @@ import contextlib
 import os
 import shutil
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from tests.conftest import until, wait_until_gone
+from tests.runs import submitted
 
 from rankzero import CheckpointConfig, Launcher, RunHandle, RunNotFoundError, store
 from rankzero.driver.commits import Committer
 from rankzero.driver.recorder import Recorder
 from rankzero.host.processes import process_namespace
-from rankzero.job import Job
 from rankzero.masking import Mask
 from rankzero.run import observer
 from rankzero.run.checkpoints import Manifest
-from rankzero.run.directory import RunDirectory
-from rankzero.run.observer import CurrentStatus, owns
 from rankzero.run.status import RunStatus
 
 
@@ -138,48 +135,7 @@ def _removes(directory: Path) -> bool:
     return directory.exists()
 
 
-def job(submission: int, nonce: str) -> Job:
-    facts: dict[str, Any] = {"use_gpu": False, "backend": None, "timeout": None, "start_timeout": 1.0, "engine": {}}
-    made = Job("one", "train", 1, 1, **facts)
-    return replace(made, submission=submission, nonce=nonce)
-
-
-def submit(run: RunDirectory, submission: int, nonce: str, **facts: Any) -> None:
-    assert run.claim(submission)
-    run.write_submission(replace(job(submission, nonce), **facts))
-
-
-def test_a_status_of_another_submission_is_not_read(tmp_path: Path) -> None:
-    run = RunDirectory(str(tmp_path / "run"))
-    submit(run, 0, "new")
-    reader = CurrentStatus(run)
-    run.write_status(RunStatus(state="succeeded", nonce="old"))
-    assert reader.read().state == "pending"
-    run.write_status(RunStatus(state="running", nonce="new"))
-    assert reader.read().state == "running"
-    for submission in (0, 3):
-        run.write_status(RunStatus(state="succeeded", submission=submission, nonce="old"))
-        assert reader.read().state == "running"
-    # An earlier version of rankzero writes none.
-    run.write_status(RunStatus(state="failed"))
-    assert reader.read().state == "failed"
-
-
-def test_a_submission_without_a_job_hides_no_earlier_one(tmp_path: Path) -> None:
-    run = RunDirectory(str(tmp_path / "run"))
-    submit(run, 0, "zero")
-    ended = RunStatus(state="succeeded", nonce="zero")
-    run.write_status(ended)
-    run.keep_outcome(ended)
-    assert run.claim(1)
-    run.write_status(RunStatus(submission=1, nonce="one"))
-    assert CurrentStatus(run).read().state == "succeeded"
-    # A delayed submitter has written an older job over that of a submission that has its driver.
-    run.write_status(RunStatus(submission=1, nonce="one", driver_pid=1))
-    assert CurrentStatus(run).read().submission == 1
-
-
-def test_a_driver_of_a_removed_run_moves_no_part_over_that_of_the_new_one(tmp_path: Path) -> None:
+def test_a_driver_of_a_removed_run_publishes_and_writes_nothing(tmp_path: Path) -> None:
     def add(committer: Committer, text: str) -> Future[Manifest]:
         file = tmp_path / "uploaded"
         file.write_text(text)
@@ -189,51 +145,26 @@ def test_a_driver_of_a_removed_run_moves_no_part_over_that_of_the_new_one(tmp_pa
         assert commit
         return commit
 
-    run = RunDirectory(str(tmp_path / "run"))
-    submit(run, 0, "old")
-    old = Committer(run, 0, 1, CheckpointConfig(), 0, (0, "old"))
-    shutil.rmtree(run.directory)
-    submit(run, 0, "new")
-    new = Committer(run, 0, 1, CheckpointConfig(), 0, (0, "new"))
-    assert add(new, "new").result(60)
-    with pytest.raises(OSError, match="belongs to another submission"):
-        add(old, "old").result(60)
-    assert (tmp_path / "run" / "checkpoints" / "0000-000000" / "rank-0.json").read_text() == "new"
-    for committer in (old, new):
-        committer.close(60.0)
+    directory = str(tmp_path / "run")
+    old = submitted(directory)
+    assert old.claim_driver()
+    committer, recorder = Committer(old, 0, 1, CheckpointConfig()), Recorder(old, Mask())
+    recorder.log(0, ["of the old run"])
+    shutil.rmtree(directory)
+    new = submitted(directory)
+    assert old.is_lost()
+    assert not new.is_lost()
+    with pytest.raises(OSError, match="another process has ended this submission"):
+        add(committer, "old").result(60)
+    recorder.update(state="running")
+    until(lambda: recorder.superseded, 60, "its notice")
+    recorder.finish(state="cancelled")
+    assert set(old.run.names()) == {"0.json", new.name}
+    assert new.status().state == "pending"
+    committer.close(60.0)
 
 
-def test_a_driver_owns_its_directory_until_it_is_another_run_s(tmp_path: Path) -> None:
-    run = RunDirectory(str(tmp_path / "run"))
-    submit(run, 0, "zero")
-    submit(run, 1, "one")
-    assert owns(run, 1, "one")
-    assert not owns(run, 0, "zero")
-    # A submitter that was held up has written its job over a later one.
-    run.restore(0)
-    assert owns(run, 1, "one")
-    assert run.job().nonce == "one"
-    shutil.rmtree(run.directory)
-    assert not owns(run, 1, "one")
-    submit(run, 0, "new")
-    for submission, nonce in ((0, "zero"), (1, "one")):
-        assert not owns(run, submission, nonce)
-    assert run.job().nonce == "new"
-
-
-def test_a_driver_of_a_removed_run_begins_no_log_in_the_new_one(tmp_path: Path) -> None:
-    run = RunDirectory(str(tmp_path / "run"))
-    submit(run, 0, "old")
-    old = Recorder(run, job(0, "old"), Mask())
-    old.log(0, ["of the old run"])
-    shutil.rmtree(run.directory)
-    submit(run, 0, "new")
-    old.log(1, ["of the removed run"])
-    assert list((tmp_path / "run" / "logs").iterdir()) == []
-    assert old.superseded
-
-
-SIGNALLED = {"driver_pid": 4242, "driver_namespace": process_namespace(), "driver_start": "17", "nonce": "zero"}
+SIGNALLED = {"driver_pid": 4242, "driver_namespace": process_namespace(), "driver_start": "17"}
 
 
 @pytest.mark.parametrize(
@@ -256,28 +187,29 @@ def test_a_cancel_signals_a_driver_that_is_a_process_of_this_machine(
     monkeypatch.setattr("rankzero.run.observer.process_state", lambda _, start: "S" if start in (None, "17") else None)
     monkeypatch.setattr(observer, "caught_signals", lambda pid: {observer.CANCEL} if pid == 4242 else set())
     monkeypatch.setattr("os.kill", lambda *signal: sent.append(signal))
-    run = RunDirectory(str(tmp_path / "run"))
-    submit(run, 0, "zero")
-    run.write_status(RunStatus(state="running", **{**SIGNALLED, **facts}))
-    CurrentStatus(run).cancel(None)
+    own = submitted(str(tmp_path / "run"), RunStatus(state="running", **{**SIGNALLED, **facts}))
+    RunHandle.attach(own.run.directory).cancel()
     assert sent == [(4242, observer.CANCEL)] * signals
-    assert run.cancel_request(0) == {"receiver": {}, "reason": ""}
+    assert own.cancel_request() == {"receiver": {}, "reason": ""}
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"try": 1}', "null"], ids=["no text", "for all", "for a try", "no object"])
+@pytest.mark.parametrize("text", ["", "{}", "null"])
 def test_a_request_of_another_version_ends_the_run_too(tmp_path: Path, text: str) -> None:
-    run = RunDirectory(str(tmp_path / "run"))
-    submit(run, 0, "zero")
-    assert run.cancel_request(0) is None
-    Path(run.submission_path(0, "cancel")).write_text(text)
-    assert run.cancel_request(0) == {"receiver": {"try": 1} if "try" in text else {}, "reason": ""}
+    own = submitted(str(tmp_path / "run"))
+    assert own.cancel_request() is None
+    Path(own.path("cancel")).write_text(text)
+    assert own.cancel_request() == {"receiver": {}, "reason": ""}
 
 
-def test_a_late_status_of_a_driver_that_counted_as_dead_hides_no_result(tmp_path: Path) -> None:
-    run = RunDirectory(str(tmp_path / "run"))
-    submit(run, 0, "zero")
-    submit(run, 1, "one")
-    run.write_status(RunStatus(state="succeeded", submission=1, nonce="one"))
-    # The driver of submission 0 was stopped between its check of the owner and its write.
-    run.write_status(RunStatus(state="running", nonce="zero", driver_pid=1))
-    assert CurrentStatus(run).read().state == "succeeded"
+def test_the_first_end_counts(tmp_path: Path) -> None:
+    """A driver was stopped, and another submission has taken its place."""
+    own = submitted(str(tmp_path / "run"), RunStatus(state="running", driver_pid=1))
+    assert own.claim_driver()
+    other = own.run.current()
+    ended = other.finish(RunStatus(state="failed", error={"type": "EngineError", "message": "it seemed dead"}))
+    assert own.is_lost()
+    assert own.finish(RunStatus(state="succeeded")) == ended
+    recorder = Recorder(own, Mask())
+    recorder.finish(state="succeeded")
+    assert recorder.superseded
+    assert RunHandle.attach(own.run.directory).status().state == "failed"

@@ -53,8 +53,8 @@ def test_a_training_that_resumes_keeps_the_metrics_that_it_has_reported(failed: 
 
 def test_metrics_of_a_checkpoint_that_the_last_status_lacks_are_kept(failed: Launcher, tmp_path: Path) -> None:
     """A driver that is killed between the commit and its next status leaves this behind."""
-    run = RunDirectory(f"{failed.store}/resumed")
-    run.write_status(dataclasses.replace(run.status(), metrics={"epoch": 0}, checkpoint="0000-000000"))
+    own = RunDirectory(f"{failed.store}/resumed").current()
+    own.write_status(dataclasses.replace(own.status(), metrics={"epoch": 0}, checkpoint="0000-000000"))
     handle = failed.submit(train, str(tmp_path))
     assert handle.result() == "exported"
     assert handle.status().metrics == REPORTED

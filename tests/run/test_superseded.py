@@ -19,6 +19,7 @@ from rankzero import (
     WorkerFailedError,
     store,
 )
+from rankzero.run.directory import RunDirectory
 
 
 @pytest.fixture
@@ -101,17 +102,18 @@ def test_a_submission_that_the_store_refuses_hides_no_result(
         (tmp_path / f"{name}-go").touch()
     one = single.submit(train, "one", str(tmp_path))
     assert one.wait(60)
-    write = store.write_bytes
+    create = store.create
 
-    def fill(location: str, data: bytes, **options: Any) -> None:
-        if location.endswith("/same/job.json"):
+    def fill(location: str, data: bytes, **options: Any) -> bool:
+        if location.endswith("/1.json"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(location, data, **options)
+        return create(location, data, **options)
 
     with monkeypatch.context() as full:
-        full.setattr(store, "write_bytes", fill)
+        full.setattr(store, "create", fill)
         with pytest.raises(InvalidJobError, match="No space left on device"):
             single.submit(train, "two", str(tmp_path))
+    assert set(RunDirectory(one.directory).names()) == {"0.json", one.own.name}, "nothing is left of it"
     for handle in (one, RunHandle.attach(one.directory), single.submit(train, "one", str(tmp_path))):
         assert (handle.status().submission, handle.result(1)) == (0, "one")
     assert single.submit(train, "two", str(tmp_path)).result(60) == "two"
@@ -128,15 +130,11 @@ def report_twice(folder: str) -> object:
     return None if found is None else (found.id, os.path.basename(found.load()["of"]))
 
 
-def test_a_run_whose_job_is_gone_leaves_its_checkpoints_to_no_other_training(
-    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As long as the removed job is waited for.
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
+def test_a_run_whose_job_is_gone_leaves_its_checkpoints_to_no_other_training(single: Launcher, tmp_path: Path) -> None:
     one = single.submit(report_twice, str(tmp_path / "one"))
     assert one.result(60) is None
     # As an interrupted removal leaves it.
-    os.unlink(Path(one.directory, "job.json"))
+    os.unlink(RunDirectory(one.directory).job_path(0))
     assert single.submit(report_twice, str(tmp_path / "two")).result(60) is None
 
 
@@ -147,7 +145,7 @@ def test_a_value_is_delivered_from_a_store_that_was_moved(single: Launcher, tmp_
     os.rename(tmp_path / "store", tmp_path / "moved")
     handle = single.options(store=tmp_path / "moved").submit(train, "one", str(tmp_path))
     assert (handle.submission, handle.result(1)) == (0, "one")
-    assert handle.result_ref().uri.startswith(f"{tmp_path}/moved/same/result/")
+    assert handle.result_ref().uri.startswith(f"{tmp_path}/moved/same/submissions/")
     assert handle.result_ref().load() == "one"
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.identities import identity_of
 from tests.loading import load_module
 
 from rankzero import Launcher
 from rankzero.run.identity import compare
-from rankzero.submit.pack import identity_of
 
 IMPORTS_AIRFLOW = "if False:\n    import airflow\n"
 """Makes rankzero pickle a module by value, since executors have no Airflow, and imports nothing."""

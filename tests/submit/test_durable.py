@@ -19,7 +19,6 @@ from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle
 from rankzero.host.processes import describe_process
-from rankzero.run.directory import RunDirectory
 
 LOG = logging.getLogger(__name__)
 
@@ -126,8 +125,7 @@ def test_a_run_to_which_no_try_can_come_back_is_not_left_to_its_lease(
         arguments = (str(tmp_path / "end"),)
         left = leave(durable.options(orphan_timeout=8.0), script, arguments, "scheduled", describe_process(retrier.pid))
         retrier.kill()
-    run = RunDirectory(left.directory)
-    until(lambda: run.status().final, 60, "the end of the run")
+    until(lambda: left.own.status().final, 60, "the end of the run")
     with pytest.raises(RunCancelledError, match=r"would have retried the step has exited, .* for 6.0 s"):
         left.result()
 
@@ -137,7 +135,7 @@ def test_a_run_with_an_unreadable_job_is_not_replaced(launcher: Launcher, conten
     launcher = launcher.options(num_processes=1, run_id="one")
     handle = launcher.submit(print)
     handle.wait(60)
-    path = Path(handle.directory) / "job.json"
+    path = Path(handle.own.run.job_path(0))
     job = path.read_bytes()
     path.write_bytes(content)
     with pytest.raises(InvalidJobError, match="not replaced"):
@@ -187,18 +185,8 @@ def test_a_living_run_of_another_training_ends_with_that_reason(
         assert not opened.attached
         (tmp_path / "end").touch()
         assert opened.handle.result(60) == 1
-    request = RunDirectory(run.directory).cancel_request(0)
+    request = run.own.cancel_request()
     assert request == {"receiver": {}, "reason": "another training was submitted in its place"}
-
-
-def test_no_attempt_gets_the_number_of_one_that_left_rows(tmp_path: Path) -> None:
-    # Its driver could not write its last status, as with a full disk.
-    launcher = Launcher(1, store=tmp_path, run_id="run")
-    assert launcher.run(max, 1, 2) == 2
-    (tmp_path / "run" / "tables" / "0007" / "rows").mkdir(parents=True)
-    handle = launcher.submit(max, 3, 4)
-    assert handle.result(60.0) == 4
-    assert handle.status().attempt == 8
 
 
 def count_starts() -> int:
@@ -228,7 +216,7 @@ def test_a_repeated_step_resumes_if_its_delivered_result_was_deleted(
     with durable.durable(count_starts, (), {}, Repeated("scheduled"), LOG) as opened:
         assert opened.attached
         assert opened.handle.result(60) == 0
-    shutil.rmtree(Path(opened.handle.directory) / "result")
+    shutil.rmtree(opened.handle.own.path("result"))
     with durable.durable(count_starts, (), {}, Repeated("scheduled"), LOG) as opened:
         assert not opened.attached
         assert opened.handle.result(60) == 1

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 from tests.conftest import until
+from tests.runs import submitted
 from tests.submit.test_durable import Try
 
 from rankzero import EngineError, Launcher, RunCancelledError
 from rankzero.host.processes import describe_process
-from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
-from rankzero.run.identity import Asked, Identity
+from rankzero.run.directory import RunDirectory, Submission
+from rankzero.run.identity import Identity
 from rankzero.run.observer import CANCEL
 from rankzero.run.status import RunStatus
-from rankzero.submit.existing import Existing, assess
-from rankzero.submit.submission import Claim, Step, next_step
+from rankzero.submit.existing import Existing
+from rankzero.submit.submission import Step, next_step
 
 LOG = logging.getLogger(__name__)
 OLD = EngineError("the old failure").to_json()
@@ -51,24 +51,18 @@ def single(launcher: Launcher) -> Launcher:
 def run(single: Launcher) -> RunDirectory:
     """The directory of a run whose submission 0, of the training `len` of `Slow`, has failed."""
     run = RunDirectory(f"{single.store}/one")
-    run.make()
     submit(run, single.identity(len, (Slow(),), {}), 0, RunStatus("failed", error=OLD, ended=time.time()))
     return run
 
 
 def submit(
     run: RunDirectory, training: Identity, number: int, status: RunStatus, owner: dict[str, Any] | None = None
-) -> None:
+) -> Submission:
     """Submits a training, and writes the status of its driver."""
-    parts = {"identity": training.digest, "identity_parts": dict(training.parts), "generation": "scheduled"}
-    job = Job("one", "len", 1, 1, False, None, None, 60.0, {"kind": "local"}, submission=number, **parts)
-    job = replace(job, nonce=f"nonce-{number}", first_attempt=number, owner=owner)
-    assert run.claim(number)
-    if number:
-        run.keep_outcome(run.status())
-    run.write_submission(job)
-    run.write_status(
-        replace(status, submission=number, nonce=job.nonce, attempt=number, heartbeat=time.time(), driver_host="host")
+    facts = {"identity": training.digest, "identity_parts": dict(training.parts), "generation": "scheduled"}
+    status = replace(status, attempt=number, heartbeat=time.time(), driver_host="host")
+    return submitted(
+        run.directory, status, submission=number, first_attempt=number, owner=owner, nonce=f"{number:016x}", **facts
     )
 
 
@@ -93,8 +87,8 @@ class Meanwhile:
 def test_a_try_follows_the_submission_that_came_while_it_computed_a_checksum(
     single: Launcher, run: RunDirectory, state: str
 ) -> None:
-    path = Path(run.path("result", "value-1.json"))
-    path.parent.mkdir(exist_ok=True)
+    path = Path(run.path("submissions", f"1-{1:016x}", "result", "value-1.json"))
+    path.parent.mkdir(parents=True)
     path.write_text("7")
     value: dict[str, Any] = {"value": [7], "result": {"uri": str(path)}}
     status = of_driver(state, os.getpid(), **(value if state == "succeeded" else {}))
@@ -102,7 +96,8 @@ def test_a_try_follows_the_submission_that_came_while_it_computed_a_checksum(
     with single.durable(len, (Slow(meanwhile),), {}, Try("scheduled"), LOG) as opened:
         assert opened.attached
         assert opened.handle.status().state == state
-        run.write_status(replace(run.status(), state="succeeded", **value))
+        own = opened.handle.own
+        own.write_status(replace(own.status(), state="succeeded", **value))
         assert opened.handle.result() == 7
 
 
@@ -124,44 +119,11 @@ def test_another_training_that_came_while_a_try_computed_a_checksum_is_ended(
     with single.durable(len, (Slow(meanwhile),), {}, Try("cleared"), LOG) as opened:
         assert not opened.attached
         assert opened.handle.result(60) == 4
-    request = run.cancel_request(1)
+    job = run.job_of(1)
+    assert job
+    request = Submission(run, job).cancel_request()
     assert request
     assert request["reason"] == "another training was submitted in its place"
-
-
-def test_a_try_follows_the_living_run_whose_job_a_delayed_submitter_has_overwritten(
-    single: Launcher, run: RunDirectory
-) -> None:
-    old = Path(run.path("job.json")).read_bytes()
-    submit(run, single.identity(len, (Slow(),), {}), 1, of_driver("running", os.getpid()))
-    Path(run.path("job.json")).write_bytes(old)
-    with single.durable(len, (Slow(),), {}, Try("scheduled"), LOG) as opened:
-        assert opened.attached
-        assert opened.handle.status().submission == 1
-
-
-def test_a_run_that_is_submitted_while_an_older_job_of_it_is_read_is_not_taken_for_dead(
-    single: Launcher, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = single.identity(len, (Slow(),), {})
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    owner = describe_process(gone.pid)
-    gone.wait()
-    submit(run, training, 1, RunStatus("failed", error=OLD, ended=time.time()), owner)
-    find = RunDirectory.find_job
-
-    def find_and_submit(self: RunDirectory) -> Job | None:
-        found = find(self)
-        monkeypatch.undo()
-        # Its driver has not begun.
-        submit(run, training, 2, RunStatus("pending"), describe_process(os.getpid()))
-        return found
-
-    monkeypatch.setattr(RunDirectory, "find_job", find_and_submit)
-    found = assess(run, Asked(training))
-    assert found is not None
-    assert (found.job.submission, found.status.final) == (2, False)
-    assert next_step(found, Claim.NONE) is Step.FOLLOW
 
 
 def end_late(folder: str) -> str:
@@ -184,14 +146,13 @@ def test_a_try_that_comes_while_a_run_cancels_itself_waits_and_resumes_it(
     single = single.options(stop_grace=60.0)
     handle = single.submit(end_late, str(tmp_path))
     until((tmp_path / "begun").exists, 60, "the training")
-    run = RunDirectory(handle.directory)
-    driver = until(lambda: run.status().driver_pid, 60, "its driver")
+    driver = until(lambda: handle.own.status().driver_pid, 60, "its driver")
     # As a host does that is shut down.
     os.kill(driver, signal.SIGTERM)
-    until(lambda: run.status().cancelling, 60, "the driver's decision")
+    until(lambda: handle.own.status().cancelling, 60, "the driver's decision")
 
-    def end_when_awaited(existing: Existing | None, claim: Claim) -> Step:
-        step = next_step(existing, claim)
+    def end_when_awaited(existing: Existing | None, *, replaces: bool) -> Step:
+        step = next_step(existing, replaces=replaces)
         if step is Step.AWAIT_END:
             (tmp_path / "end").touch()
         return step

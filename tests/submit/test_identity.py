@@ -21,6 +21,7 @@ import numpy
 import pytest
 import torch
 from tests.conftest import ROOT
+from tests.identities import identity_of
 from tests.kinds_of_values import KINDS, arguments
 from tests.loading import load_module
 
@@ -28,7 +29,6 @@ from rankzero import Launcher, ResultRef, SparkEngine
 from rankzero.run.identity import compare, describe
 from rankzero.submit import pack
 from rankzero.submit.code_source import source_of_code
-from rankzero.submit.pack import identity_of
 from rankzero.submit.pack_content import digest_of
 
 
@@ -371,7 +371,7 @@ def test_a_closure_counts_by_its_code_and_by_what_it_holds() -> None:
 PROGRAM = """
 import threading
 from dataclasses import dataclass
-from rankzero.submit.pack import identity_of
+from tests.identities import identity_of
 {unrelated}
 
 RATES = {{"b": 2, "a": 1}}
@@ -419,8 +419,8 @@ def test_a_function_of_a_dag_file_or_notebook_counts_by_what_it_refers_to() -> N
 
 
 def test_results_count_by_content_and_not_by_where_they_lie() -> None:
-    one = ResultRef("/runs/a/result/value-0.safetensors", "safetensors", "ab" * 32, 9, {"loss": 1.0}, "1-2-3")
-    other = dataclasses.replace(one, uri="s3://b/value-3.safetensors", summary={}, fingerprint=None)
+    one = ResultRef("/runs/a/result/value-0.torch", "torch", "ab" * 32, 9, {"loss": 1.0})
+    other = dataclasses.replace(one, uri="s3://b/value-3.torch", summary={}, fingerprint="1-2-3")
     changed = dataclasses.replace(one, digest="cd" * 32)
     assert of(print_it, {"model": [one]}) == of(print_it, {"model": [other]})
     assert of(print_it, {"model": [one]}) != of(print_it, {"model": [changed]})
@@ -452,7 +452,7 @@ gc.disable()
 import torch
 from dataclasses import dataclass, make_dataclass
 from typing import Generic, NamedTuple, TypeVar
-from rankzero.submit.pack import identity_of
+from tests.identities import identity_of
 
 Item = TypeVar("Item")
 
@@ -582,7 +582,7 @@ def test_only_what_a_function_looks_up_in_its_module_counts() -> None:
     # As in a DAG file, where the task has the name of the module's function that the ranks import.
     program = """
 import threading
-from rankzero.submit.pack import identity_of
+from tests.identities import identity_of
 train = threading.Lock()
 def fit(model):
     import rankzero.train as rt

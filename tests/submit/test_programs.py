@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 from tests.conftest import until
+from tests.identities import identity_of
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
 from rankzero.run.identity import Identity
-from rankzero.submit.pack import Payload, build, identity_of
+from rankzero.submit.pack import Payload, build
 from rankzero.worker.failures import CommandError, describe
 
 

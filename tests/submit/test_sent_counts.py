@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import linecache
+import marshal
 import os
 import secrets
 import subprocess
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.identities import identity_of
 from tests.loading import load_module
 
 from rankzero import Launcher, RankZeroError
 from rankzero.run.identity import compare
 from rankzero.submit.code_source import read
-from rankzero.submit.pack import build, identity_of
+from rankzero.submit.pack import build
 
 ORCHESTRATED = "if False:\n    import airflow\n"
 """Makes a module travel by value, as a DAG file does."""
@@ -136,11 +138,100 @@ def test_many_texts_cost_no_search_for_a_module_each(package: Path, monkeypatch:
             searched.append(name)
 
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    train = defined("def train(paths):\n    return paths\n")
+    train = defined("def train(paths):\n    import pip\n    return paths\n")
     paths = [f"image_{number}.jpg" for number in range(10_000)]
     build(train, ([*paths, f"{package.name}.models"],), {})
     assert package.name in searched
-    assert not [name for name in searched if name.startswith("image_")]
+    # setuptools' finder does something in this process when pip is asked for.
+    assert not [name for name in searched if name.startswith(("image_", "pip"))]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("s3://b/data/2024", "s3://b/data/2025"),
+        ("--lr=0.1", "--lr=0.9"),
+        (0.5, -0.5),
+        ([1, 2, 3], [1, 5, 9]),
+        (b"0123456789a", b"0123456789b"),
+        (2**60, 2**61),
+    ],
+)
+def test_arguments_that_differ_only_at_their_end_differ(tmp_path: Path, one: Any, other: Any) -> None:
+    train = defined("def train(x):\n    return x\n")
+    assert compare(identity_of(train, (one,), {}, 1), identity_of(train, (other,), {}, 1)).differing == ("argument x",)
+    script = str(write(tmp_path / "script.py", ""))
+    assert identity_of(script, (one,), {}, 1) != identity_of(script, (other,), {}, 1)
+
+
+def test_no_text_of_an_argument_is_in_the_description_of_the_run(launcher: Launcher) -> None:
+    train = defined("def train(token, line):\n    return 1\n")
+    launcher.options(num_processes=1).run(train, "hunter2", ["hunter2"])
+    written = "".join(path.read_text() for path in Path(str(launcher.store)).rglob("*.json"))
+    assert "argument token" in written
+    assert not [text for text in ("hunter2", marshal.dumps("hunter2", 2)[:8].hex()) if text in written]
+
+
+LOADING = {
+    "a name with a colon": "import pkgutil\ndef train():\n    return pkgutil.resolve_name('NAME.models:Net').VERSION\n",
+    "an alias": (
+        "from importlib import import_module as load\n"
+        "def train(kind='models'):\n    return load('NAME.' + kind).VERSION\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", LOADING)
+def test_a_module_counts_however_its_name_is_written(launcher: Launcher, package: Path, how: str) -> None:
+    train = defined(LOADING[how].replace("NAME", package.name))
+    before = identity_of(train, (), {}, 1)
+    assert launcher.options(num_processes=1).run(train) == 1
+    write(package / "models.py", "VERSION = 2\nclass Net:\n    VERSION = VERSION\n")
+    assert compare(before, identity_of(train, (), {}, 1)).differing == (f"module {package.name}.models",)
+
+
+def test_an_argument_counts_that_names_a_class_behind_a_colon(package: Path) -> None:
+    train = defined("def train(path):\n    return path\n")
+    parts = dict(identity_of(train, (f"{package.name}.models:Net",), {}, 1).parts)
+    assert f"module {package.name}.other" in parts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def __getattr__(name):\n    return load(name)\n",
+        "__getattr__, __dir__, __all__ = lazy.attach(__name__, submod_attrs={'models': ['Net']})\n",
+        "import sys\nsys.modules[__name__] = _LazyModule(__name__, {'models': ['Net']})\n",
+    ],
+)
+def test_the_whole_package_counts_that_imports_its_modules_lazily(package: Path, text: str) -> None:
+    train = defined(f"def train():\n    from {package.name} import Net\n    return Net.VERSION\n")
+    write(package / "__init__.py", text)
+    before = identity_of(train, (), {}, 1)
+    write(package / "models.py", "VERSION = 2\n")
+    assert compare(before, identity_of(train, (), {}, 1)).differing == (f"module {package.name}.models",)
+    write(package / "__init__.py", "class Net:\n    def __getattr__(self, name):\n        return 1\n")
+    assert f"module {package.name}.models" not in dict(identity_of(train, (), {}, 1).parts)
+
+
+def test_a_file_in_another_encoding_counts_by_its_bytes(package: Path) -> None:
+    train = defined(f"def train():\n    import {package.name}.models\n")
+    (package / "models.py").write_bytes("\n\n\nNAME = 'größe'\n".encode("latin-1"))
+    assert f"module {package.name}.models" in dict(identity_of(train, (), {}, 1).parts)
+
+
+def test_a_text_that_is_the_name_of_a_folder_sends_no_folder(package: Path) -> None:
+    write(package.parent / "data" / "tool.py", "")
+    write(
+        package / "models.py",
+        "import importlib\nKIND = 'data'\ndef load(kind=KIND):\n    importlib.import_module(kind)\n",
+    )
+    train = defined(
+        f"import importlib\ndef train(x='data'):\n    import {package.name}.models\n    importlib.import_module(x)\n"
+    )
+    built = build(train, (), {})
+    assert built.modules
+    assert "tool.py" not in built.modules.listing
 
 
 # -- a DAG file --------------------------------------------------------------------------------
@@ -207,7 +298,7 @@ def test_a_function_of_a_dag_file_counts_by_its_source_and_what_it_refers_to(
 
 def test_a_function_counts_by_its_source_whatever_python_makes_of_it(dag: Callable[[str], Any]) -> None:
     module = dag(TASK.replace("return x * RATE", '"""Scales."""\n    assert x\n    return x * RATE'))
-    program = "from rankzero.submit.pack import build, identity_of\n"
+    program = "from tests.identities import identity_of\n"
     program += f"import {module.__name__} as dag\nprint(identity_of(dag.train, (1,), {{}}, 1).digest)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     digests = {
@@ -229,6 +320,18 @@ def test_code_counts_that_its_file_no_longer_has(dag: Callable[[str], Any], tmp_
     assert identity_of(module.train, (1,), {}, 1) == kept
     reloaded = identity_of(dag(TASK.replace("x * RATE", "x / RATE")).train, (1,), {}, 1)
     assert compare(kept, reloaded).differing == ("train",)
+
+
+def test_a_module_of_which_ranks_get_the_memory_counts_by_that(dag: Callable[[str], Any], launcher: Launcher) -> None:
+    module = dag(TASK)
+    train = defined("def train():\n    return dag.scaled(2)\n")
+    train.__globals__["dag"] = module
+    before = identity_of(train, (), {}, 1)
+    write(Path(module.__file__), ORCHESTRATED + TASK.replace("RATE = 0.1", "RATE = 0.3"))
+    assert identity_of(train, (), {}, 1) == before
+    module.RATE = 0.5
+    assert launcher.options(num_processes=1).run(train) == 1
+    assert compare(before, identity_of(train, (), {}, 1)).differing == (f"module {module.__name__}",)
 
 
 def test_what_a_function_holds_counts_by_content(dag: Callable[[str], Any]) -> None:

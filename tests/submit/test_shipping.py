@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.machinery
 import io
 import sys
 import types
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.identities import identity_of
 from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
 from rankzero.submit import pack
-from rankzero.submit.pack import identity_of
 
 
 @pytest.fixture
@@ -262,6 +263,27 @@ def test_an_async_function_is_refused_before_anything_starts(train: Any) -> None
 def test_what_turns_out_to_be_async_fails_with_what_to_do(launcher: Launcher) -> None:
     with pytest.raises(WorkerFailedError, match=r"nothing has run yet.*asyncio.run"):
         launcher.options(num_processes=1).run(lambda: asynchronous())
+
+
+def test_what_may_hold_secrets_stays(project: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(project / "acme" / "__init__.py", "def train():\n    return 1\n")
+    stay = {"webserver_config.py", "secrets/token.txt", "deep/credentials/inner/gcp.json", "deep/secret/token"}
+    travel = {"__init__.py", "secrets.py", "inner/secrets/sub/vault.py", "inner/secrets/words.txt"}
+    for name in stay | travel - {"__init__.py"}:
+        write(project / "acme" / name)
+    assert files_of(pack.build(load_module("acme").train, (), {})) == {f"acme/{name}" for name in travel}
+    assert "acme/deep/credentials/, acme/deep/secret/, acme/secrets/, acme/webserver_config.py may hold" in caplog.text
+
+
+def test_an_extension_module_travels_once_and_counts(project: Path) -> None:
+    name = f"fastops{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    write(project / name, "1")
+    write(project / "job.py", "def train():\n    import fastops\n")
+    train = load_module("job").train
+    assert files_of(pack.build(train, (), {})) == {"job.py", name}
+    before = identity_of(train, (), {}, 1)
+    write(project / name, "22")
+    assert identity_of(train, (), {}, 1) != before
 
 
 def test_a_loaded_module_below_an_ignored_folder_stays(project: Path) -> None:

@@ -23,7 +23,7 @@ def test_local(local_trainings):
     value = launcher.run(train, lr=0.5)
     assert value["lr"] == 0.5
     assert value["pid"] != os.getpid()
-    assert (local_trainings / "one" / "status.json").exists()
+    assert (local_trainings / "one" / "submissions" / "0.json").exists()
 
 def test_fake(fake_trainings):
     fake_trainings.result = lambda lr: {"accuracy": 1 - lr}
@@ -76,7 +76,7 @@ def test_the_gate(fake_trainings, tmp_path):
 def test_a_session_of_the_users_passes(tmp_path: Path, tests: str, passed: int) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_users.py").write_text(tests)
-    # With this environment, and so with the suite's warm server: pytester has another HOME and PYTHONPATH.
+    # With this environment, and so with what the suite has loaded: pytester has another HOME and PYTHONPATH.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)

@@ -8,21 +8,18 @@ import logging
 import os
 import shutil
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import until
+from tests.runs import submitted
 
 from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
 from rankzero.driver.driver import write_report
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.trackers import Trackers
-from rankzero.job import Job
 from rankzero.masking import Mask
-from rankzero.run.directory import RunDirectory
-from rankzero.run.names import EVENTS
 from rankzero.run.status import RunStatus
 from rankzero.submit.trackers import pack
 from rankzero.threads import ActionThread
@@ -159,55 +156,24 @@ def test_what_a_tracker_raises_is_one_line_without_its_secrets(
     assert line == f"Broken misses events of the run: {cause}"
 
 
-def test_a_store_that_does_not_say_what_is_there_ends_no_driver_and_what_comes_later_is_told(tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
-    launcher = Launcher(1, store=tmp_path, run_id="one")
-    assert launcher.run(train, 1) == "done"
-    run = RunDirectory(str(tmp_path / "one"))
-    events = Path(run.path(EVENTS))
-    kept = events.rename(tmp_path / "kept")
-    # Whoever opens it, or asks for its size, gets an error.
-    events.symlink_to(events)
-    trackers = Trackers(run, replace(run.job(), fresh_since=7), pack([Notes(notes)], LocalEngine()))
-    events.unlink()
-    kept.rename(events)
-    trackers.start()
-    until(lambda: noted(notes), 60, "the tracker begins")
-    with open(events, "a") as file:
-        file.write('{"type": "later"}\n')
-    trackers.close()
-    assert [row["event"]["type"] for row in noted(notes) if "event" in row] == ["later"]
-    assert noted(notes)[-1]["end"] == "succeeded"
-
-
 @pytest.mark.parametrize("place", ["disk", "object store"])
 def test_a_tracker_that_is_late_gets_the_events_of_its_own_submission(
     place: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     root = tmp_path if place == "disk" else request.getfixturevalue("bucket")
-    run, notes = RunDirectory(f"{root}/one"), tmp_path / "notes"
-    jobs = [Job("one", "train", 1, 1, False, None, None, 60.0, {}, submission=0, nonce="first")]
-    jobs.append(replace(jobs[0], submission=1, nonce="second", first_attempt=1))
-
-    def begin(job: Job) -> Recorder:
-        assert run.claim(job.submission)
-        run.write_submission(job)
-        return Recorder(run, job, Mask())
-
-    first = begin(jobs[0])
-    trackers = Trackers(run, jobs[0], pack([Notes(notes)], LocalEngine()))
-    first.update(state="starting")
-    first.event({"type": "failure", "what": "no luck"})
-    first.finish(state="failed")
-    second = begin(jobs[1])
-    second.update(state="starting")
-    until(lambda: run.status().state == "starting", 30, "the later submission")
+    first, notes = submitted(f"{root}/one"), tmp_path / "notes"
+    trackers, recorder = Trackers(first, pack([Notes(notes)], LocalEngine())), Recorder(first, Mask())
+    recorder.update(state="starting")
+    recorder.event({"type": "failure", "what": "no luck"})
+    recorder.finish(state="failed")
+    second = submitted(f"{root}/one", submission=1, first_attempt=1, earlier=[first.name])
+    later = Recorder(second, Mask())
+    later.update(state="starting")
     trackers.start()
     trackers.close()
     assert kinds(noted(notes)) == ["starting", "failure", "failed"]
-    # The training goes on, and so does what an external system shows of it.
-    assert noted(notes)[-1]["end"] == "starting"
-    second.finish(state="failed")
+    assert noted(notes)[-1]["end"] == "failed"
+    later.finish(state="failed")
 
 
 def test_a_tracker_that_hangs_does_not_hold_the_result(
@@ -243,12 +209,12 @@ def test_the_driver_that_reads_its_own_run_is_no_follower(tmp_path: Path) -> Non
             time.sleep(0.02)
 
     handle = Launcher(1, store=tmp_path / "runs", orphan_timeout=600).submit(wait_for, str(release))
-    directory = RunDirectory(handle.directory)
+    directory = handle.own
     until(lambda: directory.status().state == "running", 60, "the run starts")
     lease = directory.lease()
     asyncio.run(write_report(directory, thread := ActionThread()))
     thread.end()
-    assert "<html" in Path(directory.path("report.html")).read_text()
+    assert "<html" in Path(handle.directory, "report.html").read_text()
     assert directory.lease() == lease
     list(handle.events())
     assert directory.lease() != lease

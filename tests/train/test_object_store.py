@@ -60,7 +60,7 @@ def produce(file):
             begun.set()
     return {}
 
-write("slow/token", b"token")
+write("slow/driver", b"token")
 start = SimpleNamespace(shared=False, run_directory=f"{url}/slow", run_token="token", scratch="", checkpoint=None)
 thread = threading.Thread(target=Parts(start, str).write, args=("0", "rank-0", produce), daemon=True)
 thread.start()
@@ -186,11 +186,12 @@ def write_without_token(directory: str) -> list[str]:
     from rankzero import ResultError
 
     filesystem = s3fs.S3FileSystem()
-    token = filesystem.cat_file(f"{directory}/token")
+    (directory,) = (path for path in filesystem.ls(f"{directory}/submissions") if not path.endswith(".json"))
+    token = filesystem.cat_file(f"{directory}/driver")
 
     def batches(error: type[Exception] | None) -> Iterator[dict[str, list[int]]]:
         yield {"x": [1]}
-        filesystem.rm_file(f"{directory}/token")
+        filesystem.rm_file(f"{directory}/driver")
         if error:
             raise error
 
@@ -200,7 +201,7 @@ def write_without_token(directory: str) -> list[str]:
             rt.write_rows(batches(error), name)
         except (ResultError, ValueError):
             found += [path for path in filesystem.find(directory) if path.endswith(".parquet")]
-        filesystem.pipe_file(f"{directory}/token", token)
+        filesystem.pipe_file(f"{directory}/driver", token)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import io
 import sys
-from pathlib import Path
+from collections import OrderedDict
 from types import ModuleType
 from typing import Any
 
@@ -12,45 +12,59 @@ import torch
 import rankzero.train as rt
 from rankzero import ResultError
 from rankzero.testing import run_inline
-from rankzero.values import shards
-from rankzero.values.resharding import ShardedState
+from rankzero.values.sharded import ShardedState, fill, write_to
 
 
 def write(state: Any) -> tuple[bytes, dict[str, Any]]:
     file = io.BytesIO()
-    size, sha256, _ = shards.write_to(state, file)
-    return file.getvalue(), {"0": {"size": size, "sha256": sha256}}
+    facts = write_to(state, file)
+    return file.getvalue(), facts
 
 
-def read(written: tuple[bytes, dict[str, Any]], folder: Path) -> Any:
-    (folder / "part").write_bytes(written[0])
-    with ShardedState(written[1], lambda _: open(folder / "part", "rb")) as state:
-        return state.load("0")
+def read(written: tuple[bytes, dict[str, Any]]) -> Any:
+    data, facts = written
+    with ShardedState("0", {"0": facts}, {"0": facts["pieces"].encode()}, lambda _: io.BytesIO(data)) as state:
+        return state.load()
 
 
-def test_plain_tensors_of_all_types_come_back(tmp_path: Path) -> None:
+def test_plain_tensors_and_values_come_back() -> None:
     state = {
-        "sharded": shards.Pieces([4], torch.float32, [([0], torch.arange(4.0))]),
+        "bits": torch.tensor([True, False]),
+        "number": torch.tensor(7),
+        "none": torch.empty(0, 3),
+        "rates": (0.5, ["a", None]),
         "float8": torch.ones(3).to(torch.float8_e4m3fn),
         "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
         "parameter": torch.nn.Parameter(torch.ones(2)),
     }
-    found = read(write(state), tmp_path)
-    assert found["sharded"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    found = read(write(state))
+    assert (found["bits"].tolist(), found["number"].item(), found["none"].shape) == ([True, False], 7, (0, 3))
+    assert found["rates"] == (0.5, ["a", None])
     assert found["float8"].dtype == torch.float8_e4m3fn
     assert found["float8"].float().tolist() == [1.0, 1.0, 1.0]
     assert found["uint16"].dtype == torch.uint16
     assert found["uint16"].tolist() == [1, 65535]
-    assert type(found["parameter"]) is torch.nn.Parameter
+    assert found["parameter"].tolist() == [1.0, 1.0]
 
 
-def test_of_a_view_only_what_it_shows_is_written(tmp_path: Path) -> None:
-    whole = torch.zeros(1 << 20)
+def test_containers_keep_their_types_and_keys() -> None:
+    state = OrderedDict(optimizer={"state": {0: {"step": torch.tensor(3.0)}}, 1: (torch.ones(1), [None])}, none={})
+    filled = fill({"optimizer": {"state": {0: {"step": torch.tensor(0.0)}}}}, state)
+    for found in (read(write(state)), filled):
+        assert type(found) is OrderedDict
+        assert list(found) == ["optimizer", "none"]
+        assert float(found["optimizer"]["state"][0]["step"]) == 3.0
+        assert type(found["optimizer"][1]) is tuple
+        assert (found["optimizer"][1][1], found["none"]) == ([None], {})
+    with pytest.raises(ResultError, match=r"two tensors of a checkpoint have the name 'a\.b'"):
+        write({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
+
+
+def test_of_a_view_only_what_it_shows_is_written() -> None:
+    whole = torch.arange(1 << 20)
     written = write({"w": whole[:4], "same": whole[2:6]})
     assert len(written[0]) < 10_000
-    found = read(written, tmp_path)
-    found["w"][2] = 1.0
-    assert found["same"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert read(written)["same"].tolist() == [2, 3, 4, 5]
 
 
 class Unreadable:
@@ -63,14 +77,14 @@ def test_what_cannot_be_read_again_is_refused() -> None:
         write({"w": Unreadable()})
 
 
-def test_what_cannot_be_loaded_elsewhere_is_a_result_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_loaded_elsewhere_is_a_result_error(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("only_there")
     module.Thing = type("Thing", (), {"__module__": "only_there"})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "only_there", module)
     written = write({"thing": module.Thing()})
     monkeypatch.delitem(sys.modules, "only_there")
     with pytest.raises(ResultError, match="what rank 0 wrote is whole, but cannot be loaded here: ModuleNotFoundError"):
-        read(written, tmp_path)
+        read(written)
 
 
 def test_tensors_that_a_checkpoint_lacks_are_named_and_nothing_is_filled() -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from rankzero.run.directory import RunDirectory
+from tests.runs import submitted
 
 SCRIPT = """
     import os, sys
@@ -114,9 +113,8 @@ def test_it_refuses_the_directory_of_a_run_and_goes_on_from_a_copy_of_its_checkp
     run: Run, script: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / "run"
-    run_directory = RunDirectory(str(place))
     assert run(script, RANKZERO_STORAGE=str(place)).returncode == 3
-    run_directory.make()
+    submitted(str(place))
     before = sorted(place.rglob("*"))
     refused = run(script, RANKZERO_STORAGE=str(place))
     assert "is the directory of a run: submit the run again under its run_id" in refused.stderr

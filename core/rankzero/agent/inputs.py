@@ -61,20 +61,17 @@ class Inputs:
         if store.is_url(directory):
             return False
         try:
-            with open(os.path.join(directory, "token")) as file:
+            with open(os.path.join(directory, "driver")) as file:
                 return file.read() == self._assigned.run_token and os.access(directory, os.W_OK)
         except OSError:
             return False
 
-    def is_resubmitted(self) -> bool:
-        """Returns True if this host sees that the run was submitted again since, so that its driver counts as dead."""
+    def is_ended(self) -> bool:
+        """Returns True if this host sees that the submission has ended without a success: its driver counts as dead."""
         if self.shared:
-            own = self._assigned.files["payload.pkl"]["location"].split("/")[-2]
-            with (
-                contextlib.suppress(OSError, ValueError),
-                open(os.path.join(self._assigned.run_directory, "job.json")) as file,
-            ):
-                return bool(json.load(file)["submission"] > int(own))
+            path = os.path.join(self._assigned.run_directory, "end.json")
+            with contextlib.suppress(OSError, ValueError), open(path) as file:
+                return bool(json.load(file)["state"] != "succeeded")
         return False
 
     def message(self, ports: list[int] | None) -> Start:
@@ -134,8 +131,7 @@ class Inputs:
         return directory
 
     def _check(self, name: str) -> None:
-        digest = self._digests[name]
-        if digest_of_file(self._here[name], digest) != digest:
+        if digest_of_file(self._here[name]) != self._digests[name]:
             raise InputError(
                 f"{name} does not carry the digest that the driver recorded: it was changed or damaged, or an "
                 "argument changed while it was submitted"
@@ -150,7 +146,7 @@ class Inputs:
             "local_world_size": local_world_size,
             "node_rank": self._assigned.node_rank,
             "use_gpu": use_gpu,
-            "storage_path": self._assigned.run_directory if self.shared else None,
+            "storage_path": self._assigned.context["storage_path"] if self.shared else None,
         }
 
 

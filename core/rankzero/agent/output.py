@@ -36,7 +36,7 @@ MAX_LINE = 2 << 20  # Characters after which an unfinished line is passed on in 
 
 _KEEP_SIZE_PUNCH_HOLE = 3  # fallocate(2)
 
-_OWN_FRAME = re.compile(r'  File "(?:.*rankzero/(?:agent|host|task|warm|worker)/\w+\.py|<string>)", line \d+ in ')
+_OWN_FRAME = re.compile(r'  File "(?:.*rankzero/(?:agent|host|task|worker)/\w+\.py|<string>)", line \d+ in ')
 
 
 class Outbox:

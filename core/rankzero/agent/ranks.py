@@ -166,7 +166,6 @@ def _start_worker(
 
         return forked.fork(
             main,
-            title=f"rankzero.worker.main local rank {local_rank}",
             env=environment(config),
             stdio=stdio,
             keep=(control, stack),

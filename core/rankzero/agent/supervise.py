@@ -33,12 +33,8 @@ from rankzero.channel.client import Driver
 from rankzero.channel.messages import Message, MessageError
 from rankzero.errors import PREEMPTED
 from rankzero.host import network, processes
-from rankzero.host.guard import watch as watch_guard
 from rankzero.host.processes import (
     allow_open_files,
-    is_gone,
-    pidfd_of,
-    process_namespace,
     settle_signals,
     signal_name,
     watcher_of,
@@ -56,8 +52,6 @@ class Agent:
         processes.become_subreaper()
         # The task process may be killed first; then only this lock shows that the directories are in use.
         self._locks = [_locked(place) for place in (config["scratch"], config["temporary"]) if place]
-        # Before the ranks, which get the rest of the environment.
-        self._guard = watch_guard()
         self._ranks = [Rank(local_rank, config, self._outbox) for local_rank in range(config["workers"])]
         self._caller_lives = watcher_of(config.get("caller"))
         self._inputs: Inputs | None = None
@@ -131,7 +125,7 @@ class Agent:
 
     def _driver_lives(self) -> bool:
         """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
-        return self._caller_lives() and not (self._inputs and self._inputs.is_resubmitted())
+        return self._caller_lives() and not (self._inputs and self._inputs.is_ended())
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, messages.Assign):
@@ -170,6 +164,7 @@ class Agent:
             common = inputs.message(self._config["ports"])
         except InputError as error:
             sys.exit(f"on {socket.gethostname()}: {error}")
+        self._ranks[0].output.add(self._config["notes"])
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
             env = rank_environment(context, self._config)
@@ -192,16 +187,13 @@ class Agent:
     # -- ending --------------------------------------------------------------------------------
 
     def _watch_processes(self) -> None:
-        """Ends the agent with the task process that started it, even if a child of that keeps standard input open."""
+        """Ends the agent with its zygote, and with the process that holds it."""
         loop = asyncio.get_running_loop()
-        if holder := self._config.get("holder"):
-            process = {"pid": holder[0], "start": holder[1], "namespace": process_namespace()}
-            if watched := pidfd_of(process):
-                loop.add_reader(watched, self._on_end_of, watched, self._ending.orphan)
-            elif is_gone(process):
-                self._ending.orphan()
-        if (guard := self._guard) is not None:
-            loop.add_reader(guard, self._on_end_of, guard, self._on_guard)
+        if "zygote" in self._config:
+            # A child that the holder has forked may keep the zygote's standard input open, or the zygote may hang.
+            owner, zygote = self._config["owner"], os.pidfd_open(self._config["zygote"])
+            loop.add_reader(owner, self._on_end_of, owner, self._ending.orphan)
+            loop.add_reader(zygote, self._on_end_of, zygote, self._on_zygote)
         if hasattr(os, "pidfd_open"):
             # The kernel reports the exit of a rank even if the user's libraries change the handling of SIGCHLD.
             for rank in self._ranks:
@@ -213,8 +205,8 @@ class Agent:
         os.close(watched)
         then()
 
-    def _on_guard(self) -> None:
-        """Kills all descendants because the guard died: later no process could find them."""
+    def _on_zygote(self) -> None:
+        """Kills all descendants because the zygote died: later no process could find them."""
         self._ending.orphan()
         self._ending.stop(0.0)
 
@@ -270,7 +262,7 @@ class Agent:
 
 
 def _locked(directory: str) -> int:
-    """Locks a directory until this process exits, as `rankzero.task.hold.lock_directory` does."""
+    """Locks a directory until this process exits, as `rankzero.task.scratch.lock_directory` does."""
     lock = os.open(directory, os.O_RDONLY)
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -280,17 +272,10 @@ def _locked(directory: str) -> int:
 def main() -> None:
     """Entry point of the agent process; its configuration is one line of JSON on standard input."""
     settle_signals()
-    if "torch" not in sys.modules:
-        # SIGCONT wakes a stopped agent whose guard dies; the guard wakes it when the task process dies.
-        processes.signal_on_parent_death(signal.SIGCONT)
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(sys.stdin.fileno(), READ_SIZE)
         if not piece:
-            if "torch" not in sys.modules:
-                # The task process, which would remove the directory, has exited. An agent of a warm server leaves it
-                # (torch is loaded there): its task process may live, and use the directory for a fresh agent.
-                shutil.rmtree(os.environ["RANKZERO_SCRATCH"], ignore_errors=True)
             sys.exit("the process that started this agent died before it sent the configuration")
         line += piece
     allow_open_files()

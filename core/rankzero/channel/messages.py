@@ -317,7 +317,7 @@ class Assign(Message):
     """The ranks of an agent, and what it needs to start them.
 
     Attributes:
-        run_token: Text of the run directory's token, by which an agent recognizes the directory.
+        run_directory: The submission's folder; ``run_token`` is the text of the file ``driver`` in it.
         context: The fields of `rankzero.train.TrainContext` that are the same for all ranks.
         checkpoint: Manifest of the checkpoint to start from.
     """
@@ -398,7 +398,7 @@ class Start(Message):
         code: The rank's copy of the user's code.
         refs: The name and the local path, if there is one, of each referenced file, by URI.
         result_directory: Directory to which rank 0 writes its value.
-        shared: True if this host sees the run directory.
+        shared: True if this host sees the submission's folder.
         context: The fields of the rank's `rankzero.train.TrainContext`.
         ports: First and last port that may be bound; None for any.
     """

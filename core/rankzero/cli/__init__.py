@@ -86,7 +86,7 @@ def gc(ctx: click.Context, store: str | None, older_than: float, dry_run: bool, 
     if as_json:
         words.print_json(collection.to_json())
     else:
-        for removed in [*collection.removed, *collection.checkpoints]:
+        for removed in [*collection.removed, *collection.replaced]:
             since = words.moment(removed.since)
             # A relative name fits into a line of a terminal.
             name = os.path.relpath(removed.directory, root) if sys.stdout.isatty() else removed.directory
@@ -94,7 +94,7 @@ def gc(ctx: click.Context, store: str | None, older_than: float, dry_run: bool, 
         done = "would remove" if dry_run else "removed"
         click.echo(
             f"{done} {len(collection.removed)} of {len(collection.removed) + collection.kept} run directories, "
-            + (f"{len(collection.checkpoints)} earlier checkpoints, " if collection.checkpoints else "")
+            + (f"{len(collection.replaced)} replaced submissions, " if collection.replaced else "")
             + words.size(collection.size)
         )
     for directory, problem in collection.problems.items():

@@ -11,7 +11,7 @@ from rankzero.cli import words
 from rankzero.errors import RankZeroError
 from rankzero.job import Job
 from rankzero.options import TABLE
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.listing import find_run
 
 _LISTINGS = {"modules.zip": "modules.txt", "code.tar.gz": "code.txt"}
@@ -43,9 +43,10 @@ def explanations(run: RunDirectory) -> Iterator[tuple[Job, list[str]]]:
     Raises:
         RunNotFoundError: there is no run.
     """
-    last, before = run.job(), None
-    for number in range(last.submission + 1):
-        if job := last if number == last.submission else run.job_of(number):
+    before: Job | None = None
+    run.job()
+    for number in run.numbers():
+        if job := run.job_of(number):
             yield job, [job.beginning or "where it began is not recorded", *_changes(before, job), *_shipped(run, job)]
             before = job
 
@@ -68,7 +69,7 @@ def _shipped(run: RunDirectory, job: Job) -> Iterator[str]:
         yield f"shipped: {name}, {facts.get('size')} bytes"
         if listing := _LISTINGS.get(name):
             try:
-                lines = store.read_bytes(run.submission_path(job.submission, listing)).decode("utf-8", "replace")
+                lines = store.read_bytes(Submission(run, job).path(listing)).decode("utf-8", "replace")
             except (OSError, RankZeroError):
                 continue
             files = lines.splitlines()

@@ -163,8 +163,8 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
                 click.echo(handle.directory)
             return 0
         with launcher.owned(train, arguments, {}) as handle, _progress_of(handle) as show:
-            for line in handle.output.lines(handle.output.starts(), follow=True, prefix=True):
-                show(line)
+            for line in handle.output.lines(handle.output.start(), follow=True):
+                show(line.prefixed)
         handle.result_ref()
         launcher._acknowledge(handle)
     except RankZeroError as error:
@@ -215,7 +215,7 @@ def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
             # An error while progress is read must not stop the training.
             with contextlib.suppress(Exception):
                 status = handle.status()
-                summary = summary or Summary(handle.fresh_since)
+                summary = summary or Summary()
                 summary.read(handle, status)
                 left = summary.seconds_left
                 facts = [status.shown, *([f"attempt {status.attempt}"] if status.attempt else [])]

@@ -16,9 +16,10 @@ import click
 
 from rankzero import store
 from rankzero.cli import words
-from rankzero.report import cost, pages
+from rankzero.report import cost
+from rankzero.report import serve as served
 from rankzero.report.card import duration
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
@@ -41,7 +42,7 @@ _LINES_AROUND = 3
 
 
 @click.command()
-@click.argument("run", nargs=-1, required=True, shell_complete=words.runs)
+@click.argument("run", shell_complete=words.runs)
 @click.option("-o", "--output", help="The file of the page, by default report.html; - for standard output.")
 @click.option(
     "--link",
@@ -50,8 +51,8 @@ _LINES_AROUND = 3
     help="Write nothing: print a link to the report on the object store that works for 24h, 7d, without credentials.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The facts that the page shows, as JSON, instead of the page.")
-def report(run: tuple[str, ...], output: str | None, link: float | None, as_json: bool) -> None:
-    """Write the report of a run, or of several runs side by side: one HTML file that needs no network.
+def report(run: str, output: str | None, link: float | None, as_json: bool) -> None:
+    """Write the report of a run: one HTML file that needs no network.
 
     The directory of a run that has ended already contains its report, report.html.
     """
@@ -59,34 +60,29 @@ def report(run: tuple[str, ...], output: str | None, link: float | None, as_json
 
     if output not in (None, "-") and (as_json or link is not None):
         raise click.UsageError("-o is for the page: leave it out with --json and --link")
-    handles = [RunHandle.attach(find_run(one), follows=False) for one in run]
+    handle = RunHandle.attach(find_run(run), follows=False)
     if link is not None:
-        for one in handles:
-            address = store.presign(store.join(one.directory, REPORT_FILE), link)
-            if as_json:
-                words.print_json({"directory": one.directory, "link": address})
-            else:
-                click.echo(address)
-        return
-    runs = [page.collect(one) for one in handles]
-    if as_json:
-        words.print_json({"runs": runs})
-        return
-    text = page.render(runs)
-    if output == "-":
-        click.echo(text, nl=False)
-        return
-    output = output or "report.html"
-    with open(output, "w", encoding="utf-8", errors="replace") as file:
-        file.write(text)
-    click.echo(output)
+        address = store.presign(store.join(handle.directory, REPORT_FILE), link)
+        if as_json:
+            words.print_json({"directory": handle.directory, "link": address})
+        else:
+            click.echo(address)
+    elif as_json:
+        words.print_json(page.collect(handle))
+    elif output == "-":
+        click.echo(page.draw(handle), nl=False)
+    else:
+        text, output = page.draw(handle), output or "report.html"
+        with open(output, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        click.echo(output)
 
 
 @click.command()
 @click.argument("store", required=False, shell_complete=words.directories)
 @click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True, help="0 for any free one.")
 @click.option(
-    "--host", default=pages.HOST, show_default=True, help="Address to listen on, such as 0.0.0.0 in a container."
+    "--host", default=served.HOST, show_default=True, help="Address to listen on, such as 0.0.0.0 in a container."
 )
 def serve(store: str | None, port: int, host: str) -> None:
     """Show the runs of a STORE in a browser of this machine, until interrupted. Read only.
@@ -94,7 +90,7 @@ def serve(store: str | None, port: int, host: str) -> None:
     The printed address contains a token, which keeps out other users of this machine.
     """
     root = words.existing_store(store)
-    with pages.ReportServer(root, port, os.environ.get("RANKZERO_SERVE_TOKEN"), host) as server:
+    with served.ReportServer(root, port, os.environ.get("RANKZERO_SERVE_TOKEN"), host) as server:
         click.echo(f"the runs of {root}, until Ctrl-C, at\n{server.url}")
         try:
             server.serve_forever()
@@ -108,7 +104,7 @@ def serve(store: str | None, port: int, host: str) -> None:
 def status(run: str, as_json: bool) -> None:
     """Show the state of a run."""
     handle = RunHandle.attach(find_run(run), follows=False)
-    job = RunDirectory(handle.directory).job()
+    job = handle.job
     found = handle.status()
     if as_json:
         used = _used(Listed(handle.directory, job, found))
@@ -167,8 +163,7 @@ def logs(
     """
     # A follower keeps the run alive; a reader of its lines so far does not.
     handle = RunHandle.attach(find_run(run), follows=follow)
-    job = RunDirectory(handle.directory).job()
-    world_size = job.num_processes
+    world_size = handle.job.num_processes
     if driver and (rank or since is not None or attempt is not None or timestamps):
         raise click.UsageError(
             "--rank, --since, --attempt and --timestamps are for lines of ranks; those of --driver contain their times"
@@ -177,7 +172,6 @@ def logs(
         raise click.UsageError("--driver and --attempt show what has been written so far: leave out --follow")
     if wrong := [one for one in rank if one >= world_size]:
         raise click.BadParameter(f"{wrong[0]} is no rank of this run, which has {world_size}", param_hint="--rank")
-    positions = dict.fromkeys(rank or range(world_size), Position())
     begin = -math.inf if since is None else time.time() - since
     end = math.inf
     if attempt is not None:
@@ -185,7 +179,7 @@ def logs(
         begin = max(begin, began)
 
     def lines(follow: bool) -> Iterator[Line]:
-        found = _driver_log(handle) if driver else handle.output.timed_lines(positions, follow)
+        found = _driver_log(handle) if driver else handle.output.lines(Position(), follow, ranks=rank or None)
         return (
             line
             for line in found
@@ -227,7 +221,8 @@ def _matches(line: Line, pattern: re.Pattern[str] | None) -> bool:
 
 def _driver_log(handle: RunHandle[Any]) -> Iterator[Line]:
     try:
-        text = store.read_bytes(store.join(handle.directory, DRIVER_LOG)).decode("utf-8", "replace")
+        own = Submission(RunDirectory(handle.directory), handle.job)
+        text = store.read_bytes(own.path(DRIVER_LOG)).decode("utf-8", "replace")
     except FileNotFoundError:
         why = "its driver had no process of its own"
         if store.is_url(handle.directory):

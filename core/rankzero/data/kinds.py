@@ -48,7 +48,7 @@ def _why_not(kind: Any) -> str | None:
 
 
 def stored(kind: Any) -> Any:
-    """Returns the type in which ranks read a column: the storage of an extension type, no categories and no views."""
+    """Returns the type in which ranks read a column: what an extension type stores, no categories, no large texts."""
     import pyarrow as pa
 
     if isinstance(kind, pa.BaseExtensionType):
@@ -57,7 +57,8 @@ def stored(kind: Any) -> Any:
         return stored(kind.value_type)
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(stored(field.type)) for field in kind])
-    return {"string_view": pa.string(), "binary_view": pa.binary()}.get(str(kind), kind)
+    small = {"string_view": pa.string(), "binary_view": pa.binary(), "large_string": pa.string()}
+    return {**small, "large_binary": pa.binary()}.get(str(kind), kind)
 
 
 def is_list(kind: Any) -> bool:

@@ -1,9 +1,9 @@
 """`Order`: maps the positions of an epoch to rows: windows of row groups from everywhere, shuffled inside.
 
-The row groups of a dataset are drawn in a random order, `GROUPS` of them make a window, and the rows of a window are
-shuffled: a table that is sorted by a column trains as well as a shuffled one. A reader decodes one window at a time, so
-each row group is decoded once in an epoch. A row group that is too large for that is decoded in pieces: one after the
-other, each in a window with pieces of other groups. A dataset that fits into one window is shuffled as a whole.
+The row groups of a dataset are drawn in a random order, some of them make a window, and the rows of a window are
+shuffled: a table that is sorted by a column trains as well as a shuffled one if its row groups are small, as those
+that rankzero writes. A reader decodes one window at a time, so each row group is decoded once in an epoch. One that is
+larger than a window is decoded in pieces, in several windows. A dataset of one window is shuffled as a whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WINDOW = 128 << 20
 """Approximate number of bytes of a window, which a reader keeps in memory."""
 
 GROUPS = 32
-"""Fewest row groups from which a window draws, if the dataset has as many."""
+"""Row groups of rankzero's own size in a window. One that is read in order is decoded in pieces of that size."""
 
 LEAST = 32
 """Bytes that a row counts at least, since the order of a window takes memory, too."""
@@ -46,20 +46,28 @@ class Piece(NamedTuple):
     step: int
 
 
-def pieces_of(manifest: Manifest) -> list[list[Piece]]:
-    """Returns the pieces of each row group of a dataset that has rows, in the order of the files."""
-    rows = [count for file in manifest.files for count in file.rows]
-    size = WINDOW // min(GROUPS, max(1, len(rows)))
+def pieces_of(manifest: Manifest, *, ordered: bool = False) -> list[list[Piece]]:
+    """Returns the pieces of each row group of a dataset that has rows, in the order of the files.
+
+    Args:
+        manifest: The dataset.
+        ordered: Whether the pieces are read in the order of the files, so that one group is decoded at a time.
+    """
+    most = max(1, WINDOW // row_size(manifest) // (GROUPS if ordered else 1))
     found = []
-    for group, count in enumerate(rows):
-        parts = -(-count * _row_size(manifest) // size) if 2 * count * _row_size(manifest) > 3 * size else 1
-        step = -(-count // parts)
-        lows = range(0, count, max(1, step))
-        found.append([Piece(group, low, min(step, count - low), step) for low in lows])
+    for group, rows in enumerate(count for file in manifest.files for count in file.rows):
+        step = max(1, rows if 2 * rows <= 3 * most else most)
+        found.append([Piece(group, low, min(step, rows - low), step) for low in range(0, rows, step)])
     return [pieces for pieces in found if pieces]
 
 
-def _row_size(manifest: Manifest) -> int:
+def windows_of(manifest: Manifest) -> int:
+    """Returns the number of windows of a dataset."""
+    return max(1, -(-manifest.rows * row_size(manifest) // WINDOW))
+
+
+def row_size(manifest: Manifest) -> int:
+    """Returns the approximate number of bytes of a row, with those of its place in an order."""
     return max(LEAST, manifest.row_size)
 
 
@@ -71,11 +79,9 @@ class Order:
         self._seed = seed
         self._epoch = epoch
         groups = pieces_of(manifest)
-        if manifest.rows * _row_size(manifest) <= WINDOW:
-            self._windows = [list(itertools.chain.from_iterable(groups))]
-        else:
-            drawn = self._permutation(-1, len(groups)).tolist()
-            self._windows = list(_windows([groups[number] for number in drawn], max(1, WINDOW // _row_size(manifest))))
+        if (count := windows_of(manifest)) > 1:
+            groups = [groups[number] for number in self._permutation(-1, len(groups)).tolist()]
+        self._windows = _dealt(groups, count)
         self._starts = [0, *itertools.accumulate(sum(piece.length for piece in window) for window in self._windows)]
 
     def parts(self, spans: Spans) -> Iterator[tuple[list[Piece], torch.Tensor]]:
@@ -96,16 +102,16 @@ class Order:
         return torch.randperm(size, generator=torch.Generator("cpu").manual_seed(key), device="cpu")
 
 
-def _windows(groups: list[list[Piece]], rows: int) -> Iterator[list[Piece]]:
-    """Yields windows of about so many rows: the first piece of each of some groups, then the second of each, ..."""
-    drawn: list[list[Piece]] = []
-    total = 0
-    for number, pieces in enumerate(groups, 1):
-        drawn.append(pieces)
-        total += pieces[0].length
-        # The last groups are no window of their own, unless rows are large.
-        is_full = total >= rows and len(drawn) >= GROUPS and len(groups) - number >= GROUPS
-        if is_full or total >= 2 * rows or number == len(groups):
-            for round_ in itertools.zip_longest(*drawn):
-                yield [piece for piece in round_ if piece is not None]
-            drawn, total = [], 0
+def _dealt(groups: list[list[Piece]], count: int) -> list[list[Piece]]:
+    """Returns so many windows, to which the pieces of the groups are dealt one after the other.
+
+    No window has two pieces of a group if there are as many windows, and those of a group keep their order.
+    """
+    windows: list[list[Piece]] = [[] for _ in range(count)]
+    dealt = 0
+    for pieces in groups:
+        places = sorted((dealt + number) % count for number in range(len(pieces)))
+        for piece, place in zip(pieces, places, strict=True):
+            windows[place].append(piece)
+        dealt += len(pieces)
+    return [window for window in windows if window]

@@ -7,12 +7,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rankzero.data import order
 from rankzero.data.files import PARQUET_OPTIONS, is_changed, open_file
 from rankzero.data.manifest import File, Manifest
-from rankzero.data.order import Piece, pieces_of
+from rankzero.data.order import Piece, pieces_of, windows_of
 from rankzero.data.schemas import fit
 from rankzero.data.shares import Spans
 from rankzero.errors import ResultError
+from rankzero.host import forks
 
 FILES = 64
 """Most files that stay open, so that their footers are not read for every row group."""
@@ -21,7 +23,7 @@ BUFFER = 256 << 10
 """Bytes of each column that are read at a time of a row group that is decoded in pieces."""
 
 _kept: dict[tuple[str, ...], Any] = {}
-"""By dataset and columns, all rows of a dataset of one window, which every epoch reads."""
+"""By files and columns, all rows of datasets of one window, which every epoch reads; together of one window's size."""
 
 
 class Reader:
@@ -34,18 +36,19 @@ class Reader:
             manifest: Manifest of the dataset.
             columns: Names of the columns to read; None for all.
         """
+        self._manifest = manifest
         self._schema = manifest.arrow_schema()
         self.columns = list(columns) if columns is not None else list(self._schema.names)
         self._groups = [(file, number) for file in manifest.files for number in range(len(file.rows))]
         self._open = functools.lru_cache(FILES)(_opened)
         self._streams: dict[int, tuple[int, Iterator[Any]]] = {}
-        self._all = [*itertools.chain.from_iterable(pieces_of(manifest))]
-        self._key = (manifest.digest, *self.columns)
+        files = [f"{file.location} {file.content}" for file in manifest.files]
+        self._key = (*files, "", *self.columns) if windows_of(manifest) == 1 else ()
 
     def rows(self, spans: Spans) -> Iterator[Any]:
         """Yields the rows of these ascending ranges, in the order of the files, as record batches."""
         before, at = 0, 0
-        for piece in self._all:
+        for piece in itertools.chain.from_iterable(pieces_of(self._manifest, ordered=True)):
             read = None
             while at < len(spans) and spans[at][0] < before + piece.length:
                 low, high = max(spans[at][0], before), min(spans[at][1], before + piece.length)
@@ -61,17 +64,20 @@ class Reader:
         """Returns the rows of these pieces as one record batch; those of a dataset of one window are kept."""
         import pyarrow as pa
 
-        if self._key in _kept and pieces == self._all:
+        if self._key in _kept:
             return _kept[self._key]
-        batches = pa.Table.from_batches([self._read(piece) for piece in pieces]).combine_chunks().to_batches()
+        read = []
+        for piece in pieces:
+            forks.pause(lambda: None)
+            read.append(self._read(piece))
+        batches = pa.Table.from_batches(read).combine_chunks().to_batches()
         if len(batches) != 1:
-            raise ResultError(
-                "the rows of a window have more than 2 GiB of text: write the table in smaller row groups"
-            )
-        [batch] = batches
-        if pieces == self._all:
-            _kept[self._key] = batch
-        return batch
+            raise ResultError("a window of rows has more than 2 GiB of text: write the table in smaller row groups")
+        if self._key:
+            if sum(batch.nbytes for batch in (*_kept.values(), *batches)) > order.WINDOW:
+                _kept.clear()
+            [_kept[self._key]] = batches
+        return batches[0]
 
     def _read(self, piece: Piece) -> Any:
         """Returns the rows of a piece as a record batch."""
@@ -104,9 +110,9 @@ class Reader:
         import pyarrow as pa
 
         at, stream = self._streams.pop(piece.group, (-1, iter(())))
-        if at != piece.low:
+        if not 0 <= at <= piece.low:
             # An own handle, which reads little at a time: a window has pieces of many groups.
-            opened = _opened(file.location, buffer_size=BUFFER)
+            opened = _opened(file.location, buffer_size=BUFFER, pre_buffer=False)
             stream, at = opened.iter_batches(piece.step, [number], columns=self._stored(file)), 0
         batches = []
         while at < piece.low + piece.length:

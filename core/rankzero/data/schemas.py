@@ -50,7 +50,7 @@ def unify_written(schemas: Iterable[Any]) -> Any:
 
 
 def fit(table: Any, schema: Any) -> Any:
-    """Returns a table in a unified schema: types are widened, times truncated, missing columns are nulls.
+    """Returns a table in a unified schema: categories are values, times truncated, missing columns are nulls.
 
     Raises:
         pyarrow.ArrowInvalid: a value does not fit into the type of its column; the error names the column.

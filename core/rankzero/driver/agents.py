@@ -23,8 +23,8 @@ from rankzero.driver.storage import Storage
 from rankzero.driver.watch import Inbox
 from rankzero.errors import EngineError
 from rankzero.job import Job
-from rankzero.run.checkpoints import Manifest, mark_damaged
-from rankzero.run.directory import RunDirectory
+from rankzero.run.checkpoints import FOLDER, Manifest, mark_damaged
+from rankzero.run.directory import Submission
 
 if TYPE_CHECKING:
     import ssl
@@ -50,7 +50,7 @@ class Agents:
 
     def __init__(
         self,
-        run: RunDirectory,
+        own: Submission,
         job: Job,
         number: int,
         num_agents: int,
@@ -63,7 +63,7 @@ class Agents:
         """Prepares for agents, of which none has joined.
 
         Args:
-            run: The run.
+            own: The submission.
             job: The job, for the size of this attempt's world.
             number: Number of the attempt.
             num_agents: Number of agents.
@@ -73,7 +73,7 @@ class Agents:
             secret: The attempt's secret.
             tls: Context for encrypted connections; None for plain ones.
         """
-        self._run = run
+        self._own = own
         self._job = job
         self._number = number
         self._recorder = recorder
@@ -85,6 +85,7 @@ class Agents:
         self.hangs = HangWatch(job.num_processes)
         self.has_rendezvous = self.is_stopping = self.is_leaving = False
         self._rendezvous: tuple[Member, int] | None = None
+        self._resume: Manifest | None = None
         self.heard_at = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self.served = {name: file["location"] for name, file in job.files.items()}
@@ -99,21 +100,23 @@ class Agents:
 
         Args:
             resume: The checkpoint that the ranks start from; None without one.
-            token: Text of the run directory's token.
+            token: Text by which an agent recognizes the submission's folder.
         """
-        members = self.roster.number()
+        self._resume, members = resume, self.roster.number()
         # Computed once: computing it for each agent would be quadratic in their number.
         same: dict[str, Any] = {
             "master_addr": self.roster.rendezvous_hosts(members[0])[0],
-            "run_directory": self._run.directory,
+            "run_directory": self._own.directory,
             "run_token": token,
             "files": self._job.files,
             "beat_interval": policy.beat_interval(self._job.hang_timeout),
             "context": {
                 "world_size": self._job.num_processes,
                 "run_id": self._job.run_id,
+                "storage_path": self._own.run.directory,
                 "attempt": self._number,
                 "backend": self._job.resolved_backend(),
+                "labels": self._job.labels,
             },
         }
         sampled: set[str] = set()
@@ -252,7 +255,10 @@ class Agents:
             case messages.PartFailed():
                 self._committer.drop(message.index)
             case messages.Damaged():
-                self._committer.do(functools.partial(mark_damaged, self._run, message.id), as_owner=True)
+                found = self._resume
+                own = self._own.path(FOLDER, message.id)
+                folder = found.folder if found and found.id == message.id else own
+                self._committer.do(functools.partial(mark_damaged, folder), as_owner=True)
             case messages.Entered():
                 self._note_phase("entered", rank, member, message)
             case messages.Returned() if member.why_left is None and not self.is_stopping:

@@ -28,7 +28,7 @@ from rankzero.host.network import listen
 from rankzero.host.processes import allow_open_files, caller_process
 from rankzero.job import CheckpointConfig, Job
 from rankzero.run.checkpoints import Manifest
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 from rankzero.threads import done_within
 
 WINDOW_STEP = 0.1  # Seconds by which the window for the first cause ends at most for each read of what has arrived
@@ -46,7 +46,7 @@ class Run:
     """The parts of a driver that all attempts of its run share.
 
     Attributes:
-        directory: The run directory.
+        own: The submission.
         places: Has the engine's session.
         recorder: Writes the run directory.
         inbox: Wakes the coroutine of the run.
@@ -54,7 +54,7 @@ class Run:
         env: The user's environment for the ranks.
     """
 
-    directory: RunDirectory
+    own: Submission
     places: Places
     recorder: Recorder
     inbox: Inbox
@@ -126,13 +126,12 @@ class Attempt:
         job, num_agents = self.job, session.num_agents(num_tasks)
         if num_agents > MANY_AGENTS:
             allow_open_files()
-        kept, owner = CheckpointConfig(**job.checkpoints), (job.submission, job.nonce)
-        number, since, wake = self._number, job.fresh_since, run.inbox.wake
-        self._committer = Committer(run.directory, number, job.num_processes, kept, since, owner, wake)
-        self._scratch = Scratch() if run.directory.is_remote else None
-        directory = self._scratch.path if self._scratch else run.directory.path("result")
-        self._facts = Facts(job.num_processes, run.directory.directory)
-        self._storage = Storage(run.directory, self._number, self._committer, self._facts, directory)
+        own, number, kept = run.own, self._number, CheckpointConfig(**job.checkpoints)
+        self._committer = Committer(own, number, job.num_processes, kept, run.inbox.wake)
+        self._scratch = Scratch() if own.is_remote else None
+        directory = self._scratch.path if self._scratch else own.path("result")
+        self._facts = Facts(job.num_processes, own.run.directory)
+        self._storage = Storage(own, number, self._committer, self._facts, directory)
         self._secret, self._identity = new_secret(), None
         if job.encrypts(by_default=session.encrypts):
             # Imported here, so that most drivers do not load TLS.
@@ -142,13 +141,13 @@ class Attempt:
             logger.info("the connections of attempt %s are encrypted", self._number)
         tls = self._identity.context if self._identity else None
         parts = run.recorder, run.inbox, self._storage
-        self._agents = Agents(run.directory, job, number, num_agents, *parts, self._secret, tls)
+        self._agents = Agents(own, job, number, num_agents, *parts, self._secret, tls)
 
     async def _launch(self, session: EngineSession, num_tasks: int) -> None:
         """Makes the engine start the agents, for which the driver listens."""
         job = self.job
         self._resume, self._token = await self._read_store()
-        self._agents.served |= files_of(self._run.directory, self._resume)
+        self._agents.served |= files_of(self._resume)
         try:
             port = await self._agents.server.start(listen(session.bind_host, job.ports))
         except OSError as error:
@@ -170,7 +169,7 @@ class Attempt:
         self._group = await self._run.places.request(launch, job, self._deadline, if_late=cancel)
 
     async def _read_store(self) -> tuple[Manifest | None, str]:
-        """Returns the checkpoint to start from and the run directory's token."""
+        """Returns the checkpoint to start from, and the text by which agents recognize the folder."""
         watch, recorder, began = self._run.watch, self._run.recorder, time.monotonic()
         read = functools.partial(self._storage.begin, self.job.first_attempt, watch.is_called_off)
         reply = self._committer.submit(read)
@@ -263,7 +262,7 @@ class Attempt:
     async def _check_run(self, now: float) -> None:
         """Raises HangError if the ranks wait for each other and always will."""
         agents, hangs, facts = self._agents, self._agents.hangs, self._facts
-        bound, directory = self.job.hang_timeout, self._run.directory.directory
+        bound, directory = self.job.hang_timeout, self._run.own.run.directory
 
         def is_over() -> bool:
             return ending.cannot_succeed(facts, agents.roster.gone()) or self._run.watch.is_called_off()

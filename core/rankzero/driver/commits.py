@@ -28,8 +28,7 @@ from rankzero.run.checkpoints import (
     up_to_whole,
     without_rows,
 )
-from rankzero.run.directory import RunDirectory
-from rankzero.run.observer import owns
+from rankzero.run.directory import Submission
 from rankzero.threads import ActionThread
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ T = TypeVar("T")
 
 
 class NotOwnerError(OSError):
-    """The run directory belongs to another submission, so this driver may neither write nor delete there."""
+    """Another process has ended this submission, so its driver may neither publish nor delete anything."""
 
 
 class Committer:
@@ -49,31 +48,25 @@ class Committer:
 
     def __init__(
         self,
-        run: RunDirectory,
+        own: Submission,
         attempt: int,
         world_size: int,
         config: CheckpointConfig,
-        fresh_since: int,
-        owner: tuple[int, str] | None = None,
         wake: Callable[[object], None] | None = None,
     ) -> None:
         """Prepares the committer of one attempt.
 
         Args:
-            run: The run.
+            own: The submission.
             attempt: Number of the attempt.
             world_size: Number of ranks, which is the number of parts of a sharded checkpoint.
             config: How many checkpoints are kept, and which.
-            fresh_since: First attempt of this training: checkpoints of earlier attempts do not count.
-            owner: Number and nonce of the submission to which the run directory must belong; None for any.
             wake: Called in the committer's thread after each action.
         """
-        self._run = run
+        self._own = own
         self._attempt = attempt
         self._world_size = world_size
         self._config = config
-        self.fresh_since = fresh_since
-        self._owner = owner
         self._wake = wake
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
         self._newest = -1
@@ -100,10 +93,11 @@ class Committer:
         Raises:
             OSError: the store cannot be read.
         """
-        committed = [manifest for manifest in self._sweep("") if manifest.attempt >= self.fresh_since]
+        self.check_owner()
+        committed = self._training(self._sweep)
         # Damaged checkpoints are not pruned: `rankzero gc` removes them with their run.
-        self._kept = kept = up_to_whole(self._run, committed)
-        if kept and (not (found := without_rows(self._run, kept)) or found[-1] is not kept[-1]):
+        self._kept = kept = up_to_whole(committed)
+        if kept and (not (found := without_rows(kept)) or found[-1] is not kept[-1]):
             what = "rows that ended with their attempt precede it. Write rows behind the training"
             logger.warning("nothing resumes from checkpoint %s: %s", kept[-1].id, what)
         if not kept or not found:
@@ -113,20 +107,25 @@ class Committer:
         self.do(self._prune)
         return found[-1]
 
-    def _sweep(self, begin: str) -> list[Manifest]:
+    def _training(self, read: Callable[[str], list[Manifest]]) -> list[Manifest]:
+        """Returns the checkpoints of this training, oldest first, as ``read`` finds them in a submission's folder."""
+        first, own = self._own.job.first_attempt, self._own.directory
+        found = [one for place in [*self._own.earlier(), own] for one in read(place)]
+        # A driver that was replaced may have published one more, which shares its id with one of this submission.
+        return [one for one in found if one.place == own or one.attempt < first]
+
+    def _sweep(self, place: str, begin: str = "") -> list[Manifest]:
         """Deletes uncommitted folders whose names start with ``begin``; returns the committed ones, oldest first."""
-        self.check_owner()
-        names = [name for name in list_folders(self._run) if name.startswith(begin)]
-        committed = read_manifests(self._run, names)
+        names = [name for name in list_folders(place) if name.startswith(begin)]
+        committed = read_manifests(place, names)
         for name in set(names) - {manifest.id for manifest in committed}:
-            remove_uncommitted(self._run, name)
-        store.abort_uploads(self._run.path(FOLDER, begin))
+            remove_uncommitted(place, name)
+        store.abort_uploads(store.join(place, FOLDER, begin))
         return committed
 
     def sweep(self) -> None:
         """Schedules the deletion of files that ranks of this attempt had begun to write when they died."""
-        # Only this attempt's: a newer driver may already write files of a later one.
-        self.do(functools.partial(self._sweep, f"{self._attempt:04d}-"))
+        self.do(functools.partial(self._sweep, self._own.directory, f"{self._attempt:04d}-"), as_owner=True)
 
     def add(self, rank: int, part: dict[str, Any]) -> Future[Manifest] | None:
         """Adds the part of one rank: the worker's message, with ``uploaded`` if the driver has the file.
@@ -178,7 +177,7 @@ class Committer:
         """Gives up a checkpoint of which a part will not arrive, and deletes the parts that have arrived."""
         for part in self._incoming.pop(index, {}).values():
             # Not the folder, in which another rank may be writing.
-            places = part.get("uploaded"), self._run.path(FOLDER, part["id"], part["file"])
+            places = part.get("uploaded"), self._own.path(FOLDER, part["id"], part["file"])
             for place in filter(None, places):
                 self.do(functools.partial(store.remove, place), as_owner=True)
         self._lost.append(index)
@@ -261,7 +260,7 @@ class Committer:
 
         Args:
             action: The action.
-            as_owner: True skips it if the run directory belongs to another submission by then.
+            as_owner: True skips it if another process has ended the submission by then.
         """
         self.submit(functools.partial(self._do, action, as_owner))
 
@@ -316,7 +315,7 @@ class Committer:
 
     def _commit(self, parts: dict[int, dict[str, Any]]) -> Manifest:
         lead = parts[min(parts)]
-        folder = self._run.path(FOLDER, lead["id"])
+        folder = self._own.path(FOLDER, lead["id"])
         self.check_owner()
         for part in parts.values():
             uploaded = part.get("uploaded")
@@ -327,7 +326,7 @@ class Committer:
                 store.remove(uploaded)
         if damage := damage_of(folder, parts.values()):
             raise OSError(damage)
-        manifest = Manifest.of_parts(self._attempt, self._world_size, parts)
+        manifest = Manifest.of_parts(self._own.directory, self._attempt, self._world_size, parts)
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")
         self.check_owner()
@@ -335,27 +334,26 @@ class Committer:
             lines = [part.get("pieces", "") for _, part in sorted(parts.items())]
             store.write_bytes(store.join(folder, PIECES), "\n".join(lines).encode(), durable=True)
         store.write_bytes(store.join(folder, MANIFEST), json.dumps(manifest.to_json()).encode(), durable=True)
-        store.sync_directory(self._run.path(FOLDER))
+        store.sync_directory(self._own.path(FOLDER))
         return manifest
 
     def check_owner(self) -> None:
-        """Raises NotOwnerError if the run directory belongs to another submission or another run by now."""
-        if self._owner and not owns(self._run, *self._owner):
-            raise NotOwnerError("the run directory belongs to another submission by now")
+        """Raises NotOwnerError if another process has ended the submission, or removed the run."""
+        if self._own.is_lost():
+            raise NotOwnerError("another process has ended this submission")
 
     def _prune(self) -> None:
         try:
-            self.check_owner()
-            # Checkpoints of an earlier training stay until the user runs `rankzero gc`.
             if self._kept is None:
-                self._kept = list_committed(self._run, self.fresh_since)
+                self._kept = self._training(lambda place: list_committed([place]))
             # Ranks may still be reading the one before the newest, until they are notified of the newest.
             own = [manifest.id for manifest in self._kept if manifest.attempt == self._attempt]
             in_use = [] if self._is_released else [self._in_use, *own[-2:]]
             # The next attempt starts from it.
-            in_use += [manifest.id for manifest in without_rows(self._run, self._kept)[-1:]]
+            in_use += [manifest.id for manifest in without_rows(self._kept)[-1:]]
             for manifest in to_remove(self._kept, self._config, in_use):
-                remove(self._run, manifest)
+                self.check_owner()
+                remove(manifest)
                 self._kept.remove(manifest)
         except Exception as error:
             logger.warning("an old checkpoint could not be removed: %s: %s", type(error).__name__, error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
@@ -15,8 +14,7 @@ from rankzero.channel.connection import new_secret
 from rankzero.driver.driver import Driver
 from rankzero.engines.base import Engine
 from rankzero.errors import RankZeroError, StartTimeoutError
-from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 from rankzero.task.stage import OVER
 from rankzero.threads import ActionThread, done_within, reply_of
 
@@ -35,24 +33,23 @@ class Delegation:
     no status. After the driver in the stage has claimed it, this process only keeps the connection of the stage.
     """
 
-    def __init__(self, run: RunDirectory, job: Job, engine: Engine, private: Mapping[str, Any], driver: Driver) -> None:
+    def __init__(self, own: Submission, engine: Engine, private: Mapping[str, Any], driver: Driver) -> None:
         """Prepares the object without opening a session.
 
         Args:
-            run: The run.
-            job: Its job.
+            own: The submission.
             engine: The engine of a stage that may run the driver.
             private: The result of `Request.private`.
             driver: The driver of this process. Its inbox reports that this process must exit.
         """
-        self._run = run
-        self._job = job
+        self._own = own
+        self._job = own.job
         self._private = private
         self._inbox = driver.inbox
         self._recorder = driver.recorder
         self._watch = driver.watch
         self._places = driver.places
-        self._folder = run.submission_path(job.submission, "stage")
+        self._folder = own.path("stage")
         self._group: ConnectGroup | None = None
         self._ended: BaseException | None = None
         self._store = ActionThread("rankzero-stage")
@@ -82,12 +79,11 @@ class Delegation:
         return True
 
     async def _has_driver(self) -> bool:
-        return await reply_of(self._store.submit(functools.partial(self._run.has_driver, self._job.submission)))
+        return await reply_of(self._store.submit(self._own.has_driver))
 
     async def _claim(self) -> bool:
         """Claims the submission and ends the stage; returns False if the driver in the stage has claimed it."""
-        claim = functools.partial(self._run.claim_driver, self._job.submission)
-        if not await reply_of(self._store.submit(claim)):
+        if not await reply_of(self._store.submit(self._own.claim_driver)):
             return False
         if self._group:
             await done_within(bounds.STOP_MARGIN(), self._group.cancel)
@@ -100,7 +96,8 @@ class Delegation:
         session = cast("ConnectSession", await self._places.open(job, env, deadline))
         num_tasks = await self._places.reserve(job, session, deadline)
         stage = {
-            "directory": self._run.directory,
+            "directory": self._own.run.directory,
+            "nonce": job.nonce,
             "submission": job.submission,
             "folder": self._folder,
             "secret": new_secret(),
@@ -112,7 +109,7 @@ class Delegation:
 
         def start() -> ConnectGroup:
             store.make_directory(self._folder)
-            config = {"env": env, "use_gpu": job.use_gpu, "stage": {**stage, "token": self._run.token()}}
+            config = {"env": env, "use_gpu": job.use_gpu, "stage": stage}
             return session.host_driver(num_tasks, config, self._on_end)
 
         def cancel(reply: Future[ConnectGroup]) -> None:
@@ -146,7 +143,7 @@ class Delegation:
 
         def is_over() -> bool:
             # Or the run was removed meanwhile.
-            return store.exists(store.join(self._folder, OVER)) or not self._run.has_driver(self._job.submission)
+            return store.exists(store.join(self._folder, OVER)) or not self._own.has_driver()
 
         while not self._ended:
             if over_at == math.inf and await reply_of(self._store.submit(is_over)):

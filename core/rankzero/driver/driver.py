@@ -33,9 +33,8 @@ from rankzero.errors import (
     RunTimeoutError,
     WorkerFailedError,
 )
-from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.names import REPORT_FILE
 from rankzero.threads import ActionThread, Flag, in_thread, reply_of
@@ -55,8 +54,7 @@ class Driver:
 
     def __init__(
         self,
-        run: RunDirectory,
-        job: Job,
+        own: Submission,
         engine: Engine,
         env: dict[str, str],
         *,
@@ -66,24 +64,23 @@ class Driver:
         """Prepares a driver without reading or writing the run directory.
 
         Args:
-            run: The run.
-            job: The job of the submission to drive.
+            own: The submission to drive.
             engine: The engine that places the agents.
             env: The user's environment for the ranks.
             leased: True if the run outlives its caller, and cancels itself when no process follows it
                 (`Job.orphan_timeout`).
             trackers: The result of `rankzero.submit.trackers.pack`, or None.
         """
-        self._run = run
-        self._job = job
+        self._own = own
+        self._job = own.job
         self._env = env
         self.inbox = Inbox()
         secrets = secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {}))
-        self.recorder = Recorder(run, job, Mask(secrets))
+        self.recorder = Recorder(own, Mask(secrets))
         note = self._note_cancelling
-        self.watch = Watch(run, job, self.recorder, self.inbox, leased=leased, note_cancelling=note)
-        self._trackers = Trackers(run, job, trackers)
-        self.places = Places(engine, run, self.recorder, self.inbox, self._check)
+        self.watch = Watch(own, self.recorder, self.inbox, leased=leased, note_cancelling=note)
+        self._trackers = Trackers(own, trackers)
+        self.places = Places(engine, own, self.recorder, self.inbox, self._check)
         self._started_at: float | None = None
         self._drives = True
         """False while another process may drive the run, and write its status."""
@@ -120,7 +117,7 @@ class Driver:
         self.recorder.note_thread()
         if self._job.submission:
             # The page of the submission before.
-            self.watch.thread.submit(functools.partial(store.remove, self._run.path(REPORT_FILE)))
+            self.watch.thread.submit(functools.partial(store.remove, self._own.run.path(REPORT_FILE)))
         self._trackers.start()
         try:
             outcome = await self._outcome(refused)
@@ -132,11 +129,12 @@ class Driver:
             await self.places.close()
             if self._trackers:
                 await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
-            await write_report(self._run, self.watch.thread)
+            if not self.recorder.superseded:
+                await write_report(self._own, self.watch.thread)
 
     def _finish(self, outcome: dict[str, Any]) -> None:
-        if outcome["state"] == "succeeded":
-            # Before the final status: the next submission may write new rows as soon as it sees that.
+        # The end is recorded, so no submission resumes from here and reads these rows.
+        if outcome["state"] == "succeeded" and self.recorder.is_success:
             remove_computed(self._job)
         self.recorder.finish(**outcome)
 
@@ -190,7 +188,7 @@ class Driver:
     async def _attempt(self, number: int, preemptions: int) -> Verdict:
         """Makes one attempt and returns how it ended."""
         self.recorder.update(state="starting", phase="opening", attempt=number, preemptions=preemptions)
-        run = Run(self._run, self.places, self.recorder, self.inbox, self.watch, self._env)
+        run = Run(self._own, self.places, self.recorder, self.inbox, self.watch, self._env)
         attempt = Attempt(run, self._job, number, self._started_at)
         try:
             return await attempt.live()
@@ -273,11 +271,11 @@ class DriverThread(threading.Thread):
         return b""
 
 
-async def write_report(run: RunDirectory, thread: ActionThread) -> None:
+async def write_report(own: Submission, thread: ActionThread) -> None:
     """Writes the page of a run that has ended. An error is only logged, and a silent store is not waited for.
 
     Args:
-        run: The run.
+        own: The submission.
         thread: The thread that writes.
     """
 
@@ -286,8 +284,8 @@ async def write_report(run: RunDirectory, thread: ActionThread) -> None:
             # Imported here, since no launch waits for it.
             from rankzero.report import page
 
-            text = page.render([page.collect(RunHandle(run.directory, follows=False))])
-            store.write_bytes(run.path(REPORT_FILE), text.encode("utf-8", "replace"))
+            text = page.draw(RunHandle(own.run.directory, job=own.job, follows=False))
+            store.write_bytes(own.run.path(REPORT_FILE), text.encode("utf-8", "replace"))
         except Exception as error:
             logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
 

@@ -36,8 +36,8 @@ from rankzero.host.processes import (
     readable,
     settle_signals,
 )
-from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, Submission
+from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import CANCEL
 
 logger = logging.getLogger(__name__)
@@ -79,21 +79,13 @@ def main() -> None:
     arguments = parser.parse_args()
     settle_signals()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    drive(RunDirectory(arguments.run_directory), arguments.submission, lambda: json.load(sys.stdin), arguments.owner)
-
-
-def _job(run: RunDirectory, submission: int) -> Job:
-    """Returns the run's job, which is that of this submission or of a later one."""
-    if run.job().submission < submission:
-        # A delayed submitter of an older submission may have overwritten job.json.
-        run.restore(submission)
-    return run.job()
+    drive(RunDirectory(arguments.run_directory), arguments.submission, json.load(sys.stdin), arguments.owner)
 
 
 def drive(
     run: RunDirectory,
     submission: int,
-    read_private: Callable[[], Mapping[str, Any]],
+    private: Mapping[str, Any],
     owner: int | None = None,
     engine: Engine | None = None,
 ) -> NoReturn:
@@ -102,27 +94,27 @@ def drive(
     Args:
         run: The run.
         submission: Number of the submission.
-        read_private: Returns `Request.private`.
+        private: The result of `Request.private`, with the nonce of the submission.
         owner: File descriptor of the owner's pipe; None for a run with a lease.
         engine: The engine of a driver in its stage; None takes the engine of the job.
     """
     # A store that fails for a moment must not end the run.
-    job = store.patiently(lambda: _job(run, submission), STORE_OUTAGE(), STORE_RETRY_INTERVAL(), store.is_missing)
-    if job.submission != submission:
-        sys.exit(f"{run.directory} was submitted again before this driver started")
-    private = read_private()
-    if private.get("nonce", job.nonce) != job.nonce:
-        sys.exit(f"{run.directory} was removed and submitted again before this driver started")
+    job = store.patiently(lambda: run.job_of(submission), STORE_OUTAGE(), STORE_RETRY_INTERVAL(), store.is_missing)
+    if job is None or private["nonce"] != job.nonce:
+        sys.exit(f"{run.directory} was removed before this driver started")
+    own = Submission(run, job)
     engine = engine or _engine_of(job.engine, private["engine"])
     os.environ.update(bounds.environment(private["env"]))
     may_delegate = engine.can_host_driver(run, job)
-    if not (may_delegate or run.claim_driver(job.submission, STORE_OUTAGE())):
-        sys.exit(f"{run.directory} has a driver already")
+    if not (may_delegate or own.claim_driver(STORE_OUTAGE())):
+        sys.exit(f"submission {submission} of {run.directory} has a driver already")
+    if own.is_lost():
+        sys.exit(f"submission {submission} of {run.directory} ended before this driver started")
     allow_open_files()
     trackers = private.get("trackers")
     # The modules of the trackers' classes are found there.
     sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
-    driver = Driver(run, job, engine, private["env"], leased=owner is None, trackers=trackers)
+    driver = Driver(own, engine, private["env"], leased=owner is None, trackers=trackers)
 
     def on_signal(number: int, _: object) -> None:
         driver.inbox.interrupt(f"the driver got {signal.Signals(number).name}")
@@ -137,7 +129,7 @@ def drive(
         when_gone(private["retrier"], driver.inbox.note_retrier_gone)
     code = 1
     try:
-        driver.run(Delegation(run, job, engine, private, driver).run if may_delegate else None)
+        driver.run(Delegation(own, engine, private, driver).run if may_delegate else None)
         code = int(driver.recorder.superseded)
     except BaseException:
         logger.exception("the outcome of the run could not be written")
@@ -164,7 +156,7 @@ def _engine_of(spec: dict[str, Any], private: dict[str, Any]) -> Engine:
         from rankzero.engines.connect.engine import SparkConnectEngine
 
         return SparkConnectEngine(private["url"])
-    raise InvalidJobError(f"unknown engine {spec['kind']!r} in job.json")
+    raise InvalidJobError(f"unknown engine {spec['kind']!r} in the job")
 
 
 def main_in_stage() -> None:
@@ -185,8 +177,9 @@ def main_in_stage() -> None:
         stage["folder"], stage["num_tasks"], stage["host"], stage["secret"], stage["place"], stage["encrypts"]
     )
     # If no driver can listen here, the stage fails before the run is claimed, and the submitter drives the run.
-    engine.check(run.job())
-    drive(run, stage["submission"], lambda: {"env": stage["env"], "trackers": stage["trackers"]}, engine=engine)
+    if job := run.job_of(stage["submission"]):
+        engine.check(job)
+    drive(run, stage["submission"], stage, engine=engine)
 
 
 def _end_with_task() -> None:
@@ -215,22 +208,19 @@ def main_on_cluster() -> None:
     parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
     private = read_private(arguments.private)
     run = RunDirectory(arguments.run_directory)
-    try:
-        is_same = run.token() == private.pop("token")
-    except FileNotFoundError:
-        is_same = False
-    if not is_same:
+    job = run.job_of(arguments.submission)
+    if job is None or job.nonce != private["nonce"]:
         sys.exit(
             f"{run.directory} on {socket.gethostname()} is not the directory of the run: the store must be a path that "
             "the submitter and the cluster's hosts share, or the URL of an object store"
         )
     log: list[logging.Handler] = [logging.StreamHandler()]
     if not run.is_remote:
-        log.append(logging.FileHandler(run.path("driver.log")))
+        log.append(logging.FileHandler(Submission(run, job).path(DRIVER_LOG)))
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=log)
     # A cluster that kills an application kills the JVM, not this process.
     when_gone(parent, functools.partial(os.kill, os.getpid(), signal.SIGTERM))
     try:
-        drive(run, arguments.submission, lambda: private)
+        drive(run, arguments.submission, private)
     except RunNotFoundError as error:
         sys.exit(str(error))

@@ -21,7 +21,7 @@ from rankzero.driver.watch import Inbox
 from rankzero.engines.base import Engine, EngineSession, words_of
 from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 from rankzero.threads import ActionThread, done_within, in_thread, reply_of
 
 SLOTS_TIMEOUT = bounds.stretched(2.0)  # To wait for slots that are asked for as start_timeout ends
@@ -33,19 +33,19 @@ class Places:
     """Holds the engine session of a run, one at a time, and makes requests to it."""
 
     def __init__(
-        self, engine: Engine, run: RunDirectory, recorder: Recorder, inbox: Inbox, check: Callable[[], None]
+        self, engine: Engine, own: Submission, recorder: Recorder, inbox: Inbox, check: Callable[[], None]
     ) -> None:
         """Prepares the object without opening a session.
 
         Args:
             engine: The engine to open.
-            run: The run.
+            own: The submission.
             recorder: Receives lines about what the run waits for.
             inbox: The driver's inbox, which each reply wakes.
             check: Raises the typed error if the run must end.
         """
         self._engine = engine
-        self._run = run
+        self._own = own
         self._recorder = recorder
         self._inbox = inbox
         self._check = check
@@ -142,7 +142,7 @@ class Places:
         Returns:
             The job, with the locations of the tables.
         """
-        tables, said = Tables(self._run, job, session), queue.SimpleQueue[str]()
+        tables, said = Tables(self._own, job, session), queue.SimpleQueue[str]()
 
         def say() -> None:
             while not said.empty():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import itertools
 import json
 import logging
@@ -13,21 +11,25 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
+from rankzero.bounds import (
+    DRIVER_DEAD_AFTER,
+    HEARTBEAT_INTERVAL,
+    LOG_TAIL,
+    LOG_TAIL_WIDTH,
+    STORE_OUTAGE,
+    WRITE_RETRY_INTERVAL,
+)
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start, this_thread
-from rankzero.job import Job
 from rankzero.masking import Mask
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 from rankzero.run.growing import Appender, PieceWriter
-from rankzero.run.names import EVENTS, LINES, log_name
-from rankzero.run.observer import owns
+from rankzero.run.names import EVENTS, LINES
 from rankzero.run.output import stamped
 from rankzero.run.reports import CHECK_PREFIX, MOST_METRICS
 from rankzero.run.status import RunStatus, pace
@@ -49,37 +51,36 @@ class Recorder:
     the training: refused lines are counted as lost, and the status is written again later.
     """
 
-    def __init__(self, run: RunDirectory, job: Job, mask: Mask) -> None:
+    def __init__(self, own: Submission, mask: Mask) -> None:
         """Prepares the files of events and lines; nothing is written yet.
 
         Args:
-            run: The run.
-            job: The job of the submission that the driver drives.
+            own: The submission that the driver drives.
             mask: Hides the secrets of the run.
         """
-        self._run = run
-        self._names = {"run_id": run.directory.rsplit("/", 1)[-1]}
+        self._own, job = own, own.job
+        self._names = {"run_id": job.run_id}
         self.mask = mask
-        self._streams = {name: PieceWriter(run.path(name)) for name in (EVENTS, LINES)} if run.is_remote else {}
-        self._events = _Lines(self._streams.get(EVENTS) or Appender(run.path(EVENTS)))
-        self._logs: dict[str, _Lines] = {}
+        self._streams = {name: PieceWriter(own.path(name)) for name in (EVENTS, LINES)} if own.is_remote else {}
+        self._events, self._lines = (
+            _Lines(self._streams.get(name) or Appender(own.path(name))) for name in (EVENTS, LINES)
+        )
         self._tails: dict[int, deque[str]] = {}
         self._finished = threading.Event()
         self._thread = ActionThread("rankzero-lines")
         # Each is changed by one thread alone.
         self._queued = self._appended = 0
         self._writer = StatusWriter(
-            run,
+            own,
             RunStatus(
                 attempt=job.first_attempt,
                 submission=job.submission,
-                nonce=job.nonce,
                 metrics=dict(job.metrics),
                 driver_host=socket.gethostname(),
                 driver_pid=os.getpid(),
                 driver_namespace=process_namespace(),
                 driver_start=process_start(os.getpid()),
-                interval=pace(0.0) if run.is_remote else HEARTBEAT_INTERVAL,
+                interval=pace(0.0) if own.is_remote else HEARTBEAT_INTERVAL,
             ),
         )
         self._started = self._held_at = time.monotonic()
@@ -92,8 +93,13 @@ class Recorder:
 
     @property
     def superseded(self) -> bool:
-        """True if another submission or driver has the run now: this driver has lost the right to write."""
+        """True if another process has ended the submission: this driver has lost the right to publish anything."""
         return self._writer.superseded
+
+    @property
+    def is_success(self) -> bool:
+        """True once the success of this driver is the end of the submission."""
+        return self._writer.has_end and not self.superseded and self.status.result is not None
 
     def update(self, **changes: Any) -> None:
         """Changes the status and writes it; a change of state is an event too."""
@@ -101,7 +107,7 @@ class Recorder:
         self._writer.change(**changes)
         if self.status.state != before.state or self.status.attempt != before.attempt:
             self._note_state(self.status.state)
-        if self._run.is_remote and not self._flusher.ident:
+        if self._own.is_remote and not self._flusher.ident:
             self._flusher.start()
 
     def note_thread(self) -> None:
@@ -122,7 +128,7 @@ class Recorder:
         self._writer.note(held_seconds=held_seconds, held_since=time.time() if held else None)
 
     def commit(self, result: ResultRef, value: list[Any]) -> Future[None]:
-        """Writes that the run has succeeded, which holds even if this driver dies. The run ends with `finish`.
+        """Creates the end of the submission as a success, which holds even if this driver dies. `finish` comes later.
 
         Args:
             result: The value's handle.
@@ -164,22 +170,15 @@ class Recorder:
             # This also writes a heartbeat and the position up to which followers may read.
             self._writer.change(**self._progress())
         try:
-            store.patiently(
-                self._flush_streams, STORE_OUTAGE(), bounds.WRITE_RETRY_INTERVAL(), lambda _: self.superseded
-            )
+            for stream in self._streams.values():
+                store.patiently(stream.flush, STORE_OUTAGE(), WRITE_RETRY_INTERVAL(), lambda _: self.superseded)
         except Exception as error:
             logger.warning("lines are lost: %s", error)
 
-    def _flush_streams(self) -> None:
-        # Another run of this name has streams of the same names.
-        self._writer.check_superseded()
-        for stream in self._streams.values() if not self.superseded else ():
-            stream.flush()
-
     def _progress(self) -> dict[str, Any]:
-        if not self._run.is_remote:
+        if not self._own.is_remote:
             return {}
-        written = {name: list(astuple(stream.written)) for name, stream in self._streams.items()}
+        written = {name: stream.written for name, stream in self._streams.items()}
         return {"written": written, "interval": pace(time.monotonic() - self._started)}
 
     def _note_state(self, state: str) -> None:
@@ -192,7 +191,7 @@ class Recorder:
         while self._queued - self._appended > MOST_QUEUED / 2 and time.monotonic() < deadline:
             await asyncio.sleep(bounds.POLL_INTERVAL_BRIEF)
 
-    def _append(self, find: Callable[[], _Lines | None], texts: list[str]) -> None:
+    def _append(self, lines: _Lines, texts: list[str]) -> None:
         """Appends lines in a thread, since a disk may hang. Those that then find no room are lost."""
         size = sum(map(len, texts))
         if self._queued - self._appended + size > MOST_QUEUED:
@@ -201,21 +200,19 @@ class Recorder:
         self._queued += size
 
         def append() -> None:
-            with contextlib.suppress(OSError):
-                if lines := find():
-                    lines.append(texts)
+            lines.append(texts)
             self._appended += size
 
         self._thread.submit(append)
 
     def event(self, event: dict[str, Any]) -> None:
         """Appends an event to the event log."""
-        self._append(lambda: self._events, [json.dumps({"time": time.time(), **event})])
+        self._append(self._events, [json.dumps({"time": time.time(), **event})])
 
     def metrics(self, rank: int, rows: list[tuple[dict[str, Any], float]]) -> None:
         """Appends a rank's reported metrics with their times; rank 0's last values go into the status."""
         events = [{"time": when, "type": "metric", "rank": rank, "metrics": metrics} for metrics, when in rows]
-        self._append(lambda: self._events, [json.dumps(event) for event in events])
+        self._append(self._events, [json.dumps(event) for event in events])
         if rank == 0:
             last = dict(self.status.metrics)
             counts = Counter(name.startswith(CHECK_PREFIX) for name in last)
@@ -228,23 +225,10 @@ class Recorder:
             self._writer.note(metrics=last)
 
     def log(self, rank: int, lines: list[str]) -> None:
-        """Appends lines of a rank to its log file, with the current time and the run's secrets masked."""
+        """Appends lines of a rank, with the current time and the run's secrets masked."""
         lines = self.mask.lines(lines)
         self._tails.setdefault(rank, deque(maxlen=LOG_TAIL)).extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
-        stored = stamped(lines, time.time())
-        stored = [f"[{rank}] {line}" for line in stored] if self._run.is_remote else stored
-        self._append(functools.partial(self._log_of, LINES if self._run.is_remote else log_name(rank)), stored)
-
-    def _log_of(self, name: str) -> _Lines | None:
-        if name not in self._logs:
-            if not self._run.is_remote:
-                # The directory may have been removed, and belong to another run, which must not get this file.
-                with contextlib.suppress(OSError):
-                    self._writer.check_superseded()
-                if self.superseded:
-                    return None
-            self._logs[name] = _Lines(self._streams.get(name) or Appender(self._run.path(name)))
-        return self._logs[name]
+        self._append(self._lines, [f"[{rank}] {line}" for line in stamped(lines, time.time())])
 
     def tail(self, rank: int) -> list[str]:
         """Returns the last log lines of a rank."""
@@ -262,13 +246,13 @@ class Recorder:
         self.note_phase("final")
 
         def close() -> None:
-            for lines in (self._events, *self._logs.values()):
+            for lines in (self._events, self._lines):
                 lines.close()
 
         wait([self._thread.submit(close)], STORE_OUTAGE())
         self._thread.end()
         self._finished.set()
-        if self._run.is_remote:
+        if self._own.is_remote:
             if not self._flusher.ident:
                 self._flusher.start()
             self._flusher.join(STORE_OUTAGE())
@@ -310,29 +294,38 @@ class _Lines:
 
 
 class StatusWriter:
-    """Keeps the status, and writes it when it has changed and with every heartbeat.
+    """Keeps the status, and writes it when it has changed and with every heartbeat; creates the end once it is certain.
+
+    A driver that was stopped or cut off may have been replaced. So it reads the end of its submission before each
+    heartbeat, and before it creates the end itself.
 
     Writes are asynchronous, so neither a slow store nor a large result makes a live driver look dead or blocks it.
     Writes are sequential, so none overtakes a later one. A refused write is repeated with the next heartbeat.
     """
 
-    def __init__(self, run: RunDirectory, status: RunStatus) -> None:
+    def __init__(self, own: Submission, status: RunStatus) -> None:
         """Prepares the thread, which the first `change` starts.
 
         Args:
-            run: The run.
+            own: The submission.
             status: The first status.
         """
-        self._run = run
+        self._own = own
+        self._end: RunStatus | None = None
         self._changed = threading.Condition()
         self._has_changed = False
         self._unwritten: list[Future[None]] = []
         self._thread = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self.status = status
         self.superseded = False
-        """True if another submission has this run now: this driver has lost the right to write."""
+        """True if another process has ended the submission, or removed the run."""
         self.problem: Exception | None = None
         """The error of the last write; None if it succeeded."""
+
+    @property
+    def has_end(self) -> bool:
+        """True once the submission has an end."""
+        return self._end is not None
 
     def note(self, **changes: Any) -> None:
         """Changes the status, which the next heartbeat writes."""
@@ -368,12 +361,14 @@ class StatusWriter:
             try:
                 # Wall-clock time, since it also advances while a machine sleeps. It may also be set back.
                 is_due = not 0 <= time.time() - checked_at < DRIVER_DEAD_AFTER()
-                if status.certain or not self._run.is_remote or is_due:
-                    self.check_superseded()
+                if not self._own.is_remote or is_due:
+                    self.superseded = self.superseded or self._own.is_lost()
                     # Each check is a request to an object store, and no driver is replaced sooner while it writes.
                     checked_at = time.time()
-                if not self.superseded:
-                    self._run.write_status(status)
+                status = self._with_end(status)
+                # Of a run that was removed nothing is written again.
+                if not self.superseded or self._end or self._own.end():
+                    self._own.write_status(status)
             except Exception as error:
                 # Drivers of object stores raise exceptions of their own types.
                 if self.problem is None:
@@ -392,8 +387,17 @@ class StatusWriter:
 
     def _beat_interval(self) -> float:
         """Returns the seconds between heartbeats, longer on an object store, where writes of lines carry most."""
-        return self.status.interval + (HEARTBEAT_DELAY if self._run.is_remote else 0.0)
+        return self.status.interval + (HEARTBEAT_DELAY if self._own.is_remote else 0.0)
 
-    def check_superseded(self) -> None:
-        """Checks whether another submission or another run has the directory by now."""
-        self.superseded = not owns(self._run, self.status.submission, self.status.nonce)
+    def _with_end(self, status: RunStatus) -> RunStatus:
+        """Returns the status to write; if it is certain, with the end that counts, which is created if necessary."""
+        if not status.certain:
+            return status
+        if self._end is None and not (self.superseded and self._own.end() is None):
+            self._end = self._own.finish(status if status.final else replace(status, state="succeeded"))
+            self.superseded = self._end.ended_by != self._own.me
+        if not (status.final and self._end):
+            return status
+        end = self._end
+        status = replace(status, state=end.state, error=end.error, ended_by=end.ended_by)
+        return replace(status, result=end.result, value=end.value)

@@ -21,9 +21,9 @@ from rankzero.driver.ending import Facts, not_stored
 from rankzero.driver.tables import remove_rows
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
-from rankzero.run.directory import RunDirectory
-from rankzero.task.hold import lock_directory, make_scratch, scratch_root
-from rankzero.values.ref import ResultRef, fingerprint_of
+from rankzero.run.directory import Submission
+from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
+from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +39,17 @@ class Storage:
     A rank that does not see the run directory sends its file over the channel before the message about it.
     """
 
-    def __init__(self, run: RunDirectory, number: int, committer: Committer, facts: Facts, directory: str) -> None:
+    def __init__(self, own: Submission, number: int, committer: Committer, facts: Facts, directory: str) -> None:
         """Creates a storage that has received no files yet.
 
         Args:
-            run: The run.
+            own: The submission.
             number: Number of the attempt.
             committer: Commits parts of checkpoints; its thread makes all requests to an object store.
             facts: Receives finished ranks and errors of the store.
             directory: Local directory of the files that agents send.
         """
-        self._run = run
+        self._own = own
         self._number = number
         self.committer = committer
         self.facts = facts
@@ -61,7 +61,7 @@ class Storage:
         self._value: list[Any] = []
 
     def begin(self, first_attempt: int, is_called_off: Callable[[], bool]) -> tuple[Manifest | None, str]:
-        """Returns the checkpoint to start from and the run directory's token; removes what earlier attempts left.
+        """Returns the checkpoint to start from and the text by which agents know the folder; removes earlier leftovers.
 
         Args:
             first_attempt: The first attempt of this submission.
@@ -70,8 +70,8 @@ class Storage:
 
         def read() -> tuple[Manifest | None, str]:
             resume = self.committer.newest()
-            remove_leftovers(self._run, range(first_attempt, self._number))
-            return resume, self._run.token()
+            remove_leftovers(self._own, range(first_attempt, self._number))
+            return resume, self._own.token()
 
         def gives_up(error: Exception) -> bool:
             return isinstance(error, NotOwnerError) or is_called_off()
@@ -134,7 +134,7 @@ class Storage:
             return
         if is_uploaded is None:
             path = result["path"]
-        uri = self._run.path("result", f"value-{self._number}.{result['format']}")
+        uri = self._own.path("result", f"value-{self._number}.{result['format']}")
         store_it = functools.partial(
             self._store_value, path, uri, result, dict(metrics), durable=is_uploaded is not None
         )
@@ -174,58 +174,58 @@ class Storage:
         def gives_up(error: Exception) -> bool:
             return isinstance(error, NotOwnerError) or not store.is_url(uri)
 
+        summary = {**result["summary"], "metrics": metrics}
         try:
             store.patiently(place, STORE_OUTAGE(), bounds.WRITE_RETRY_INTERVAL(), gives_up)
+            return ResultRef(uri, result["format"], result["digest"], result["size"], summary).fingerprinted()
         except Exception as error:
             raise not_stored(f"{type(error).__name__}: {error}") from error
-        fingerprint = fingerprint_of(uri, result["format"])
-        summary = {**result["summary"], "metrics": metrics}
-        return ResultRef(uri, result["format"], result["digest"], result["size"], summary, fingerprint)
 
     def sweep(self) -> None:
         """Schedules the deletion of everything that this attempt stored; it counts as failed from now on."""
         self.facts.is_given_up = True
         self.committer.sweep()
         attempts = range(self._number, self._number + 1)
-        remove = functools.partial(remove_rows, self._run, attempts)
+        remove = functools.partial(remove_rows, self._own.directory, attempts)
         self.committer.do(remove, as_owner=True)
-        if self._run.is_remote:
-            self.committer.do(functools.partial(remove_values, self._run, attempts), as_owner=True)
+        if self._own.is_remote:
+            self.committer.do(functools.partial(remove_values, self._own, attempts), as_owner=True)
 
     def abort_uploads(self) -> None:
         """Schedules the abort of uploads that ranks of this attempt began and repeated after an outage of the store."""
-        begins = self._run.path(FOLDER, f"{self._number:04d}-"), self._run.path("result", f"value-{self._number}.")
-        for begin in begins if self._run.is_remote else ():
+        begins = self._own.path(FOLDER, f"{self._number:04d}-"), self._own.path("result", f"value-{self._number}.")
+        for begin in begins if self._own.is_remote else ():
             self.committer.do(functools.partial(store.abort_uploads, begin), as_owner=True)
 
 
-def files_of(run: RunDirectory, checkpoint: Manifest | None) -> dict[str, str]:
+def files_of(checkpoint: Manifest | None) -> dict[str, str]:
     """Returns the files of the checkpoint to start from, by the names under which agents request them."""
     if checkpoint is None:
         return {}
     files = {rank: part["file"] for rank, part in checkpoint.parts.items()}
     files |= {"manifest": MANIFEST, "pieces": PIECES}
-    return {f"checkpoint-{name}": run.path(FOLDER, checkpoint.id, file) for name, file in files.items()}
+    return {f"checkpoint-{name}": store.join(checkpoint.folder, file) for name, file in files.items()}
 
 
-def remove_leftovers(run: RunDirectory, attempts: range) -> None:
+def remove_leftovers(own: Submission, attempts: range) -> None:
     """Removes files that ranks of earlier attempts had begun to write when the ranks or their driver died."""
-    remove_rows(run, attempts)
-    if run.is_remote:
-        remove_values(run, attempts)
+    for place in (*own.earlier(), own.directory):
+        remove_rows(place, attempts if place == own.directory else None)
+    if own.is_remote:
+        remove_values(own, attempts)
         return
-    for name in store.list_names(run.path("result")):
+    for name in store.list_names(own.path("result")):
         if store.is_unfinished(name):
-            store.remove(run.path("result", name))
+            store.remove(own.path("result", name))
 
 
-def remove_values(run: RunDirectory, attempts: range) -> None:
+def remove_values(own: Submission, attempts: range) -> None:
     """Deletes values and unfinished uploads of failed attempts from an object store."""
     for attempt in attempts:
-        store.abort_uploads(run.path("result", f"value-{attempt}."))
-    for name in store.list_names(run.path("result")) if attempts else []:
+        store.abort_uploads(own.path("result", f"value-{attempt}."))
+    for name in store.list_names(own.path("result")) if attempts else []:
         if (value := _VALUE.fullmatch(name)) and int(value[1]) in attempts:
-            store.remove(run.path("result", name))
+            store.remove(own.path("result", name))
 
 
 class Scratch:

@@ -13,7 +13,8 @@ from rankzero.data.table import FOLDER, is_file
 from rankzero.engines.base import EngineSession
 from rankzero.errors import RunCancelledError
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
+from rankzero.run.names import DATASETS
 from rankzero.values.digest import digest_of
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ def remove_computed(job: Job) -> None:
 class Tables:
     """Computes the tables and queries of a job; a resumed training gets the rows with which it began."""
 
-    def __init__(self, run: RunDirectory, job: Job, session: EngineSession) -> None:
-        self._run = run
+    def __init__(self, own: Submission, job: Job, session: EngineSession) -> None:
+        self._own = own
         self._job = job
         self._session = session
         self._stopped = threading.Event()
@@ -61,11 +62,11 @@ class Tables:
                 if name in before:
                     known[name] = before[name]
                     continue
-                folder = self._run.new_dataset(name, self._job.submission)
+                folder = self._own.new_dataset(name)
                 known[name] = made[name] = self._session.read_table(query, folder, name, say, self._check)
                 known[name].check_rows(name, self._job.num_processes)
             data = to_bytes(known)
-            location = self._run.submission_path(self._job.submission, FILE)
+            location = self._own.path(FILE)
             store.write_bytes(location, data, durable=True)
             self._remove_replaced(known)
         except BaseException:
@@ -98,55 +99,51 @@ class Tables:
         Drivers of earlier submissions computed them, or an earlier driver of this one.
         """
         found: dict[str, Manifest] = {}
-        for number in range(self._job.submission, -1, -1):
-            try:
-                job = Job.from_json(store.read_bytes(self._run.submission_path(number, "job.json")))
-            except FileNotFoundError:
-                # The process that claimed this submission died before it had submitted it.
-                continue
-            if job.fresh_since != self._job.fresh_since:
-                break
-            for name, manifest in self._of(number).items():
-                if name in self._job.queries and name not in found and store.exists(manifest.files[0].location):
+        for place in reversed([*self._own.earlier(), self._own.directory]):
+            for name, manifest in _of(place).items():
+                if name in self._own.job.queries and name not in found and store.exists(manifest.files[0].location):
                     found[name] = manifest
         return found
-
-    def _of(self, submission: int) -> dict[str, Manifest]:
-        try:
-            return from_bytes(store.read_bytes(self._run.submission_path(submission, FILE)))
-        except FileNotFoundError:
-            return {}
 
     def _remove_replaced(self, now: dict[str, Manifest]) -> None:
         # By name: another submitter may know the same store by another path or URL.
         kept = {_name_of(manifest.folder) for manifest in now.values() if manifest.folder}
-        manifests = [manifest for number in range(self._job.submission) for manifest in self._of(number).values()]
-        # Drivers that died while they computed left no manifest.
-        begun = self._run.datasets_before(self._job.submission)
-        for folder in {*begun, *(manifest.folder for manifest in manifests if manifest.folder)}:
-            if _name_of(folder) not in kept:
-                store.remove(folder)
+        for place in self._own.earlier():
+            # Drivers that died while they computed left no manifest.
+            for name in store.list_names(store.join(place, DATASETS)):
+                if name not in kept:
+                    store.remove(store.join(place, DATASETS, name))
+
+
+def _of(place: str) -> dict[str, Manifest]:
+    try:
+        return from_bytes(store.read_bytes(store.join(place, FILE)))
+    except FileNotFoundError:
+        return {}
 
 
 def _name_of(folder: str) -> str:
     return folder.rstrip("/").rpartition("/")[2]
 
 
-def remove_rows(run: RunDirectory, attempts: range) -> None:
-    """Deletes rows of these failed attempts, and of earlier ones whose value was never stored.
+def remove_rows(place: str, attempts: range | None) -> None:
+    """Deletes rows of failed attempts.
 
-    Rows of later attempts stay: a delayed driver may have been replaced by now. So do the files by which rows have
-    begun, as long as the checkpoints behind them.
+    The files by which rows have begun stay, as long as the checkpoints behind them.
+
+    Args:
+        place: The folder of a submission.
+        attempts: The attempts; None for those of an earlier submission that have stored no value.
     """
-    values = store.list_names(run.path("result"))
-    for name in store.list_names(run.path(FOLDER)):
-        number = int(name) if name.isdecimal() else attempts.stop
-        if number < attempts.stop and (number in attempts or not _has_result(number, values)):
+    values = store.list_names(store.join(place, "result")) if attempts is None else []
+    for name in store.list_names(store.join(place, FOLDER)):
+        if name.isdecimal() and (int(name) in attempts if attempts is not None else not _has_result(name, values)):
+            folder = store.join(place, FOLDER, name)
             # Other files in the folder are a user's.
-            for path in store.list_files(run.path(FOLDER, name)):
+            for path in store.list_files(folder):
                 if is_file(path.partition("/")[2]):
-                    store.remove(run.path(FOLDER, name, path))
+                    store.remove(store.join(folder, path))
 
 
-def _has_result(attempt: int, values: list[str]) -> bool:
-    return any(value.startswith(f"value-{attempt}.") for value in values)
+def _has_result(attempt: str, values: list[str]) -> bool:
+    return any(value.startswith(f"value-{int(attempt)}.") for value in values)

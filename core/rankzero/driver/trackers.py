@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-import itertools
 import logging
 import os
 import pickle
@@ -14,14 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankzero import bounds
-from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of, without_credentials
-from rankzero.run import growing
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
-from rankzero.run.names import EVENTS
-from rankzero.run.reports import OfTraining
 from rankzero.tracking.tracker import Tracker
 
 TRACKER_POLL_INTERVAL = 1.0  # Seconds before each poll of the events, the first too: imports slow the ranks' start
@@ -32,22 +26,15 @@ logger = logging.getLogger(__name__)
 class Trackers:
     """The trackers of one submission, while this process drives it."""
 
-    def __init__(self, run: RunDirectory, job: Job, packed: Mapping[str, Any] | None) -> None:
-        """Notes the current end of the events: trackers get later ones. Starts no thread.
+    def __init__(self, own: Submission, packed: Mapping[str, Any] | None) -> None:
+        """Prepares the threads, and starts none.
 
         Args:
-            run: The run.
-            job: The job of the submission.
+            own: The submission, whose events trackers get.
             packed: The result of `rankzero.submit.trackers.pack`; None for no trackers.
         """
         self._ended = threading.Event()
-        self._feeds = []
-        if packed:
-            since: Position | None = None
-            # An error of a tracker must not end the run. Then events count from when the store can be read.
-            with contextlib.suppress(Exception):
-                since = growing.end_of(run.path(EVENTS))
-            self._feeds = [_Feed(run, pickled, job, since, self._ended) for pickled in packed["pickles"]]
+        self._feeds = [_Feed(own, pickled, self._ended) for pickled in (packed or {}).get("pickles", ())]
 
     def __bool__(self) -> bool:
         """Returns True if there are any."""
@@ -77,18 +64,11 @@ class Trackers:
 class _Feed(threading.Thread):
     """The thread that calls one tracker."""
 
-    def __init__(
-        self, run: RunDirectory, pickled: str, job: Job, since: Position | None, ended: threading.Event
-    ) -> None:
+    def __init__(self, own: Submission, pickled: str, ended: threading.Event) -> None:
         super().__init__(name="rankzero-tracker", daemon=True)
-        self._run_directory = run
-        self._handle: RunHandle[Any] = RunHandle(run.directory, follows=False)
-        self._submission = job.submission
-        self._is_followed = False
-        """True once an event of a later submission was read."""
-        self._is_of_training = OfTraining(job.fresh_since)
+        self._handle: RunHandle[Any] = RunHandle(own.run.directory, job=own.job, follows=False)
         self._pickled = pickled
-        self._position = since
+        self._position = Position(len(own.job.earlier))
         self._ended = ended
         self._tracker: Tracker | None = None
         self._has_begun = False
@@ -117,31 +97,19 @@ class _Feed(threading.Thread):
     def _poll(self) -> None:
         """Passes new events on to the tracker. Raises the tracker's exceptions."""
         tracker = self._tracker = self._tracker or self._load()
-        if self._position is None:
-            self._position = growing.end_of(self._run_directory.path(EVENTS))
-            # From here on, events of any attempt are new.
-            self._is_of_training = OfTraining(0)
         if not self._has_begun:
             tracker.begin(self._handle)
             self._has_begun = True
         status = self._handle.status()
-        # The status of a later submission has other positions, or none yet.
-        is_current = status.submission == self._submission and not status.final
-        while not self._is_followed:
+        while True:
             before = self._position
-            events, after = self._handle.output.read_events(before, status if is_current else None)
-            own = list(itertools.takewhile(self._is_own, events))
-            reached = after, len(own) < len(events)
+            events, after = self._handle.output.read_events(before, status)
             if not tracker.is_idempotent:
-                self._position, self._is_followed = reached
-            tracker.add(self._handle, [event for event in own if self._is_of_training(event)])
-            self._position, self._is_followed = reached
+                self._position = after
+            tracker.add(self._handle, events)
+            self._position = after
             if after == before:
                 return
-
-    def _is_own(self, event: Mapping[str, Any]) -> bool:
-        """Returns False for the first event of a later submission, whose driver has trackers of its own."""
-        return not (event.get("type") == "state" and event.get("submission", 0) > self._submission)
 
     def _load(self) -> Tracker:
         tracker: Tracker = pickle.loads(base64.b64decode(self._pickled))

@@ -12,8 +12,7 @@ from typing import Any
 from rankzero import bounds
 from rankzero.driver.recorder import Recorder
 from rankzero.errors import RunCancelledError
-from rankzero.job import Job
-from rankzero.run.directory import RunDirectory, bound_of
+from rankzero.run.directory import Submission, bound_of
 from rankzero.run.lease import interval_of
 from rankzero.threads import ActionThread, reply_of
 
@@ -88,7 +87,7 @@ class Inbox:
 
 
 class Watch:
-    """Watches for a request to cancel, an interrupt, an abandoned lease and a newer submission.
+    """Watches for a request to cancel, an interrupt, an abandoned lease and an end by another process.
 
     Attributes:
         thread: Reads the run directory, and hangs if the store does.
@@ -97,8 +96,7 @@ class Watch:
 
     def __init__(
         self,
-        run: RunDirectory,
-        job: Job,
+        own: Submission,
         recorder: Recorder,
         inbox: Inbox,
         *,
@@ -108,36 +106,34 @@ class Watch:
         """Prepares the watch; `follow` reads.
 
         Args:
-            run: The run.
-            job: Its job, for ``orphan_timeout``.
-            recorder: Reports whether another submission has the run.
+            own: The submission.
+            recorder: Reports whether another process has ended it.
             inbox: Receives the interrupt.
             leased: False if the driver watches its owner by other means.
             note_cancelling: Called before the run ends without a request in the store.
         """
-        self._run = run
-        self._submission = job.submission
+        self._own = own
         self._recorder = recorder
         self._inbox = inbox
         self._note_cancelling = note_cancelling
-        self._orphan_timeout = job.orphan_timeout if leased else None
+        self._orphan_timeout = own.job.orphan_timeout if leased else None
         self._lease: bytes | None = None
         self._lease_seen = time.monotonic()
         self._next_lease = 0.0
         self._is_unreadable = False
-        self._claim: bytes | None = None
         self._request: dict[str, Any] | None = None
-        self._removed = self._abandoned = ""
+        self._is_lost = False
+        self._abandoned = ""
         self.thread = ActionThread("rankzero-watch")
         self.error: RunCancelledError | None = None
         self._has_read = asyncio.Event()
 
     def check(self) -> None:
         """Raises RunCancelledError, with the reason, if the run must end."""
-        if self._recorder.superseded and not self._removed:
-            self._removed = "it was removed, the run was submitted again, or this driver was thought to be dead"
-        if self._removed and not self.error:
-            self.error = RunCancelledError(f"the run directory belongs to another driver by now: {self._removed}")
+        if (self._recorder.superseded or self._is_lost) and not self.error:
+            self.error = RunCancelledError(
+                "another process has ended this submission, since this driver seemed to be dead, or the run was removed"
+            )
         if self.error:
             raise self.error.with_traceback(None)
 
@@ -180,30 +176,27 @@ class Watch:
 
     async def _read_until_ended(self) -> None:
         reads_since_call = 0
-        while not (self._request or self._abandoned or self._removed):
+        while not (self._request or self._abandoned or self._is_lost):
             is_called = self._inbox.is_called
             await reply_of(self.thread.submit(self._read))
             reads_since_call += is_called
-            if not (self._request or self._abandoned or self._removed):
+            if not (self._request or self._abandoned or self._is_lost):
                 self._has_read.set()
             # The first of these reads may have begun before the request was written.
             if reads_since_call == 2 and not self._inbox.is_cancelled:
                 return
-            slow = self._run.is_remote and not is_called
+            slow = self._own.is_remote and not is_called
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._recorder.status.interval if slow else READ_INTERVAL):
                     await (asyncio.sleep(READ_INTERVAL / 4) if is_called else self._inbox.called.wait())
 
     def _read(self) -> None:
         try:
-            # On a disk each read compares the claim: a removed directory may soon belong to another run.
-            claim = b"" if self._run.is_remote else self._run.claim_text(self._submission)
-            self._claim = claim if self._claim is None else self._claim
-            if claim != self._claim:
-                self._removed = "it was removed, the run was submitted again, or this driver was thought to be dead"
-            self._request = self._request or self._run.cancel_request(self._submission)
+            # On an object store, where each look is a request, the recorder looks.
+            self._is_lost = self._is_lost or (not self._own.is_remote and self._own.is_lost())
+            self._request = self._request or self._own.cancel_request()
             if self._orphan_timeout and time.monotonic() >= self._next_lease:
-                if self._run.is_remote:
+                if self._own.is_remote:
                     pause = min(self._orphan_timeout * LEASE_SHARE, LEASE_POLL_INTERVAL_MAX)
                     self._next_lease = time.monotonic() + pause
                 self._check_lease(time.monotonic(), self._orphan_timeout)
@@ -217,12 +210,12 @@ class Watch:
             self._is_unreadable = True
 
     def _check_lease(self, now: float, orphan_timeout: float) -> None:
-        lease = self._run.lease()
+        lease = self._own.lease()
         bound = bound_of(lease)
         seconds = orphan_timeout if bound is None else min(orphan_timeout, bound)
         is_shortened = seconds < orphan_timeout
         if self._inbox.is_retrier_gone:
-            seconds = min(seconds, MISSED_RENEWALS * interval_of(self._run, seconds))
+            seconds = min(seconds, MISSED_RENEWALS * interval_of(self._own, seconds))
         if lease != self._lease:
             self._lease, self._lease_seen = lease, now
         elif now - self._lease_seen > seconds:

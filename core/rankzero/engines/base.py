@@ -15,7 +15,7 @@ from rankzero.job import Job
 from rankzero.threads import within
 
 if TYPE_CHECKING:
-    from rankzero.run.directory import RunDirectory
+    from rankzero.run.directory import RunDirectory, Submission
 
 ENGINE_ERROR_TIMEOUT = bounds.scaled(10.0)  # To get the text of an engine's error
 
@@ -66,11 +66,11 @@ class Engine(abc.ABC):
         """True if `start_driver` starts the driver on a cluster, so that it outlives the submitting machine."""
         return False
 
-    def start_driver(self, run: RunDirectory, private: Mapping[str, Any]) -> None:
-        """Starts the driver of the run's current submission on the engine's cluster.
+    def start_driver(self, own: Submission, private: Mapping[str, Any]) -> None:
+        """Starts the driver of a submission on the engine's cluster.
 
         Args:
-            run: The run to drive. Its status has no driver yet.
+            own: The submission to drive, which has no status yet.
             private: Data that may hold secrets: for the driver only, and for no file or command line.
 
         Raises:

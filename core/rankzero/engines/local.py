@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +104,7 @@ class LocalSession(EngineSession):
                 "workers": workers,
                 "gpus": self._claims.held,
                 "cores": (self._job.cpus_per_process or 0) * workers or available_cores(),
-                "owner": os.getpid(),
+                "zygotes": 2,
                 "code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__))),
             },
             on_end,
@@ -121,11 +120,11 @@ class LocalGroup(AgentGroup):
 
     def __init__(self, config: AgentConfig, on_end: OnEnd) -> None:
         super().__init__()
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent: Any = None
         self._cancelled = False
         self._hold(lambda: hold(config, self._on_start), on_end)
 
-    def _on_start(self, agent: subprocess.Popen[bytes]) -> None:
+    def _on_start(self, agent: Any) -> None:
         self._agent = agent
         if self._cancelled:
             agent.kill()

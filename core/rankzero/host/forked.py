@@ -7,12 +7,9 @@ the interpreter and the libraries is reset, too (`forget`).
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
-import importlib
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -24,15 +21,7 @@ import zipimport
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from rankzero.host.processes import SIGNALS, die_with_parent, getsignal, set_signal_mask, settle_signals
-
-ROOM = "RANKZERO_ROOM"
-"""Environment variable that reserves space in a warm server's environment, where its forks show theirs."""
-
-_zips: dict[str, object] = {}
-"""Fingerprints of the archives on the search path at the time that their index was read."""
-
-_finalize: Any = weakref.finalize
+from rankzero.host.processes import SIGNALS, end_with_parent, getsignal, set_signal_mask, settle_signals
 
 _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
@@ -40,21 +29,19 @@ _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 def fork(
     main: Callable[[], object],
     *,
-    title: str,
     env: Mapping[str, str],
     stdio: tuple[int, int, int],
     keep: Sequence[int] = (),
-    surroundings: Mapping[str, Any] | None = None,
+    on_parent_death: signal.Signals = signal.SIGKILL,
 ) -> int:
-    """Forks a child that runs ``main`` in its own session and exits; the kernel kills it when this process dies.
+    """Forks a child that runs ``main`` in its own session and exits.
 
     Args:
         main: The child's main function. SystemExit and other exceptions become the exit code, as in a script.
-        title: The child's command line, as process lists show it.
         env: The child's whole environment.
         stdio: Descriptors that become the child's standard input, output and error.
         keep: Descriptors that stay open in the child, under the same numbers.
-        surroundings: The child's working ``directory``, ``umask``, resource ``limits`` and ``cores``; None inherits.
+        on_parent_death: The signal that the kernel sends to the child when this process dies.
 
     Returns:
         The child's process id.
@@ -78,17 +65,13 @@ def fork(
     try:
         os.setsid()
         _take_descriptors(stdio, keep)
-        die_with_parent(parent)
+        end_with_parent(parent, on_parent_death)
         signal.set_wakeup_fd(-1)
         for number in _HANDLED_SIGNALS:
             if callable(getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         settle_signals()
-        if surroundings is not None:
-            _move_to(surroundings)
         _set_environment(env)
-        with contextlib.suppress(Exception):
-            _show(title, env)
         main()
         code = 0
     except SystemExit as leaving:
@@ -133,19 +116,8 @@ def _set_environment(env: Mapping[str, str]) -> None:
             os.environ[name] = value
 
 
-def _move_to(surroundings: Mapping[str, Any]) -> None:
-    os.chdir(surroundings["directory"])
-    os.umask(surroundings["umask"])
-    os.sched_setaffinity(0, surroundings["cores"])
-    for name, limit in surroundings["limits"].items():
-        # An unprivileged user can only lower them.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            resource.setrlimit(getattr(resource, name), tuple(limit))
-
-
 def forget() -> None:
     """Resets the state that a started process would not share with others, before user code runs."""
-    _forget_search_path()
     compiler: Any = sys.modules.get("torch._dynamo.config")
     if compiler:
         compiler.debug_dir_root = os.path.join(os.getcwd(), "torch_compile_debug")
@@ -161,81 +133,17 @@ def forget() -> None:
         processes.current_process().authkey = os.urandom(32)
 
 
-def _run_finalizers() -> None:
-    # The flag is set when a finalizer is created.
-    if _finalize._dirty:
-        _finalize._exitfunc()
-
-
 def prepare() -> None:
     """Prepares this process for its forks, so that each fork has less to reset.
 
-    Records the archives whose index was read, so that forks need not read them again. Drops the cached listings of
-    directories, one for each package of torch, which every fork would have to drop.
+    Drops the cached listings of directories, which may change. Those of archives stay: an archive that has changed
+    needs another zygote. Finalizers of the libraries belong to this process, and must not run at the exit of a fork.
     """
-    importers = _zip_importers()
-    for archive in importers.values():
-        _zips.setdefault(archive, _fingerprint(archive))
-    for place in sys.path_importer_cache.keys() - importers.keys():
-        del sys.path_importer_cache[place]
-    # Finalizers of the libraries belong to this process, and must not run at the exit of a fork.
-    for finalizer in list(getattr(_finalize, "_registry", ())):
+    for place, finder in list(sys.path_importer_cache.items()):
+        if not isinstance(finder, zipimport.zipimporter):
+            del sys.path_importer_cache[place]
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
-    if getattr(_finalize, "_registered_with_atexit", False):
-        # A fork walks the finalizers at its exit only if it has created one.
-        for handler in (_finalize._exitfunc, _run_finalizers):
-            atexit.unregister(handler)
-        atexit.register(_run_finalizers)
-        _finalize._dirty = False
-    # The C library keeps the initial variables in the memory that `_show` overwrites; setting each one moves it.
-    for name, value in os.environ.items():
-        os.environ[name] = value
-
-
-def _forget_search_path() -> None:
-    """Invalidates the import caches of directories and zips on the search path, except those of unchanged zips.
-
-    Python would read the index of every zip again, which takes 0.1 s for Spark's own.
-    """
-    unchanged = {}
-    for place, archive in _zip_importers().items():
-        if archive in _zips and _zips[archive] == _fingerprint(archive) is not None:
-            unchanged[place] = sys.path_importer_cache.pop(place)
-    importlib.invalidate_caches()
-    sys.path_importer_cache.update(unchanged)
-
-
-def _zip_importers() -> dict[str, str]:
-    """Returns the cached entries of the search path that are in a zip, with the path of the zip."""
-    found = sys.path_importer_cache.items()
-    return {place: finder.archive for place, finder in found if isinstance(finder, zipimport.zipimporter)}
-
-
-def _fingerprint(archive: str) -> object:
-    try:
-        found = os.stat(archive)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _show(title: str, env: Mapping[str, str]) -> None:
-    """Writes title and environment to the memory that the kernel shows as /proc/PID/cmdline and environ.
-
-    People, and tools that search for the processes of a job, see the same as for a started process. The C library no
-    longer uses that memory, since `prepare` has set every variable again.
-    """
-    import ctypes
-
-    with open("/proc/self/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    # proc(5): fields 48 to 51 of the line, whose third is the first after the parenthesis.
-    arg_start, arg_end, env_start, env_end = (int(field) for field in fields[45:49])
-    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
-    for start, end, text in ((arg_start, arg_end, os.fsencode(title)), (env_start, env_end, variables)):
-        room = end - start
-        if start and room > 0:
-            ctypes.memmove(start, text[: room - 1].ljust(room, b"\0"), room)
 
 
 _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel")

@@ -293,30 +293,29 @@ def signal_on_parent_death(number: signal.Signals) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
-def die_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent dies (Linux); exits if the parent has died already.
+def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Makes the kernel send a signal to this process when its parent dies (Linux); exits if that has happened.
 
     Args:
         parent: The expected process id of the parent.
+        number: The signal. SIGCONT wakes a stopped process that watches its parent.
     """
-    signal_on_parent_death(signal.SIGKILL)
+    signal_on_parent_death(number)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def find_descendants(but: Collection[int] = ()) -> list[int]:
-    """Returns the process ids of all descendants of this process, except the children ``but`` and their descendants.
+def find_descendants() -> list[int]:
+    """Returns the process ids of all descendants of this process.
 
     Without /proc (macOS), ``ps`` lists them; descendants whose parent has exited are then missing
     (see `kill_descendants`).
     """
     parents = _parents() if os.path.isdir("/proc/self") else _listed_parents()
     family = {os.getpid()}
-    while True:
-        more = {pid for pid, parent in parents.items() if parent in family and pid not in but} - family
-        if not more:
-            return sorted(family - {os.getpid()})
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
+    return sorted(family - {os.getpid()})
 
 
 def _parents() -> dict[int, int]:
@@ -344,15 +343,13 @@ def _listed_parents() -> dict[int, int]:
     return live
 
 
-def kill_descendants(but: Collection[int] = (), groups: Collection[int] = ()) -> None:
-    """Kills all descendants, except the children ``but`` and their descendants, until none is left.
+def kill_descendants(groups: Collection[int] = ()) -> bool:
+    """Kills all descendants until none is left; returns False if some survive `KILL_TIMEOUT`, stuck in the kernel.
 
     Processes that clean up after others (Python's resource tracker, torch's shared memory manager) exit by themselves
-    after their clients: they are killed after `CLEANERS_TIMEOUT`. Gives up after `KILL_TIMEOUT`, which only a process
-    stuck in the kernel survives.
+    after their clients: they are killed after `CLEANERS_TIMEOUT`.
 
     Args:
-        but: Children to leave alive.
         groups: Process groups of children, killed as a whole where orphans are not re-parented to this process (macOS).
     """
     if not os.path.isdir("/proc/self"):
@@ -361,18 +358,15 @@ def kill_descendants(but: Collection[int] = (), groups: Collection[int] = ()) ->
                 os.killpg(leader, signal.SIGKILL)
     start = time.monotonic()
     while time.monotonic() < start + KILL_TIMEOUT():
-        if not but and not _reap():
-            return
-        family = find_descendants(but)
-        if but and not family:
-            return
+        if not _reap():
+            return True
         spares_cleaners = time.monotonic() < start + CLEANERS_TIMEOUT()
-        cleaners = {pid for pid in family if spares_cleaners and _is_cleaner(pid)}
-        for pid in family:
-            if pid not in cleaners:
+        for pid in find_descendants():
+            if not (spares_cleaners and _is_cleaner(pid)):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(REAP_INTERVAL)
+    return False
 
 
 def _is_cleaner(pid: int) -> bool:

@@ -10,28 +10,23 @@ import html
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rankzero import bounds
 from rankzero.job import Job
 from rankzero.report import cost, curves
-from rankzero.report.summary import COUNTED, RankProgress, Summary
-from rankzero.run.directory import RunDirectory
+from rankzero.report.summary import COUNTED, Summary
 from rankzero.run.handle import RunHandle
-from rankzero.run.reports import is_number
 from rankzero.run.status import RunStatus
 
 MAX_CURVES = 6
-MAX_RANKS = 8
-"""Ranks up to which each is shown; of more, only the slowest and the fastest are named."""
-
 ERROR_LINES = 15
 """First lines of an error that are shown; as many of its last lines are shown, too."""
 
 _COLORS = {"succeeded": "#1a7f4b", "failed": "#c0322b", "cancelled": "#a76a00", "running": "#2563c9"}
-_OTHER = "#6b7280"
 _SOFT = "opacity:.7"
+_MONO = f"{_SOFT};font-family:monospace;font-size:12px;overflow-wrap:anywhere"
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +40,8 @@ class Card:
 
     def html(self) -> str:
         """Returns the card of this moment. Raises OSError or RankZeroError if the run cannot be read."""
-        job, status = RunDirectory(self._handle.directory).job(), self._handle.status()
-        summary = self._summary = self._summary or Summary(job.fresh_since)
+        job, status = self._handle.job, self._handle.status()
+        summary = self._summary = self._summary or Summary()
         summary.read(self._handle, status)
         return render(job, self._handle.directory, status, summary, time.time())
 
@@ -62,10 +57,9 @@ def showing() -> Iterator[Callable[[RunHandle[Any]], None]]:
 
         place = display(HTML(""), display_id=True)
         # A thread draws it, also the first time: a store that does not answer must not end a run that has begun.
-        threads.append(
-            threading.Thread(target=_refresh, args=(place, handle, ended), name="rankzero-card", daemon=True)
-        )
-        threads[-1].start()
+        thread = threading.Thread(target=_refresh, args=(place, handle, ended), name="rankzero-card", daemon=True)
+        threads.append(thread)
+        thread.start()
 
     try:
         yield show
@@ -91,21 +85,21 @@ def _refresh(place: Any, handle: RunHandle[Any], ended: threading.Event) -> None
 
 def render(job: Job, directory: str, status: RunStatus, summary: Summary, now: float) -> str:
     """Returns the card as HTML."""
-    badge = (
-        f"color:#fff;background:{_COLORS.get(status.state, _OTHER)};border-radius:999px;padding:1px 10px;font-size:12px"
-    )
-    head = f'<b>{_text(job.run_id)}</b> <span style="{badge}">{_text(status.shown)}</span>'
-    what = f"{job.name} on {status.world_size or job.world} ranks"
+    color = _COLORS.get(status.state, "#6b7280")
+    badge = f"color:#fff;background:{color};border-radius:999px;padding:1px 10px;font-size:12px"
+    names = [name for name in dict.fromkeys(name for row in summary.rows for name in row) if name not in COUNTED]
+    shown = [name for name in names if name in summary.last][:MAX_CURVES]
+    what = html.escape(f"{job.name} on {status.world_size or job.world} ranks")
     parts = [
-        f'<div style="display:flex;gap:10px;align-items:center;flex-wrap:wrap">{head}'
-        f'<span style="{_SOFT}">{_text(what)}</span></div>',
+        f'<b>{html.escape(job.run_id)}</b> <span style="{badge}">{html.escape(status.shown)}</span> '
+        f'<span style="{_SOFT}">{what}</span>',
         "" if status.final else _progress(summary),
         _line(" · ".join(_facts_of(job, status, summary, now))),
-        _curves(summary.rows),
+        *(f'<div style="display:inline-block">{_metric(name, summary)}</div>' for name in shown),
         _error(status.error),
-        _line(directory, mono=True),
+        _line(directory, _MONO),
     ]
-    style = "border:1px solid rgba(128,128,128,.35);border-radius:8px;padding:10px 14px;max-width:820px"
+    style = "border:1px solid rgba(128,128,128,.35);border-radius:8px;padding:10px 14px;max-width:860px"
     return f'<div style="{style};font-size:13px;line-height:1.5">{"".join(parts)}</div>'
 
 
@@ -117,17 +111,8 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def describe_ranks(ranks: Mapping[int, RankProgress]) -> str:
-    """Returns the progress of each rank as ``0: 12, 1: 11``; of many ranks only the slowest and the fastest."""
-    if len(ranks) <= MAX_RANKS:
-        return ", ".join(f"{rank}: {found.done:g}" for rank, found in ranks.items())
-    slowest = min(ranks, key=lambda rank: ranks[rank].done)
-    fastest = max(ranks, key=lambda rank: ranks[rank].done)
-    return f"{ranks[slowest].done:g} (rank {slowest}) to {ranks[fastest].done:g} (rank {fastest})"
-
-
 def _facts_of(job: Job, status: RunStatus, summary: Summary, now: float) -> list[str]:
-    ranks, said = summary.ranks, []
+    ranks, said = summary.ranks, list[str]()
     if status.started is not None:
         said.append(duration((status.ended or now) - status.started))
     if status.attempt:
@@ -135,7 +120,8 @@ def _facts_of(job: Job, status: RunStatus, summary: Summary, now: float) -> list
     if (found := next(iter(ranks.values()), None)) and found.rate:
         said.append(f"{found.rate:.4g} {summary.unit} a second")
     if len(ranks) > 1 and not status.final:
-        said.append(f"{summary.unit} by rank {describe_ranks(ranks)}")
+        slow, fast = (choose(ranks, key=lambda rank: ranks[rank].done) for choose in (min, max))
+        said.append(f"{ranks[slow].done:g} (rank {slow}) to {ranks[fast].done:g} (rank {fast}) {summary.unit}")
     if used := cost.usage(job, status, now):
         said.append(str(used))
     return said
@@ -143,30 +129,14 @@ def _facts_of(job: Job, status: RunStatus, summary: Summary, now: float) -> list
 
 def _progress(summary: Summary) -> str:
     """Returns a progress bar if the reports name a total, else an empty text."""
-    slowest = summary.slowest
+    slowest, left = summary.slowest, summary.seconds_left
     if not summary.total or slowest is None:
         return ""
-    done, left = slowest.done, summary.seconds_left
-    share = 100 * min(1.0, max(0.0, done / summary.total))
-    outer = "background:rgba(128,128,128,.25);border-radius:4px;height:8px;margin:8px 0 4px"
-    inner = f"background:#2563c9;border-radius:4px;height:8px;width:{share:.1f}%"
-    bar = f'<div style="{outer}"><div style="{inner}"></div></div>'
+    share = 100 * min(1.0, max(0.0, slowest.done / summary.total))
+    bar = f'<div style="background:#2563c9;border-radius:4px;height:8px;width:{share:.1f}%"></div>'
     rest = "" if left is None else f", {duration(left)} left"
-    return bar + _line(f"{done:g} of {summary.total:g} {summary.unit}{rest}")
-
-
-def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in COUNTED]
-    drawn = [curve for curve in (_curve(rows, name) for name in names) if curve][:MAX_CURVES]
-    return f'<div style="display:flex;flex-wrap:wrap;gap:6px 18px;margin:6px 0">{"".join(drawn)}</div>' if drawn else ""
-
-
-def _curve(rows: Sequence[Mapping[str, Any]], name: str) -> str | None:
-    values = [row[name] for row in rows if is_number(row.get(name))]
-    if not values:
-        return None
-    label = f'<div style="min-width:80px"><b>{_text(name)}</b> <span style="{_SOFT}">{values[-1]:.5g}</span></div>'
-    return f"<div>{label}{curves.sparkline(rows, name) or ''}</div>"
+    outer = "background:rgba(128,128,128,.25);border-radius:4px;margin:8px 0 4px"
+    return f'<div style="{outer}">{bar}</div>' + _line(f"{slowest.done:g} of {summary.total:g} {summary.unit}{rest}")
 
 
 def _error(error: Mapping[str, Any] | None) -> str:
@@ -175,16 +145,18 @@ def _error(error: Mapping[str, Any] | None) -> str:
     lines = str(error.get("message") or "").splitlines()
     if len(lines) > 2 * ERROR_LINES:
         lines = [*lines[:ERROR_LINES], "...", *lines[-ERROR_LINES:]]
-    style = "border-left:4px solid #c0322b;padding-left:10px;margin:6px 0"
     pre = "white-space:pre-wrap;overflow-wrap:anywhere;margin:2px 0;font-size:12px;background:none"
-    title = _text(f"First cause: {error.get('type') or 'error'}")
-    return f'<div style="{style}"><b>{title}</b><pre style="{pre}">{_text(chr(10).join(lines))}</pre></div>'
+    title, text = html.escape(f"First cause: {error.get('type') or 'error'}"), html.escape("\n".join(lines))
+    outer = "border-left:4px solid #c0322b;padding-left:10px;margin:6px 0"
+    return f'<div style="{outer}"><b>{title}</b><pre style="{pre}">{text}</pre></div>'
 
 
-def _line(text: str, *, mono: bool = False) -> str:
-    font = ";font-family:monospace;font-size:12px;overflow-wrap:anywhere" if mono else ""
-    return f'<div style="{_SOFT}{font}">{_text(text)}</div>' if text else ""
+def _metric(name: str, summary: Summary) -> str:
+    value = summary.last[name]
+    text = f"{value:.5g}" if isinstance(value, float) else str(value)
+    curve = curves.svg(summary.rows, [name], 260, 90) or ""
+    return f"<b>{html.escape(name)}</b> {html.escape(text)}<br>{curve}"
 
 
-def _text(text: str) -> str:
-    return html.escape(text, quote=True)
+def _line(text: str, style: str = _SOFT) -> str:
+    return f'<div style="{style}">{html.escape(text)}</div>' if text else ""

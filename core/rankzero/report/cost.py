@@ -5,7 +5,7 @@ A rank counts from the launch of its attempt until the end of the attempt: for s
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,6 @@ from rankzero.run.status import RunStatus
 
 PRICES_VARIABLE = "RANKZERO_PRICES"
 """The variable with the prices of an hour, for example ``gpu=2.49,core=0.04,currency=EUR``."""
-
-_HOUR = 3600.0
-_CENTS = 0.1
-"""Numbers below this are shown with two significant digits instead of two decimals."""
-
-_LEAST = 0.0001
-_NUMBERS = ("gpu", "core")
-_CURRENCY = "currency"
 
 
 @dataclass(frozen=True)
@@ -55,19 +47,11 @@ class Usage:
     @property
     def price(self) -> str:
         """The cost as text, such as ``7.97 EUR``; empty without a price."""
-        if self.cost is None:
-            return ""
-        return f"{_few_digits(self.cost)} {self.currency}".rstrip()
+        return "" if self.cost is None else f"{_few_digits(self.cost)} {self.currency}".rstrip()
 
 
 def usage(job: Job, status: RunStatus, now: float) -> Usage | None:
-    """Returns the usage of the last submission of a run; None before it had a slot.
-
-    Args:
-        job: The job of the submission.
-        status: The status of the run.
-        now: The current Unix time.
-    """
+    """Returns the usage of the last submission of a run until a Unix time; None before it had a slot."""
     seconds = status.held_seconds
     if status.held_since is not None:
         # A driver that has died is known to have lived until its last heartbeat.
@@ -76,36 +60,27 @@ def usage(job: Job, status: RunStatus, now: float) -> Usage | None:
     if not seconds:
         return None
     resource = "gpu" if job.use_gpu else "core"
-    hours = seconds / _HOUR * (1 if job.use_gpu else job.cpus_per_process or 1)
+    hours = seconds / 3600 * (1 if job.use_gpu else job.cpus_per_process or 1)
     price = job.prices.get(resource)
-    price = price if is_number(price) else None
-    return Usage(hours, resource, None if price is None else hours * price, str(job.prices.get(_CURRENCY, "")))
+    return Usage(hours, resource, hours * price if is_number(price) else None, str(job.prices.get("currency", "")))
 
 
 def prices_from_environment() -> dict[str, Any]:
-    """Returns the prices in `PRICES_VARIABLE`. Raises InvalidJobError as `read_prices` does."""
-    return read_prices(os.environ.get(PRICES_VARIABLE, ""))
-
-
-def read_prices(text: str) -> dict[str, Any]:
-    """Parses the prices of an hour.
-
-    Args:
-        text: ``NAME=VALUE``, separated by commas: numbers for ``gpu`` and ``core``, any word for ``currency``.
+    """Returns the prices in `PRICES_VARIABLE`, such as ``{"gpu": 2.49, "core": 0.04, "currency": "EUR"}``.
 
     Raises:
-        InvalidJobError: the text has another form.
-
-    Example:
-        >>> read_prices("gpu=2.49, core=0.04, currency=EUR")
-        {'gpu': 2.49, 'core': 0.04, 'currency': 'EUR'}
+        InvalidJobError: it has something else than prices from 0 on for ``gpu`` and ``core``, and a ``currency``.
     """
     prices: dict[str, Any] = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
+    for pair in filter(None, (part.strip() for part in os.environ.get(PRICES_VARIABLE, "").split(","))):
         name, _, value = (part.strip() for part in pair.partition("="))
-        if name in _NUMBERS and (number := _positive(value)) is not None:
+        number = None
+        if name in ("gpu", "core"):
+            with contextlib.suppress(ValueError):
+                number = float(value)
+        if is_number(number) and number >= 0:
             prices[name] = number
-        elif name == _CURRENCY and value:
+        elif name == "currency" and value:
             prices[name] = value
         else:
             raise InvalidJobError(
@@ -115,14 +90,7 @@ def read_prices(text: str) -> dict[str, Any]:
 
 
 def _few_digits(number: float) -> str:
-    if number >= _CENTS or not number:
+    """Returns a number with two decimals, or below 0.1 with two significant digits."""
+    if number >= 0.1 or not number:
         return f"{number:.2f}"
-    return f"{number:.2g}" if number >= _LEAST else f"<{_LEAST}"
-
-
-def _positive(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if 0 <= number < math.inf else None
+    return f"{number:.2g}" if number >= 0.0001 else "<0.0001"

@@ -1,8 +1,7 @@
 "use strict";
 // Draws the facts below the page. Whatever comes from a run becomes text (`textContent`), never markup.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const runs = data.runs || [];
+  const run = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
   const SVG = "http://www.w3.org/2000/svg";
   const COLORS = 8;
@@ -37,14 +36,6 @@
   };
   const moment = (unix) => (unix ? new Date(unix * 1000).toLocaleString() : "");
   const color = (index) => `var(--c${index % COLORS})`;
-  const duration = (run) => (run.started ? (run.ended || run.now) - run.started : NaN);
-  const used = (run) => Object.entries(run.used).map(([name, value]) => (name.endsWith("hours") ? `${value} ${name}` : value)).join(", ");
-  // The options of a run, with each argument of the training as one of them.
-  const options = (run) => {
-    const { params, ...rest } = run.config;
-    const named = Object.entries(params || {}).map(([name, value]) => [name in rest ? `argument ${name}` : name, value]);
-    return { ...Object.fromEntries(named), ...rest, ...run.labels };
-  };
   const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
   const section = (title) => {
     const made = add(page, "section");
@@ -86,28 +77,28 @@
     return found.length ? found : [low, high];
   };
 
-  // lines: [{x: [...], y: [...], color, other, name}]; draws again by the function that it returns.
-  const chart = (parent, title, lines, format, axis, fromZero) => {
+  // lines: [{x: [...], y: [...], color, other, name}], a y of null is a gap; draws again by the function that it returns.
+  const chart = (parent, title, lines, format, when, axis, fromZero) => {
     const card = add(parent, "div", { class: "card chart" });
     const top = add(card, "div", { class: "top" });
     add(top, "h3", {}, title);
     const now = add(top, "span", { class: "now" });
     const svg = add(card, "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
+    const tip = add(card, "div", { class: "tip", hidden: "" });
     let logarithmic = false, place = null;
     const draw = () => {
       svg.replaceChildren();
-      const shown = lines().map((line) => {
-        const keep = line.y.map((value) => !logarithmic || value > 0);
-        return { ...line, x: line.x.filter((_, i) => keep[i]), y: line.y.filter((_, i) => keep[i]) };
-      }).filter((line) => line.x.length);
-      if (!shown.length) {
-        add(svg, "text", { x: WIDTH / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing above 0");
+      tip.hidden = true;
+      const drawn = (value) => value !== null && (!logarithmic || value > 0);
+      const shown = lines();
+      const xs = shown.flatMap((line) => line.x), ys = shown.flatMap((line) => line.y.filter(drawn));
+      if (!ys.length) {
+        add(svg, "text", { x: WIDTH / 2, y: HEIGHT / 2, "text-anchor": "middle" }, logarithmic ? "nothing above 0" : "no finite value");
         place = null;
         return;
       }
       const least = (values) => values.reduce((a, b) => (b < a ? b : a)), most = (values) => values.reduce((a, b) => (b > a ? b : a));
-      let x0 = least(shown.map((line) => least(line.x))), x1 = most(shown.map((line) => most(line.x)));
-      let y0 = least(shown.map((line) => least(line.y))), y1 = most(shown.map((line) => most(line.y)));
+      let x0 = least(xs), x1 = most(xs), y0 = least(ys), y1 = most(ys);
       if (fromZero && !logarithmic) y0 = Math.min(0, y0);
       if (x0 === x1) x1 = x0 + Math.max(1, Math.abs(x0) * 1e-9);
       if (y0 === y1) { y0 -= Math.abs(y0) * 0.1 || 1; y1 += Math.abs(y1) * 0.1 || 1; }
@@ -123,45 +114,50 @@
         if (px(at) < WIDTH - 24) add(svg, "text", { x: px(at), y: HEIGHT - 5, "text-anchor": "middle" }, axis(at));
       }
       for (const line of [...shown].sort((a, b) => (b.other ? 1 : 0) - (a.other ? 1 : 0))) {
-        // A new attempt goes back to the step of its checkpoint: the curve begins anew there.
-        const points = line.x.map((x, i) => `${i && x >= line.x[i - 1] ? "L" : "M"}${px(x).toFixed(1)} ${py(line.y[i]).toFixed(1)}`).join("");
-        const attributes = { class: line.other ? "curve other" : "curve", d: points };
-        if (!line.other) attributes.style = `stroke: ${line.color}`;
-        if (line.x.length === 1) add(svg, "circle", { cx: px(line.x[0]), cy: py(line.y[0]), r: 3, style: `fill: ${line.color || "var(--faint)"}` });
-        else add(svg, "path", attributes);
+        // A gap lifts the pen. So does a new attempt, which goes back to the step of its checkpoint.
+        const joins = (i) => i > 0 && drawn(line.y[i - 1]) && line.x[i] >= line.x[i - 1];
+        const points = line.x.map((x, i) => (drawn(line.y[i]) ? `${joins(i) ? "L" : "M"}${px(x).toFixed(1)} ${py(line.y[i]).toFixed(1)}${joins(i) ? "" : "h0"}` : "")).join("");
+        add(svg, "path", { class: line.other ? "curve other" : "curve", d: points, ...(line.other ? {} : { style: `stroke: ${line.color}` }) });
       }
-      place = { shown, x0, x1, px, cross: add(svg, "line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" }) };
-      rest();
-    };
-    const rest = () => {
-      const main = place && place.shown.filter((line) => !line.other);
-      now.textContent = main && main.length ? main.map((line) => format(line.y[line.y.length - 1])).slice(0, 4).join(" · ") : "";
+      place = { shown, x0, x1, px, py, cross: add(svg, "line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" }), dots: [] };
+      const main = shown.filter((line) => !line.other);
+      now.textContent = main.map((line) => format(line.y[line.y.length - 1] ?? "nan")).slice(0, 4).join(" · ");
     };
     const near = (line, x) => line.x.reduce((best, at, i) => (Math.abs(at - x) < Math.abs(line.x[best] - x) ? i : best), 0);
+    const leave = () => {
+      tip.hidden = true;
+      if (place) place.cross.setAttribute("visibility", "hidden");
+      if (place) place.dots.splice(0).forEach((dot) => dot.remove());
+    };
     svg.addEventListener("pointermove", (event) => {
+      leave();
       if (!place) return;
-      const box = svg.getBoundingClientRect();
-      const x = place.x0 + (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT) * (place.x1 - place.x0);
+      const box = svg.getBoundingClientRect(), left = event.clientX - box.left;
+      const x = place.x0 + ((left / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT) * (place.x1 - place.x0);
       const main = place.shown.filter((line) => !line.other), others = place.shown.filter((line) => line.other);
-      const lead = main[0] || others[0];
-      const at = lead.x[near(lead, x)];
-      place.cross.setAttribute("x1", place.px(at));
-      place.cross.setAttribute("x2", place.px(at));
-      place.cross.setAttribute("visibility", "visible");
-      let text = main.slice(0, 4).map((line) => `${main.length > 1 ? `${line.name} ` : ""}${format(line.y[near(line, at)])}`).join(" · ");
-      if (others.length) {
-        const values = others.map((line) => line.y[near(line, at)]);
-        text += ` · others ${format(Math.min(...values))} to ${format(Math.max(...values))}`;
+      const lead = main[0] || others[0], at = lead.x[near(lead, x)];
+      for (const [name, value] of [["x1", place.px(at)], ["x2", place.px(at)], ["visibility", "visible"]]) place.cross.setAttribute(name, value);
+      const text = [when(at)];
+      for (const line of main.slice(0, 8)) {
+        const value = line.y[near(line, at)];
+        text.push(`${main.length > 1 || others.length ? `${line.name}: ` : ""}${value === null ? "not finite" : format(value)}`);
+        if (value !== null && !(logarithmic && value <= 0)) place.dots.push(add(svg, "circle", { cx: place.px(at), cy: place.py(value), r: 3.5, style: `fill: ${line.color}` }));
       }
-      now.textContent = `${axis(at)}: ${text}`;
+      const values = others.map((line) => [line.y[near(line, at)], line.name]).filter(([value]) => value !== null).sort((a, b) => a[0] - b[0]);
+      if (values.length === 1) text.push(`${values[0][1]}: ${format(values[0][0])}`);
+      if (values.length > 1) text.push(`lowest ${format(values[0][0])} (${values[0][1]})`, `highest ${format(values[values.length - 1][0])} (${values[values.length - 1][1]})`);
+      tip.textContent = text.join("\n");
+      tip.hidden = false;
+      tip.style.left = "0";
+      tip.style.left = `${Math.min(Math.max(0, place.px(at) / WIDTH * box.width + 24), card.clientWidth - tip.offsetWidth - 6)}px`;
     });
-    svg.addEventListener("pointerleave", () => { if (place) { place.cross.setAttribute("visibility", "hidden"); rest(); } });
+    svg.addEventListener("pointerleave", leave);
     draw();
-    return (log) => { if (log !== undefined) logarithmic = log; draw(); };
+    return (log) => { logarithmic = log; draw(); };
   };
 
   // -- the parts of the page ---------------------------------------------------------------------
-  const heading = (run) => {
+  const heading = () => {
     const head = add(page, "div", { class: "head" });
     add(head, "h1", {}, run.id);
     add(head, "span", { class: `badge ${/^[a-z]+$/.test(run.state) ? run.state : ""}` }, run.shown);
@@ -180,7 +176,7 @@
       add(cause, "h3", {}, `First cause: ${run.error.type || "error"}`);
       add(cause, "pre", {}, run.error.message || "");
     }
-    const facts = [["took", seconds(duration(run))], ["attempts", run.attempt + 1], ["checkpoints", run.checkpoints.length]];
+    const facts = [["took", run.started ? seconds((run.ended || run.now) - run.started) : ""], ["attempts", run.attempt + 1], ["checkpoints", run.checkpoints.length]];
     if (run.result) facts.push(["result", bytes(run.result.size || 0)]);
     for (const [name, value] of Object.entries(run.used)) facts.push([name, value]);
     for (const [name, value] of Object.entries(run.throughput)) facts.push([name.replaceAll("_", " "), number(value)]);
@@ -194,34 +190,10 @@
     }
   };
 
-  const comparison = () => {
-    add(page, "h1", {}, `${runs.length} runs side by side`);
-    const made = section("Runs");
-    const metrics = [...new Set(runs.flatMap((run) => Object.keys(run.last)))].slice(0, 8);
-    const told = new Map();
-    const all = runs.map(options);
-    for (const found of all) for (const name of Object.keys(found)) told.set(name, new Set(all.map((one) => text(one[name]))));
-    const differs = [...told.keys()].filter((name) => told.get(name).size > 1 && !["run_id", "driver", "checkpoints"].includes(name)).slice(0, 12);
-    const cell = (value) => (typeof value === "number" ? value : value === undefined ? "" : text(value));
-    table(made, ["run", "state", "took", "used", ...differs, ...metrics], runs.map((run, index) => [
-      run.id, run.state, seconds(duration(run)), used(run),
-      ...differs.map((name) => cell(all[index][name])),
-      ...metrics.map((name) => cell(run.last[name])),
-    ]));
-    for (const run of runs.filter((one) => one.error)) {
-      const cause = add(made, "div", { class: "card cause" });
-      add(cause, "h3", {}, `${run.id}: ${run.error.type || "error"}`);
-      add(cause, "pre", {}, String(run.error.message || "").slice(0, 2000));
-    }
-  };
-
   const metrics = () => {
-    const names = [...new Set(runs.flatMap((run) => run.curves.map((curve) => curve.name)))];
-    if (!names.length) return;
+    if (!run.curves.length) return;
     const made = section("Metrics");
-    const several = runs.length > 1;
     let byTime = false, log = false;
-    const steps = runs[0].steps || "report";
     const tools = add(made, "div", { class: "tools" });
     const toggle = (text, act) => {
       const button = add(tools, "button", { type: "button", "aria-pressed": "false" }, text);
@@ -234,30 +206,16 @@
     };
     toggle("by time", (on) => { byTime = on; });
     toggle("log scale", (on) => { log = on; });
-    add(tools, "span", {}, `${several ? "rank 0 of each run" : "rank 0 bold, other ranks faint"}, by ${steps}`);
-    if (several) {
-      const legend = add(made, "p", { class: "legend" });
-      runs.forEach((run, index) => {
-        const item = add(legend, "span");
-        add(item, "i", { style: `background: ${color(index)}` });
-        item.append(run.id);
-      });
-    }
+    add(tools, "span", {}, `rank 0 bold, other ranks faint, by ${run.steps || "report"}`);
     const grid = add(made, "div", { class: "grid" });
-    const redraw = names.map((name) => chart(grid, name, () => runs.flatMap((run, index) => {
-      const curve = run.curves.find((one) => one.name === name);
-      const ranks = curve ? curve.ranks.filter((one) => !several || one.rank === 0) : [];
-      const from = run.started || run.created;
-      return ranks.map((one) => ({
-        x: byTime ? one.t.map((at) => at - from) : one.s, y: one.v, other: one.rank !== 0,
-        color: color(several ? index : 0), name: several ? run.id.slice(0, 18) : `rank ${one.rank}`,
-      }));
-    }), number, (at) => (byTime ? seconds(at) : number(at))));
-    const missing = runs.flatMap((run) => run.not_drawn);
-    if (missing.length) add(made, "p", { class: "note" }, `Not drawn: ${missing.join(", ")}`);
+    const from = run.started || run.created;
+    const redraw = run.curves.map((curve) => chart(grid, curve.name, () => curve.ranks.map((one) => ({
+      x: byTime ? one.t.map((at) => at - from) : one.s, y: one.v, other: one.rank !== 0, color: color(0), name: `rank ${one.rank}`,
+    })), number, (at) => (byTime ? seconds(at) : `${run.steps || "report"} ${number(at)}`), (at) => (byTime ? seconds(at) : number(at))));
+    if (run.not_drawn.length) add(made, "p", { class: "note" }, `Not drawn: ${run.not_drawn.join(", ")}`);
   };
 
-  const timeline = (run) => {
+  const timeline = () => {
     if (!run.ranks.length) return;
     const made = section("Timeline");
     if (run.straggler) {
@@ -278,7 +236,7 @@
     const last = Math.max(first + 0.1, run.ended || run.now, ...run.ranks.map((one) => one.ended || 0));
     const px = (at) => left + ((Math.min(Math.max(at, first), last) - first) / (last - first)) * (wide - left - 8);
     const card = add(add(made, "div", { class: "card" }), "div", { class: "scroll" });
-    const svg = add(card, "svg", { viewBox: `0 0 ${wide} ${high}`, width: wide, role: "img", "aria-label": "timeline of all ranks", style: "min-width: 640px; width: 100%; height: auto" });
+    const svg = add(card, "svg", { viewBox: `0 0 ${wide} ${high}`, width: wide, role: "img", "aria-label": "timeline of all ranks", style: "min-width: 860px; width: 100%; height: auto" });
     for (const at of ticks(0, last - first, 8)) {
       add(svg, "line", { class: "rule", x1: px(first + at), x2: px(first + at), y1: 0, y2: high - bottom });
       add(svg, "text", { x: px(first + at), y: high - 6, "text-anchor": "middle" }, seconds(at));
@@ -315,7 +273,7 @@
     if (told.length) table(made, ["after", "", "rank", "what"], told.map((mark) => [seconds(mark.time - run.created), mark.type, mark.rank === null || mark.rank === undefined ? "" : `rank ${mark.rank}`, mark.text]));
   };
 
-  const hosts = (run) => {
+  const hosts = () => {
     if (!run.hosts.length) return;
     const made = section("Hosts");
     const grid = add(made, "div", { class: "grid" });
@@ -324,7 +282,7 @@
       const lines = (...names) => () => names.filter((name) => host.columns[name]).map((name, index) => ({
         x: host.columns[name].t.map((at) => at - from), y: host.columns[name].v, color: color(index), name,
       }));
-      const draw = (title, format, ...names) => { if (names.some((name) => host.columns[name])) chart(grid, `${host.host}: ${title}`, lines(...names), format, seconds, true); };
+      const draw = (title, format, ...names) => { if (names.some((name) => host.columns[name])) chart(grid, `${host.host}: ${title}`, lines(...names), format, seconds, seconds, true); };
       draw(`busy cores of ${host.cores}`, number, "cpu");
       draw(`memory of ${bytes(host.memory_total || 0)}`, bytes, "memory");
       draw("network, received and sent a second", bytes, "received", "sent");
@@ -334,7 +292,7 @@
     }
   };
 
-  const kept = (run) => {
+  const kept = () => {
     if (!run.result && !run.checkpoints.length) return;
     const made = section("Result and checkpoints");
     const rows = run.checkpoints.map((one) => [one.id, bytes(one.size), Object.entries(one.metrics || {}).map(([name, value]) => `${name} ${number(value)}`).join(", ")]);
@@ -342,15 +300,37 @@
     table(made, ["", "size", ""], rows);
   };
 
-  const config = (run) => {
+  const config = () => {
     const made = section("Configuration");
-    const facts = { ...options(run), identity: run.identity || undefined, torch: (run.ranks[0] || {}).torch };
+    const { params, ...rest } = run.config;
+    const named = Object.entries(params || {}).map(([name, value]) => [name in rest ? `argument ${name}` : name, value]);
+    const facts = { ...Object.fromEntries(named), ...rest, ...run.labels, identity: run.identity || undefined, torch: (run.ranks[0] || {}).torch };
     const rows = Object.entries(facts).filter(([, value]) => value !== undefined && value !== null);
     table(made, ["option", "value"], rows.map(([name, value]) => [name, text(value)]));
     add(made, "p", { class: "note" }, "Environment variables and Spark's configuration are in no file of a run, since they may hold secrets.");
   };
 
-  const logs = (run) => {
+  // Yields the class and text of each part of a line: colors and bold of a terminal are shown, other sequences left out.
+  const ESCAPE = /\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)/g;
+  function* colored(line) {
+    let from = 0, ink = "", bold = "";
+    for (const found of [...line.matchAll(ESCAPE), { 0: "", index: line.length }]) {
+      if (found.index > from) yield [`${ink} ${bold}`.trim(), line.slice(from, found.index)];
+      from = found.index + found[0].length;
+      const codes = found[0].endsWith("m") ? found[0].slice(2, -1).split(";").map(Number) : [];
+      for (let i = 0; i < codes.length; i++) {
+        const code = codes[i];
+        if (code === 38 || code === 48) i += codes[i + 1] === 5 ? 2 : 4;
+        else if (code === 0) ink = bold = "";
+        else if (code === 1) bold = "bold";
+        else if (code === 22) bold = "";
+        else if (code === 39) ink = "";
+        else if ((code >= 30 && code < 38) || (code >= 90 && code < 98)) ink = `ansi${code % 10}`;
+      }
+    }
+  }
+
+  const logs = () => {
     if (!run.logs.length) return;
     const made = section("Logs");
     const tools = add(made, "div", { class: "tools" });
@@ -370,7 +350,7 @@
         if (choice.value !== "" && one.rank !== Number(choice.value)) continue;
         cut = cut || one.cut;
         one.lines.forEach((line, index) => {
-          if (!word || line.toLowerCase().includes(word)) found.push([one.rank, line, one.times[index]]);
+          if (!word || line.replace(ESCAPE, "").toLowerCase().includes(word)) found.push([one.rank, line, one.times[index]]);
         });
       }
       // The sort keeps the order of lines of one time, and so that of each rank.
@@ -380,12 +360,13 @@
       for (const [rank, line, when] of found.slice(-MAX_LINES)) {
         if (timed && when !== null) add(box, "span", { class: "rank" }, `${new Date((run.created + when) * 1000).toLocaleTimeString()} `);
         add(box, "span", { class: "rank" }, `[${rank}] `);
-        const at = word ? line.toLowerCase().indexOf(word) : -1;
-        if (at < 0) box.append(line);
-        else {
-          box.append(line.slice(0, at));
-          add(box, "mark", {}, line.slice(at, at + word.length));
-          box.append(line.slice(at + word.length));
+        for (const [style, part] of colored(line)) {
+          const target = style ? add(box, "span", { class: style }) : box;
+          const at = word ? part.toLowerCase().indexOf(word) : -1;
+          target.append(at < 0 ? part : part.slice(0, at));
+          if (at < 0) continue;
+          add(target, "mark", {}, part.slice(at, at + word.length));
+          target.append(part.slice(at + word.length));
         }
         box.append("\n");
       }
@@ -402,68 +383,16 @@
     box.scrollTop = box.scrollHeight;
   };
 
-  const list = () => {
-    add(page, "h1", {}, "Runs");
-    add(page, "p", { class: "sub" }, data.store);
-    const tools = add(page, "div", { class: "tools", style: "margin-top: 16px" });
-    const search = add(tools, "input", { type: "search", placeholder: "search in ids, names and states", "aria-label": "search" });
-    const compare = add(tools, "button", { type: "button", disabled: "" }, "compare");
-    const body = add(page, "div");
-    const chosen = new Set();
-    const draw = () => {
-      const word = search.value.toLowerCase();
-      const found = data.list.filter((one) => [one.id, one.name, one.state].join(" ").toLowerCase().includes(word));
-      body.replaceChildren();
-      table(body, ["", "run", "state", "ranks", "submitted", "took", "used", "metrics"], found.map((one) => [
-        "", one.id, one.state, one.world, moment(one.created), one.started ? seconds((one.ended || Date.now() / 1000) - one.started) : "", used(one),
-        Object.entries(one.last).filter(([, value]) => typeof value === "number").slice(0, 4).map(([name, value]) => `${name} ${number(value)}`).join(", "),
-      ]));
-      [...body.querySelectorAll("tbody tr")].forEach((line, index) => {
-        const { id, state } = found[index];
-        const box = add(line.cells[0], "input", { type: "checkbox", "aria-label": `choose ${id}` });
-        box.checked = chosen.has(id);
-        box.addEventListener("change", () => {
-          if (box.checked) chosen.add(id); else chosen.delete(id);
-          compare.toggleAttribute("disabled", chosen.size < 2);
-        });
-        line.cells[1].textContent = "";
-        add(line.cells[1], "a", { href: `runs/${encodeURIComponent(id)}` }, id);
-        line.cells[2].textContent = "";
-        add(line.cells[2], "span", { class: `badge ${/^[a-z]+$/.test(state) ? state : ""}` }, state);
-      });
-      if (!found.length) add(body, "p", { class: "note" }, "No run.");
-      if (data.older) add(body, "p", { class: "note" }, `${data.older} older runs are not shown: rankzero runs lists them.`);
-    };
-    compare.addEventListener("click", () => { location.href = `compare?${[...chosen].map((id) => `run=${encodeURIComponent(id)}`).join("&")}`; });
-    search.addEventListener("input", draw);
-    draw();
-  };
-
-  if (data.list) {
-    list();
-    return;
-  }
-  if (runs.length === 1) {
-    const run = runs[0];
-    heading(run);
-    metrics();
-    timeline(run);
-    hosts(run);
-    kept(run);
-    logs(run);
-    config(run);
-  } else {
-    comparison();
-    metrics();
-    for (const run of runs) {
-      add(page, "h2", {}, run.id);
-      timeline(run);
-    }
-  }
-  // A saved file stays as it is.
-  const lives = location.protocol.startsWith("http") && runs.some((run) => !run.ended);
-  const made = Math.max(...runs.map((run) => run.now));
-  add(page, "p", { class: "note" }, `Made by rankzero, ${moment(made)}${lives ? `; the page reloads every ${RELOAD} s until you use it` : ""}.`);
+  heading();
+  metrics();
+  timeline();
+  hosts();
+  kept();
+  logs();
+  config();
+  // A saved file stays unchanged.
+  const lives = location.protocol.startsWith("http") && !run.ended;
+  add(page, "p", { class: "note" }, `Made by rankzero, ${moment(run.now)}${lives ? `; the page reloads every ${RELOAD} s until you use it` : ""}.`);
   if (lives) {
     // A reload would undo what a reader has typed, chosen, unfolded or scrolled. The page itself causes scroll events.
     let used = false;

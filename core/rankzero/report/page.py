@@ -1,4 +1,4 @@
-"""The report of a run: the facts that it shows, as JSON, and one HTML file that draws them and needs no network.
+"""The report of a run: its facts as JSON, and one HTML file that draws them and needs no network.
 
 The facts are collected from the run directory, thinned out, without secrets.
 """
@@ -12,22 +12,20 @@ import html
 import json
 import math
 import pkgutil
-import re
 import time
-from collections.abc import Mapping
 from typing import Any
 
+from rankzero import store
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.report.cost import usage
 from rankzero.report.summary import Summary
-from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.reports import TOTALS, is_number
 from rankzero.run.status import RunStatus
 
 LOG_CHARACTERS = 2_000_000
-"""Of the lines of all ranks together that a report holds; of each rank the last ones."""
+"""Characters of the lines of all ranks together that a report holds; of each rank the last ones."""
 
 LINE_CHARACTERS = 2_000
 """A longer line is cut."""
@@ -35,12 +33,24 @@ LINE_CHARACTERS = 2_000
 LOGGED_RANKS = 256
 """Ranks whose lines a report holds, the rank that failed and the lowest ones: a file has to be opened for each."""
 
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-"""Escape sequences of terminals, such as colors, which a page does not draw."""
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+"""Headers of every response."""
 
-_HIDDEN = {"files", "log_starts", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
-_HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "fresh_since"}
+_HIDDEN = {"files", "queue_time", "engine", "owner", "labels", "prices", "identity", "identity_parts", "created"}
+_HIDDEN |= {"format", "generation", "nonce", "submission", "first_attempt", "earlier"}
 _NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+def run_of(location: str, name: str) -> RunHandle[Any]:
+    """Returns the run of a store by its id, without following it.
+
+    Raises:
+        RunNotFoundError: there is no such run.
+        ValueError: the name is no run id.
+    """
+    if not name or "/" in name or "\\" in name or name.startswith("."):
+        raise ValueError(f"{name!r} is no run id")
+    return RunHandle.attach(store.join(location, name), follows=False)
 
 
 def collect(handle: RunHandle[Any]) -> dict[str, Any]:
@@ -50,8 +60,8 @@ def collect(handle: RunHandle[Any]) -> dict[str, Any]:
         RunNotFoundError: no run lives there, or what lies there was not written by rankzero.
     """
     try:
-        job, status = RunDirectory(handle.directory).job(), handle.status()
-        summary = Summary(job.fresh_since)
+        job, status = handle.job, handle.status()
+        summary = Summary()
         summary.read(handle, status)
         return {
             "id": handle.id,
@@ -72,10 +82,10 @@ def collect(handle: RunHandle[Any]) -> dict[str, Any]:
             "result": status.result,
             "used": used_of(job, status),
             "last": {name: value for name, value in status.metrics.items() if is_number(value) and name not in TOTALS},
-            "config": _config(vars(job), status),
+            "config": _config(job, status),
             **summary.facts(),
             "checkpoints": [
-                {"id": one.id, "metrics": one.metrics, "size": sum(_size(part) for part in one.parts.values())}
+                {"id": one.id, "metrics": one.metrics, "size": sum(map(_size, one.parts.values()))}
                 for one in handle.checkpoints()
             ],
             "logs": _logs(handle, job, status),
@@ -94,14 +104,14 @@ def used_of(job: Job, status: RunStatus) -> dict[str, str]:
     return {f"{unit}ours": amount} | ({"estimated cost": found.price} if found.price else {})
 
 
-def _config(job: Mapping[str, Any], status: RunStatus) -> dict[str, Any]:
-    shown = {name: value for name, value in job.items() if name not in _HIDDEN and value not in (None, {}, [])}
-    place = {"engine": job["engine"].get("kind"), "master": job["engine"].get("master")}
+def _config(job: Job, status: RunStatus) -> dict[str, Any]:
+    shown = {name: value for name, value in vars(job).items() if name not in _HIDDEN and value not in (None, {}, [])}
+    place = {"engine": job.engine.get("kind"), "master": job.engine.get("master")}
     driver = {"driver": f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else None}
     return {name: value for name, value in {**place, **shown, **driver}.items() if value is not None}
 
 
-def _size(part: Mapping[str, Any]) -> int:
+def _size(part: Any) -> int:
     size = part.get("size")
     return size if isinstance(size, int) else 0
 
@@ -114,61 +124,48 @@ def _logs(handle: RunHandle[Any], job: Job, status: RunStatus) -> list[dict[str,
     return [
         {
             "rank": rank,
-            "lines": [_ESCAPES.sub("", line.text)[:LINE_CHARACTERS] for line in lines],
+            "lines": [line.text[:LINE_CHARACTERS] for line in lines],
             "times": [None if line.time is None else round(line.time - job.created, 1) for line in lines],
             "cut": is_cut,
         }
-        for rank, (lines, is_cut) in sorted(handle.output.tails(ranks, room).items())
+        for rank, (lines, is_cut) in sorted(handle.output.tails(ranks, room, status).items())
         if lines
     ]
 
 
-_NOTHING_ELSE = "base-uri 'none'; form-action 'none'"
+def draw(handle: RunHandle[Any]) -> str:
+    """Returns the report of a run as HTML. Raises RunNotFoundError like `collect`."""
+    return render(collect(handle))
 
 
-def render(runs: list[dict[str, Any]]) -> str:
-    """The page of one run, or of several side by side.
+def render(run: dict[str, Any]) -> str:
+    """Returns the page of the facts that `collect` has returned.
 
-    Args:
-        runs: Of each what `rankzero.report.page.collect` gives.
-
-    Returns:
-        HTML. A log line or a metric's name can be no code in it: it travels as JSON, the page shows it as text, and
-        the browser is told to run nothing but the script with this one's checksum.
+    A log line or a metric's name can be no code in it: it travels as JSON, the page shows it as text, and the browser
+    is told to run nothing but the script with this one's checksum.
     """
-    title = runs[0]["id"] if len(runs) == 1 else f"{len(runs)} runs"
-    return _page(title, {"runs": runs})
-
-
-def render_list(location: str, runs: list[dict[str, Any]], left_out: int) -> str:
-    """The page of a store: its newest runs, each with a link to its report.
-
-    Args:
-        location: The root of their directories.
-        runs: Of each ``id``, ``name``, ``state``, ``world``, ``created``, ``started``, ``ended``, ``used`` and the
-            ``last`` metrics.
-        left_out: The number of older runs.
-    """
-    return _page(location, {"store": location, "list": runs, "older": left_out})
-
-
-def _page(title: str, facts: dict[str, Any]) -> str:
     script = _part("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    parts = {
-        "TITLE": html.escape(title),
-        "POLICY": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; {_NOTHING_ELSE}",
-        "STYLE": _part("page.css"),
-        "SCRIPT": script,
-        "DATA": _inside_script(json.dumps(plain(facts), separators=(",", ":"), allow_nan=False)),
-    }
-    # Pieces of the template alone are replaced: what the facts hold may look like one.
-    head, *rest = _part("page.html").split("{{")
-    pieces = [head]
-    for piece in rest:
-        name, _, text = piece.partition("}}")
-        pieces += [parts[name], text]
-    return "".join(pieces)
+    data = json.dumps(plain(run), separators=(",", ":"), allow_nan=False)
+    # The JSON ends no <script> element, whatever is in it.
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    body = (
+        "<noscript>This report draws itself with JavaScript, which is switched off here.</noscript>\n"
+        f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n'
+    )
+    return document(run["id"], body, f"script-src 'sha256-{digest}'; ")
+
+
+def document(title: str, body: str, policy: str = "") -> str:
+    """Returns a page in the style of the report around HTML, which loads nothing and runs what ``policy`` allows."""
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; {policy}base-uri 'none'; form-action 'none'"
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="color-scheme" content="light dark">\n<title>{html.escape(title)} · rankzero</title>\n'
+        f'<style>{_part("page.css")}</style>\n</head>\n<body>\n<main id="page">\n{body}</main>\n</body>\n</html>\n'
+    )
 
 
 @functools.cache
@@ -185,8 +182,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(name): plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _inside_script(data: str) -> str:
-    """JSON that ends no ``<script>`` element, whatever is in it."""
-    return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -6,6 +6,7 @@ The page, the card of notebooks and the terminal's line show it. A `Curve` has f
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,16 +15,7 @@ from typing import Any
 
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
-from rankzero.run.reports import (
-    PROGRESS,
-    STEP_NAMES,
-    TOTALS,
-    UNSHOWN,
-    OfTraining,
-    RowKeeper,
-    is_number,
-    throughput,
-)
+from rankzero.run.reports import PROGRESS, STEP_NAMES, TOTALS, UNSHOWN, RowKeeper, is_number, throughput
 from rankzero.run.status import RunStatus
 
 MAX_METRICS = 60
@@ -50,8 +42,19 @@ REPORTS = "reports"
 COUNTED = frozenset({"report", *UNSHOWN, *PROGRESS, *TOTALS})
 """Names in a row of reports that are counts or times and no results."""
 
+MAX_POINTS = 600
+"""Points of a curve of rank 0, and of a host's use: about one for each pixel."""
+
+POINTS_OF_OTHERS = 24_000
+"""Points of the curves of all other ranks together."""
+
+LEAST_POINTS = 24
+
 _MARKS = ("checkpoint", "failure", "restart", "waiting", "world", "bad-host", "engine", "state")
 _USAGE = ("cpu", "memory", "received", "sent")
+
+Point = tuple[float, float, float]
+"""Unix time, step, value; a value that is not finite is a gap of the curve."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,9 @@ class RankProgress:
 
 
 class Summary:
-    """Reads each event of a training once.
+    """Reads each event of a training once."""
 
-    Args:
-        fresh_since: The first attempt of this training: events of another one, which had the run id before, do not
-            count.
-    """
-
-    def __init__(self, fresh_since: int) -> None:
-        self._is_ours = OfTraining(fresh_since)
+    def __init__(self) -> None:
         self._position = Position()
         self._attempt = 0
         self._keeper = RowKeeper()
@@ -85,36 +82,24 @@ class Summary:
         self._names: dict[str, None] = {}
         self._curves: dict[str, dict[int, Curve]] = {}
         self._timeline: dict[tuple[int, int], dict[str, Any]] = {}
-        self._usage: dict[str, dict[str, Curve]] = {}
-        self._sizes: dict[str, dict[str, Any]] = {}
+        self._hosts: dict[str, tuple[dict[str, Any], dict[str, Curve]]] = {}
         self.total: float | None = None
         """The units of the whole training, which ranks report as ``total_steps``, ``total_epochs`` and the like."""
         self.marks: list[dict[str, Any]] = []
         """Checkpoints, failures, restarts and similar events, oldest first."""
 
     def read(self, handle: RunHandle[Any], status: RunStatus) -> None:
-        """Reads the new events of a run, always of the same one.
-
-        Args:
-            handle: The run.
-            status: The status of the run, just read.
-
-        Raises:
-            OSError: the store cannot be read.
-        """
-        while True:
+        """Reads the new events of a run, always of the same one, with its status that was just read. Raises OSError."""
+        before = None
+        while self._position != before:
             before = self._position
             events, self._position = handle.output.read_events(before, None if status.final else status)
             for event in events:
                 self.add(event)
-            if self._position == before:
-                return
 
     def add(self, event: object) -> None:
         """Takes the next event; one that is none is left out."""
         if not (isinstance(event, dict) and is_number(event.get("time")) and isinstance(event.get("type"), str)):
-            return
-        if not self._is_ours(event):
             return
         kind = event["type"]
         if kind == "state" and isinstance(event.get("attempt"), int):
@@ -130,7 +115,14 @@ class Summary:
         if kind in ("entered", "returned", "failure", "metric"):
             self._add_phase(kind, event)
         if kind in _MARKS:
-            self._add_mark(kind, event)
+            texts = {
+                "checkpoint": f"checkpoint {event.get('id')}",
+                "state": f"attempt {event.get('attempt')} is {event.get('state')}",
+            }
+            text = texts.get(kind, str(event.get("what", kind)))
+            self.marks.append({"type": kind, "time": event["time"], "rank": event.get("rank"), "text": text[:TEXT]})
+            if len(self.marks) > MAX_MARKS:
+                del self.marks[MAX_MARKS // 2]
 
     def _add_report(self, event: Mapping[str, Any]) -> None:
         rank, metrics = event.get("rank"), event.get("metrics")
@@ -142,19 +134,20 @@ class Summary:
         counted = {name: newest[-1][name] for name in PROGRESS if newest and name in newest[-1]}
         counted |= {name: metrics[name] for name in PROGRESS if is_number(metrics.get(name))}
         newest.append({**counted, "time": event["time"], REPORTS: newest[-1][REPORTS] + 1 if newest else 1})
-        for name in TOTALS:
-            if is_number(metrics.get(name)) and name.removeprefix("total_") == self.unit:
-                self.total = metrics[name]
-        self._num_reports[rank] = self._num_reports.get(rank, 0) + 1
-        for name in metrics:
-            if len(self._names) < MAX_NAMES and name not in TOTALS:
+        number = self._num_reports[rank] = self._num_reports.get(rank, 0) + 1
+        for name, value in metrics.items():
+            if name in TOTALS:
+                if is_number(value) and name.removeprefix("total_") == self.unit:
+                    self.total = value
+            elif len(self._names) < MAX_NAMES:
                 self._names.setdefault(name, None)
         step = metrics.get(self.step_name)
-        at = float(step) if is_number(step) else float(self._num_reports[rank])
+        at = float(step) if is_number(step) else float(number)
         for name, value in metrics.items():
-            if is_number(value) and name not in TOTALS and name not in STEP_NAMES and self._is_drawn(name):
-                of_name = self._curves.setdefault(name, {})
-                of_name.setdefault(rank, Curve()).add((event["time"], at, float(value)), self._limit(rank))
+            is_gap = isinstance(value, float) and not math.isfinite(value)
+            if (is_number(value) or is_gap) and name not in TOTALS and name not in STEP_NAMES and self._is_drawn(name):
+                curve = self._curves.setdefault(name, {}).setdefault(rank, Curve())
+                curve.add((event["time"], at, float(value)), self._limit(rank))
 
     def _is_drawn(self, name: str) -> bool:
         return name in self._curves or len(self._curves) < MAX_METRICS
@@ -163,24 +156,21 @@ class Summary:
         """Returns the most points of a curve of this rank."""
         if rank == 0:
             return MAX_POINTS
-        num_curves = sum(map(len, self._curves.values()))
-        return max(LEAST_POINTS, min(MAX_POINTS, POINTS_OF_OTHERS // max(1, num_curves)))
+        return max(LEAST_POINTS, min(MAX_POINTS, POINTS_OF_OTHERS // max(1, sum(map(len, self._curves.values())))))
 
     def _add_usage(self, event: Mapping[str, Any]) -> None:
-        host, gpus = str(event.get("host"))[:TEXT], event.get("gpus")
+        sizes, curves = self._hosts.setdefault(str(event.get("host"))[:TEXT], ({}, {}))
         values = {name: event.get(name) for name in _USAGE}
-        sizes = self._sizes.setdefault(host, {})
         sizes |= {name: event[name] for name in ("cores", "memory_total") if is_number(event.get(name))}
+        gpus = event.get("gpus")
         for index, gpu in enumerate(gpus if isinstance(gpus, list) else []):
             # One that did not answer is None.
             if isinstance(gpu, dict):
                 values |= {f"gpu {index} {name}": gpu.get(name) for name in ("use", "memory")}
                 sizes["gpu_memory_total"] = gpu.get("memory_total")
-        curves = self._usage.setdefault(host, {})
         for name, value in values.items():
             if is_number(value):
-                curve = curves.setdefault(name, Curve())
-                curve.add((event["time"], 0.0, float(value)), MAX_POINTS)
+                curves.setdefault(name, Curve()).add((event["time"], 0.0, float(value)), MAX_POINTS)
 
     def _add_phase(self, kind: str, event: Mapping[str, Any]) -> None:
         rank, attempt = event.get("rank"), event.get("attempt", self._attempt)
@@ -197,16 +187,6 @@ class Summary:
                 known |= {"ended": event["time"], "outcome": "returned"}
             else:
                 known |= {"ended": event["time"], "outcome": "failed", "what": str(event.get("what"))[:TEXT]}
-
-    def _add_mark(self, kind: str, event: Mapping[str, Any]) -> None:
-        text = str(event.get("what", kind))
-        if kind == "checkpoint":
-            text = f"checkpoint {event.get('id')}"
-        elif kind == "state":
-            text = f"attempt {event.get('attempt')} is {event.get('state')}"
-        self.marks.append({"type": kind, "time": event["time"], "rank": event.get("rank"), "text": text[:TEXT]})
-        if len(self.marks) > MAX_MARKS:
-            del self.marks[MAX_MARKS // 2]
 
     # -- progress --------------------------------------------------------------------------------
 
@@ -228,14 +208,12 @@ class Summary:
     @property
     def last(self) -> dict[str, Any]:
         """The last report of rank 0, without its counts."""
-        row = self.rows[-1] if self.rows else {}
-        return {name: value for name, value in row.items() if name not in COUNTED}
+        return {name: value for row in self.rows[-1:] for name, value in row.items() if name not in COUNTED}
 
     @property
     def ranks(self) -> dict[int, RankProgress]:
         """The progress of each rank of the current attempt that has reported."""
-        name = self._counts
-        found = {}
+        name, found = self._counts, {}
         for rank, rows in sorted(self._newest.items()):
             if name in rows[-1]:
                 speed = throughput(rows, {name: self.unit})
@@ -255,17 +233,18 @@ class Summary:
             return None
         return max(0.0, self.total - slowest.done) / slowest.rate
 
-    # -- what the page shows ---------------------------------------------------------------------
-
     @property
     def step_name(self) -> str:
         """The metric that is the steps; empty: reports are counted."""
         return next((name for name in STEP_NAMES if name in self._names), "")
 
+    # -- what the page shows ---------------------------------------------------------------------
+
     def facts(self) -> dict[str, Any]:
         """Returns, as JSON, progress, curves, timeline, marks and the usage of hosts."""
         slowest = self.slowest
         progress = {"total": self.total, "unit": self.unit, "seconds_left": self.seconds_left}
+        undrawn = (name for name in self._names if name not in (*self._curves, *STEP_NAMES))
         return {
             "progress": slowest and {"done": slowest.done, **progress},
             "throughput": throughput(self.rows),
@@ -277,19 +256,13 @@ class Summary:
                 }
                 for name, ranks in self._curves.items()
             ],
-            "not_drawn": [
-                name for name in self._names if name not in (*self._curves, *STEP_NAMES) and not self._is_drawn(name)
-            ],
+            "not_drawn": [name for name in undrawn if not self._is_drawn(name)],
             "ranks": [self._timeline[key] for key in sorted(self._timeline)],
             "straggler": self._straggler(),
             "marks": self.marks,
             "hosts": [
-                {
-                    "host": host,
-                    **self._sizes[host],
-                    "columns": {name: curve.columns(MAX_POINTS) for name, curve in curves.items()},
-                }
-                for host, curves in sorted(self._usage.items())
+                {"host": host, **sizes, "columns": {name: curve.columns(MAX_POINTS) for name, curve in curves.items()}}
+                for host, (sizes, curves) in sorted(self._hosts.items())
             ],
         }
 
@@ -297,34 +270,20 @@ class Summary:
         """Returns the rank whose newest reports are furthest apart, if it stands out from the others."""
         gaps = {}
         for rank, rows in self._newest.items():
-            times = [row["time"] for row in rows]
-            if len(times) > 2:
-                gaps[rank] = statistics.median(late - early for early, late in itertools.pairwise(times))
-        if len(gaps) < 2:
+            if len(rows) > 2:
+                gaps[rank] = statistics.median(late["time"] - early["time"] for early, late in itertools.pairwise(rows))
+        slowest = max(gaps, key=lambda rank: gaps[rank], default=None)
+        others = [gap for rank, gap in gaps.items() if rank != slowest]
+        if slowest is None or not others or not 0 < SLOWER * statistics.median(others) <= gaps[slowest]:
             return None
-        slowest = max(gaps, key=lambda rank: gaps[rank])
-        usual = statistics.median(gap for rank, gap in gaps.items() if rank != slowest)
-        if usual <= 0 or gaps[slowest] < SLOWER * usual:
-            return None
-        return {"rank": slowest, "seconds": gaps[slowest], "usual": usual}
-
-
-Point = tuple[float, float, float]
-"""Unix time, step, value."""
-
-MAX_POINTS = 600
-"""Of a curve of rank 0, and of a host's use: about one for each pixel."""
-
-POINTS_OF_OTHERS = 24_000
-"""Of the curves of all other ranks together."""
-
-LEAST_POINTS = 24
+        return {"rank": slowest, "seconds": gaps[slowest], "usual": statistics.median(others)}
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
     """Returns at most ``limit`` (4 or more) of the points, in their order: the first, the last, extremes between.
 
-    Each stretch of the curve keeps its lowest and its highest point, so that no spike is lost.
+    Each stretch of the curve keeps its lowest and its highest point, so that no spike is lost; one without a finite
+    value keeps its gap.
     """
     if len(points) <= limit:
         return list(points)
@@ -332,8 +291,9 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
     kept = [points[0]]
     for index in range(stretches):
         stretch = inner[index * len(inner) // stretches : (index + 1) * len(inner) // stretches]
+        finite = [point for point in stretch if math.isfinite(point[2])] or stretch[:1]
         # Both are points of the stretch, so their order in time is that of their steps' places.
-        kept += sorted({min(stretch, key=_value), max(stretch, key=_value)})
+        kept += sorted({min(finite, key=_value), max(finite, key=_value)})
     return [*kept, points[-1]]
 
 
@@ -349,13 +309,18 @@ class Curve:
         if len(self.points) > 2 * limit:
             self.points = thin(self.points, limit)
 
-    def columns(self, limit: int) -> dict[str, list[float]]:
-        """Returns times, steps and values of at most ``limit`` points."""
+    def columns(self, limit: int) -> dict[str, list[Any]]:
+        """Returns times, steps and values of at most ``limit`` points; the value of a gap is None."""
         times, steps, values = zip(*thin(self.points, limit), strict=True)
-        # Integers keep all digits.
-        shown = [value if value.is_integer() else float(f"{value:.6g}") for value in values]
-        return {"t": [round(when, 3) for when in times], "s": list(steps), "v": shown}
+        return {"t": [round(when, 3) for when in times], "s": list(steps), "v": [*map(_shown, values)]}
 
 
 def _value(point: Point) -> float:
     return point[2]
+
+
+def _shown(value: float) -> float | None:
+    """Returns a value with six digits, and an integer with all; None for one that is not finite."""
+    if not math.isfinite(value):
+        return None
+    return value if value.is_integer() else float(f"{value:.6g}")

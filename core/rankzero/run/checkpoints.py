@@ -1,14 +1,15 @@
-"""Checkpoints in the run directory: their layout, their manifests, and the rule by which old ones are removed.
+"""Checkpoints of a submission: their layout, their manifests, and the rule by which old ones are removed.
 
-    checkpoints/0000-000003/rank-0.safetensors     one file for each rank that saved a part
-    checkpoints/0000-000003/pieces.jsonl           positions of the pieces of sharded tensors, a line for each rank
+    checkpoints/0000-000003/rank-0.torch           one file for each rank that saved a part
+    checkpoints/0000-000003/pieces.jsonl           indexes of the parts of a sharded state, a line for each rank
     checkpoints/0000-000003/checkpoint.json        written last, which commits the checkpoint
 
     checkpoints/0000-000003/damaged                if a rank has found another checksum in a part than the manifest has
 
-A folder's name consists of attempt and number, so no two attempts write the same file. A folder that has files of
-these names, but no ``checkpoint.json``, is not a checkpoint and is removed. Everything else in ``checkpoints/`` belongs
-to the user: it is neither read nor removed. A copy of a checkpoint under another name is not a checkpoint either.
+A folder's name consists of attempt and number, so no two attempts write the same file. A submission that resumes a
+training reads the checkpoints of the submissions before it where they are. A folder that has files of these names, but
+no ``checkpoint.json``, is not a checkpoint and is removed. Everything else in ``checkpoints/`` belongs to the user: it
+is neither read nor removed. A copy of a checkpoint under another name is not a checkpoint either.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any
 
 from rankzero import store
 from rankzero.job import CheckpointConfig
-from rankzero.run.directory import RunDirectory
 from rankzero.run.names import TABLES
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class Manifest:
         sharded: True if every rank saved its own part; False if rank 0's part is the whole checkpoint.
         parts: ``file``, ``format``, ``size`` and ``sha256`` of each part, by rank as text, since keys in JSON are text.
         has_result: True if rank 0 had set the value of the run before the checkpoint: `rankzero.train.set_result`.
+        place: The folder of the submission that wrote it, which its file does not contain.
     """
 
     id: str
@@ -70,12 +71,14 @@ class Manifest:
     sharded: bool
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     has_result: bool = False
+    place: str = ""
 
     @classmethod
-    def of_parts(cls, attempt: int, world_size: int, parts: Mapping[int, Mapping[str, Any]]) -> Manifest:
+    def of_parts(cls, place: str, attempt: int, world_size: int, parts: Mapping[int, Mapping[str, Any]]) -> Manifest:
         """Returns the manifest of the parts that the ranks of an attempt have written.
 
         Args:
+            place: The folder of the submission.
             attempt: Number of the attempt.
             world_size: Number of ranks of the attempt.
             parts: The description of each part that its `CheckpointWriter` sent, by rank.
@@ -94,11 +97,17 @@ class Manifest:
                 for rank, part in sorted(parts.items())
             },
             has_result=lead.get("has_result", False),
+            place=place,
         )
 
+    @property
+    def folder(self) -> str:
+        """Path or URL of the checkpoint."""
+        return store.join(self.place, FOLDER, self.id)
+
     def to_json(self) -> dict[str, Any]:
-        """Returns the manifest as plain JSON values."""
-        return asdict(self)
+        """Returns the manifest as plain JSON values, without its place."""
+        return {name: value for name, value in asdict(self).items() if name != "place"}
 
     def for_ranks(self, ranks: Iterable[int]) -> dict[str, Any]:
         """Returns the part of the manifest that the ranks of one task need, as plain JSON values.
@@ -116,60 +125,57 @@ class Manifest:
         }
 
 
-def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:
-    """Returns the committed checkpoints of a run, oldest first.
+def list_committed(places: Iterable[str]) -> list[Manifest]:
+    """Returns the committed checkpoints of a training, oldest first.
 
     Args:
-        run: The run directory.
-        fresh_since: Number of the first attempt whose checkpoints are listed.
+        places: The folders of its submissions, the first one first.
 
     Raises:
         OSError: the store cannot be read (or an error of its fsspec driver).
     """
-    committed = read_manifests(run, list_folders(run))
-    return [manifest for manifest in committed if manifest.attempt >= fresh_since]
+    return [manifest for place in places for manifest in read_manifests(place, list_folders(place))]
 
 
-def list_folders(run: RunDirectory) -> list[str]:
+def list_folders(place: str) -> list[str]:
     """Returns the names of the folders of checkpoints, committed or not, oldest first. Raises like `list_committed`."""
     # By number: the text "0000-1000000" is less than "0000-999999".
-    found = [match for name in store.list_names(run.path(FOLDER)) if (match := _NAME.fullmatch(name))]
+    found = [match for name in store.list_names(store.join(place, FOLDER)) if (match := _NAME.fullmatch(name))]
     return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2])))]
 
 
-def read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
+def read_manifests(place: str, names: list[str]) -> list[Manifest]:
     """Returns the manifests of the named folders that are committed, in this order. Raises like `list_committed`."""
     found = []
     for name in names:
         # These errors mean that the checkpoint is not committed. Any other error comes from the store.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError, AttributeError):
-            facts = json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST)))
+            facts = json.loads(store.read_bytes(store.join(place, FOLDER, name, MANIFEST))) | {"place": place}
             manifest = Manifest(**{key: facts[key] for key in facts.keys() & Manifest.__dataclass_fields__.keys()})
             if manifest.id == name:
                 found.append(manifest)
     return found
 
 
-def remove_uncommitted(run: RunDirectory, name: str) -> None:
+def remove_uncommitted(place: str, name: str) -> None:
     """Removes a folder of a checkpoint that is not committed, unless it has files that rankzero does not write.
 
     Raises:
         OSError: the store cannot be listed (or an error of its fsspec driver).
     """
     with contextlib.suppress(NotADirectoryError):
-        files = store.list_names(run.path(FOLDER, name))
-        if all(_FILE.fullmatch(file) or store.is_unfinished(file) for file in files):
-            store.remove(run.path(FOLDER, name))
+        folder = store.join(place, FOLDER, name)
+        if all(_FILE.fullmatch(file) or store.is_unfinished(file) for file in store.list_names(folder)):
+            store.remove(folder)
 
 
-def up_to_whole(run: RunDirectory, committed: list[Manifest]) -> list[Manifest]:
+def up_to_whole(committed: list[Manifest]) -> list[Manifest]:
     """Returns the checkpoints up to the newest one that has all its files. The log names the newer ones.
 
     A commit syncs all files before the manifest. But a disk may lose what it has reported as written, and a user may
     remove a file. Only sizes are compared, since ranks compare the checksums of what they load; see `mark_damaged`.
 
     Args:
-        run: The run directory.
         committed: Committed checkpoints, oldest first.
 
     Raises:
@@ -177,7 +183,7 @@ def up_to_whole(run: RunDirectory, committed: list[Manifest]) -> list[Manifest]:
     """
     for number in range(len(committed), 0, -1):
         manifest = committed[number - 1]
-        damage = damage_of(run.path(FOLDER, manifest.id), manifest.parts.values())
+        damage = damage_of(manifest.folder, manifest.parts.values())
         if damage is None:
             return committed[:number]
         logger.warning("checkpoint %s is not used, since it is damaged: %s", manifest.id, damage)
@@ -195,7 +201,7 @@ def begun_file(table: str, rank: int, index: int) -> str:
     return f"_begun-{table}-{rank:05d}-{index:06d}"
 
 
-def without_rows(run: RunDirectory, manifests: list[Manifest]) -> list[Manifest]:
+def without_rows(manifests: list[Manifest]) -> list[Manifest]:
     """Returns the checkpoints that no rows of their attempt precede.
 
     Rows end with their attempt, so an attempt that started from another checkpoint would lack some.
@@ -204,20 +210,21 @@ def without_rows(run: RunDirectory, manifests: list[Manifest]) -> list[Manifest]
         OSError: the store cannot be read (or an error of its fsspec driver).
     """
     found: dict[int, int] = {}
-    for path in store.list_files(run.path(TABLES)) if manifests else ():
-        if begun := _BEGUN.fullmatch(path):
-            attempt, index = int(begun[1]), int(begun[2])
-            found[attempt] = min(index, found.get(attempt, index))
+    for place in {manifest.place for manifest in manifests}:
+        for path in store.list_files(store.join(place, TABLES)):
+            if begun := _BEGUN.fullmatch(path):
+                attempt, index = int(begun[1]), int(begun[2])
+                found[attempt] = min(index, found.get(attempt, index))
     return [one for one in manifests if one.attempt not in found or one.index < found[one.attempt]]
 
 
-def mark_damaged(run: RunDirectory, name: str) -> None:
+def mark_damaged(folder: str) -> None:
     """Marks a checkpoint as one from which no attempt may start, since a rank has found a wrong checksum in it.
 
     Raises:
         OSError: the store cannot be written to (or an error of its fsspec driver).
     """
-    store.write_bytes(run.path(FOLDER, name, DAMAGED), b"", durable=True)
+    store.write_bytes(store.join(folder, DAMAGED), b"", durable=True)
 
 
 def damage_of(folder: str, parts: Iterable[Mapping[str, Any]]) -> str | None:
@@ -236,11 +243,11 @@ def damage_of(folder: str, parts: Iterable[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def remove(run: RunDirectory, manifest: Manifest) -> None:
+def remove(manifest: Manifest) -> None:
     """Removes a committed checkpoint. Raises like `list_committed`."""
     # The manifest is removed first, so that a checkpoint that is removed in part does not count as one.
-    store.remove(run.path(FOLDER, manifest.id, MANIFEST))
-    store.remove(run.path(FOLDER, manifest.id))
+    store.remove(store.join(manifest.folder, MANIFEST))
+    store.remove(manifest.folder)
 
 
 def to_remove(

@@ -14,37 +14,31 @@ from typing import Any
 from rankzero import store
 
 
-def _path(directory: str, submission: int) -> str:
-    return store.join(directory, "submissions", str(submission), "delivery")
-
-
 @dataclass(frozen=True)
 class Delivery:
     """Records the delivery of one submission's result.
 
     Attributes:
-        submission: Number of the submission.
         receiver: Identifies the receiver to its orchestrator: JSON values by name. Empty if the result was not offered.
         acknowledged: True if the receiver has stored the result durably.
     """
 
-    submission: int
     receiver: dict[str, Any] = field(default_factory=dict)
     acknowledged: bool = False
 
 
-def read(directory: str, submission: int) -> Delivery:
-    """Returns the delivery of a submission's result, which is empty if the result was not offered.
+def read(folder: str) -> Delivery:
+    """Returns the delivery of the result of the submission in a folder, which is empty if the result was not offered.
 
     Raises:
         OSError: the store cannot be read (or an error of its fsspec driver).
     """
     # A power failure may have emptied the file. The result is then delivered again.
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        return Delivery(**json.loads(store.read_bytes(_path(directory, submission))))
-    return Delivery(submission)
+        return Delivery(**json.loads(store.read_bytes(store.join(folder, "delivery"))))
+    return Delivery()
 
 
-def write(directory: str, delivery: Delivery) -> None:
+def write(folder: str, delivery: Delivery) -> None:
     """Replaces the recorded delivery. Raises OSError (or an error of the store's fsspec driver)."""
-    store.write_bytes(_path(directory, delivery.submission), json.dumps(asdict(delivery)).encode())
+    store.write_bytes(store.join(folder, "delivery"), json.dumps(asdict(delivery)).encode())

@@ -1,32 +1,9 @@
-"""The run directory, the only record of a run: its files, and the functions that read and write them.
+"""The run directory, the only record of a run: its submissions, and the functions that read and write their files.
 
-    job.json      the job of the current submission; a directory without it holds no run
-    status.json   state, heartbeat, error, result: replaced atomically by the driver
-    submissions/  0, 1, ...: the files of each submission
-        claim         names the submitter; created once, so that a run id submitted twice starts once
-        payload.pkl   function or script and arguments
-        job.json      the submission's job
-        modules.zip   the user's modules;  modules.txt  lists the files in it, and those left out, for people
-        driver        names the driver; created once, so that one driver runs the submission
-        starting      the driver's process, until it writes a status; not on an object store
-        outcome.json  the final status; on an object store, the status since success or the end is certain
-        delivery      the receiver of the result, and its acknowledgement; see `rankzero.run.delivery`
-        stage/        files between a driver in a stage and its tasks; see `rankzero.task.stage`
-        cancel        a request to end this submission; may name the orchestrator's try for which it is
-    token         marks a directory of rankzero's, before there is a job; agents see by it that it is their driver's
-    events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
-    logs/         rank-N.log for every rank; on an object store one stream, ``lines``, for all of them
-    checkpoints/  see `rankzero.run.checkpoints`
-    flight/       collectives of ranks that hung, from torch's flight recorder
-    datasets/     rows that Spark has computed for the ranks; their manifests are ``submissions/N/datasets.json``
-    result/       rank 0's value
-    tables/       rows that ranks have written, by attempt; see `rankzero.data.table`
-    lease         renewed by followers of a run with an ``orphan_timeout``; may hold a shorter timeout
-    driver.log    output of a detached driver
-
-On an object store ``events.jsonl`` and ``logs/lines`` are folders of numbered pieces; see `rankzero.run.growing`.
-
-A directory with a token or a claim belongs to rankzero. A driver deletes only files of the names that rankzero writes.
+Files that decide something are created once and never replaced: the job of a submission, which is its claim, its
+driver and its end. Everything else of a submission lies in a folder whose name contains its nonce, so a process of
+another submission, or of a run that was removed, writes into none of its files. docs/architecture.md#the-run-directory
+has a table of all files.
 """
 
 from __future__ import annotations
@@ -35,7 +12,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -47,19 +23,16 @@ from rankzero.errors import RunNotFoundError
 from rankzero.host.processes import this_process
 from rankzero.job import Job
 from rankzero.run.identity import Asked, Comparison, Identity, compare
-from rankzero.run.names import DATASETS, FOLDERS, OUTCOME, TOKEN, is_run_file
+from rankzero.run.names import CLAIM, DATASETS, FOLDER, REPORT_FILE, SUBMISSIONS
 from rankzero.run.status import RunStatus
 from rankzero.values.pickled import Part
-
-_REMOVAL = "removal "
-"""The beginning of a claim for removing a run. If that process dies, the next one recognizes the claim and finishes."""
 
 _job_from_json = functools.lru_cache(maxsize=4)(Job.from_json)
 """Parses a job. One launch reads the same text a dozen times."""
 
 
 class RunDirectory:
-    """Reads and writes one run directory, and keeps no state in memory."""
+    """Finds and claims the submissions of one run directory, and keeps no state in memory."""
 
     def __init__(self, directory: str) -> None:
         self.directory = store.normalize(directory)
@@ -69,290 +42,286 @@ class RunDirectory:
         """Returns the location of a file or folder of the run directory."""
         return store.join(self.directory, *parts)
 
-    def submission_path(self, submission: int, *parts: str) -> str:
-        """Returns the location of a file or folder of one submission."""
-        return self.path("submissions", str(submission), *parts)
+    def job_path(self, number: int) -> str:
+        """Returns the location of the job of a submission."""
+        return self.path(SUBMISSIONS, f"{number}.json")
+
+    def names(self) -> list[str]:
+        """Returns the names of all jobs and folders of submissions."""
+        with contextlib.suppress(NotADirectoryError):
+            return [name for name in store.list_names(self.path(SUBMISSIONS)) if _is_own(name)]
+        return []
+
+    def newest(self) -> tuple[int, Job | None]:
+        """Returns the number of the last submission, and its job, which is None behind a removal; -1 if there is none.
+
+        Raises:
+            RunNotFoundError: there is a job that this version of rankzero cannot read.
+        """
+        while (number := max(self.numbers(), default=-1)) >= 0:
+            # Removed meanwhile, with others perhaps.
+            with contextlib.suppress(FileNotFoundError):
+                return number, self._read(number)
+        return -1, None
+
+    def numbers(self) -> list[int]:
+        """Returns the numbers of the submissions, and of the removal of the run, in order."""
+        return sorted(int(found[1]) for name in self.names() if (found := CLAIM.fullmatch(name)))
+
+    def _read(self, number: int) -> Job | None:
+        data = store.read_bytes(self.job_path(number))
+        return None if data.startswith(_REMOVED) else _job_from_json(data)
+
+    def find_job(self) -> Job | None:
+        """Returns the job of the last submission; None if there is no run. Raises like `newest`."""
+        return self.newest()[1]
+
+    def job(self) -> Job:
+        """Returns the job of the last submission. Raises RunNotFoundError."""
+        if job := self.find_job():
+            return job
+        raise RunNotFoundError(f"no run lives in {self.directory}")
+
+    def job_of(self, number: int) -> Job | None:
+        """Returns the job of one submission, or None. Raises like `newest`."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return self._read(number)
+        return None
+
+    def current(self) -> Submission:
+        """Returns the last submission. Raises RunNotFoundError."""
+        return Submission(self, self.job())
+
+    def claim(self, job: Job) -> bool:
+        """Makes this job the last submission, after its files were written; False if its number is taken.
+
+        Raises:
+            OSError: the store cannot be written, or the folder of the submission was removed meanwhile.
+        """
+        # Beside the submission's own files: what was removed and submitted again has no such folder.
+        folder = Submission(self, job).directory
+        beside = store.join(folder, "job")
+        won = store.create(self.job_path(job.submission), job.to_json(), beside=beside, durable=True)
+        for directory in (folder, self.directory, os.path.dirname(self.directory)):
+            store.sync_directory(directory)
+        return won
+
+    def claim_removal(self, number: int) -> bool:
+        """Takes a number for the removal of the run, unless a submission has it."""
+        text = b"%s, %s}" % (_REMOVED, json.dumps({"by": this_process(), "nonce": secrets.token_hex(8)})[1:-1].encode())
+        return store.create(self.job_path(number), text)
+
+    def strangers(self) -> list[str]:
+        """Returns names in the directory that rankzero does not write there."""
+        known = {SUBMISSIONS, REPORT_FILE}
+        names = [name for name in store.list_names(self.directory) if not (name in known or store.is_unfinished(name))]
+        below = [name for name in store.list_names(self.path(SUBMISSIONS)) if not store.is_unfinished(name)]
+        return names + [f"{SUBMISSIONS}/{name}" for name in below if not _is_own(name)]
+
+    def is_own(self) -> bool:
+        """Returns True if rankzero has made this directory."""
+        return bool(self.names())
+
+
+def _is_own(name: str) -> bool:
+    return CLAIM.fullmatch(name) is not None or FOLDER.fullmatch(name) is not None
+
+
+_REMOVED = b'{"removed": true'
+"""The beginning of the file that takes the place of a job once the run is removed."""
+
+
+class Submission:
+    """Reads and writes the files of one submission.
+
+    Attributes:
+        run: The run directory.
+        job: The job of the submission.
+        name: Name of its folder.
+        directory: Path or URL of its folder.
+        me: Identifies this object as the writer of `end`.
+    """
+
+    def __init__(self, run: RunDirectory, job: Job) -> None:
+        self.run = run
+        self.job = job
+        self.name = f"{job.submission}-{job.nonce}"
+        self.directory = run.path(SUBMISSIONS, self.name)
+        self.is_remote = run.is_remote
+        self.me = secrets.token_hex(8)
+        self._has_claimed = False
+
+    def path(self, *parts: str) -> str:
+        """Returns the location of a file or folder of the submission."""
+        return store.join(self.directory, *parts)
+
+    def earlier(self) -> list[str]:
+        """Returns the folders of earlier submissions of the same training, the first one first."""
+        return [self.run.path(SUBMISSIONS, name) for name in self.job.earlier]
 
     def result_path(self, uri: str) -> str:
         """Returns where the value with this location is now, since the run directory may have been moved."""
         return self.path("result", uri.rsplit("/", 1)[-1])
 
-    def new_dataset(self, name: str, submission: int | None = None) -> str:
-        """Returns an unused location for the rows of a dataset.
-
-        Args:
-            name: Name of the dataset.
-            submission: Submission whose driver computes the rows; None if a submitter does, before the submission.
-        """
-        suffix = "" if submission is None else f".{submission}"
-        return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}{suffix}")
-
-    def datasets_before(self, submission: int) -> list[str]:
-        """Returns the locations of datasets that drivers of earlier submissions have written, completely or not."""
-        names = store.list_names(self.path(DATASETS))
-        found = [(name, re.fullmatch(r".*-[0-9a-f]{8}\.(\d+)", name)) for name in names]
-        return [self.path(DATASETS, name) for name, of in found if of and int(of[1]) < submission]
-
-    def is_own(self) -> bool:
-        """Returns True if rankzero has made this directory."""
-        return self._has_token() or self.claimed_at(max(self.newest_claim(), 0)) is not None
-
-    def _has_token(self) -> bool:
-        # Other programs have files with this name, and a power failure may have emptied this one.
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return TOKEN.fullmatch(store.read_bytes(self.path("token"))) is not None
-        return False
-
-    def strangers(self) -> list[str]:
-        """Returns names in a directory without a submission that rankzero does not write there.
-
-        All other files there were left by a submitter that died, or by the driver and the ranks of a removed run.
-        """
-        known = {"token"} if self._has_token() else set()
-
-        def is_strange(path: str) -> bool:
-            return not (path in known or is_run_file(path) or store.is_unfinished(path.rpartition("/")[2]))
-
-        # Folders of others may be large, so they are read only where all names are those of rankzero.
-        names = [name for name in store.list_names(self.directory) if name not in FOLDERS]
-        return list(filter(is_strange, names)) or list(filter(is_strange, store.list_files(self.directory)))
+    def new_dataset(self, name: str) -> str:
+        """Returns an unused location for the rows of a dataset."""
+        return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}")
 
     def make(self) -> None:
-        """Makes the directory. Of several processes that call this, each finds it made. Raises OSError."""
+        """Makes the folder of a submission that is being written. Raises OSError."""
         store.make_directory(self.directory)
-        store.create(self.path("token"), _new_token())
 
-    def claim(self, submission: int, text: bytes = b"") -> bool:
-        """Returns True to the one caller that may write this submission. Raises OSError.
+    def write_files(self, files: Mapping[str, list[Part]]) -> None:
+        """Makes the folder and writes the files that a driver needs beside the job. Raises OSError."""
+        self.make()
+        for folder in ("result", "checkpoints"):
+            store.make_directory(self.path(folder))
+        for name, parts in files.items():
+            store.write_parts(self.path(name), parts)
 
-        Args:
-            submission: Number of the submission.
-            text: A result of `new_claim`, which `claim_text` returns from now on; empty for a new one.
-        """
-        text = text or new_claim()
-        try:
-            return self._write_claim(submission, text)
-        except FileNotFoundError:
-            # An old run was removed at the same time; see `rankzero.run.retention`.
-            return self._write_claim(submission, text)
+    def is_there(self) -> bool:
+        """Returns False if the run was removed, and perhaps submitted again under its name."""
+        job = self.run.job_of(self.job.submission)
+        return job is not None and job.nonce == self.job.nonce
 
-    def _write_claim(self, submission: int, text: bytes) -> bool:
-        for part in ("", "logs", "result", "checkpoints", f"submissions/{submission}"):
-            store.make_directory(self.path(part).rstrip("/"))
-        return store.create(self.submission_path(submission, "claim"), text)
+    # -- the driver ------------------------------------------------------------------------------
 
-    def claim_removal(self, submission: int) -> bool:
-        """Returns True to the one caller that may remove this run, unless a later submission is claimed."""
-        store.make_directory(self.submission_path(submission))
-        return store.create(self.submission_path(submission, "claim"), new_claim(_REMOVAL))
-
-    def is_claimed(self, submission: int) -> bool:
-        """Returns True if this submission, or the removal of the run before it, is claimed."""
-        return store.exists(self.submission_path(submission, "claim"))
-
-    def claim_text(self, submission: int) -> bytes:
-        """Returns the text of a claim, which is unique; empty if there is no claim."""
-        with contextlib.suppress(FileNotFoundError):
-            return store.read_bytes(self.submission_path(submission, "claim"))
-        return b""
-
-    def claimant(self, submission: int) -> dict[str, Any] | None:
-        """Returns the process that claimed a submission, as `is_gone` needs it; None if it is not recorded."""
-        _, brace, rest = self.claim_text(submission).decode().partition("{")
-        return json.loads(brace + rest) if brace else None
-
-    def removal_claimed(self, submission: int) -> bool:
-        """Returns True if `claim_removal` made this claim."""
-        return self.claim_text(submission).startswith(_REMOVAL.encode())
-
-    def claimed_at(self, submission: int) -> float | None:
-        """Returns the Unix time of a claim, by the store's clock; None if there is no claim."""
-        with contextlib.suppress(FileNotFoundError):
-            return store.modified(self.submission_path(submission, "claim"))
-        return None
-
-    def release(self, submission: int) -> None:
-        """Removes a claim and all files of its submission. Raises OSError."""
-        store.remove(self.submission_path(submission))
-
-    def claim_driver(self, submission: int, timeout: float = 0.0) -> bool:
+    def claim_driver(self, timeout: float = 0.0) -> bool:
         """Returns True to the first driver that claims this submission, and False to other drivers.
 
         Args:
-            submission: Number of the submission.
             timeout: Seconds for which a store that fails is retried.
         """
         # The same bytes at each try: they show whether an earlier one was executed although it failed.
-        path, claim = self.submission_path(submission, "driver"), secrets.token_hex(8).encode()
-        return store.patiently(
-            lambda: store.create(path, claim), timeout, bounds.STORE_RETRY_INTERVAL(), store.is_missing
+        text = json.dumps({"nonce": self.me, **this_process()}).encode()
+        self._has_claimed = store.patiently(
+            lambda: store.create(self.path("driver"), text), timeout, bounds.STORE_RETRY_INTERVAL(), store.is_missing
         )
+        return self._has_claimed
 
-    def has_driver(self, submission: int) -> bool:
+    def has_driver(self) -> bool:
         """Returns True if a driver has claimed this submission."""
-        return store.exists(self.submission_path(submission, "driver"))
+        return store.exists(self.path("driver"))
 
-    def record_starting(self, submission: int, process: dict[str, Any]) -> None:
-        """Records the process that was started as a submission's driver, for readers on this host. Raises OSError.
+    def token(self) -> str:
+        """Returns the text by which an agent recognizes the folder."""
+        return store.read_bytes(self.path("driver")).decode()
+
+    def record_starting(self, process: dict[str, Any]) -> None:
+        """Records the process that was started as the driver, for readers on this host. Raises OSError.
 
         Args:
-            submission: Number of the submission.
             process: The process, as `rankzero.host.processes.describe_process` describes it.
         """
         if not self.is_remote:
-            store.write_bytes(self.submission_path(submission, "starting"), json.dumps(process).encode())
+            store.write_bytes(self.path("starting"), json.dumps(process).encode())
 
-    def starting(self, submission: int) -> dict[str, Any] | None:
-        """Returns the process that was started as a submission's driver; None if that is not recorded."""
+    def starting(self) -> dict[str, Any] | None:
+        """Returns the process that was started as the driver, or submits it; None if that is not recorded."""
         if self.is_remote:
             return None
         with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads(store.read_bytes(self.submission_path(submission, "starting")))
+            found: dict[str, Any] = json.loads(store.read_bytes(self.path("starting")))
             return found
         return None
 
-    def newest_claim(self) -> int:
-        """Returns the number of the newest claimed submission; -1 if there is none."""
-        return max((int(name) for name in store.list_names(self.path("submissions")) if name.isdecimal()), default=-1)
-
-    def write_files(self, submission: int, files: dict[str, list[Part]]) -> None:
-        """Writes the files that a driver needs beside the job. The caller must hold the `claim`. Raises OSError."""
-        for name, parts in files.items():
-            store.write_parts(self.submission_path(submission, name), parts)
-
-    def write_submission(self, job: Job, patience: float = 0.0) -> bool:
-        """Makes a submission the current one, after `write_files`; the last write has that effect. Raises OSError.
-
-        If a later submission was claimed in the meantime, nothing is written, and this returns False.
-
-        Args:
-            job: Job of the submission.
-            patience: `RunStatus.patience`: seconds that a cluster may take to start the driver.
-        """
-        if not (store.exists(self.path("token")) and self._has_token()):
-            store.write_bytes(self.path("token"), _new_token())
-        store.remove(self.path("lease"))
-        if self.newest_claim() > job.submission:
-            return False
-        # Written before job.json, so that no reader takes the end of an earlier submission for the end of this one.
-        started = RunStatus(heartbeat=time.time(), attempt=job.first_attempt, patience=patience)
-        self.write_status(replace(started, submission=job.submission, nonce=job.nonce, metrics=job.metrics))
-        data = job.to_json()
-        store.write_bytes(self.submission_path(job.submission, "job.json"), data)
-        store.write_bytes(self.path("job.json"), data, durable=True)
-        store.sync_directory(os.path.dirname(self.directory))
-        return True
-
-    def restore(self, submission: int) -> None:
-        """Makes a submission the current one: copies its job to the ``job.json`` of the run.
-
-        Raises:
-            FileNotFoundError: the submission was never written.
-        """
-        data = store.read_bytes(self.submission_path(submission, "job.json"))
-        store.write_bytes(self.path("job.json"), data, durable=True)
-
-    def job(self) -> Job:
-        """Returns the job of the current submission. Raises RunNotFoundError."""
-        if job := self.find_job():
-            return job
-        raise RunNotFoundError(f"no run lives in {self.directory}")
-
-    def find_job(self) -> Job | None:
-        """Returns the job of the current submission; None if there is no run yet.
-
-        Raises:
-            RunNotFoundError: there is a job that this version of rankzero cannot read.
-        """
-        return self._read_job(self.path("job.json"))
-
-    def job_of(self, submission: int) -> Job | None:
-        """Returns the job of one submission, or None. Raises like `find_job`."""
-        return self._read_job(self.submission_path(submission, "job.json"))
-
-    def _read_job(self, path: str) -> Job | None:
-        try:
-            return _job_from_json(store.read_bytes(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    def token(self) -> str:
-        """Returns the token by which an agent checks that it sees this directory."""
-        return store.read_bytes(self.path("token")).decode()
+    # -- status and end --------------------------------------------------------------------------
 
     def status(self) -> RunStatus:
-        """Returns the last status that was written. Raises RunNotFoundError."""
-        return self._read_status(self.path("status.json"))
+        """Returns the last status that the driver has written; the end if there is no status.
 
-    def outcome(self, submission: int) -> RunStatus | None:
-        """Returns the recorded status with which a submission ended or was certain to succeed; None if there is none.
-
-        It is recorded before ``status.json``, which a late write of another driver may replace: one that was stopped,
-        and counted as dead. On an object store it is recorded as soon as the status is certain, since the server may
-        execute a delayed request of an earlier heartbeat after the final write.
+        Raises:
+            RunNotFoundError: the run was removed.
         """
-        with contextlib.suppress(RunNotFoundError):
-            return self._read_status(self.submission_path(submission, OUTCOME))
-        return None
+        with contextlib.suppress(FileNotFoundError):
+            data = store.read_bytes(self.path("status.json"))
+            # A power failure may have emptied the file, and has also ended the driver.
+            if data.strip(b"\0"):
+                return RunStatus.from_json(data, self.path("status.json"))
+            return self.end() or replace(self._pending(), heartbeat=0.0)
+        if end := self.end():
+            return end
+        if self.is_there():
+            if self.run.numbers()[-1] == self.job.submission:
+                return self._pending()
+            raise RunNotFoundError(f"the files of a submission of {self.run.directory} were removed: {self.name}")
+        what = "the run in {} was removed, and another one was submitted under its name"
+        if self.run.job_of(self.job.submission) is None:
+            what = "no run lives in {}: it was removed"
+        raise RunNotFoundError(what.format(self.run.directory))
 
-    def _read_status(self, path: str) -> RunStatus:
-        try:
-            data = store.read_bytes(path)
-        except FileNotFoundError:
-            raise RunNotFoundError(f"no run lives in {self.directory}") from None
-        if not data.strip(b"\0"):
-            # A power failure has emptied the file, and has also ended the driver.
-            job = self.job()
-            return RunStatus(submission=job.submission, nonce=job.nonce)
-        return RunStatus.from_json(data, path)
-
-    def keep_outcome(self, status: RunStatus) -> None:
-        """Records how a submission ended, before the status of the next one replaces its status. Raises OSError."""
-        found = self.outcome(status.submission)
-        if found is None or found.nonce != status.nonce:
-            self._write_outcome(status)
-
-    def _write_outcome(self, status: RunStatus) -> None:
-        store.write_bytes(self.submission_path(status.submission, OUTCOME), status.to_json())
+    def _pending(self) -> RunStatus:
+        job = self.job
+        status = RunStatus(attempt=job.first_attempt, heartbeat=job.created, queue_time=job.queue_time)
+        return replace(status, submission=job.submission, metrics=job.metrics)
 
     def write_status(self, status: RunStatus) -> None:
-        """Replaces the status. The write is durable if the outcome is certain; a heartbeat is not worth an fsync."""
-        data = status.to_json()
-        # A late write of a driver that counted as dead may replace the status, and no outcome.
-        if status.final or (self.is_remote and status.certain):
-            # A driver of a run that was removed may write into a directory that has fewer submissions.
-            with contextlib.suppress(FileNotFoundError):
-                self._write_outcome(status)
-        store.write_bytes(self.path("status.json"), data, durable=status.certain)
+        """Replaces the status, as the submission's driver alone may. A heartbeat is not worth an fsync."""
+        store.write_bytes(self.path("status.json"), status.to_json(), durable=status.final)
 
-    def request_cancel(self, submission: int, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
-        """Stores a request to end one submission, which its driver polls for.
+    def end(self) -> RunStatus | None:
+        """Returns how the submission has ended, or is certain to; None before that. Makes one request to a store."""
+        try:
+            data = store.read_bytes(self.path("end.json"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return RunStatus.from_json(data, self.path("end.json"))
+
+    def finish(self, status: RunStatus) -> RunStatus:
+        """Creates the end of the submission. Returns the end that counts, which is that of the first caller.
 
         Args:
-            submission: Number of the submission.
+            status: A final status.
+
+        Raises:
+            FileNotFoundError: the run was removed.
+            OSError: the store cannot be written.
+        """
+        ended = replace(status, ended=status.ended or time.time(), ended_by=self.me)
+        if not store.create(self.path("end.json"), ended.to_json(), durable=True):
+            ended = self.end() or ended
+        # An object store has no folders that could be missing.
+        if self.is_remote and not self.is_there():
+            raise FileNotFoundError(self.path("end.json"))
+        return ended
+
+    def is_lost(self) -> bool:
+        """Returns True if another process has ended this submission, or the run was removed: its driver must stop.
+
+        Raises:
+            OSError: the store cannot be read (or an error of its fsspec driver).
+        """
+        if end := self.end():
+            return end.ended_by != self.me
+        return not (self.has_driver() if self._has_claimed else self.is_there())
+
+    # -- requests of followers -------------------------------------------------------------------
+
+    def request_cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
+        """Stores a request to end the submission, which its driver polls for.
+
+        Args:
             receiver: The orchestrator's try for which the end is requested; None if it is requested for all.
             reason: The cause of the request, for the error of the run.
         """
         request = {"receiver": receiver or {}, "reason": reason}
-        store.write_bytes(self.submission_path(submission, "cancel"), json.dumps(request).encode())
+        store.write_bytes(self.path("cancel"), json.dumps(request).encode())
 
-    def cancel_request(self, submission: int) -> dict[str, Any] | None:
-        """Returns ``receiver`` and ``reason`` of the request to end this submission; None if there is no request.
+    def cancel_request(self) -> dict[str, Any] | None:
+        """Returns ``receiver`` and ``reason`` of the request to end the submission; None if there is no request.
 
         Makes one request to an object store.
         """
         try:
-            text = store.read_bytes(self.submission_path(submission, "cancel"))
+            text = store.read_bytes(self.path("cancel"))
         except FileNotFoundError:
             return None
-        request: dict[str, Any] = {}
         with contextlib.suppress(ValueError, TypeError):
-            request = dict(json.loads(text))
-        # A process of another version writes the receiver alone.
-        return request if "reason" in request else {"receiver": request, "reason": ""}
+            return {"receiver": {}, "reason": "", **json.loads(text)}
+        return {"receiver": {}, "reason": ""}
 
     def renew_lease(self, bound: float | None = None) -> None:
-        """Renews the lease of the run for ``bound`` seconds; None renews it for its ``orphan_timeout``."""
+        """Renews the lease for ``bound`` seconds; None renews it for the run's ``orphan_timeout``."""
         words = [secrets.token_hex(8), *([] if bound is None else [str(bound)])]
         store.write_bytes(self.path("lease"), " ".join(words).encode())
 
@@ -371,16 +340,6 @@ def bound_of(lease: bytes) -> float | None:
     """Returns the seconds of a lease; None for the run's ``orphan_timeout``."""
     _, _, bound = lease.partition(b" ")
     return float(bound) if bound else None
-
-
-def _new_token() -> bytes:
-    """Returns a unique text by which a directory is recognized as one of rankzero's."""
-    return f"rankzero-{secrets.token_hex(16)}".encode()
-
-
-def new_claim(kind: str = "") -> bytes:
-    """Returns a unique text with which this process claims a submission or a removal."""
-    return f"{kind}{secrets.token_hex(8)} {json.dumps(this_process())}".encode()
 
 
 def compare_job(job: Job, asked: Asked) -> Comparison:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +10,12 @@ from rankzero.errors import WorkerFailedError, error_from_json
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
 from rankzero.run.status import RunStatus
-from rankzero.store import is_url
 
-REPLAY_BYTES = 256 << 10
-"""Most bytes of a rank's lines that a new follower shows again. If there are more, it shows new lines only."""
-
-REPLAY_BYTES_SHARED = 1 << 20
-"""The limit of `REPLAY_BYTES` on an object store, where it applies to the lines of all ranks together."""
+REPLAY_BYTES = 1 << 20
+"""Most bytes of lines of all ranks that a new follower shows again. If there are more, it shows new lines only."""
 
 BEHIND_BYTES = 1 << 20
-"""Bytes of lines, of all shown ranks together, by which a follower may be behind; it skips older lines.
+"""Bytes of lines, of all ranks together, by which a follower may be behind; it skips older lines.
 
 A follower shows lines only as fast as its orchestrator stores them, about a hundred a second. A rank may print a
 thousand times as many. Without the limit, the follower would still show lines long after the training has ended.
@@ -27,8 +23,6 @@ thousand times as many. Without the limit, the follower would still show lines l
 
 LAST_BYTES = 256 << 10
 """The limit of `BEHIND_BYTES` after the end of the run, when the result waits for the follower."""
-
-_LEAST_SHARE = 4 << 10
 
 
 @dataclass(frozen=True)
@@ -81,8 +75,8 @@ Event = LineWritten | MetricsReported | EngineOpened | RunEnded
 class Follower:
     """Follows a run for a pipeline step, a service or a terminal.
 
-    Following a run renews its lease. A follower keeps the position that it has reached in the lines of each rank. If it
-    is more than `BEHIND_BYTES` behind, it skips lines and yields a line that says how many bytes were left out.
+    Following a run renews its lease. A follower keeps the position that it has reached in the lines. If it is more than
+    `BEHIND_BYTES` behind, it skips lines and yields a line that says how many bytes were left out.
 
     Args:
         handle: The run. Lines of its earlier submissions are not shown.
@@ -113,14 +107,11 @@ class Follower:
         self.status: RunStatus | None = None
         self._handle = handle
         self._ranks = None if ranks is None else frozenset(ranks)
-        self._is_remote = is_url(handle.directory)
-        self._starts = positions = handle.output.starts()
+        self._start = self._position = handle.output.start()
         if attached:
-            ends = handle.output.ends()
-            positions = {
-                rank: start if self._is_near(start, ends[rank]) else ends[rank] for rank, start in positions.items()
-            }
-        self._positions = {rank: start for rank, start in positions.items() if self._is_shown(rank)}
+            end = handle.output.end(handle.status())
+            if handle.output.begin_of_last(self._start, end, REPLAY_BYTES)[1]:
+                self._position = end
         self._metrics: dict[str, Any] = {}
         self._engine_url: str | None = None
 
@@ -165,47 +156,40 @@ class Follower:
 
         With a final status, lines of the rank whose failure ended the run are added if that rank is not shown anyway.
         """
-        ends = None
-        if self._positions:
-            ends = self._handle.output.ends(self._positions, status)
-            yield from self._skipped(ends, status)
-        if status.final or self._is_remote:
-            # A file server may still report an old size, so the files are read to their ends.
-            ends = None
-        yield from self._handle.output.lines(self._positions, follow=False, prefix=True, status=status, ends=ends)
+        end = None
+        if self._ranks != frozenset():
+            end = self._handle.output.end(status)
+            yield from self._skipped(end, status)
+            yield from self._shown(status, None if status.final else end)
         error = error_from_json(status.error) if status.error else None
         if isinstance(error, WorkerFailedError) and error.rank is not None and not self._is_shown(error.rank):
-            yield from self._lines_of_failed(error.rank, error.log_tail or [])
+            yield from self._lines_of_failed(error.rank, error.log_tail or [], status)
 
-    def _skipped(self, ends: Mapping[int, Position], status: RunStatus) -> Iterator[str]:
-        """Moves positions that are too far behind. Yields a note for each, and the lines from the new position on."""
+    def _shown(self, status: RunStatus, end: Position | None) -> Iterator[str]:
+        for line in self._handle.output.lines(
+            self._position, ranks=self._ranks, status=status, end=end, reached=self._reach
+        ):
+            yield line.prefixed
+
+    def _reach(self, position: Position) -> None:
+        self._position = position
+
+    def _skipped(self, end: Position, status: RunStatus) -> Iterator[str]:
+        """Moves a position that is too far behind, and yields a note about that."""
         most = LAST_BYTES if status.final else BEHIND_BYTES
-        if not self._is_remote:
-            most = max(most // len(self._positions), _LEAST_SHARE)
-        # On an object store all ranks share a stream.
-        for rank in [min(self._positions)] if self._is_remote else sorted(self._positions):
-            begin, left_out = self._handle.output.begin_of_last(self._positions[rank], ends[rank], most)
-            if not left_out:
-                continue
-            moved = dict.fromkeys(self._positions, begin) if self._is_remote else {rank: begin}
-            self._positions.update(moved)
-            size = f"{left_out / (1 << 20):.1f} MiB"
-            whose = "" if self._is_remote else f"[{rank}] "
-            yield f"{whose}({size} of lines left out: rankzero logs {self._handle.directory})"
-            lines = self._handle.output.lines(moved, follow=False, prefix=True, status=status, ends=ends)
+        begin, left_out = self._handle.output.begin_of_last(self._position, end, most)
+        if left_out:
+            yield f"({left_out / (1 << 20):.1f} MiB of lines left out: rankzero logs {self._handle.directory})"
+            self._position = begin
+            shown = self._shown(status, end)
             if begin.offset:
                 # The position may lie within a line, whose rest is dropped.
-                next(lines, None)
-            yield from lines
-            self._positions.update(moved)
+                next(shown, None)
+            yield from shown
 
-    def _lines_of_failed(self, rank: int, tail: list[str]) -> Iterator[str]:
-        start = self._starts[rank]
-        if self._is_near(start, self._handle.output.ends()[rank]):
-            yield from self._handle.output.lines({rank: start}, follow=False, prefix=True)
-        else:
+    def _lines_of_failed(self, rank: int, tail: list[str], status: RunStatus) -> Iterator[str]:
+        output = self._handle.output
+        if output.begin_of_last(self._start, output.end(status), REPLAY_BYTES)[1]:
             yield from (f"[{rank}] {line}" for line in tail)
-
-    def _is_near(self, start: Position, end: Position) -> bool:
-        most = REPLAY_BYTES_SHARED if self._is_remote else REPLAY_BYTES
-        return end.piece <= start.piece and end.offset - start.offset <= most
+        else:
+            yield from (line.prefixed for line in output.lines(self._start, ranks=[rank], status=status))

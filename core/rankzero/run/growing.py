@@ -1,16 +1,15 @@
-"""Growing files, to which lines are appended: the logs and events of a run.
+"""Growing files, to which lines are appended: the lines and events of a submission.
 
-On a disk each is one file. An object store cannot append: there all ranks write into one stream of pieces, the last of
-which is rewritten while it is small, so that the number of requests does not depend on the number of ranks. Each line
-of a stream begins with its ``[rank]``. ``status.json`` records the end of a stream, so that readers do not request
-pieces that do not exist.
+On a disk each is one file. An object store cannot append: there it is a folder of pieces, the last of which is
+rewritten while it is small. ``status.json`` records the end, so that readers do not request pieces that do not exist.
+A `Stream` is read through all submissions of a training, each of which has a growing file of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import IO
 
 from rankzero import store
@@ -18,65 +17,134 @@ from rankzero import store
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A position in a growing file or stream: the piece, which is 0 on a disk, and the offset in it in bytes."""
+    """A position in a stream.
 
+    Attributes:
+        submission: Which submission of the training, from 0.
+        piece: The piece of its growing file; 0 on a disk.
+        offset: The offset in bytes.
+    """
+
+    submission: int = 0
     piece: int = 0
     offset: int = 0
 
 
 READ = 4 << 20
-"""Bytes of lines that a reader reads, of all ranks together; of each rank at least `READ_MIN`."""
-
-READ_MIN = 64 << 10
+"""Bytes of lines that a reader reads in one access."""
 
 
-def end_of(path: str) -> Position:
-    """Returns the current end of a growing file on a disk, or of a stream that is no longer written."""
-    if store.is_url(path):
-        return Position(len(store.list_names(path)), 0)
-    with contextlib.suppress(FileNotFoundError):
-        return Position(0, store.size(path))
-    return Position()
+class Stream:
+    """The growing files of one name in the folders of a training's submissions, one after the other."""
+
+    def __init__(self, locations: Sequence[str]) -> None:
+        """Makes a stream; reading accesses the store.
+
+        Args:
+            locations: The growing files, that of the last submission last. Earlier ones do not grow any more.
+        """
+        self._locations = locations
+        self.is_remote = store.is_url(locations[-1])
+        self.start = Position(len(locations) - 1)
+        """The beginning of the last submission's lines."""
+
+    def end(self, written: Sequence[int] = ()) -> Position:
+        """Returns the current end.
+
+        Args:
+            written: On an object store, piece and offset of the end according to the status.
+        """
+        if self.is_remote:
+            return Position(self.start.submission, *written)
+        with contextlib.suppress(FileNotFoundError):
+            return replace(self.start, offset=store.size(self._locations[-1]))
+        return self.start
+
+    def read(self, position: Position, end: Position | None = None) -> tuple[list[str], Position]:
+        """Returns some complete lines after ``position``, and the new position; no lines at the end.
+
+        Args:
+            position: The position from which to read.
+            end: The position at which to stop, which saves requests to an object store; None finds the end.
+        """
+        while True:
+            location = self._locations[position.submission]
+            is_last = position.submission == self.start.submission
+            read = _read_piece if self.is_remote else _read_file
+            lines, position = read(location, position, end if is_last else None)
+            if lines or is_last:
+                return lines, position
+            position = Position(position.submission + 1)
+
+    def begin_of_last(self, start: Position, end: Position, most: int) -> tuple[Position, int]:
+        """Returns the position of the last bytes between two positions, and the number of bytes before it.
+
+        Args:
+            start: The first of the two positions, in the last submission.
+            end: The second of the two positions.
+            most: The number of bytes to keep. Returns ``start`` and 0 if there are no more bytes than these.
+        """
+        # On an object store the folder is listed if there is more than one piece between the two.
+        sizes = store.sizes(self._locations[-1]) if start.piece < end.piece else {}
+        parts = []
+        for piece in range(start.piece, end.piece + 1):
+            first = start.offset if piece == start.piece else 0
+            last = end.offset if piece == end.piece else sizes.get(f"{piece:08d}", 0)
+            parts.append((piece, first, max(first, last)))
+        skipped = before = sum(last - first for _, first, last in parts) - most
+        if before <= 0:
+            return start, 0
+        for piece, first, last in parts:
+            if skipped < last - first:
+                return replace(start, piece=piece, offset=first + skipped), before
+            skipped -= last - first
+        return end, before
 
 
-def has_grown(path: str, position: Position) -> bool:
-    """Returns True if a local file extends beyond a position. A file server may report an old size for seconds."""
-    try:
-        return os.stat(path).st_size > position.offset
-    except FileNotFoundError:
-        return False
-
-
-def read_lines(
-    path: str, position: Position, end: Position | None = None, most: int = READ
-) -> tuple[list[str], Position]:
-    """Returns complete lines after ``position``, and the new position.
-
-    Args:
-        path: The file.
-        position: The position from which to read.
-        end: The position at which to stop, although the file may be longer; None reads to the end of the file.
-        most: Number of bytes to read, except for a longer line.
-    """
-    size = most if end is None else min(most, end.offset - position.offset)
+def _read_file(path: str, position: Position, end: Position | None) -> tuple[list[str], Position]:
+    size = READ if end is None else min(READ, end.offset - position.offset)
     if size <= 0:
         return [], position
     try:
         with open(path, "rb") as file:
             file.seek(position.offset)
             data = file.read(size)
-            while data and b"\n" not in data and (more := file.read(most)):
+            while data and b"\n" not in data and (more := file.read(READ)):
                 data += more
     except FileNotFoundError:
         return [], position
     whole = data.rfind(b"\n") + 1
-    return data[:whole].decode("utf-8", "replace").split("\n")[:-1], Position(0, position.offset + whole)
+    return _lines(data[:whole]), replace(position, offset=position.offset + whole)
+
+
+def _read_piece(location: str, position: Position, end: Position | None) -> tuple[list[str], Position]:
+    """Returns lines of one piece after ``position``, and the new position."""
+    at = position
+    while end is None or at < end:
+        try:
+            # Reads one known byte more, since a range that begins at the end of an object is an error.
+            path, offset = _piece_name(location, at.piece), at.offset
+            data = store.read_from(path, offset - 1)[1:] if offset else store.read_bytes(path)
+        except FileNotFoundError:
+            break
+        following = replace(at, piece=at.piece + 1, offset=0)
+        has_next = end is None or at.piece < end.piece
+        if data:
+            return _lines(data), following if end and has_next else replace(at, offset=offset + len(data))
+        if not has_next:
+            break
+        at = following
+    return [], position
+
+
+def _lines(data: bytes) -> list[str]:
+    return data.decode("utf-8", "replace").split("\n")[:-1]
 
 
 class Appender:
-    """Appends lines to a growing file.
+    """Appends lines to a growing file on a disk, whose folder must exist.
 
-    A line that is incomplete, since the disk was full or an earlier driver died, is ended before the next one.
+    A line that is incomplete, since the disk was full, is ended before the next one.
     """
 
     def __init__(self, path: str) -> None:
@@ -88,21 +156,12 @@ class Appender:
         """Appends lines, which readers see immediately. Raises OSError if the disk is full."""
         data = ("\n".join(lines) + "\n").encode("utf-8", "replace") if lines else b""
         if self._file is None:
-            self._file = self._open()
-            self._torn = _ends_torn(self._path)
+            self._file = open(self._path, "ab", buffering=0)
         rest = memoryview(b"\n" + data if self._torn else data)
         while rest:
             written = self._file.write(rest)
             self._torn = rest[written - 1] != _NEWLINE if written else self._torn
             rest = rest[written:]
-
-    def _open(self) -> IO[bytes]:
-        try:
-            return open(self._path, "ab", buffering=0)
-        except FileNotFoundError:
-            # Some sites remove empty directories. The run directory itself must still be there.
-            os.mkdir(os.path.dirname(self._path))
-            return open(self._path, "ab", buffering=0)
 
     def close(self) -> None:
         """Closes the file, if it was opened."""
@@ -112,15 +171,6 @@ class Appender:
 
 _NEWLINE = ord("\n")
 
-
-def _ends_torn(path: str) -> bool:
-    with open(path, "rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
-
-
 PIECE = 1 << 20
 """Bytes after which the next piece begins. Smaller pieces make more objects, larger ones are uploaded more often."""
 
@@ -129,13 +179,13 @@ WAITING_LIMIT = 64 << 20
 
 
 class PieceWriter:
-    """Appends lines to a stream, after those of earlier submissions. One thread appends, and another one flushes."""
+    """Appends lines to a growing file on an object store. One thread appends, and another one flushes."""
 
     def __init__(self, location: str) -> None:
         """Makes a writer; `flush` accesses the store.
 
         Args:
-            location: URL of the stream's folder.
+            location: URL of the folder.
         """
         self._location = location
         self._waiting: list[bytes] = []
@@ -143,9 +193,9 @@ class PieceWriter:
         self._content = b""
 
     @property
-    def written(self) -> Position:
-        """Returns the end of the stream, up to which it can be read."""
-        return Position() if self._piece is None else Position(self._piece, len(self._content))
+    def written(self) -> list[int]:
+        """Piece and offset of the end, up to which the file can be read."""
+        return [] if self._piece is None else [self._piece, len(self._content)]
 
     def append(self, lines: list[str]) -> None:
         """Queues lines for `flush`. Raises OSError if more than `WAITING_LIMIT` bytes would wait."""
@@ -162,68 +212,14 @@ class PieceWriter:
             return
         # Only acknowledged writes decide where the lines go: if a reply is lost, the same piece is written again.
         if self._piece is None:
-            self._piece = end_of(self._location).piece
+            # The process that has started the stage of this driver may have written lines about that.
+            self._piece = len(store.list_names(self._location))
         piece, content = self._piece, self._content
         if len(content) >= PIECE:
             piece, content = piece + 1, b""
         store.write_bytes(_piece_name(self._location, piece), content + data)
         self._piece, self._content = piece, content + data
         del self._waiting[: len(waiting)]
-
-
-def read_piece(location: str, position: Position, end: Position | None) -> tuple[list[str], Position]:
-    """Returns lines of one piece after ``position``, and the new position.
-
-    Args:
-        location: URL of the stream's folder.
-        position: The position to read from.
-        end: The end of the stream according to the status, which saves requests; None finds the end in the store.
-    """
-    piece, offset = position.piece, position.offset
-    while end is None or Position(piece, offset) < end:
-        try:
-            data = _read_from(_piece_name(location, piece), offset)
-        except FileNotFoundError:
-            break
-        has_next = end is None or piece < end.piece
-        if data:
-            lines = data.decode("utf-8", "replace").split("\n")[:-1]
-            return lines, Position(piece + 1) if end and has_next else Position(piece, offset + len(data))
-        if not has_next:
-            break
-        piece, offset = piece + 1, 0
-    return [], position
-
-
-def begin_of_last(location: str, start: Position, end: Position, most: int) -> tuple[Position, int]:
-    """Returns the position of the last bytes between two positions, and the number of bytes before it.
-
-    Args:
-        location: URL of the stream's folder, which is listed if there is more than one piece between the two.
-        start: The first of the two positions.
-        end: The second of the two positions.
-        most: The number of bytes to keep. Returns ``start`` and 0 if there are no more bytes than these.
-    """
-    sizes = store.sizes(location) if start.piece < end.piece else {}
-    parts = []
-    for piece in range(start.piece, end.piece + 1):
-        first = start.offset if piece == start.piece else 0
-        last = end.offset if piece == end.piece else sizes.get(f"{piece:08d}", 0)
-        parts.append((piece, first, max(first, last)))
-    before = sum(last - first for _, first, last in parts) - most
-    if before <= 0:
-        return start, 0
-    skipped = before
-    for piece, first, last in parts:
-        if skipped < last - first:
-            return Position(piece, first + skipped), before
-        skipped -= last - first
-    return end, before
-
-
-def _read_from(location: str, offset: int) -> bytes:
-    # Reads one known byte more, since a range that begins at the end of an object is an error.
-    return store.read_from(location, offset - 1)[1:] if offset else store.read_bytes(location)
 
 
 def _piece_name(location: str, piece: int) -> str:

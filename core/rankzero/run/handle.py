@@ -16,13 +16,13 @@ from rankzero.job import Job
 from rankzero.run import delivery as deliveries
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.delivery import Delivery
-from rankzero.run.directory import RunDirectory, compare_job
+from rankzero.run.directory import RunDirectory, Submission, compare_job
 from rankzero.run.growing import Position
 from rankzero.run.identity import Asked, Comparison, Identity
 from rankzero.run.lease import Renewal
 from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.output import Output
-from rankzero.run.reports import OfTraining, as_row
+from rankzero.run.reports import as_row
 from rankzero.run.status import LONGEST_PACE, SHORTEST_PACE, RunStatus
 from rankzero.values.ref import ResultRef
 
@@ -35,8 +35,7 @@ T = TypeVar("T")
 class RunHandle(Generic[R]):
     """A handle of one submission of a run, for any process that can read its directory.
 
-    If the run id is submitted again, status, result and cancellation stay those of the handle's own submission. The
-    properties (`params`, `labels`, `identity` and so on) and `checkpoints` describe the last submission.
+    If the run id is submitted again, everything stays that of the handle's own submission.
 
     Attributes:
         directory: Absolute path or URL of the run directory.
@@ -53,21 +52,18 @@ class RunHandle(Generic[R]):
             directory: The run directory.
             driver: The driver of ``job``, if this process has started it.
             job: Job of the handle's submission; None for the last one when the handle is first used.
-            follows: False for a reader that does not keep the run alive, such as the run's own driver.
+            follows: False for a reader that does not keep the run alive.
         """
         self._run = RunDirectory(directory)
         self._driver = driver
-        self._observer = Observer(self._run, driver, job.submission if job else -1)
-        self._current = self._observer.current
-        if job is not None:
-            self._current.bind(job.submission, job.nonce)
-        self._beginning = job.beginning if job else None
+        self._submission = Submission(self._run, job) if job else None
+        self._observer = Observer(lambda: self.own, driver)
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
         self._interval = SHORTEST_PACE
         self._is_ending = False
-        self._lease = Renewal(self._run, job) if follows else None
-        self.output = Output(self._run, self._observer, job, self._read_as_follower, self._polls)
+        self._lease = Renewal(lambda: self.own) if follows else None
+        self.output = Output(lambda: self._observer.patiently(lambda: self.own), self._read_as_follower, self._polls)
 
     @staticmethod
     def attach(directory: str | os.PathLike[str], *, follows: bool = True) -> RunHandle[Any]:
@@ -83,72 +79,85 @@ class RunHandle(Generic[R]):
         handle: RunHandle[Any] = RunHandle(os.fspath(directory), follows=follows)
         # Reads the run, and so raises if there is none.
         with located(handle.directory):
-            handle._current.submission  # noqa: B018
+            handle.own  # noqa: B018
         return handle
 
     @property
+    def own(self) -> Submission:
+        """The files of the handle's submission, which is the last one at the first access. Raises RunNotFoundError."""
+        # Not a cached_property: in Python 3.11 a store that does not answer would hold its lock for all handles.
+        if self._submission is None:
+            self._submission = self._run.current()
+        return self._submission
+
+    @property
+    def job(self) -> Job:
+        """The job of the submission. Raises RunNotFoundError."""
+        return self.own.job
+
+    @property
     def labels(self) -> dict[str, str]:
-        """Returns the last submission's `Launcher.labels`."""
-        return dict(self._run.job().labels)
+        """Returns the `Launcher.labels` of the submission."""
+        return dict(self.job.labels)
 
     @property
     def params(self) -> dict[str, Any]:
-        """Returns the last submission's arguments by name, as short plain values, for people and trackers.
+        """Returns the arguments by name, as short plain values, for people and trackers.
 
         A value other than a number, a text or a bool is replaced by the name of its type, and a value whose name looks
         secret by ``***``. For a script, each ``--name value`` of the command line is an argument.
         """
-        return dict(self._run.job().params)
+        return dict(self.job.params)
 
     @property
     def world_size(self) -> int:
-        """Returns the number of ranks of the last submission; if it is elastic, of its last attempt, or the most."""
-        job = self._run.job()
-        return (job.min_processes and self._observer.patiently(self._run.status).world_size) or job.num_processes
+        """Returns the number of ranks; of an elastic run that of its last attempt, or the most."""
+        job = self.job
+        return (job.min_processes and self._observer.patiently(self.own.status).world_size) or job.num_processes
 
     @property
     def identity(self) -> str:
         """Returns the digest that two submissions of the same training share; see `Launcher.identity`."""
-        return self._run.job().identity
+        return self.job.identity
 
     def compare(self, identity: Identity, generation: str = "") -> Comparison:
-        """Compares the last submission's training with another one.
+        """Compares the training with another one.
 
         Args:
             identity: Identity of the other training; see `Launcher.identity`.
             generation: Name of the chain of tries that an orchestrator starts by itself; empty outside of one.
         """
-        return compare_job(self._run.job(), Asked(identity, generation))
+        return compare_job(self.job, Asked(identity, generation))
 
     @property
     def code_version(self) -> str | None:
-        """Returns the last submission's `Launcher.code_version`."""
-        return self._run.job().code_version
+        """Returns the `Launcher.code_version` of the submission."""
+        return self.job.code_version
 
     @property
     def submission(self) -> int:
-        """Returns the number of the last submission, from 0."""
-        return self._run.job().submission
+        """Returns the number of the submission, from 0."""
+        return self.job.submission
 
     @property
     def nonce(self) -> str:
-        """Returns random digits that identify the last submission, also after the directory was removed and reused."""
-        return self._run.job().nonce
+        """Returns random digits that identify the submission, also after the directory was removed and reused."""
+        return self.job.nonce
+
+    @property
+    def training(self) -> str:
+        """Returns the name of the training, which its first submission has given it, and which no other one has."""
+        return self.job.earlier[0] if self.job.earlier else self.own.name
 
     @property
     def created(self) -> float:
-        """Returns the Unix time of the last submission."""
-        return self._run.job().created
-
-    @property
-    def fresh_since(self) -> int:
-        """Returns the first attempt of this training; earlier attempts belong to another training with this run id."""
-        return self._run.job().fresh_since
+        """Returns the Unix time of the submission."""
+        return self.job.created
 
     @property
     def beginning(self) -> str:
-        """Returns where the last submission began and why: "resumed from checkpoint ..." or "from scratch: ..."."""
-        return self._beginning if self._beginning is not None else self._run.job().beginning
+        """Returns where the submission began and why: "resumed from checkpoint ..." or "from scratch: ..."."""
+        return self.job.beginning
 
     def __repr__(self) -> str:
         return f"RunHandle({self.directory!r})"
@@ -164,7 +173,7 @@ class RunHandle(Generic[R]):
     def status(self) -> RunStatus:
         """Returns the current state of the run.
 
-        A run whose driver died is reported as failed, or as succeeded if its success was already recorded.
+        A run whose driver died is reported as failed, unless its end is recorded.
         """
         return self._seen(self._observer.store_timeout)
 
@@ -197,7 +206,7 @@ class RunHandle(Generic[R]):
     def _end(self, timeout: float | None) -> RunStatus | None:
         """Waits as `wait` does, and returns the status of the run that has ended; None if the timeout has passed."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._observer.patiently(lambda: self._current.submission, self._observer.store_timeout_until(deadline))
+        self._observer.patiently(lambda: self.own, self._observer.store_timeout_until(deadline))
         while not (status := self._seen(self._observer.store_timeout_until(deadline))).final:
             if deadline is not None and time.monotonic() >= deadline:
                 return None
@@ -231,10 +240,9 @@ class RunHandle(Generic[R]):
             time.sleep(interval)
 
     def renew_lease(self) -> None:
-        """Reports to the driver that the run is followed. Methods that wait for the run or read its lines do this, too.
+        """Reports to the driver that the run is followed, as methods that wait for the run or read its lines do.
 
-        Raises:
-            OSError: the store cannot be written.
+        Raises OSError if the store cannot be written.
         """
         if self._lease:
             self._lease.renew()
@@ -248,9 +256,7 @@ class RunHandle(Generic[R]):
         """Replaces the run's ``orphan_timeout``: it ends if this handle does not follow it for ``bound`` seconds.
 
         The last follower of a run calls this, since the run would otherwise wait its ``orphan_timeout`` for the next.
-
-        Raises:
-            OSError: the store cannot be written.
+        Raises OSError if the store cannot be written.
         """
         if self._lease:
             self._lease.hold(bound)
@@ -288,24 +294,21 @@ class RunHandle(Generic[R]):
     def _ref(self, status: RunStatus) -> ResultRef:
         """Returns the handle of the value, in this directory even if that was moved since."""
         ref = ResultRef.from_json(cast("dict[str, Any]", status.result))
-        return ref if ref.uri.startswith(f"{self.directory}/") else replace(ref, uri=self._run.result_path(ref.uri))
+        return ref if ref.uri.startswith(f"{self.directory}/") else replace(ref, uri=self.own.result_path(ref.uri))
 
     def delivery(self) -> Delivery:
         """Returns the receiver of this submission's result, and whether it has acknowledged the result."""
-        return deliveries.read(self.directory, self._current.submission)
+        return deliveries.read(self.own.directory)
 
     def offer(self, receiver: Mapping[str, Any]) -> None:
-        """Records the receiver of the result before the result is delivered.
-
-        Args:
-            receiver: JSON values by name, with which the orchestrator can be queried later for the delivery.
+        """Records the receiver of the result (JSON values by name) before the result is delivered.
 
         Raises:
             RunNotFoundError: the run was removed.
             OSError: the store cannot be written.
         """
-        self._observer.patiently(self._current.read)
-        deliveries.write(self.directory, Delivery(self._current.submission, dict(receiver)))
+        self._observer.patiently(self.own.status)
+        deliveries.write(self.own.directory, Delivery(dict(receiver)))
 
     def acknowledge(self) -> None:
         """Records that the receiver has stored the result, so that submitting this run id again trains from scratch.
@@ -318,15 +321,15 @@ class RunHandle(Generic[R]):
             RunNotFoundError: the run was removed.
             OSError: the store cannot be written.
         """
-        # On an object store a late heartbeat may have replaced the status of the end, which the observer knows.
         status = self.status()
         if status.result is None and status.state != "cancelled":
             raise ResultError(f"run {self.id} has no result that could be acknowledged: it is {status.state}")
-        deliveries.write(self.directory, replace(self.delivery(), acknowledged=True))
+        deliveries.write(self.own.directory, replace(self.delivery(), acknowledged=True))
 
     def checkpoints(self) -> list[Manifest]:
-        """Returns the committed checkpoints, oldest first."""
-        return list_committed(self._run, self._run.job().fresh_since)
+        """Returns the committed checkpoints of the training, oldest first."""
+        own = self.own
+        return list_committed([*own.earlier(), own.directory])
 
     def cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
         """Requests the end of the run; call `wait` for the end. Does nothing if the run has ended.
@@ -347,18 +350,18 @@ class RunHandle(Generic[R]):
         Raises:
             OSError: the store cannot be read.
         """
-        return dict((self._run.cancel_request(self._current.submission) or {}).get("receiver", {}))
+        return dict((self.own.cancel_request() or {}).get("receiver", {}))
 
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
-        """Yields the lines that the ranks wrote, in every attempt.
+        """Yields the lines that the ranks of this training wrote, in every attempt.
 
         Args:
             rank: The rank whose lines are yielded; None yields those of all ranks with a ``[rank]`` prefix, in the
                 order in which the driver received them.
             follow: Continues until the run ends. Lines of a rank that prints little come about twice a second.
         """
-        ranks = range(self._observer.patiently(self._run.job).num_processes) if rank is None else [rank]
-        yield from self.output.lines(dict.fromkeys(ranks, Position()), follow, prefix=rank is None)
+        for line in self.output.lines(Position(), follow, ranks=None if rank is None else [rank]):
+            yield line.prefixed if rank is None else line.text
 
     def events(self, follow: bool = False) -> Iterator[dict[str, Any]]:
         """Yields state changes, metrics and failures of this training, in the order in which the driver received them.
@@ -368,12 +371,12 @@ class RunHandle(Generic[R]):
         ``"waiting"``, ``"world"``, ``"bad-host"``). Events of type ``"state"`` also have ``submission``,
         ``attempt`` and ``run_id``.
         """
-        position, is_ours = Position(), OfTraining(self.fresh_since)
+        position = Position()
         for status in self._polls() if follow else [None]:
             while True:
                 before = position
                 events, position = self.output.read_events(before, status)
-                yield from filter(is_ours, events)
+                yield from events
                 if position == before:
                     break
 

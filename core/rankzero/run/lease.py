@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Callable
 
-from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 
 RETRY_DELAY_MAX = 24 * 3600.0  # Longest delay in seconds between two tries, if the delay grows
 RENEWAL_INTERVAL = 10.0  # Most seconds between two renewals of a lease on a disk
@@ -54,17 +54,16 @@ def power(base: float, exponent: int) -> float:
         return math.inf
 
 
-def interval_of(run: RunDirectory, bound: float) -> float:
+def interval_of(own: Submission, bound: float) -> float:
     """Returns the seconds between two renewals of a run that ends after ``bound`` seconds without a renewal."""
-    return min(RENEWAL_INTERVAL_REMOTE if run.is_remote else RENEWAL_INTERVAL, bound / 4)
+    return min(RENEWAL_INTERVAL_REMOTE if own.is_remote else RENEWAL_INTERVAL, bound / 4)
 
 
 class Renewal:
     """Reports to a run's driver that the run is followed."""
 
-    def __init__(self, run: RunDirectory, job: Job | None = None) -> None:
-        self._run = run
-        self._job = job
+    def __init__(self, own: Callable[[], Submission]) -> None:
+        self._own = own
         self._bound: float | None = None
         self._interval: float | None = None
         self._renewed = 0.0
@@ -73,8 +72,8 @@ class Renewal:
     def interval(self) -> float:
         """Seconds between two renewals; 0 if the run has no ``orphan_timeout``. Raises OSError on the first use."""
         if self._interval is None:
-            bound = (self._job or self._run.job()).orphan_timeout
-            self._interval = 0.0 if bound is None else interval_of(self._run, bound)
+            bound = self._own().job.orphan_timeout
+            self._interval = 0.0 if bound is None else interval_of(self._own(), bound)
         return self._interval
 
     def renew(self) -> None:
@@ -83,10 +82,11 @@ class Renewal:
         Raises:
             OSError: the store cannot be read or written.
         """
-        bound = self._run.lease_bound() if self._bound is None else self._bound
-        self._run.renew_lease(bound)
+        own = self._own()
+        bound = own.lease_bound() if self._bound is None else self._bound
+        own.renew_lease(bound)
         if bound is not None:
-            self._interval = interval_of(self._run, bound)
+            self._interval = interval_of(own, bound)
 
     def hold(self, bound: float) -> None:
         """Makes the run end after ``bound`` seconds without a renewal, and renews the lease. Raises like `renew`."""

@@ -6,13 +6,12 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rankzero import store
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
-from rankzero.run.handle import RunHandle
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.observer import STORE_PATIENCE, Observer
 from rankzero.run.status import RunStatus
 
@@ -33,9 +32,6 @@ READERS = 16
 JOBS = 4096
 """Most jobs that `list_runs` keeps in this process."""
 
-_jobs: dict[str, Job] = {}
-"""Jobs by run directory. The job of a submission never changes, so another listing reads only its status."""
-
 
 @dataclass(frozen=True)
 class Listed:
@@ -54,11 +50,15 @@ class Listed:
     problem: str = ""
 
 
+_jobs: dict[str, Job] = {}
+"""Jobs by run directory. The job of a submission never changes, so another listing reads only its status."""
+
+
 def list_runs(location: str | os.PathLike[str]) -> Iterator[Listed]:
     """Yields the runs of a store, in the order of their names.
 
     A run directory that cannot be read is a run with a problem. Directories of other programs are left out. A run on an
-    object store takes two requests, and one if this process has listed the same submission before.
+    object store takes three requests, and two if this process has listed the same submission before.
 
     Args:
         location: Root of the run directories, a path or an fsspec URL.
@@ -82,7 +82,7 @@ def find_run(name: str) -> str:
         RunNotFoundError: no run or several runs have this name.
     """
     parent, _, part = name.rstrip("/").rpartition("/")
-    if store.exists(store.join(store.normalize(name), "job.json")) or (parent and os.path.isdir(name)):
+    if RunDirectory(name).is_own() or (parent and os.path.isdir(name)):
         return name
     root = store.normalize(store.root_of(parent))
     names = names_of(root)
@@ -128,21 +128,33 @@ def _each(root: str, names: list[str], read: Callable[[str], T]) -> Iterator[T]:
 def _listed(directory: str) -> Listed | None:
     """Returns a run, or None for a directory that is no run's, or whose submission is not written yet."""
     run = RunDirectory(directory)
-    observer = Observer(run, None, 0)
     try:
         # An object store may fail for a moment; a file that cannot be read stays so.
-        read = observer.patiently if run.is_remote else _call
-        status, job = read(run.status), _jobs.get(directory)
-        if job is None or job.nonce != status.nonce:
-            job = read(run.job)
-        if job.nonce != status.nonce:
-            # A submission begins just now, or a driver that was replaced has written the status.
-            return Listed(directory, job, RunHandle(directory, job=job, follows=False).status())
-        if job.nonce and (directory in _jobs or len(_jobs) < JOBS):
+        read = Observer(run.current, None).patiently if run.is_remote else _call
+        if not (numbers := read(run.numbers)):
+            return None
+        if listed := _judged(run, _jobs.get(directory), numbers[-1], read):
+            return listed
+        job = read(lambda: run.job_of(numbers[-1]))
+        if job and (directory in _jobs or len(_jobs) < JOBS):
             _jobs[directory] = job
-        return Listed(directory, job, observer.judged(status, STORE_PATIENCE()))
+        return _judged(run, job, numbers[-1], read)
     except _UNREADABLE as error:
         return _unreadable(run, error)
+
+
+def _judged(run: RunDirectory, job: Job | None, number: int, read: Callable[..., Any]) -> Listed | None:
+    if job is None or job.submission != number:
+        return None
+    own = Submission(run, job)
+    try:
+        status = read(own.status)
+    except RunNotFoundError:
+        if own.is_there():
+            raise
+        # It was removed, and submitted again under its name.
+        return None
+    return Listed(run.directory, job, Observer(lambda: own, None).judged(status, STORE_PATIENCE()))
 
 
 def _call(read: Callable[[], T]) -> T:

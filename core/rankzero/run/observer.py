@@ -1,8 +1,6 @@
-"""`Observer` reads a run's status from a store that may fail, and determines whether the run's driver lives.
+"""`Observer` reads a submission's status from a store that may fail, and determines whether its driver lives.
 
 Why its process decides before its heartbeat: docs/architecture.md#a-process-that-can-be-queried-is-queried.
-`CurrentStatus` reads the status of one submission by its nonce: a directory that was removed and submitted again starts
-with submission 0, and the driver of the removed run may write a status into it until it notices the removal.
 """
 
 from __future__ import annotations
@@ -20,123 +18,26 @@ from typing import Any, Protocol, TypeVar
 from rankzero import bounds, store
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
-from rankzero.host.processes import STOPPED, caught_signals, process_namespace, process_state, thread_lives
-from rankzero.run.directory import RunDirectory
+from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state, thread_lives
+from rankzero.run.directory import Submission
+from rankzero.run.names import DRIVER_LOG
 from rankzero.run.status import RunStatus
-
-
-class CurrentStatus:
-    """Reads, or cancels, one submission of a run; ignores a status that another submission's driver wrote."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        """Makes a reader; the first `read` accesses the store."""
-        self._run = run
-        self._accepted: RunStatus | None = None
-        self._bound: tuple[int, str] | None = None
-
-    def bind(self, submission: int, nonce: str) -> None:
-        """Makes `read` follow this submission, and raise if the directory now belongs to another run of its name."""
-        self._bound = (submission, nonce)
-
-    @property
-    def submission(self) -> int:
-        """Returns the number given to `bind`, else binds to the directory's last submission. Raises like `read`."""
-        # Not a cached_property: in Python 3.11 a store that does not answer would hold its lock for all handles.
-        if self._bound is None:
-            job = self._run.job()
-            last = (job.submission, job.nonce)
-            # A submission's status may be written before its job.
-            with contextlib.suppress(RunNotFoundError):
-                status = self.read()
-                if status.submission > job.submission:
-                    last = (status.submission, status.nonce)
-            self._bound = last
-        return self._bound[0]
-
-    def read(self) -> RunStatus:
-        """Returns the status of the submission given to `bind`, else of the directory's last submission.
-
-        Raises:
-            RunNotFoundError: the directory holds no run, or another run than the one given to `bind`.
-        """
-        status = self._run.status()
-        known = self._accepted
-        if not status.nonce or (known and known.nonce == status.nonce):
-            self._accepted = status
-            return status
-        job = self._run.job()
-        # A submission's status is written before its job, which makes it the last one. A submitter that was delayed may
-        # have written an older job over that of a submission which has its driver.
-        is_later = status.submission > job.submission and status.driver_pid is not None
-        if self._bound:
-            submission, nonce = self._bound
-            if job.submission == submission and job.nonce != nonce != "" != job.nonce:
-                raise self._removed()
-            if max(job.submission, status.submission if is_later else 0) > submission:
-                self._accepted = self._end_of(submission, nonce)
-                return self._accepted
-        if job.nonce in ("", status.nonce) or is_later:
-            self._accepted = status
-            return status
-        if (found := self._run.outcome(job.submission)) and found.nonce == job.nonce:
-            return found
-        if known and known.nonce == job.nonce:
-            return known
-        return RunStatus(attempt=job.first_attempt, submission=job.submission, heartbeat=job.created, nonce=job.nonce)
-
-    def _end_of(self, submission: int, nonce: str) -> RunStatus:
-        """Returns how a submission ended that was followed by a later one."""
-        if (found := self._run.outcome(submission)) and found.nonce == nonce:
-            return found
-        job = self._run.job_of(submission)
-        if not (job and job.nonce in ("", nonce)):
-            raise self._removed()
-        text = f"submission {submission} of {self._run.directory} was followed by a later one, and its end is unknown"
-        return RunStatus("failed", submission=submission, nonce=nonce, error=EngineError(text).to_json())
-
-    def _removed(self) -> RunNotFoundError:
-        return RunNotFoundError(
-            f"the run in {self._run.directory} was removed, and another one was submitted under its name"
-        )
-
-    def outcome(self, status: RunStatus) -> RunStatus:
-        """Returns the recorded outcome if a late write has replaced it by this status; else the status itself."""
-        found = None if status.certain else self._run.outcome(status.submission)
-        return found if found and found.nonce == status.nonce else status
-
-    def cancel(self, receiver: Mapping[str, Any] | None, reason: str = "") -> None:
-        """Requests the end of `submission`, as `RunHandle.cancel` describes."""
-        if self._accepted:
-            # The store may not answer now.
-            self._signal_driver(self._accepted)
-        status = self.read()
-        if status.final or status.submission > self.submission:
-            return
-        self._signal_driver(status)
-        self._run.request_cancel(self.submission, receiver, reason)
-        job = self._run.job() if status.driver_pid is None else None
-        is_for_a_cluster = job and job.submission == self.submission and "deploy_mode" in job.engine
-        if is_for_a_cluster and self._run.claim_driver(self.submission):
-            # If the cluster starts the driver later, it finds the submission claimed and exits.
-            error = RunCancelledError("the run was cancelled before its driver started", requested=True)
-            ended = replace(status, state="cancelled", error=error.to_json(), ended=time.time())
-            self._run.write_status(ended)
-
-    def _signal_driver(self, status: RunStatus) -> None:
-        """Sends `CANCEL` to a driver that is a process of this machine, since it polls the run directory seldom.
-
-        A driver that is a thread polls: the process is its caller's. So does one whose start is not known, as on macOS:
-        another process may have its id.
-        """
-        pid, start = status.driver_pid, status.driver_start
-        if pid is None or start is None or status.driver_thread or status.driver_namespace != process_namespace():
-            return
-        if not status.final and status.submission == self.submission and process_state(pid, start):
-            signal_cancel(pid)
-
 
 CANCEL = signal.SIGUSR1
 """Signal to a driver process that the end of its run was requested. The request is in the store, soon or already."""
+
+
+def _signal_driver(status: RunStatus) -> None:
+    """Sends `CANCEL` to a driver that is a process of this machine, since it polls the run directory seldom.
+
+    A driver that is a thread polls: the process is its caller's. So does one whose start is not known, as on macOS:
+    another process may have its id.
+    """
+    pid, start = status.driver_pid, status.driver_start
+    if pid is None or start is None or status.driver_thread or status.driver_namespace != process_namespace():
+        return
+    if not status.final and process_state(pid, start):
+        signal_cancel(pid)
 
 
 def signal_cancel(pid: int) -> None:
@@ -144,37 +45,6 @@ def signal_cancel(pid: int) -> None:
     if CANCEL in (caught_signals(pid) or ()):
         with contextlib.suppress(OSError):
             os.kill(pid, CANCEL)
-
-
-def owns(run: RunDirectory, submission: int, nonce: str) -> bool:
-    """Returns True if a run directory still belongs to this submission, so that its driver may write there.
-
-    Restores the submission's ``job.json`` if a delayed submitter has overwritten it with an older one.
-
-    Args:
-        run: The run directory.
-        submission: Number of the driver's submission.
-        nonce: `Job.nonce` of the driver's submission.
-
-    Raises:
-        OSError: the store cannot be read (or an error of its fsspec driver).
-    """
-    try:
-        current = run.job()
-        if current.submission > submission:
-            return False
-        if current.submission == submission and current.nonce in ("", nonce):
-            return True
-        # A removed directory has lost this submission's job, or has the job of another run.
-        own = run.job_of(submission)
-        if nonce and not (own and own.nonce == nonce):
-            return False
-    except RunNotFoundError:
-        return False
-    with contextlib.suppress(FileNotFoundError):
-        run.restore(submission)
-        return True
-    return False
 
 
 T = TypeVar("T")
@@ -204,64 +74,76 @@ class OwnDriver(Protocol):
 
 
 class Observer:
-    """Observes one run for one process."""
+    """Observes one submission of a run for one process."""
 
-    def __init__(self, run: RunDirectory, driver: OwnDriver | None, submission: int) -> None:
+    def __init__(self, own: Callable[[], Submission], driver: OwnDriver | None) -> None:
         """Makes an observer; `status` accesses the store.
 
         Args:
-            run: The run directory.
-            driver: The run's driver, if this process has started it.
-            submission: Number of the submission that ``driver`` drives.
+            own: Returns the submission; may raise RunNotFoundError.
+            driver: Its driver, if this process has started it.
         """
-        self._run = run
+        self._own = own
         self._driver = driver
-        self._submission = submission
         self._pid = os.getpid()
         self._heartbeat = HeartbeatWatch()
-        self.current = CurrentStatus(run)
+        self._last: RunStatus | None = None
 
     def cancel(self, receiver: Mapping[str, Any] | None, reason: str) -> None:
-        """Requests the end of the run: from a driver that this process started, then in the store."""
+        """Requests the end of the run, as `RunHandle.cancel` describes."""
         if self._driver and os.getpid() == self._pid:
             self._driver.cancel()
-        self.current.cancel(receiver, reason)
+        if self._last:
+            # The store may not answer now.
+            _signal_driver(self._last)
+        status = self._read()
+        if status.final:
+            return
+        _signal_driver(status)
+        own = self._own()
+        own.request_cancel(receiver, reason)
+        if "deploy_mode" in own.job.engine and not own.has_driver():
+            # A driver that the cluster starts later finds the end, and exits.
+            error = RunCancelledError("the run was cancelled before its driver started", requested=True)
+            own.finish(replace(status, state="cancelled", error=error.to_json()))
+
+    def _read(self) -> RunStatus:
+        self._last = self._own().status()
+        return self._last
 
     def status(self, timeout: float) -> RunStatus:
         """Returns the current status, from a store that may fail for ``timeout`` seconds.
 
-        A run whose driver died is reported as failed, or as succeeded if its success was already recorded.
+        A run whose driver died is reported as failed, unless its end is recorded.
         """
-        return self.judged(self.patiently(self.current.read, timeout), timeout)
+        return self.judged(self.patiently(self._read, timeout), timeout)
 
     def judged(self, status: RunStatus, timeout: float) -> RunStatus:
         """Returns a status that was just read; the status of a run whose driver died as `status` reports it."""
         if status.final or not self._driver_died(status):
             return status
         # The driver may have written in the meantime, or this machine may have slept, so the status is read again.
-        before, status = status, self.patiently(self.current.read, timeout)
+        before, status = status, self.patiently(self._read, timeout)
         if status.final or status.heartbeat != before.heartbeat:
             return status
-        status = self.patiently(lambda: self.current.outcome(before), timeout)
-        if status.final:
-            return status
-        if status.certain:
-            return replace(status, state="succeeded", ended=status.heartbeat)
+        if end := self.patiently(self._own().end, timeout):
+            return end
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
-        end = "died without ending the run"
+        died = "died without ending the run"
         if _process_state(status) in STOPPED:
             silence = f"it sent no heartbeat for {dead_after(status):.0f} s, and counts as dead"
-            end = f"is stopped: {silence}. It has not ended the run"
-        text = f"the driver of run {self._run.directory.rsplit('/', 1)[-1]} ({who}) {end}, which was {status.shown}"
+            died = f"is stopped: {silence}. It has not ended the run"
+        text = f"the driver of run {self._own().job.run_id} ({who}) {died}, which was {status.shown}"
         error = EngineError("\n".join([text, *self._driver_log_tail()]), code="RZ-2004")
         return replace(status, state="failed", error=error.to_json(), ended=status.heartbeat)
 
     def _driver_log_tail(self) -> list[str]:
         with contextlib.suppress(OSError):
-            if self._run.is_remote:
+            own = self._own()
+            if own.is_remote:
                 output = self._driver.last_output() if self._driver else b""
             else:
-                output = store.read_bytes(self._run.path("driver.log"))
+                output = store.read_bytes(own.path(DRIVER_LOG))
             return [f"  {line}" for line in output.decode("utf-8", "replace").splitlines()[-DRIVER_LOG_TAIL:]]
         return []
 
@@ -293,7 +175,7 @@ class Observer:
         A driver that this process started is a child process or a thread, whose end is known. Its training therefore
         continues even if the store rejects its heartbeats for minutes.
         """
-        if self._driver is not None and status.submission == self._submission and os.getpid() == self._pid:
+        if self._driver is not None and os.getpid() == self._pid:
             # The host is compared by its name, since followers do this often, and the process namespace costs more.
             ours = (socket.gethostname(), self._driver.pid)
             if status.driver_pid is not None and (status.driver_host, status.driver_pid) != ours:
@@ -305,21 +187,19 @@ class Observer:
             # together with this code.
             is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
             return None if is_stopped else True
-        if status.driver_pid is None and (process := self._starting(status)):
+        if status.driver_pid is None and (process := self._starting()):
             status = replace(status, **{f"driver_{fact}": process[fact] for fact in ("pid", "start", "namespace")})
         return process_lives(status)
 
-    def _starting(self, status: RunStatus) -> dict[str, Any] | None:
+    def _starting(self) -> dict[str, Any] | None:
         """Returns the process that is the driver or starts it, before the driver's first status; None if unknown."""
-        if process := self._run.starting(status.submission):
-            return process
-        # The owner says nothing about a driver that a cluster starts, which may never start.
-        if not status.patience:
-            # If the store fails now, the heartbeat decides.
-            with contextlib.suppress(Exception):
-                job = self._run.find_job()
-                return job.owner if job and job.submission == status.submission else None
-        return None
+        own = self._own()
+        if (found := own.starting()) or own.job.queue_time:
+            # Nothing is known about a driver that a cluster starts, which may never happen.
+            return found
+        # A submitter that lives may have started none. On an object store it does not record that it has.
+        submitter = own.job.submitter
+        return own.job.owner or (submitter if submitter and not own.is_remote and is_gone(submitter) else None)
 
     def _driver_died(self, status: RunStatus) -> bool:
         is_silent = self._heartbeat.is_silent(status)
@@ -392,6 +272,6 @@ _MISSED = 3
 def dead_after(status: RunStatus) -> float:
     """Returns the seconds without a heartbeat after which the driver that wrote a status counts as dead.
 
-    A driver that a cluster has not started yet has `RunStatus.patience` seconds until its first heartbeat.
+    A driver that a cluster has not started yet has `RunStatus.queue_time` seconds until its first heartbeat.
     """
-    return max(DRIVER_DEAD_AFTER(), _MISSED * status.interval, status.patience)
+    return max(DRIVER_DEAD_AFTER(), _MISSED * status.interval, status.queue_time)

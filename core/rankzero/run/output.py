@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
 import json
 import logging
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from rankzero import bounds
-from rankzero.job import Job
-from rankzero.run import growing
-from rankzero.run.directory import RunDirectory
-from rankzero.run.growing import Position
-from rankzero.run.names import EVENTS, LINES, log_name
-from rankzero.run.observer import Observer
+from rankzero import store
+from rankzero.run.directory import Submission
+from rankzero.run.growing import Position, Stream
+from rankzero.run.names import EVENTS, LINES
 from rankzero.run.status import RunStatus
-
-THOROUGH_INTERVAL = bounds.scaled(2.0)  # Between two reads of every log: a file server may report their sizes late
 
 T = TypeVar("T")
 
@@ -35,8 +28,8 @@ _LEVEL = re.compile(r"\[\d+\] (?:[\d:.,TZ/+-]+\s+){0,2}\W?(WARN(?:ING)?|ERROR|CR
 
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\t")
 
-TAIL_PIECES = 8
-"""Number of last pieces of the ranks' stream on an object store that `Output.tails` reads."""
+TAIL = 8 << 20
+"""Bytes of the last lines of all ranks that `Output.tails` reads."""
 
 
 def level_of(line: str) -> int:
@@ -84,15 +77,13 @@ def stamped(lines: Iterable[str], when: float) -> list[str]:
     return [f"{stamp}Z\t{line}" for line in lines]
 
 
-def _parsed(stored: Iterable[str], rank: int | None = None) -> Iterator[Line]:
-    """Yields stored lines of one rank, or of a stream in which each begins with its ``[rank]``."""
+def _parsed(stored: Iterable[str]) -> Iterator[Line]:
+    """Yields stored lines, each of which begins with its ``[rank]``, except notes about lines of all ranks."""
     stamp = ""
-    is_stream = rank is None
     for line in stored:
-        if is_stream and (found := _OF_RANK.match(line)):
+        rank = None
+        if found := _OF_RANK.match(line):
             rank, line = int(found[1]), line[found.end() :]
-        elif is_stream:
-            rank = None
         if found := _STAMP.match(line):
             stamp, line = found[0][:-1], line[found.end() :]
         yield Line(stamp, rank, line)
@@ -106,139 +97,108 @@ class Patience(Protocol):
 
 
 class Output:
-    """Reads what the ranks and the driver of a run have written, for a `RunHandle` and for what follows one."""
+    """Reads what the ranks and the driver of a training have written, for a `RunHandle` and for what follows one."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        observer: Observer,
-        job: Job | None,
-        read: Patience,
-        polls: Callable[[], Iterator[RunStatus]],
-    ) -> None:
+    def __init__(self, own: Callable[[], Submission], read: Patience, polls: Callable[[], Iterator[RunStatus]]) -> None:
         """Prepares to read, and reads nothing yet.
 
         Args:
-            run: The run directory.
-            observer: Reads the store patiently.
-            job: Job of the handle's submission; None for the last one.
+            own: Returns the handle's submission.
             read: Calls a function that reads the store, as a follower of the run does.
             polls: Returns an iterator with a status for every poll of the run until its end.
         """
-        self._run = run
-        self._observer = observer
-        self._job = job
+        self._own = own
         self._read = read
         self._polls = polls
 
-    def ends(self, ranks: Iterable[int] | None = None, status: RunStatus | None = None) -> dict[int, Position]:
-        """Returns the current ends of ranks' lines. `lines` from there on yields the lines that are written later.
+    def _stream(self, name: str) -> Stream:
+        own = self._own()
+        return Stream([store.join(place, name) for place in [*own.earlier(), own.directory]])
+
+    def start(self) -> Position:
+        """Returns where the lines of this submission begin; ``Position()`` is where those of the training do."""
+        return self._stream(LINES).start
+
+    def end(self, status: RunStatus) -> Position:
+        """Returns the current end of the lines.
 
         Args:
-            ranks: The ranks; None for all.
-            status: A status that was just read, which saves a request to an object store.
+            status: A status that was just read, which has the end on an object store.
         """
-        ranks = range(self._observer.patiently(self._run.job).num_processes) if ranks is None else ranks
-        if self._run.is_remote:
-            status = status or self._observer.patiently(self._run.status)
-            return dict.fromkeys(ranks, Position(*status.written.get(LINES, ())))
-        return {rank: growing.end_of(self._run.path(log_name(rank))) for rank in ranks}
-
-    def starts(self) -> dict[int, Position]:
-        """Returns the positions at which the lines of the last submission begin, by rank."""
-        job = self._job or self._observer.patiently(self._run.job)
-        return {rank: Position(*job.log_starts.get(str(rank), ())) for rank in range(job.num_processes)}
+        stream = self._stream(LINES)
+        return self._read(lambda: stream.end(status.written.get(LINES, ())))
 
     def begin_of_last(self, start: Position, end: Position, most: int) -> tuple[Position, int]:
         """Returns the position of the last ``most`` bytes between two positions, and the number of bytes before it."""
-        location = self._run.path(LINES)
-        return self._read(lambda: growing.begin_of_last(location, start, end, most))
+        stream = self._stream(LINES)
+        return self._read(lambda: stream.begin_of_last(start, end, most))
 
     def lines(
         self,
-        positions: dict[int, Position],
-        follow: bool,
+        position: Position,
+        follow: bool = False,
         *,
-        prefix: bool,
+        ranks: Collection[int] | None = None,
         status: RunStatus | None = None,
-        ends: Mapping[int, Position] | None = None,
-    ) -> Iterator[str]:
-        """Yields the lines of some ranks from given positions on. `logs` is built on this method.
+        end: Position | None = None,
+        reached: Callable[[Position], object] = lambda _: None,
+    ) -> Iterator[Line]:
+        """Yields the lines of some ranks from a position on. `logs` is built on this method.
 
         Args:
-            positions: The position to read from, by rank. Updated as lines are read.
+            position: The position to read from.
             follow: Continues until the run ends.
-            prefix: Begins each line with ``[rank]``.
+            ranks: The ranks; None for all. Notes about lines of all ranks are always yielded.
             status: Without ``follow``: a status that was just read, which saves requests to an object store.
-            ends: Without ``follow``, on a disk: the position at which to stop, by rank.
+            end: Without ``follow``: the position at which to stop.
+            reached: Called with the new position once all lines of one access to the store have been yielded. After an
+                error, the lines that were yielded since then are read again.
         """
-        for line in self.timed_lines(positions, follow, status=status, ends=ends):
-            yield line.prefixed if prefix else line.text
-
-    def timed_lines(
-        self,
-        positions: dict[int, Position],
-        follow: bool,
-        *,
-        status: RunStatus | None = None,
-        ends: Mapping[int, Position] | None = None,
-    ) -> Iterator[Line]:
-        """Yields lines as `lines` does, each with its rank and its time."""
-        if not follow:
-            yield from self._of_ranks(positions, _running(status), ends=ends)
-            return
-        thorough_at = 0.0
-        for found in self._polls():
-            thorough = found.final or time.monotonic() >= thorough_at
-            if thorough:
-                thorough_at = time.monotonic() + THOROUGH_INTERVAL()
-            yield from self._of_ranks(positions, _running(found), thorough=thorough)
+        stream = self._stream(LINES)
+        for found in self._polls() if follow else [status]:
+            while True:
+                until = end or _end_of(stream, LINES, found)
+                stored, after = self._read(functools.partial(stream.read, position, until))
+                for line in _parsed(stored):
+                    if ranks is None or line.rank is None or line.rank in ranks:
+                        yield line
+                position = after
+                reached(position)
+                if not stored:
+                    break
 
     def read_events(self, position: Position, status: RunStatus | None = None) -> tuple[list[dict[str, Any]], Position]:
         """Returns some events from a position on, and the new position, which is unchanged if there are no more events.
 
         Args:
-            position: The position to read from; ``Position()`` is the beginning.
+            position: The position to read from; ``Position()`` is the beginning of the training.
             status: A status that was just read, which saves requests to an object store.
         """
-        lines, position = self._of_file(EVENTS, position, _running(status))
+        stream = self._stream(EVENTS)
+        until = _end_of(stream, EVENTS, status)
+        lines, after = self._read(functools.partial(stream.read, position, until))
         events = []
         for line in lines:
             # A line that was cut by a full disk is not JSON.
             with contextlib.suppress(ValueError):
                 events.append(json.loads(line))
-        return events, position
+        return events, after
 
-    def tails(self, ranks: Iterable[int], size: int) -> dict[int, tuple[list[Line], bool]]:
-        """Returns the last lines of some ranks in the last submission.
+    def tails(self, ranks: Iterable[int], size: int, status: RunStatus) -> dict[int, tuple[list[Line], bool]]:
+        """Returns the last lines of some ranks in the handle's submission, of the last `TAIL` bytes of all ranks.
 
         Args:
             ranks: The ranks.
-            size: Approximate number of bytes for each rank. On an object store, where all ranks share one stream, only
-                its last `TAIL_PIECES` pieces are read.
+            size: Approximate number of bytes for each rank.
+            status: A status that was just read.
 
         Returns:
             The lines, and whether there are earlier ones, by rank.
         """
-        known = self.starts()
-        starts = {rank: known[rank] for rank in ranks}
-        if self._run.is_remote:
-            return self._tails_of_stream(starts, size, self._observer.patiently(self._run.status))
-        tails = {}
-        for rank, end in self.ends(starts).items():
-            begin = max(starts[rank], Position(0, end.offset - size))
-            lines = list(self._of_ranks({rank: begin}, None))
-            # The first line may be incomplete.
-            tails[rank] = (lines[1:], True) if begin > starts[rank] else (lines, False)
-        return tails
-
-    def _tails_of_stream(
-        self, starts: dict[int, Position], size: int, status: RunStatus
-    ) -> dict[int, tuple[list[Line], bool]]:
-        end = Position(*status.written.get(LINES, ()))
-        begins = {rank: max(start, Position(max(0, end.piece - TAIL_PIECES))) for rank, start in starts.items()}
-        kept: dict[int, list[Line]] = {rank: [] for rank in starts}
-        for line in self._of_ranks(dict(begins), _running(status)):
+        start = self.start()
+        begin, skipped = self.begin_of_last(start, self.end(status), TAIL)
+        kept: dict[int, list[Line]] = {rank: [] for rank in ranks}
+        for line in self.lines(begin, status=status):
             if line.rank in kept:
                 kept[line.rank].append(line)
         tails = {}
@@ -246,83 +206,13 @@ class Output:
             left, first = size, len(lines)
             while first and (left := left - len(lines[first - 1].text)) >= 0:
                 first -= 1
-            tails[rank] = (lines[first:], first > 0 or begins[rank] > starts[rank])
+            tails[rank] = (lines[first:], first > 0 or skipped > 0)
         return tails
 
-    def _of_ranks(
-        self,
-        positions: dict[int, Position],
-        status: RunStatus | None,
-        *,
-        thorough: bool = True,
-        ends: Mapping[int, Position] | None = None,
-    ) -> Iterator[Line]:
-        """Yields every line of some ranks after the given positions, in the order of their times.
 
-        A position is updated when all lines that were read with one access have been yielded. After an error, the
-        lines that were yielded since then are read again.
+def _end_of(stream: Stream, name: str, status: RunStatus | None) -> Position | None:
+    """Returns the end of a stream according to the status of a running run.
 
-        Args:
-            positions: The position to read from, by rank. On an object store, where all ranks share a stream, the
-                smallest position counts.
-            status: As for `_of_file`.
-            thorough: Opens every file, even if a file server reports that it has not grown.
-            ends: On a disk, the position at which to stop, by rank, since a rank may write faster than its lines are
-                shown.
-        """
-        if self._run.is_remote:
-            yield from self._of_stream(positions, status)
-            return
-        unread = [rank for rank, position in sorted(positions.items()) if thorough or self._has_grown(rank, position)]
-        # Lines of every rank are in memory at the same time.
-        most = max(growing.READ_MIN, growing.READ // max(1, len(unread)))
-        yield from heapq.merge(*(self._of_rank(rank, positions, (ends or {}).get(rank), most) for rank in unread))
-
-    def _of_rank(self, rank: int, positions: dict[int, Position], end: Position | None, most: int) -> Iterator[Line]:
-        def stored() -> Iterator[str]:
-            lines = [""]
-            while lines:
-                lines, position = self._of_file(log_name(rank), positions[rank], None, end, most)
-                yield from lines
-                positions[rank] = position
-
-        return _parsed(stored(), rank)
-
-    def _has_grown(self, rank: int, position: Position) -> bool:
-        return self._read(functools.partial(growing.has_grown, self._run.path(log_name(rank)), position))
-
-    def _of_stream(self, positions: dict[int, Position], status: RunStatus | None) -> Iterator[Line]:
-        while positions:
-            stored, position = self._of_file(LINES, min(positions.values()), status)
-            yield from (line for line in _parsed(stored) if line.rank is None or line.rank in positions)
-            positions.update(dict.fromkeys(positions, position))
-            if not stored:
-                break
-
-    def _of_file(
-        self,
-        name: str,
-        position: Position,
-        status: RunStatus | None,
-        end: Position | None = None,
-        most: int = growing.READ,
-    ) -> tuple[list[str], Position]:
-        """Returns some lines of a growing file or stream, and the new position; no lines at its end.
-
-        Args:
-            name: Path within the run directory.
-            position: The position to read from.
-            status: On an object store, the status that records the end; None finds the end with two more requests.
-            end: On a disk, the position at which to stop; None reads to the end.
-            most: On a disk, the number of bytes to read.
-        """
-        path = self._run.path(name)
-        if not self._run.is_remote:
-            return self._read(functools.partial(growing.read_lines, path, position, end, most))
-        end = None if status is None else Position(*status.written.get(name, ()))
-        return self._read(functools.partial(growing.read_piece, path, position, end))
-
-
-def _running(status: RunStatus | None) -> RunStatus | None:
-    """Returns the status of a running run, else None: a driver that died may have written more than it recorded."""
-    return None if status is None or status.final else status
+    A driver that died may have written more than it recorded, and a file server may report an old size.
+    """
+    return None if status is None or status.final or not stream.is_remote else stream.end(status.written.get(name, ()))

@@ -32,26 +32,6 @@ UNSHOWN = frozenset({"time", "attempt"})
 """Columns of a row of reports that tables leave out."""
 
 
-class OfTraining:
-    """A filter for the events of the last training with a run id, without those of earlier trainings.
-
-    Call it with the events of a run in their order.
-
-    Args:
-        fresh_since: The first attempt of the training: `Job.fresh_since`.
-    """
-
-    def __init__(self, fresh_since: int) -> None:
-        self._fresh_since = fresh_since
-        self._has_begun = fresh_since == 0
-
-    def __call__(self, event: Mapping[str, Any]) -> bool:
-        """Returns True if the event belongs to the last training."""
-        if event.get("type") == "state" and isinstance(event.get("attempt"), int):
-            self._has_begun = self._has_begun or event["attempt"] >= self._fresh_since
-        return self._has_begun
-
-
 def as_row(metrics: Mapping[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Returns a report's metrics and rankzero's own columns; a metric of the same name is ``metrics.NAME``.
 

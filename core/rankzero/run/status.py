@@ -35,10 +35,9 @@ class RunStatus:
         attempt: Number of the current attempt, from 0.
         preemptions: Number of preempted attempts of this submission.
         submission: Number of the submission: how often the run id was submitted before.
-        nonce: `Job.nonce` of the submission whose driver or submitter wrote this status.
         heartbeat: Unix time at which the driver last wrote.
         interval: Seconds between two heartbeats.
-        patience: Seconds without a heartbeat after which a driver that a cluster has not started counts as dead; with 0
+        queue_time: Seconds without a heartbeat after which a driver that a cluster has not started is dead; with 0
             the interval decides.
         written: Ends of `EVENTS` and `LINES` on an object store, each as piece and offset.
         driver_host: Host of the driver, or None before it started.
@@ -59,6 +58,7 @@ class RunStatus:
         engine_url: Address of the engine's user interface, such as the Spark UI, during the run; or None.
         held_seconds: Seconds for which ranks of ended attempts occupied their slots, summed over the ranks.
         held_since: Unix time since which the current attempt occupies its slots; None between attempts.
+        ended_by: Identifies the process that has created the end of the submission.
     """
 
     state: str = "pending"
@@ -67,10 +67,9 @@ class RunStatus:
     attempt: int = 0
     preemptions: int = 0
     submission: int = 0
-    nonce: str = ""
     heartbeat: float = 0.0
     interval: float = HEARTBEAT_INTERVAL
-    patience: float = 0.0
+    queue_time: float = 0.0
     written: dict[str, list[int]] = field(default_factory=dict)
     driver_host: str | None = None
     driver_pid: int | None = None
@@ -88,6 +87,7 @@ class RunStatus:
     world_size: int | None = None
     held_seconds: float = 0.0
     held_since: float | None = None
+    ended_by: str = ""
 
     @property
     def shown(self) -> str:
@@ -150,7 +150,7 @@ _LATER_KINDS: dict[str, type | tuple[type, ...]] = {
     "cancelling": bool,
     "attempt": int,
     "interval": _NUMBER,
-    "patience": _NUMBER,
+    "queue_time": _NUMBER,
     "started": (*_NUMBER, type(None)),
     "ended": (*_NUMBER, type(None)),
     "world_size": (int, type(None)),

@@ -159,9 +159,9 @@ def clients(url: str) -> Iterator[Client]:
 
 
 def reach(directory: str, token: str) -> Client | None:
-    """Returns a client that can read the driver's token in the run directory; None if no client can."""
-    for client in clients(directory):
-        with contextlib.suppress(Exception), client.open_read(join(directory, "token")) as file:
+    """Returns a client that can read the file ``driver`` with this text in a directory; None if no client can."""
+    for client in clients(directory.rpartition("/")[0]):
+        with contextlib.suppress(Exception), client.open_read(join(directory, "driver")) as file:
             if file.read().decode() == token:
                 return client
     return None

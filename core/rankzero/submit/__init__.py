@@ -6,6 +6,6 @@ docs/architecture.md#identity-decides to a submission and refuses another traini
 applies it to a pipeline step, and ends a run of another training first. If another try of the step follows, the driver
 is a detached process, else the run ends with the step. From the first access to the store on, an interrupt of the step
 either detaches from the run or ends it; a run that cannot be found or cancelled then is ended by its lease. A submitter
-that was delayed after its claim restores the newer ``job.json``. Modules beside a script are searched along a path
+that loses its number to another one looks again. Modules beside a script are searched along a path
 that is passed as an argument; ``sys.path`` is never changed.
 """

@@ -42,11 +42,11 @@ _SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
 
 _SECRETS = re.compile(
     r".*\.(pem|key|p12|pfx|jks|keystore|kdbx|ppk|keytab|env)|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*"
-    r"|.*credentials\.json|secrets?\..*|service[-_]account.*\.json|kube[-_]?config(\..*)?"
+    r"|.*credentials\.json|secrets?(\..*)?|service[-_]account.*\.json|kube[-_]?config(\..*)?"
     r"|profiles\.ya?ml|.*\.tfstate(\..*)?|airflow\.(cfg|db)|simple_auth_manager_passwords\..*|dagster(_cloud)?\.yaml",
     re.IGNORECASE,
 )
-"""Names of data files that may hold keys or passwords. Sources of any name are shipped, since they are imported."""
+"""Names of data files, or folders of them, that may hold keys or passwords. Sources are shipped: they are imported."""
 
 _SEARCHED = re.compile("|".join(IMPORTERS).encode())
 _ROOTS = re.compile(rb"(?:\bfrom|\bimport|,)[\s\\]+([A-Za-z_]\w*)")
@@ -127,13 +127,16 @@ class Files:
         """Returns all modules of the packages that texts name, as "acme.models.Net" does, and "train.csv" does not."""
         words: dict[str, set[str]] = {}
         for text in found.texts:
-            root, _, rest = text.partition(".")
+            root, dot, rest = text.partition(".")
             if root not in NEVER_SHIPPED:
-                words.setdefault(root, set()).add(rest.partition(".")[0])
+                words.setdefault(root, set()).add(rest.partition(".")[0] or dot)
         names: set[str] = set()
         # There may be a million texts.
         for root in words.keys() & top_level_names(self._first) if words else ():
-            if (spec := spec_of(root, self._first)) and (found.computes or words[root] & _names_in(spec)):
+            spec = spec_of(root, self._first)
+            # A text of one word may be the name of any folder, which imports nothing.
+            is_module = spec and (spec.origin or words[root] != {""})
+            if is_module and (found.computes or words[root] & _names_in(spec)):
                 self._send(root)
                 names |= {root, *self._modules_below(root)}
         return names
@@ -147,15 +150,18 @@ class Files:
     def _file_of(self, name: str) -> _File | None:
         """Returns the file of a module that is sent; None if a pattern leaves it out, or it is no module."""
         place = name.replace(".", os.sep)
-        places = os.path.join(place, "__init__.py"), f"{place}.py"
+        places = [os.path.join(place, "__init__.py"), f"{place}.py"]
         if self._sent.keys().isdisjoint(places) and (spec := spec_of(name, self._first)) and spec.origin:
             bases = spec_of(name.partition(".")[0], self._first).submodule_search_locations or ()
             if not any(spec.origin.startswith(base + os.sep) for base in bases):
                 # An editable install has it elsewhere than the rest of its package.
                 for base in spec.submodule_search_locations or ():
                     self._send_folder(place, base, is_package=True)
-                self._add(places[0 if spec.submodule_search_locations else 1], spec.origin)
-        return self._sent.get(places[0]) or self._sent.get(places[1])
+                # An extension module has a suffix of its own.
+                own = os.path.join(os.path.dirname(place), os.path.basename(spec.origin))
+                places.append(places[0] if spec.submodule_search_locations else own)
+                self._add(places[-1], spec.origin)
+        return next((self._sent[each] for each in places if each in self._sent), None)
 
     def data_files(self) -> dict[str, str]:
         """Returns a checksum of the files other than sources, for each top-level package that counts and has some."""
@@ -184,7 +190,7 @@ class Files:
         # milliseconds for each.
         if roots is None or any(root not in self._roots and spec_of(root, self._first) for root in roots):
             found = source_of_file(file.path, package)
-            for name in found.imports | (found.texts if found.computes else set()):
+            for name in found.imports | (self._named_by(found) if found.computes else set()):
                 self._send(name.partition(".")[0])
 
     def _send(self, root: str) -> bool:
@@ -216,7 +222,7 @@ class Files:
         """
         if not self._sent:
             return None
-        if named := sorted(name for name in self._left_out if is_secret(os.path.basename(name))):
+        if named := sorted(name for name in self._left_out if is_secret(os.path.basename(name.rstrip(os.sep)))):
             logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(named))
         sizes = {name: file.size for name, file in self._sent.items()}
         if (total := sum(sizes.values())) > MODULES_LIMIT:
@@ -305,7 +311,8 @@ def walk(
         if is_package or "__init__.py" in names or os.path.dirname(directory) in packages:
             packages.add(directory)
         found = sorted(name for name in children if not (name.startswith(".") or name in _SKIPPED_DIRECTORIES))
-        children[:] = [name for name in found if not ignored(os.path.join(below, name, ""))]
+        sent = [name for name in found if not ignored(os.path.join(below, name, ""))]
+        children[:] = [name for name in sent if not _is_of_secrets(os.path.join(directory, name))]
         links = (name for name in children if os.path.islink(os.path.join(directory, name)))
         out = [*links, *(os.path.join(name, "") for name in found if name not in children)]
         for name in sorted(names if directory in packages else (name for name in names if name.endswith(".py"))):
@@ -339,4 +346,10 @@ def matcher(excludes: Sequence[str], ignore_file: str | None = None) -> Callable
 
 def is_secret(name: str) -> bool:
     """Returns True for a data file that is named like a key or a password, which is never shipped."""
-    return not name.endswith(".py") and _SECRETS.fullmatch(name) is not None
+    # Airflow's, which only its webserver imports.
+    return name == "webserver_config.py" or (not name.endswith(".py") and _SECRETS.fullmatch(name) is not None)
+
+
+def _is_of_secrets(folder: str) -> bool:
+    is_named = is_secret(os.path.basename(folder))
+    return is_named and not any(name.endswith(".py") for _, _, names in os.walk(folder) for name in names)

@@ -21,8 +21,9 @@ from typing import Any
 from rankzero.submit.code_source import source_of_file
 
 _ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
-# Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's.
-_BESIDE = frozenset({"rankzero", "pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"})
+# Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's. The search for pip alone
+# makes setuptools fail to import in this process.
+_BESIDE = frozenset({"rankzero", "pip", "pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"})
 NEVER_SHIPPED = _BESIDE | _ORCHESTRATORS | sys.stdlib_module_names
 
 

@@ -26,10 +26,12 @@ IMPORTERS = frozenset(
     {"import_module", "__import__", "iter_modules", "walk_packages", "locate", "resolve_name", "instantiate"}
 )
 """Functions of importlib, pkgutil, pydoc and Hydra by which code reaches modules that no statement names."""
+_LAZY = frozenset({"_LazyModule", "attach", "attach_stub"})
+"""What a package calls that imports its modules once they are asked for, as one with a ``__getattr__`` does."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*\.?")
 """The name of a module or of something in it, also the begin of one: ``acme.models.Net``, ``acme.``"""
-_ABSOLUTE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
+_ABSOLUTE = re.compile(r"[A-Za-z_]\w*(?:[.:]\w+)+")
 _STRING = re.compile(r"\w*(\"\"\"|'''|\"|')")
 _LAYOUT = frozenset({tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
 _MARKS = {tokenize.NEWLINE: "\n", tokenize.INDENT: "\t", tokenize.DEDENT: "\b"}
@@ -47,7 +49,7 @@ class Source(NamedTuple):
         imports: Absolute names that it imports anywhere; some may be no modules.
         early: Those of them that are imported when it is imported itself.
         texts: Texts in it that may name a module, or the begin of such a name.
-        computes: True if it names one of `IMPORTERS`, and so may import by any text.
+        computes: True if it names one of `IMPORTERS`, or imports its modules lazily, and so may import by any text.
     """
 
     digest: str
@@ -77,12 +79,12 @@ def read(source: bytes, package: str = "") -> Source:
     """Returns the facts about a source; of one that is not Python, only the checksum of its bytes."""
     try:
         words = list(_words(source))
-    except (SyntaxError, tokenize.TokenError):
+    except (SyntaxError, ValueError, tokenize.TokenError):
         return Source(hashlib.sha256(source).hexdigest())
     imports: set[str] = set()
     early: set[str] = set()
     texts: set[str] = set()
-    computes = bool(IMPORTERS & {*words})
+    computes = not (IMPORTERS | _LAZY).isdisjoint(words)
     depth, previous = 0, ""
     # Depth of a block that does not run when the source is imported: a function, or for type checkers alone.
     late: int | None = None
@@ -97,14 +99,15 @@ def read(source: bytes, package: str = "") -> Source:
                 early |= found if late is None else set()
             elif late is None and (word in ("def", "async") or _is_for_checkers(words[index : index + 5])):
                 late = depth
+        computes |= word == "__getattr__" and not depth
         if word in ("\t", "\b"):
             depth += 1 if word == "\t" else -1
         elif word.endswith(("'", '"')) and (opened := _STRING.match(word)):
-            text = word[opened.end() : -len(opened[1])]
-            texts |= names_in_text(text) if computes or _ABSOLUTE.fullmatch(text) else set()
+            texts.add(word[opened.end() : -len(opened[1])])
         previous = word
+    names = [names_in_text(text) for text in texts if computes or _ABSOLUTE.fullmatch(text)]
     digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()
-    return Source(digest, frozenset(imports), frozenset(early), frozenset(texts), computes)
+    return Source(digest, frozenset(imports), frozenset(early), frozenset().union(*names), computes)
 
 
 def _words(source: bytes) -> Iterator[str]:
@@ -128,7 +131,7 @@ def _words(source: bytes) -> Iterator[str]:
 
 def names_in_text(text: str) -> set[str]:
     """Returns what a text may name, up to its first placeholder: "acme.%s" the begin of the name of a module."""
-    begin = re.split("[%{]", text)[0]
+    begin = re.split("[%{]", text)[0].replace(":", ".")
     return {begin} if _NAME.fullmatch(begin) else set()
 
 
@@ -166,7 +169,7 @@ def names_of_import(package: str, level: int, module: str, names: Iterable[str])
 
 
 @functools.lru_cache(maxsize=1024)
-def source_of_code(code: types.CodeType, package: str | None) -> Source:
+def source_of_code(code: types.CodeType, package: str | None, computes: bool = False) -> Source:
     """Returns the facts about the code of a function and of those in it. Its checksum is `digest_of_code`."""
     found: set[str] = set()
     texts: set[str] = set()
@@ -183,7 +186,7 @@ def source_of_code(code: types.CodeType, package: str | None) -> Source:
                 level = constants[0] if isinstance(constants[0], int) else 0
                 chosen = constants[1] if isinstance(constants[1], tuple) else ()
                 found |= names_of_import(package or "", level, instruction.argval, chosen)
-    computes = bool(IMPORTERS & names)
+    computes |= bool(IMPORTERS & names)
     return Source("", frozenset(found), frozenset(), frozenset(texts if computes else ()), computes)
 
 

@@ -21,10 +21,9 @@ from rankzero.advice import require
 from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
 from rankzero.data.table import Table
 from rankzero.engines.base import Engine
-from rankzero.errors import InvalidJobError, RunNotFoundError
+from rankzero.errors import InvalidJobError
 from rankzero.job import qualified_name
-from rankzero.run.directory import RunDirectory
-from rankzero.submit import submission
+from rankzero.run.directory import Submission
 from rankzero.train.dataset import DEFAULT
 from rankzero.values.pickled import Part
 from rankzero.values.ref import ResultRef
@@ -84,27 +83,53 @@ def check(given: object) -> dict[str, Any]:
         if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise InvalidJobError(f"{name!r} cannot name a dataset: use letters, digits and _ . -")
         is_text = isinstance(source, (str, os.PathLike)) and os.fspath(source)
-        if not (is_text or isinstance(source, (ResultRef, Manifest)) or _is_frame(source)):
+        if not (is_text or isinstance(source, (ResultRef, Manifest)) or is_frame(source)):
             raise InvalidJobError(
                 f"dataset {name!r} is of type {qualified_name(type(source))}; give a Spark DataFrame, the path of a "
                 "table, or with a Spark engine the name of a table or a query; write other frames as Parquet"
             )
-        if _is_frame(source):
+        if is_frame(source):
             _require_arrow(name)
     return named
 
 
-def digests_of(sources: Mapping[str, Any], engine: Engine) -> list[tuple[str, str]]:
-    """Returns names and checksums of the datasets for the identity of a training; writes nothing."""
+def read_paths(sources: Mapping[str, Any], engine: Engine, read: dict[str, Manifest]) -> dict[str, Any]:
+    """Returns the sources, each path replaced by the manifest of its files.
+
+    Args:
+        sources: The result of `check`.
+        engine: The engine of the run.
+        read: The manifests that were read before, by name, to which this call adds.
+    """
+    found = {}
+    for name, source in sources.items():
+        opened = _opened(source, engine)
+        if not isinstance(opened, Manifest) and not is_frame(opened) and is_path(opened):
+            read[name] = read.get(name) or replace(_of_path(opened, name), source=_source_of(source))
+            opened = read[name]
+        found[name] = source if opened is source else opened
+    return found
+
+
+def digests_of(
+    sources: Mapping[str, Any], engine: Engine, assumed: Mapping[str, str] | None = None
+) -> list[tuple[str, str]]:
+    """Returns names and checksums of the datasets for the identity of a training; writes nothing.
+
+    Args:
+        sources: The result of `check`.
+        engine: The engine of the run.
+        assumed: Checksums of DataFrames, by name, which Spark then does not compute.
+    """
     found = {}
     for name, source in sources.items():
         source = _opened(source, engine)
         if isinstance(source, Manifest):
             found[name] = source.digest
-        elif _is_frame(source):
+        elif is_frame(source):
             from rankzero.engines.spark.materialize import content_of
 
-            found[name] = content_of(source)
+            found[name] = content_of(source) if assumed is None else assumed.get(name, "")
         elif is_path(source):
             found[name] = _of_path(source, name).digest
         else:
@@ -112,16 +137,13 @@ def digests_of(sources: Mapping[str, Any], engine: Engine) -> list[tuple[str, st
     return sorted(found.items())
 
 
-def collect(
-    sources: Mapping[str, Any], engine: Engine, run: RunDirectory, num_processes: int, before: Mapping[str, Manifest]
-) -> Datasets:
+def collect(sources: Mapping[str, Any], engine: Engine, own: Submission, before: Mapping[str, Manifest]) -> Datasets:
     """Computes or reads the datasets of a run, except queries, which are left to the driver.
 
     Args:
         sources: The result of `check`.
         engine: The engine of the run.
-        run: The run's directory, which need not exist yet.
-        num_processes: The world size; each rank needs a row.
+        own: The submission that is being written.
         before: The datasets of an earlier submission of the run. One with the same rows is reused, so that resumed
             ranks find the same order, and Spark writes nothing.
 
@@ -136,16 +158,16 @@ def collect(
             source = _opened(source, engine)
             if isinstance(source, Manifest):
                 manifests[name] = source
-            elif _is_frame(source):
-                manifests[name] = _of_frame(source, name, run, before.get(name))
+            elif is_frame(source):
+                manifests[name] = _of_frame(source, name, own, before.get(name))
             elif is_path(source):
                 manifests[name] = _of_path(source, name)
             else:
                 queries[name] = source
                 _check_query(name, source, engine)
         for name, manifest in manifests.items():
-            manifest.check_rows(name, num_processes)
-            if (groups := sum(len(file.rows) for file in manifest.files)) < num_processes:
+            manifest.check_rows(name, own.job.num_processes)
+            if (groups := sum(len(file.rows) for file in manifest.files)) < own.job.num_processes:
                 logger.info("dataset %r has %d row groups: ranks decode the same ones; write more", name, groups)
             manifests[name] = replace(manifest, source=manifest.source or _source_of(sources[name]))
     except BaseException:
@@ -154,41 +176,39 @@ def collect(
     return Datasets(manifests, queries)
 
 
-def _of_frame(frame: Any, name: str, run: RunDirectory, before: Manifest | None) -> Manifest:
+def _of_frame(frame: Any, name: str, own: Submission, before: Manifest | None) -> Manifest:
     from rankzero.engines.spark.materialize import content_of, materialize
 
     if before and before.folder and store.exists(before.files[0].location):
-        if content_of(frame) != before.digest:
-            logger.info("dataset %r has other rows than in the submission of %s before", name, run.directory)
-        elif store.exists(before.files[0].location):
-            # Not removed since by the run, which may have succeeded while Spark computed the checksum.
+        if content_of(frame) == before.digest:
             return before
-    submission.make(run)
-    return materialize(frame, run.new_dataset(name), name, lambda text: logger.info("%s", text))
+        logger.info("dataset %r has other rows than in the submission of %s before", name, own.run.directory)
+    own.make()
+    return materialize(frame, own.new_dataset(name), name, lambda text: logger.info("%s", text))
 
 
-def earlier(run: RunDirectory) -> dict[str, Manifest]:
-    """Returns the datasets of the run's last submission, by name; empty if there is none."""
+def earlier(before: Submission) -> dict[str, Manifest]:
+    """Returns the datasets of a submission, by name."""
     try:
-        job = run.job()
-        return from_bytes(store.read_bytes(run.submission_path(job.submission, FILE)))
-    except (RunNotFoundError, FileNotFoundError):
+        return from_bytes(store.read_bytes(before.path(FILE)))
+    except FileNotFoundError:
         return {}
 
 
-def of_earlier_try(run: RunDirectory, sources: Mapping[str, Any], generation: str) -> dict[str, Manifest]:
-    """Returns the datasets that the run has if an earlier try of the same chain submitted it with the same sources.
+def of_earlier_try(before: Submission, sources: Mapping[str, Any], generation: str) -> dict[str, Manifest]:
+    """Returns the datasets that a submission has if an earlier try of the same chain made it with the same sources.
 
     Args:
-        run: The run.
+        before: The submission.
         sources: The result of `check`.
         generation: Name of the chain of tries that an orchestrator starts by itself; empty without an orchestrator.
     """
-    if not sources or not generation or (job := run.job()).generation != generation:
+    job = before.job
+    if not sources or not generation or job.generation != generation:
         return {}
     return {
         name: manifest
-        for name, manifest in earlier(run).items()
+        for name, manifest in earlier(before).items()
         # The identity has the text of a query that the driver computes.
         if name in sources and name not in job.queries and manifest.source in (None, _source_of(sources[name]))
     }
@@ -209,7 +229,7 @@ def are_readable(manifests: Mapping[str, Manifest], sources: Mapping[str, Any], 
             from rankzero.submit.paths import is_unchanged
 
             source = _opened(sources[name], engine)
-            is_path_of_rows = not _is_frame(source) and not isinstance(source, Manifest)
+            is_path_of_rows = not is_frame(source) and not isinstance(source, Manifest)
             is_readable = not is_path_of_rows or is_unchanged(manifest, os.fspath(source), name)
         if not is_readable:
             logger.warning("dataset %r has other rows than in the try before", name)
@@ -229,10 +249,10 @@ def _source_of(source: Any) -> str:
     """Returns a name of what the user gave, equal in all tries of a step."""
     if isinstance(source, (ResultRef, Manifest)):
         return source.digest
-    return "a DataFrame" if _is_frame(source) else os.fspath(source)
+    return "a DataFrame" if is_frame(source) else os.fspath(source)
 
 
-def _is_frame(source: object) -> bool:
+def is_frame(source: object) -> bool:
     """Returns True for a DataFrame of Spark or Spark Connect."""
     return type(source).__module__.startswith("pyspark.sql.") and hasattr(source, "mapInArrow")
 
@@ -259,7 +279,7 @@ def _opened(source: Any, engine: Engine) -> Any:
             f'dataset "{source}" may be a table of Spark, and is a path here: give "./{source}" for the path, or '
             f'"SELECT * FROM {source}" for the table'
         )
-    if isinstance(source, Manifest) or _is_frame(source) or is_path(source):
+    if isinstance(source, Manifest) or is_frame(source) or is_path(source):
         return source
     if session is None:
         return source

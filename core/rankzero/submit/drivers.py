@@ -1,6 +1,6 @@
 """Starts drivers: on the cluster if the engine can, else as processes of this machine or a thread of this process.
 
-`start` is for a run that outlives this process, `open_owned` for one that ends with it.
+`started` is for a run that outlives this process, `opened` for one that ends with it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from rankzero import bounds
@@ -26,12 +25,13 @@ from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, located
 from rankzero.host.processes import describe_process, fork_safe, this_process
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import Submission
 from rankzero.run.handle import RunHandle
-from rankzero.run.observer import owns, signal_cancel
+from rankzero.run.names import DRIVER_LOG
+from rankzero.run.observer import signal_cancel
+from rankzero.submit.existing import Existing
 from rankzero.submit.prepare import Request, prepare
 from rankzero.submit.submission import recording_end
-from rankzero.task.hold import MARKER
 from rankzero.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -78,55 +78,71 @@ def submit(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str
     Raises:
         InvalidJobError: the job was rejected before anything started, as in a rank: all its processes end with it.
     """
-    if MARKER in os.environ and not request.engine.drives_elsewhere:
+    if "RANKZERO_SCRATCH" in os.environ and not request.engine.drives_elsewhere:
         raise InvalidJobError(
             "submit() was called in a rank, and the run would end with it: call run(), choose SparkSubmitEngine, whose "
             "driver is on the cluster, or return a value with which the pipeline submits the run"
         )
-    return start(request, train, args, kwargs)[0]
+    with started(request, train, args, kwargs) as run:
+        return run.handle
 
 
-def start(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[RunHandle[Any], bool]:
+@dataclass(frozen=True)
+class Started:
+    """A run that was started or found.
+
+    Attributes:
+        handle: The run.
+        existing: The run that was found; None if this process has started it.
+    """
+
+    handle: RunHandle[Any]
+    existing: Existing | None = None
+
+
+@contextlib.contextmanager
+def started(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Started]:
     """Starts a run that outlives this process, or attaches to the run that is there.
-
-    Returns:
-        The run, and True if it was started.
 
     Raises:
         InvalidJobError: the job was rejected before anything started.
-        EngineError: the cluster does not accept the driver.
+        EngineError: the cluster does not accept the driver, or an earlier run was asked to stop and does not end.
     """
     with recording_end() as written:
-        run, job = prepare(request, train, args, kwargs, written, detached=True)
-        if job is None:
-            return RunHandle.attach(run.directory), False
-        if request.engine.drives_elsewhere:
-            return _start_elsewhere(run, job, request), True
-        return RunHandle(run.directory, start_driver(run, job, request.private()), job=job), True
+        prepared = prepare(request, train, args, kwargs, written, detached=True)
+        own, found = prepared.own, prepared.existing
+        if own is None:
+            assert found
+            run = Started(RunHandle(request.directory, job=found.job), found)
+        elif request.engine.drives_elsewhere:
+            run = Started(_start_elsewhere(own, request))
+        else:
+            driver = start_driver(own, request.private())
+            run = Started(RunHandle(own.run.directory, driver, job=own.job))
+    yield run
 
 
-def _start_elsewhere(run: RunDirectory, job: Job, request: Request) -> RunHandle[Any]:
+def _start_elsewhere(own: Submission, request: Request) -> RunHandle[Any]:
     """Starts the driver of a run on the cluster. Raises EngineError if the cluster does not accept it."""
-    handle = RunHandle[Any](run.directory, job=job)
+    handle = RunHandle[Any](own.run.directory, job=own.job)
     try:
-        with located(run.directory):
-            request.engine.start_driver(run, {**request.private(), "nonce": job.nonce})
+        with located(own.run.directory):
+            request.engine.start_driver(own, {**request.private(), "nonce": own.job.nonce})
     except RankZeroError as error:
-        # The process that claims the driver's role controls the run: a driver that was accepted despite the error
-        # finds it claimed and exits.
-        if run.claim_driver(job.submission):
-            run.write_status(replace(run.status(), state="failed", error=error.to_json(), ended=time.time()))
-            raise
-        logger.warning("the driver of run %s has started although its submission reported: %s", handle.id, error)
+        if own.has_driver():
+            logger.warning("the driver of run %s has started although its submission reported: %s", handle.id, error)
+            return handle
+        # A driver that was accepted despite the error finds the end, and exits.
+        own.finish(replace(own.status(), state="failed", error=error.to_json()))
+        raise
     return handle
 
 
-def start_driver(run: RunDirectory, job: Job, private: dict[str, Any], owner: int | None = None) -> DriverProcess:
+def start_driver(own: Submission, private: dict[str, Any], owner: int | None = None) -> DriverProcess:
     """Starts a driver in its own session, with its output in ``driver.log``.
 
     Args:
-        run: The run to drive.
-        job: The submitted job. The driver exits if the directory has another one by then.
+        own: The submission to drive.
         private: The result of `Request.private`, for the driver's standard input.
         owner: Descriptor of a pipe: the run ends when its other end closes. None for a run that outlives this process.
     """
@@ -138,15 +154,15 @@ def start_driver(run: RunDirectory, job: Job, private: dict[str, Any], owner: in
     # pyspark's client of Spark Connect takes a main module without a file for a doctest, and imports its test tools.
     program = "import sys; sys.path.append(sys.argv.pop(1)); import rankzero.driver.main as driver; "
     program += "__file__ = driver.__file__; driver.main()"
-    number = str(job.submission)
-    command = [sys.executable, "-P", "-c", program, package_root, run.directory, "--submission", number]
+    number = str(own.job.submission)
+    command = [sys.executable, "-P", "-c", program, package_root, own.run.directory, "--submission", number]
     if owner is not None:
         command += ["--owner", str(owner)]
     # An object store cannot append: the starter of the driver can read a file without a name.
-    output: IO[bytes] = tempfile.TemporaryFile() if run.is_remote else open(run.path("driver.log"), "a+b")
+    output: IO[bytes] = tempfile.TemporaryFile() if own.is_remote else open(own.path(DRIVER_LOG), "a+b")
     # A file without a name: it disappears whichever process dies, and unlike a pipe it never blocks.
     with output as log, _open_private() as private_file:
-        private_file.write(json.dumps({**private, "nonce": job.nonce}).encode())
+        private_file.write(json.dumps({**private, "nonce": own.job.nonce}).encode())
         private_file.seek(0)
         driver = DriverProcess(
             command,
@@ -156,11 +172,11 @@ def start_driver(run: RunDirectory, job: Job, private: dict[str, Any], owner: in
             pass_fds=[owner] if owner is not None else [],
             start_new_session=True,
         )
-        if run.is_remote:
+        if own.is_remote:
             driver.keep_output(log)
     # On a busy host its first heartbeat may be late: until then readers query its process.
     with contextlib.suppress(OSError):
-        run.record_starting(job.submission, describe_process(driver.pid))
+        own.record_starting(describe_process(driver.pid))
     with _drivers_lock:
         _drivers[:] = [other for other in _drivers if other.poll() is None] + [driver]
     return driver
@@ -191,7 +207,25 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
         The handle, to be followed until the run has ended.
 
     Raises:
+        InvalidJobError: the job was rejected before anything started, or the run is running already.
+    """
+    with opened(request, train, args, kwargs) as run:
+        if run.existing and not run.handle.status().final:
+            raise InvalidJobError(
+                f"run_id {run.handle.id!r} is running: attach to it with "
+                f"RunHandle.attach({run.handle.directory!r}), or choose another run_id"
+            ).locate(run.handle.directory)
+        # Of one that was there, the caller died before the result was delivered.
+        yield run.handle
+
+
+@contextlib.contextmanager
+def opened(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Started]:
+    """Opens a run that ends with the block and with this process, or attaches to the run that is there.
+
+    Raises:
         InvalidJobError: the job was rejected before anything started.
+        EngineError: an earlier run was asked to stop and does not end.
     """
     engine = request.engine
     stop_timeout = request.template.stop_grace + CANCEL_TIMEOUT()
@@ -201,58 +235,52 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
         template = replace(template, orphan_timeout=lease)
     request = replace(request, template=template)
     with recording_end() as written:
-        run, job = prepare(request, train, args, kwargs, written, detached=engine.prefers_own_process)
-        if job is None:
-            handle = RunHandle.attach(run.directory)
-            if not handle.status().final:
-                raise InvalidJobError(
-                    f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or "
-                    "choose another run_id"
-                ).locate(run.directory)
-            # The run succeeded, and its caller died before the result was delivered.
-            yield handle
+        prepared = prepare(request, train, args, kwargs, written, detached=engine.prefers_own_process)
+        own, found = prepared.own, prepared.existing
+        if own is None:
+            assert found
+            written.own = None
+            yield Started(RunHandle(request.directory, job=found.job), found)
             return
         if engine.drives_elsewhere:
-            driver = _leased_driver(run, job, request, stop_timeout)
+            driver = _leased_driver(own, request, stop_timeout)
         elif engine.prefers_own_process:
-            driver = _process_driver(run, job, request.private(), stop_timeout)
+            driver = _process_driver(own, request.private(), stop_timeout)
         else:
-            driver = _thread_driver(run, job, request, stop_timeout)
-        with located(run.directory), driver as handle:
-            yield handle
+            driver = _thread_driver(own, request, stop_timeout)
+        with located(own.run.directory), driver as handle:
+            yield Started(handle)
             if request.trackers:
                 # The container may be removed when this process exits.
                 handle.await_driver(bounds.TRACKERS_TIMEOUT())
 
 
 @contextlib.contextmanager
-def _leased_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
+def _leased_driver(own: Submission, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver on the cluster, which ends its run with the block, or when no process follows the run."""
     owner = os.getpid()
     try:
         # Here, since the cancel below would hide why the driver did not start.
         with recording_end() as written:
-            written.run, written.nonce = run, job.nonce
-            handle = _start_elsewhere(run, job, request)
+            written.own = own
+            handle = _start_elsewhere(own, request)
         yield handle
     finally:
         # The driver's own status decides: this process may only have counted the driver as dead. A forked child that
         # leaves the block does not own the run.
         if os.getpid() == owner:
-            _await(stop_timeout, functools.partial(_cancel, run, job, stop_timeout))
+            _await(stop_timeout, functools.partial(_cancel, own, stop_timeout))
 
 
 @contextlib.contextmanager
-def _process_driver(
-    run: RunDirectory, job: Job, private: dict[str, Any], stop_timeout: float
-) -> Iterator[RunHandle[Any]]:
+def _process_driver(own: Submission, private: dict[str, Any], stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver process, which ends its run with the block or with this process."""
     theirs, ours = _open_pipe()
     owner = os.getpid()
     handle: RunHandle[Any] | None = None
     try:
         try:
-            handle = RunHandle(run.directory, start_driver(run, job, private, theirs), job=job)
+            handle = RunHandle(own.run.directory, start_driver(own, private, theirs), job=own.job)
         finally:
             os.close(theirs)
         yield handle
@@ -268,9 +296,9 @@ def _process_driver(
             _await(stop_timeout, functools.partial(handle.wait, stop_timeout))
 
 
-def _cancel(run: RunDirectory, job: Job, stop_timeout: float) -> None:
-    if not run.status().final:
-        handle = RunHandle[Any](run.directory, job=job)
+def _cancel(own: Submission, stop_timeout: float) -> None:
+    if not own.status().final:
+        handle = RunHandle[Any](own.run.directory, job=own.job)
         handle.cancel()
         handle.wait(stop_timeout)
 
@@ -282,7 +310,7 @@ def _await(seconds: float, action: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def _thread_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
+def _thread_driver(own: Submission, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver in a thread of this process, which ends its run with the block.
 
     Raises:
@@ -292,16 +320,16 @@ def _thread_driver(run: RunDirectory, job: Job, request: Request, stop_timeout: 
     from rankzero.driver.driver import Driver, DriverThread
 
     owner = os.getpid()
-    if not owns(run, job.submission, job.nonce):
-        raise EngineError(f"the run in {run.directory} was removed or submitted again before its driver started")
     # As other processes read it, with lists in place of tuples.
-    job = Job.from_json(job.to_json())
-    driver = Driver(run, job, request.engine, dict(request.env), trackers=request.trackers)
+    own = Submission(own.run, Job.from_json(own.job.to_json()))
+    if not own.claim_driver() or own.is_lost():
+        raise EngineError(f"the run in {own.run.directory} was removed or submitted again before its driver started")
+    driver = Driver(own, request.engine, dict(request.env), trackers=request.trackers)
     thread = DriverThread(driver)
     try:
         # Within the block: an interrupt may arrive as soon as the thread has started.
         thread.start()
-        yield RunHandle(run.directory, thread, job=job)
+        yield RunHandle(own.run.directory, thread, job=own.job)
     except BaseException as interrupt:
         thread.driver.inbox.interrupt(
             f"the caller was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -13,11 +14,11 @@ from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run import delivery
-from rankzero.run.directory import RunDirectory, compare_job
+from rankzero.run.directory import RunDirectory, Submission, compare_job
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, Comparison, Decision, decide, describe
 from rankzero.run.observer import dead_after
-from rankzero.run.status import RunStatus
+from rankzero.run.status import SHORTEST_PACE, RunStatus
 from rankzero.run.tries import PipelineTry
 
 logger = logging.getLogger(__name__)
@@ -55,45 +56,54 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
     Raises:
         InvalidJobError: the store cannot be read, or the directory belongs to another user.
     """
+    job = find_newest(run)[1]
+    return RunHandle(run.directory, job=job) if job else None
+
+
+def find_newest(run: RunDirectory) -> tuple[int, Job | None]:
+    """Returns number and job of the run's last submission; the job is None if there is no run. Raises like `find`."""
     check_owner(run)
     try:
-        return RunHandle.attach(run.directory) if find_job_of(run) else None
-    except RunNotFoundError:
-        # Removed in between.
-        return None
+        return run.newest()
+    except RunNotFoundError as error:
+        raise _unreadable(run, error) from error
     except OSError as error:
         raise InvalidJobError(f"the store cannot be read: {run.directory}: {error}") from error
 
 
-def find_job_of(run: RunDirectory) -> Job | None:
-    """Returns the job of the run's last submission, or None. Raises InvalidJobError for one that cannot be read."""
-    try:
-        return run.find_job()
-    except RunNotFoundError as error:
-        raise InvalidJobError(
-            f"{run.path('job.json')} is there and cannot be read ({error}): a run of this name may be running or hold "
-            "a result, so it is not replaced: remove its directory, or choose another run_id"
-        ) from error
+def check_removed(run: RunDirectory, job: Job, error: RunNotFoundError) -> None:
+    """Raises InvalidJobError if a submission that could not be read was not removed."""
+    if Submission(run, job).is_there():
+        raise _unreadable(run, error) from error
 
 
-def assess(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -> Existing | None:
-    """Returns what submitting a training under this run id would mean now; None if there is no such run.
+def _unreadable(run: RunDirectory, error: RunNotFoundError) -> InvalidJobError:
+    return InvalidJobError(
+        f"a run is in {run.directory} and cannot be read ({error}): it may be running or hold a result, so it is not "
+        "replaced: remove its directory, or choose another run_id"
+    )
+
+
+def assess(run: RunDirectory, job: Job, asked: Asked, caller: PipelineTry | None = None) -> Existing:
+    """Returns what submitting a training under this run id would mean now.
 
     A driver on another host is polled until it shows a heartbeat or counts as dead.
 
     Args:
         run: The run's directory.
+        job: The job of its last submission.
         asked: The requested training.
         caller: A pipeline step. If its orchestrator has stored the result, the result is acknowledged.
+
+    Raises:
+        RunNotFoundError: the run was removed meanwhile.
     """
-    found = _state(run)
-    if found is None:
-        return None
-    job, status, ending = found
-    delivered = delivery.read(run.directory, job.submission)
+    own = Submission(run, job)
+    status, ending = _state(own)
+    delivered = delivery.read(own.directory)
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
-        delivery.write(run.directory, delivered)
+        delivery.write(own.directory, delivered)
     comparison = compare_job(job, asked)
     decision = decide(
         status.state,
@@ -104,7 +114,7 @@ def assess(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -
         by_name=asked.by_name,
         automatic=asked.repeats(job.generation),
     )
-    if decision is Decision.DELIVER and status.result and not store.exists(run.result_path(status.result["uri"])):
+    if decision is Decision.DELIVER and status.result and not store.exists(own.result_path(status.result["uri"])):
         logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", run.directory)
         decision = Decision.RESUME
     return Existing(job, status, decision, ending, comparison)
@@ -125,64 +135,51 @@ def changes(existing: Existing) -> str:
     return f"; changed since: {names}" if names else ""
 
 
-def _state(run: RunDirectory) -> tuple[Job, RunStatus, bool] | None:
-    """Returns job and status of the last submission, and True if the run is ending; None if there is none."""
-    check_owner(run)
-    if (job := find_job_of(run)) is None:
-        return None
-    status, owner_is_gone = _judged(run, job)
-    if status.submission > job.submission and (later := run.job_of(status.submission)):
-        # It was submitted again meanwhile, or a delayed submitter has overwritten job.json with an older job.
-        job = later
-        status, owner_is_gone = _judged(run, job)
-    ending = not status.final and (status.cancelling or owner_is_gone or bool(run.cancel_request(job.submission)))
-    return job, status, ending
+def _state(own: Submission) -> tuple[RunStatus, bool]:
+    """Returns the status of a submission, and True if it is ending."""
+    owner_is_gone = bool(own.job.owner and is_gone(own.job.owner))
+    status = _await_certainty(own, owner_is_gone)
+    ending = not status.final and (status.cancelling or owner_is_gone or bool(own.cancel_request()))
+    return status, ending
 
 
-def _judged(run: RunDirectory, job: Job) -> tuple[RunStatus, bool]:
-    """Returns the run's current status, and True if the process that owns this job has exited."""
-    owner_is_gone = bool(job.owner and is_gone(job.owner))
-    return _await_certainty(RunHandle(run.directory), job, owner_is_gone), owner_is_gone
-
-
-def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -> RunStatus:
-    """Returns the status once the driver has shown a heartbeat or counts as dead.
-
-    A submitter that was killed before it started the driver has left its own heartbeat. On a disk this process then
-    claims the driver's role, so no time needs to pass: a driver claims that role before it does anything.
-    """
+def _await_certainty(own: Submission, owner_is_gone: bool) -> RunStatus:
+    """Returns the status once the driver has shown a heartbeat or counts as dead."""
+    handle, job = RunHandle[Any](own.run.directory, job=own.job), own.job
     status = handle.status()
-    never_driven = not (status.final or status.driver_pid)
-    if never_driven and owner_is_gone and not status.patience:
+    is_unstarted = not (status.final or status.driver_pid or job.queue_time)
+    if is_unstarted and owner_is_gone:
         # A driver that starts now exits, because its owner has exited.
         return replace(status, state="failed")
-    run = RunDirectory(handle.directory)
-    claimant = run.claimant(status.submission) if never_driven else None
-    submitter_is_gone = bool(claimant and is_gone(claimant))
-    # On a disk a submitter records the process of its driver. If it was killed before that, a driver that starts later
-    # finds the role claimed, and exits.
-    has_no_driver = submitter_is_gone and not (status.patience or run.is_remote or handle.driver_lives(status))
-    if has_no_driver and run.claim_driver(status.submission):
-        return replace(status, state="failed")
+    submitter_is_gone = is_unstarted and bool(job.submitter and is_gone(job.submitter))
     # The owner of a run may have died with its host a moment ago. Only that process can follow the run, so a young
-    # heartbeat is not enough: the next one is awaited.
-    may_be_young = job.owner is None and (not submitter_is_gone or status.patience > 0)
+    # heartbeat is not enough: the next one is awaited. So it is behind a submitter that may have started no driver.
+    may_be_young = job.owner is None and not submitter_is_gone
     # With a clock that is ahead, an old heartbeat lies in the future.
-    is_young = may_be_young and abs(time.time() - status.heartbeat) < max(status.interval, status.patience)
+    is_young = may_be_young and abs(time.time() - status.heartbeat) < max(status.interval, status.queue_time)
     seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
     while not (is_young or status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
-        time.sleep(bounds.POLL_INTERVAL_SHORT)
+        time.sleep(_pause(own))
         status = handle.status()
         is_young = status.heartbeat != seen
     return status
 
 
 def await_end(run: RunDirectory, job: Job) -> None:
-    """Waits for the end of a run that was asked to stop. Raises EngineError if it does not end in time."""
+    """Waits for the end of a submission that was asked to stop. Raises EngineError if it does not end in time."""
     bound = job.stop_grace + CANCEL_TIMEOUT()
     deadline = time.monotonic() + bound
-    # Ends also when another submitter that waited for the same has submitted the run again.
-    while (found := _state(run)) and found[2]:
-        if time.monotonic() > deadline:
-            raise EngineError(f"the run in {run.directory} was asked to stop and is still running after {bound:g} s")
-        time.sleep(bounds.POLL_INTERVAL_SHORT)
+    own = Submission(run, job)
+    # It is over, too, once the run is removed.
+    with contextlib.suppress(RunNotFoundError):
+        while _state(own)[1]:
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"the run in {run.directory} was asked to stop and is still running after {bound:g} s"
+                )
+            time.sleep(_pause(own))
+
+
+def _pause(own: Submission) -> float:
+    # On an object store each look is a request.
+    return SHORTEST_PACE if own.is_remote else bounds.POLL_INTERVAL_SHORT

@@ -52,7 +52,7 @@ from rankzero.values.ref import ResultRef, map_refs
 
 logger = logging.getLogger(__name__)
 
-_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:\.\w+)+)", re.DOTALL)
+_TEXT = re.compile(rb"\x8c(.)([A-Za-z_]\w*(?:[.:]\w+)+)", re.DOTALL)
 """A short text in a pickle that may name something in a module, behind its length."""
 
 
@@ -152,19 +152,6 @@ def _compared(what: str, digest: Callable[[], str]) -> str:
         return RESISTS + secrets.token_hex(DIGITS // 2)
 
 
-def identity_of(
-    train: object,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    world_size: NumProcesses,
-    code_version: str | None = None,
-    user_code: UserCode | None = None,
-) -> Identity:
-    """Returns the identity of a training: that of its payload, which `build` makes of the first three arguments."""
-    packed = build(train, args, kwargs, is_alone=world_size == 1)
-    return packed.identity(world_size, code_version, user_code)
-
-
 def build(
     train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = (), *, is_alone: bool = False
 ) -> Payload:
@@ -207,7 +194,7 @@ def build(
         pickled, needs = buffer.getvalue(), pickler.needs
         sent_too |= {*pickler.loaded}
         named |= pickler.by_value
-    texts = {text.decode() for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
+    texts = {text.decode().replace(":", ".") for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
     needs.texts |= texts - needs.modules - named
     files = Files(needs)
     files.send(sent_too)

@@ -97,7 +97,7 @@ class UserCode:
         paths = [os.path.join(folder, name) for name in sorted(left_out)]
         if linked := ", ".join(path for path in paths if path[-1] != os.sep and os.path.isdir(path)):
             logger.warning("%s: a link to a directory, whose files do not travel (py_files= takes one)", linked)
-        if private := ", ".join(path for path in paths if is_secret(os.path.basename(path))):
+        if private := ", ".join(path for path in paths if is_secret(os.path.basename(path.rstrip(os.sep)))):
             logger.warning("%s may hold secrets, and does not travel with the job", private)
         return found
 

@@ -22,7 +22,7 @@ import cloudpickle
 
 from rankzero.run.identity import DIGITS
 from rankzero.submit.code_modules import is_sent_by_name, is_sent_by_value, is_user_module, stable_name
-from rankzero.submit.code_source import digest_of_code, globals_of_classes, source_of_file
+from rankzero.submit.code_source import digest_of_code, globals_of_classes
 from rankzero.submit.pack_arrays import facts_of_data, without_numbers
 from rankzero.submit.pack_pickler import reduce_wrapper
 from rankzero.values.digest import digest_of as digest_of_bytes
@@ -65,7 +65,7 @@ class Contents:
             value: Any value. Raises what its pickling raises.
             with_code: True if the code of lambdas and of functions that functions have made counts for the value.
         """
-        return self._visit(value, with_code).hex()
+        return hashlib.sha256(self._visit(value, with_code)).hexdigest()
 
     def code(self) -> dict[str, str]:
         """Returns a checksum of the code of each module that is sent by value, as far as the values refer to it."""
@@ -176,13 +176,12 @@ class Contents:
         return (None if "<" in name else self._note(module, name, cls, body)) or body
 
     def _module(self, module: types.ModuleType) -> _Parts:
-        name, path = module.__name__, getattr(module, "__file__", None)
+        name = module.__name__
         if not is_sent_by_value(name):
             return _Parts(("module", name))
-        if isinstance(path, str):
-            source = _Parts(("file", source_of_file(path).digest))
-            return self._note(name, "", module, source) or source
-        return _Parts(("module", name), [{name: each for name, each in vars(module).items() if name[:2] != "__"}])
+        sent = {name: each for name, each in vars(module).items() if name[:2] != "__"}
+        body = _Parts(("module", self._name_of(name)), [sent])
+        return self._note(name, "", module, body) or body
 
 
 _END = object()

@@ -25,9 +25,9 @@ from rankzero.submit.code_modules import (
     travels,
     wrapper_of,
 )
-from rankzero.submit.code_source import globals_of_classes, source_of_code, words_of_code
+from rankzero.submit.code_source import IMPORTERS, globals_of_classes, source_of_code, words_of_code
+from rankzero.values import tensors
 from rankzero.values.pickled import with_qualname
-from rankzero.values.tensors import Tensors
 
 _WORLD_OF_ACCELERATE = "accelerate.state"
 _OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
@@ -62,21 +62,15 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.needs = Needs()
         self.by_value: set[object] = set()
         self.loaded = _Loaded()
-        self._tensors = Tensors()
 
     def dump(self, obj: object) -> None:
         """Pickles an object and collects what it needs of the user's modules."""
-        self._tensors = Tensors(obj, self._reduce)
         forget_places()
-        try:
-            super().dump(obj)
-        finally:
-            # They refer to each other, and would keep the value until the next collection of garbage.
-            self._tensors = Tensors()
+        super().dump(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces an object like cloudpickle, and collects the modules that it needs."""
-        return self._tensors.reduce(obj) or self._reduce(obj)
+        return tensors.reduce(obj) or self._reduce(obj)
 
     def _reduce(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType):
@@ -140,7 +134,12 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _note_imports(self, function: types.FunctionType, is_by_name: bool) -> None:
         code, names = function.__code__, function.__globals__
-        source = source_of_code(code, names.get("__package__"))
+        used = [names.get(name) for name in _extract_code_globals(code)]
+        # Under whatever name it was imported.
+        called = {
+            value.__name__ for value in used if isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
+        }
+        source = source_of_code(code, names.get("__package__"), not IMPORTERS.isdisjoint(called))
         if by_hand := sorted(filter(is_made_by_hand, source.imports)):
             raise pickle.PicklingError(
                 f"{function.__qualname__} imports {by_hand[0]}, a module that was made by hand and has no file: import "
@@ -150,7 +149,6 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.needs.add(source)
         # `import acme.models` makes the name acme.
         roots = {name.partition(".")[0] for name in source.imports} & {*code.co_varnames}
-        used = (names.get(name) for name in _extract_code_globals(code))
         modules = {value.__name__ for value in used if isinstance(value, types.ModuleType)}
         if packages := [*filter(travels, {*source.imports, *roots, *modules})]:
             self.needs.packages.update(packages)

@@ -1,4 +1,4 @@
-"""Writes the run directory from a launcher's request, a function and its arguments, after all checks."""
+"""Makes a submission from a launcher's request, a function and its arguments, or finds the run to follow."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import importlib.metadata
 import multiprocessing
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankzero import job as jobs
 from rankzero import store
+from rankzero.data.manifest import Manifest
 from rankzero.engines.base import Engine
-from rankzero.errors import InvalidJobError, located
+from rankzero.errors import InvalidJobError, RunNotFoundError, located
+from rankzero.host.processes import this_process
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
 from rankzero.masking import is_secret
-from rankzero.run import growing
-from rankzero.run.directory import RunDirectory
-from rankzero.run.identity import DATASET, VARIABLE, Asked, Identity
-from rankzero.run.names import LINES, log_name
+from rankzero.run.directory import RunDirectory, Submission, compare_job
+from rankzero.run.identity import DATASET, VARIABLE, Asked, Decision, Identity
 from rankzero.run.tries import PipelineTry
-from rankzero.submit import datasets, pack, submission
+from rankzero.submit import datasets, existing, pack, submission
 from rankzero.submit.datasets import Datasets
+from rankzero.submit.existing import Existing
 from rankzero.submit.pack import Payload
 from rankzero.submit.pack_archive import ARCHIVE, UserCode
 from rankzero.submit.pack_params import params_of
@@ -67,6 +68,14 @@ class Request:
     def directory(self) -> str:
         """Directory or URL of the run with the template's id."""
         return store.join(self.root, self.template.run_id)
+
+    def repeated(self, before: Submission) -> Request:
+        """Returns the request with the datasets of an earlier try of the same chain.
+
+        A dataset that has changed since does not make an automatic try another training.
+        """
+        kept = datasets.of_earlier_try(before, self.sources, self.template.generation)
+        return replace(self, sources={**self.sources, **kept}) if kept else self
 
     def private(self) -> dict[str, Any]:
         """Returns the values that may hold secrets, which are sent to the driver and written into no file."""
@@ -116,6 +125,19 @@ class Request:
         return Asked(identity, self.template.generation, by_name)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """The result of `prepare`.
+
+    Attributes:
+        own: The submission that was made, whose driver the caller must start.
+        existing: The run to follow instead of that.
+    """
+
+    own: Submission | None = None
+    existing: Existing | None = None
+
+
 def prepare(
     request: Request,
     train: Any,
@@ -124,19 +146,19 @@ def prepare(
     written: submission.Written,
     *,
     detached: bool,
-) -> tuple[RunDirectory, Job | None]:
-    """Checks the whole request, then writes the run directory. Nothing has started when this raises.
+) -> Prepared:
+    """Checks the whole request, then makes a submission, or finds the run to follow. Nothing starts.
+
+    Code and arguments are packed first, since the files may change meanwhile. Then it is decided what becomes of an
+    existing run; rows of DataFrames are computed only if the training starts or resumes.
 
     Args:
         request: The launcher's request.
         train: As for `Launcher.run`.
         args: As for `Launcher.run`.
         kwargs: As for `Launcher.run`.
-        written: Set to the submission before it is written, for `submission.recording_end`.
+        written: Set to the submission once it is claimed, for `submission.recording_end`.
         detached: True if the driver is not in this process.
-
-    Returns:
-        The run, and the submitted job, whose driver the caller must start; None if another submitter did.
 
     Raises:
         InvalidJobError: the request was rejected before anything started.
@@ -149,68 +171,136 @@ def prepare(
             "give SparkEngine(master=...) or SparkConnectEngine(url) to submit(), or use run()"
         )
     parts = pack.build(train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1)
-    # Now, and not behind the datasets, for which Spark may take minutes: the code on the disk may change meanwhile.
     own = request.identity_without_datasets(parts)
     if isinstance(train, (list, tuple)) and request.template.hang_timeout:
         raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
     params = params_of(train, args, kwargs, request.env)
-    template = replace(request.template, params=params)
+    template = replace(request.template, params=params, submitter=this_process())
     job = replace(template, run_id=run_id, name=parts.name, engine=spec, torch=_torch())
     engine.check(job)
     engine.check_store(request.root)
     run = RunDirectory(store.join(request.root, run_id))
-    with located(run.directory), contextlib.ExitStack() as unless_started:
-        before = datasets.earlier(run) if request.sources else {}
-        found = datasets.collect(request.sources, engine, run, job.num_processes, before)
-        unless_started.callback(found.discard, before)
-        identity = request.with_datasets(own, found.digests)
-        asked = request.asked(train, identity)
-        job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=dict(found.queries))
-        job = replace(job, nonce=secrets.token_hex(8))
-        written.run, written.nonce = run, job.nonce
-        submitted = _submit(run, job, asked, parts, request, found)
-        if submitted:
-            unless_started.pop_all()
-            datasets.remove_replaced(before, found)
-    return run, submitted
+    is_elsewhere = engine.drives_elsewhere or engine.can_host_driver(run, job)
+    job = replace(job, queue_time=job.start_timeout if is_elsewhere else 0.0)
+    with located(run.directory):
+        return _Submitter(request, run, job, parts, functools.partial(request.asked, train), own).submit(written)
 
 
-def _submit(run: RunDirectory, job: Job, asked: Asked, parts: Payload, request: Request, found: Datasets) -> Job | None:
-    """Submits the job with its files; see `submission.submit`."""
-    files = {"payload.pkl": parts.data, **found.files()}
-    listings: dict[str, list[Part]] = {}
-    if parts.modules is not None:
-        files["modules.zip"] = [parts.modules.data]
-        listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
-    if request.code.archive is not None:
-        files[ARCHIVE] = [request.code.archive]
-        listings["code.txt"] = [request.code.listing.encode("utf-8", "replace")]
-    arguments = _describe_arguments(parts)
+class _Submitter:
+    """Looks at the run under an id and decides, until it has made a submission or found a run to follow."""
 
-    def make_job(number: int, first_attempt: int, fresh_since: int) -> Job:
-        described = {
-            name: {
-                "location": run.submission_path(number, name),
-                "size": sum(map(len, data)),
-                "absolute": False,
-                "digest": digest_of(data),
-            }
-            for name, data in files.items()
-        }
-        return replace(
-            job,
-            files={**described, **arguments},
-            submission=number,
-            first_attempt=first_attempt,
-            fresh_since=fresh_since,
-            log_starts=_ends_of_logs(run, job.num_processes) if number else {},
-        )
+    def __init__(
+        self,
+        request: Request,
+        run: RunDirectory,
+        job: Job,
+        parts: Payload,
+        asked: Callable[[Identity], Asked],
+        identity: Identity,
+    ) -> None:
+        self._request = request
+        self._run = run
+        self._job = job
+        self._parts = parts
+        self._asked = asked
+        self._identity = identity
+        self._paths: dict[str, Manifest] = {}
 
-    is_elsewhere = request.engine.drives_elsewhere or request.engine.can_host_driver(run, job)
-    start_timeout = job.start_timeout if is_elsewhere else 0.0
-    return submission.submit(run, asked, make_job, files | listings, start_timeout, request.caller)
+    def submit(self, written: submission.Written) -> Prepared:
+        """Looks until it is decided. ``written`` is set as for `prepare`."""
+        run, caller = self._run, self._request.caller
+        while True:
+            with submission.storing(run):
+                number, before = existing.find_newest(run)
+                found = None
+                if before:
+                    try:
+                        found = self._assess(before)
+                    except RunNotFoundError as error:
+                        existing.check_removed(run, before, error)
+                        continue
+                step = submission.settles(run, found, replaces=caller is not None)
+            if step is submission.Step.FOLLOW:
+                return Prepared(existing=found)
+            if step is submission.Step.START and (own := self._start(number + 1, found, written)):
+                return Prepared(own)
+
+    def _sources(self, job: Job) -> Mapping[str, Any]:
+        return self._request.repeated(Submission(self._run, job)).sources
+
+    def _assess(self, job: Job) -> Existing:
+        """Returns the existing run. Spark computes checksums of DataFrames only if the run would be followed."""
+        request = self._request
+        sources = datasets.read_paths(self._sources(job), request.engine, self._paths)
+
+        def assess(assumed: Mapping[str, str] | None) -> Existing:
+            known = datasets.digests_of(sources, request.engine, assumed)
+            asked = self._asked(request.with_datasets(self._identity, known))
+            return existing.assess(self._run, job, asked, request.caller)
+
+        parts = job.identity_parts.items()
+        found = assess({name.removeprefix(DATASET): digest for name, digest in parts if name.startswith(DATASET)})
+        is_followed = found.decision in (Decision.ATTACH, Decision.DELIVER) and not found.ending
+        return assess(None) if is_followed and any(map(datasets.is_frame, sources.values())) else found
+
+    def _start(self, number: int, found: Existing | None, written: submission.Written) -> Submission | None:
+        """Computes the rows and makes the submission; None if another process was faster."""
+        request, run = self._request, self._run
+        sources, before = request.sources, dict[str, Manifest]()
+        submission.make(run)
+        if found and sources:
+            before = datasets.earlier(Submission(run, found.job))
+            kept = self._sources(found.job)
+            changed = {name: source for name, source in kept.items() if source is not sources[name]}
+            if found.decision is Decision.RESUME and datasets.are_readable(changed, sources, request.engine):
+                sources = kept
+        plain = replace(self._job, submission=number, nonce=secrets.token_hex(8))
+        own, data = Submission(run, plain), Datasets()
+        try:
+            sources = datasets.read_paths(sources, request.engine, self._paths)
+            data = datasets.collect(sources, request.engine, own, before)
+            identity = request.with_datasets(self._identity, data.digests)
+            asked = self._asked(identity)
+            if found and found.decision is Decision.RESUME and not asked.by_name:
+                # Only now all rows are known.
+                comparison = compare_job(found.job, asked)
+                decision = Decision.RESUME if comparison.same else Decision.FRESH
+                found = replace(found, decision=decision, comparison=comparison)
+            job = replace(plain, identity=identity.digest, identity_parts=dict(identity.parts))
+            job = submission.behind(run, found, replace(job, queries=dict(data.queries)))
+            files, listings = self._files(data)
+            described = {name: _described(own.path(name), content) for name, content in files.items()}
+            own = written.own = Submission(run, replace(job, files={**described, **_describe_arguments(self._parts)}))
+            is_made = submission.claim(own, files | listings)
+        except BaseException:
+            data.discard(before)
+            raise
+        if not is_made:
+            data.discard(before)
+            return None
+        if found:
+            submission.report_beginning(found, own, is_quiet=request.caller is not None)
+            datasets.remove_replaced(before, data)
+        return own
+
+    def _files(self, data: Datasets) -> tuple[dict[str, list[Part]], dict[str, list[Part]]]:
+        """Returns the parts of each file by name: those for ranks, and those for people."""
+        parts, code = self._parts, self._request.code
+        files = {"payload.pkl": parts.data, **data.files()}
+        listings: dict[str, list[Part]] = {}
+        if parts.modules is not None:
+            files["modules.zip"] = [parts.modules.data]
+            listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
+        if code.archive is not None:
+            files[ARCHIVE] = [code.archive]
+            listings["code.txt"] = [code.listing.encode("utf-8", "replace")]
+        return files, listings
+
+
+def _described(location: str, parts: list[Part]) -> dict[str, Any]:
+    return {"location": location, "size": sum(map(len, parts)), "absolute": False, "digest": digest_of(parts)}
 
 
 @functools.cache
@@ -230,15 +320,6 @@ def _refuse_in_spawned_child() -> None:
             "a process that multiprocessing spawned (of a DataLoader, perhaps) runs this script again, and with it the "
             "launcher: put the call below `if __name__ == '__main__':`"
         )
-
-
-def _ends_of_logs(run: RunDirectory, world_size: int) -> dict[str, list[int]]:
-    """Returns the positions at which the log lines of earlier submissions end, for `Job.log_starts`."""
-    if run.is_remote:
-        ends = dict.fromkeys(range(world_size), growing.end_of(run.path(LINES)))
-    else:
-        ends = {rank: growing.end_of(run.path(log_name(rank))) for rank in range(world_size)}
-    return {str(rank): [end.piece, end.offset] for rank, end in ends.items()}
 
 
 def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:

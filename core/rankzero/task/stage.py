@@ -19,21 +19,17 @@ import time
 from typing import Any
 
 from rankzero.bounds import POLL_INTERVAL_BRIEF, POLL_INTERVAL_LONG
-from rankzero.task.hold import PREFIX, hold, lock_directory, make_scratch, scratch_root
+from rankzero.task.hold import hold
+from rankzero.task.scratch import PREFIX, lock_directory, make_scratch, scratch_root
 
 NEXT_ATTEMPT_SLOW_AFTER = 5.0  # Seconds after which a task that waits for its next agent lists the folder less often
 CANCEL_POLL_INTERVAL = 2.0  # Seconds between two polls, of a thousand tasks, for a request to kill the agent
 CANCEL_POLL_INTERVAL_OF_DRIVER = 0.2  # The same of task 0 and its driver
 
-ATTEMPT = "attempt-"
-"""Prefix, before the attempt's number, of the file with the agents' configuration, which the driver writes."""
-
-CANCEL = "cancel-"
-"""Prefix, before the attempt's number, of the file by which the driver requests to kill the agents of that attempt."""
-
-ENDED = "ended-"
-"""Prefix, before the numbers of attempt and task, of the file that reports the agent's end and holds its error."""
-
+# Prefixes of files, before the number of the attempt (and the task):
+ATTEMPT = "attempt-"  # The driver's, with the configuration of the agents
+CANCEL = "cancel-"  # The driver's request to kill them
+ENDED = "ended-"  # A task's report of its agent's end, with its error
 OVER = "over"  # File that task 0 writes when the driver has exited after the end of the run
 
 _DRIVER = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
@@ -78,14 +74,9 @@ def put(folder: str, name: str, text: str) -> None:
 
 
 def _require_directory(stage: dict[str, Any]) -> None:
-    directory = stage["directory"]
-    try:
-        with open(os.path.join(directory, "token")) as file:
-            is_this = file.read() == stage["token"] and os.access(stage["folder"], os.W_OK)
-    except OSError:
-        is_this = False
-    if not is_this:
-        raise RuntimeError(f"rankzero: an executor does not see {directory}")
+    # Its name has random digits.
+    if not (os.path.isdir(stage["folder"]) and os.access(stage["folder"], os.W_OK)):
+        raise RuntimeError(f"rankzero: an executor does not see {stage['directory']}")
 
 
 def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> Process:
@@ -95,7 +86,7 @@ def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> Process:
     path = os.path.join(stage["code"], "rankzero.zip")
     with open(path, "wb") as file:
         file.write(config["code_zip"])
-    with open(os.path.join(stage["directory"], "driver.log"), "ab") as log:
+    with open(os.path.join(os.path.dirname(stage["folder"]), "driver.log"), "ab") as log:
         command = [sys.executable, "-u", "-c", _DRIVER, path]
         driver = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=[lock]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.advice import require
-from rankzero.run.directory import RunDirectory
 from rankzero.tracking.tracker import Rows, Tracker
 
 if TYPE_CHECKING:
@@ -141,8 +140,7 @@ def _experiment_of(client: MlflowClient, name: str) -> str:
 
 def training_of(run: RunHandle[Any]) -> str:
     """Returns an id of a training, which no other training has, whatever the path of its directory."""
-    token = RunDirectory(run.directory).token()
-    return f"{hashlib.sha256(token.encode()).hexdigest()[:24]}-{run.fresh_since}"
+    return hashlib.sha256(run.training.encode()).hexdigest()[:24]
 
 
 def _tags_of(run: RunHandle[Any]) -> dict[str, Any]:

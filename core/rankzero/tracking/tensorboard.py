@@ -88,7 +88,7 @@ class _Folder:
     """
 
     def __init__(self, run: RunHandle[Any]) -> None:
-        first = run.fresh_since
+        first = int(run.training.partition("-")[0])
         self._location = location = store.join(run.directory, *([f"training-{first:04d}"] if first else []), FOLDER)
         self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-") if store.is_url(location) else None
         self.path = self._scratch.name if self._scratch else location

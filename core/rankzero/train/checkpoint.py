@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.values import formats, resharding
+from rankzero.values import formats, sharded
 
 if TYPE_CHECKING:
     from rankzero.train.parts import ListedParts, Part, Parts
@@ -74,10 +74,10 @@ class Checkpoint:
         with self._still_there():
             if part["format"] == formats.SHARDS:
                 indexes = self._files.indexes(self.id, self._parts)
-                with resharding.ShardedState(self._parts, self._open, indexes) as state:
-                    return state.load(name) if into is None else state.load_into(name, into)
+                with sharded.ShardedState(name, self._parts, indexes, self._open) as state:
+                    return state.load(into)
             found = formats.read(self._path(name), part["format"], part["sha256"])
-        return found if into is None else resharding.fill(into, found)
+        return found if into is None else sharded.fill(into, found)
 
     def to_directory(self, path: str | os.PathLike[str], rank: int | None = None) -> str:
         """Copies a checkpoint that was reported as a directory to ``path``, which is created if it does not exist.

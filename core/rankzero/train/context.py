@@ -50,6 +50,7 @@ class TrainContext:
         use_gpu: Whether this worker owns a GPU.
         backend: ``"nccl"`` (on Intel's GPUs ``"xccl"``), ``"gloo"`` or None, as resolved from the launcher's.
         storage_path: The run directory, if this host sees it; outside of a run ``$RANKZERO_STORAGE``; else None.
+        labels: `Launcher.labels`; in a task of Airflow its names, and ``partition_key`` if the DAG run has one.
     """
 
     rank: int = 0
@@ -62,6 +63,7 @@ class TrainContext:
     use_gpu: bool = False
     backend: str | None = None
     storage_path: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def num_nodes(self) -> int:

@@ -142,7 +142,7 @@ class DatasetShard:
         Args:
             batch_size: Rows of a batch of one rank.
             shuffle: Whether each epoch has a new random order of all rows, over all ranks. A dataset of more than
-                128 MiB is shuffled in two steps: row groups, then the rows within windows of 32 or more of them.
+                128 MiB is shuffled in two steps: row groups, then the rows within windows of 128 MiB of them.
             seed: Seed of the orders.
             drop_last: Whether to leave out the last batch if it is smaller.
             columns: Names of the columns to read; None for all.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -208,26 +207,15 @@ def load_full_state_dict(model: nn.Module, state: State) -> None:
         differ += [f"the model has no {name!r}" for name in shapes if name not in own]
     if differ:
         raise RuntimeError(f"the weights do not fit the model by {len(differ)} tensors: {'; '.join(differ[:3])}")
-    sent, options = for_loading(dict(state))
-    set_model_state_dict(model, sent, options=options)
+    # torch renames the keys of the dict that it is given.
+    set_model_state_dict(model, kept_on_rank_zero(dict(state)), options=state_options(loading=True))
 
 
-def state_options() -> Any:
-    """Returns torch's options for whole states, which are on rank 0's CPU."""
+def state_options(*, loading: bool = False) -> Any:
+    """Returns torch's options for whole states, which are on rank 0: on its CPU if they are not for loading."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    return StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def for_loading(state: State) -> tuple[State, Any]:
-    """Returns the state that this rank passes to torch for loading rank 0's whole state, and torch's options for it."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    if importlib.util.find_spec("numpy") is None:
-        # torch's own broadcast reads the names by numpy, which an executor may not have.
-        return broadcast_object(state), StateDictOptions(full_state_dict=True)
-    # torch renames the keys of the dict that it is given, and expects them on rank 0 alone.
-    return kept_on_rank_zero(state), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    return StateDictOptions(full_state_dict=True, cpu_offload=not loading, broadcast_from_rank0=loading)
 
 
 def kept_on_rank_zero(state: State) -> State:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rankzero.train.model import (
     State,
     copied_on_rank_zero,
-    for_loading,
     kept_on_rank_zero,
     shapes_of,
     state_options,
@@ -76,9 +75,9 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
         if differ := unlike(shapes, _flat(dict(get_optimizer_state_dict(model, optimizer)))):
             optimizer.state.clear()
             raise ValueError(f"the state does not fit the optimizer by {len(differ)} tensors: {'; '.join(differ[:3])}")
-        sent, options = for_loading(state)
+        options = state_options(loading=True)
         options.strict = False
-        set_optimizer_state_dict(model, optimizer, sent, options=options)
+        set_optimizer_state_dict(model, optimizer, kept_on_rank_zero(state), options=options)
     # torch makes a state for every parameter before it loads.
     for parameter, each in names.items():
         if stated.isdisjoint(each):

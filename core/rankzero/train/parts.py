@@ -19,7 +19,7 @@ from rankzero.errors import ResultError
 from rankzero.host import forks
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
-from rankzero.values.formats import Writable
+from rankzero.values.digest import Writable
 
 REFUSAL_PAUSE = bounds.scaled(300.0)  # For which checkpoints go to the driver once the object store has refused one
 PART_UPLOAD_TIMEOUT = bounds.scaled(30.0)  # From the first failed write of a part until the rank gives up
@@ -92,7 +92,8 @@ class Parts:
         self.run_directory = start.run_directory
         self._token = start.run_token
         self._scratch = start.scratch
-        self._resumed: str | None = (start.checkpoint or {}).get("id")
+        checkpoint = start.checkpoint or {}
+        self._resumed, self._resumed_place = checkpoint.get("id"), checkpoint.get("place") or start.run_directory
         self._fetch = fetch
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
@@ -109,12 +110,14 @@ class Parts:
                     self._client = remote.reach(self.run_directory, self._token)
             return self._client
 
-    def local_path(self, checkpoint: str, file: str) -> str:
-        """Returns the path of a part that is written as a local file, and creates its folder.
+    def place(self, checkpoint: str) -> str:
+        """Returns the folder of the submission that has a checkpoint."""
+        return self._resumed_place if checkpoint == self._resumed else self.run_directory
 
-        Raises:
-            OSError: the folder cannot be created.
-            ResultError: the run directory was removed.
+    def local_path(self, checkpoint: str, file: str) -> str:
+        """Returns the path of a part that is written as a local file, and creates its folder. Raises OSError.
+
+        Raises ResultError if the run directory was removed.
         """
         self.check_directory()
         folder = os.path.join(self.run_directory if self.shared else self._scratch, FOLDER, checkpoint)
@@ -124,9 +127,6 @@ class Parts:
     def check_directory(self) -> None:
         """Checks that the run directory, if this rank writes to it, was not removed or given to another run.
 
-        A directory that was removed and submitted again has the same name, and files of the same names. This is
-        therefore called immediately before a file appears in the directory or disappears from it.
-
         Raises:
             ResultError: the directory was removed, and may be another run's by now.
             Exception: the store cannot be read.
@@ -134,7 +134,7 @@ class Parts:
         client = None if self.shared else self.client()
         if not self._token or not (self.shared or client):
             return
-        path = store.join(self.run_directory, "token")
+        path = store.join(self.run_directory, "driver")
         try:
             with forks.held(), client.open_read(path) if client else open(path, "rb") as file:
                 is_this = file.read().decode() == self._token
@@ -273,14 +273,9 @@ class Parts:
         return ListedParts(known, formats, read)
 
     def indexes(self, checkpoint: str, ranks: Collection[str]) -> dict[str, bytes]:
-        """Returns the indexes of a sharded checkpoint's parts by rank, as text; empty if their file is out of reach."""
-        try:
-            with self.open(checkpoint, "pieces", {"file": PIECES}) as file:
-                lines = file.read().split(b"\n")
-        except (FileNotFoundError, ResultError):
-            # Each part has a copy of its index.
-            return {}
-        return {rank: line for rank, line in zip(sorted(ranks, key=int), lines, strict=False) if line}
+        """Returns the indexes of a sharded checkpoint's parts by rank, as text. Raises like `path`."""
+        with self.open(checkpoint, "pieces", {"file": PIECES}) as file:
+            return dict(zip(sorted(ranks, key=int), file.read().split(b"\n"), strict=False))
 
     def path(self, checkpoint: str, rank: str, part: Part) -> str:
         """Returns a local path of a part, which is fetched to this host if necessary.
@@ -295,7 +290,7 @@ class Parts:
         if self.shared:
             raise FileNotFoundError(self._paths(checkpoint, part)[0])
         if client := self.client():
-            url = store.join(self.run_directory, FOLDER, checkpoint, part["file"])
+            url = store.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])
             here = os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
             return remote.download(client, url, here)
         if checkpoint != self._resumed:
@@ -306,14 +301,14 @@ class Parts:
         """Opens a part, from which a remote store sends only the ranges that are read. Raises like `path`."""
         is_here = self.shared or any(map(os.path.exists, self._paths(checkpoint, part)))
         if not is_here and (client := self.client()):
-            url = store.join(self.run_directory, FOLDER, checkpoint, part["file"])
+            url = store.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])
             # Pieces are small and contiguous.
             return io.BufferedReader(client.open_read(url), READ_AHEAD)  # type: ignore[type-var]
         return open(self.path(checkpoint, rank, part), "rb")
 
     def _paths(self, checkpoint: str, part: Part) -> list[str]:
         if self.shared:
-            return [os.path.join(self.run_directory, FOLDER, checkpoint, part["file"])]
+            return [os.path.join(self.place(checkpoint), FOLDER, checkpoint, part["file"])]
         fetched = os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
         return [os.path.join(self.folder(checkpoint), part["file"]), fetched]
 

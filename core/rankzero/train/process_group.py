@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
-import pickle
 import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -91,18 +89,12 @@ def broadcast_object(value: R, source: int = 0) -> R:
     """
     if get_context().world_size == 1:
         return value
-    import torch
     import torch.distributed as dist
 
     ensure_process_group()
-    device, is_source = _object_device() or "cpu", get_context().rank == source
-    data = _pickled(value, device) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
-    size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, source)
-    if not is_source:
-        data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(data, source)
-    return value if is_source else _unpickled(data)
+    found = [value]
+    dist.broadcast_object_list(found, source, device=_object_device())
+    return found[0]
 
 
 def all_gather_object(value: R) -> list[R]:
@@ -122,20 +114,14 @@ def all_gather_object(value: R) -> list[R]:
     world_size = get_context().world_size
     if world_size == 1:
         return [value]
-    import torch
     import torch.distributed as dist
 
     ensure_process_group()
-    device = _object_device() or "cpu"
-    data = _pickled(value, device)
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-    longest = max(map(int, sizes))
-    whole = torch.zeros(longest, dtype=torch.uint8, device=device)
-    whole[: len(data)] = data
-    found = [torch.empty_like(whole) for _ in range(world_size)]
-    dist.all_gather(found, whole)
-    return [_unpickled(part[: int(size)]) for part, size in zip(found, sizes, strict=True)]
+    # torch sends the objects by the current GPU.
+    _object_device()
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, value)
+    return found
 
 
 def on_rank_zero(function: Callable[P, R]) -> Callable[P, R | None]:
@@ -175,18 +161,6 @@ def rank_zero_first() -> Iterator[None]:
     yield
     if is_first:
         barrier()
-
-
-# torch's `all_gather_object` needs numpy, which an executor may not have.
-def _pickled(value: object, device: Any) -> Any:
-    import torch
-
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device or "cpu")
-
-
-def _unpickled(data: Any) -> Any:
-    here = data.cpu()
-    return pickle.loads(ctypes.string_at(here.data_ptr(), len(here)))
 
 
 def _object_device() -> Any:

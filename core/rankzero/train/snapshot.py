@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.values import formats, pickled, shards
-from rankzero.values.tensors import Tensors, reach
+from rankzero.values import formats, pickled, sharded
+from rankzero.values import tensors as tensors_of
+from rankzero.values.digest import Writable
 
 if TYPE_CHECKING:
     import torch
 
 
-MAX_INDEX = 16 << 20
-"""Most characters of a part's index that is sent to the driver, which stores the indexes of all parts in one file."""
-
-
 def take(state: dict[Any, Any]) -> tuple[Any, bool]:
-    """Returns a copy of a state with all tensors on the CPU; tensors that share storage still share it in the copy.
+    """Returns a copy of a state with all tensors on the CPU; those that show all of a memory share it in the copy, too.
 
     Args:
         state: Tensors and picklable values.
 
     Returns:
-        The copy, with `shards.Pieces` in place of sharded tensors; and whether it contains any.
+        The copy, and whether it contains sharded tensors.
 
     Raises:
         ResultError: a value in the state cannot be pickled or unpickled.
@@ -35,7 +31,6 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
 
     tensors: list[Any] = []
     numbers: dict[int, int] = {}
-    memory = Tensors()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, obj: Any) -> int | None:
@@ -51,7 +46,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
 
         def reducer_override(self, obj: Any) -> Any:
             # Handles storages outside of tensors, and tensors without data.
-            return memory.reduce(obj) or pickled.saved(obj) or super().reducer_override(obj)
+            return tensors_of.reduce(obj) or pickled.saved(obj) or super().reducer_override(obj)
 
     class Unpickler(pickled.Loader):
         def persistent_load(self, number: Any) -> Any:
@@ -61,9 +56,10 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
     try:
         pickler = Pickler(rest, protocol=5, buffer_callback=lambda buffer: buffers.append(bytearray(buffer.raw())))
         pickler.dump(state)
-        copies = _copy_all(tensors)
+        storages: dict[int, torch.UntypedStorage] = {}
+        copies = [_copy(tensor, storages) for tensor in tensors]
         rest.seek(0)
-        return Unpickler(rest, buffers=buffers).load(), any(isinstance(copy, shards.Pieces) for copy in copies)
+        return Unpickler(rest, buffers=buffers).load(), any(map(sharded.is_sharded, copies))
     except (OSError, ResultError, MemoryError):
         raise
     except Exception as error:
@@ -72,105 +68,33 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
         ) from error
 
 
-def write_to(state: Any, file_format: str, file: formats.Writable) -> dict[str, Any]:
+def write_to(state: Any, file_format: str, file: Writable) -> dict[str, Any]:
     """Writes a copy that `take` has made into a file, and returns the facts about the file."""
     if file_format != formats.SHARDS:
         size, sha256 = formats.write_to(state, file_format, file)
         return {"size": size, "sha256": sha256}
-    size, sha256, index = shards.write_to(state, file)
-    facts = {"size": size, "sha256": sha256}
-    return {**facts, "pieces": index} if len(index) < MAX_INDEX else facts
+    return sharded.write_to(state, file)
 
 
-def _copy_all(tensors: list[Any]) -> list[Any]:
+def _copy(tensor: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
     import torch
 
-    plain = [tensor for tensor in tensors if is_plain(tensor)]
-    uses = Counter(_storage(tensor) for tensor in plain)
-    longest: dict[Any, torch.UntypedStorage] = {}
-    for tensor in plain:
-        # Tensors made from arrays at one address have separate storages of different lengths.
-        storage = tensor.untyped_storage()
-        longest[_storage(tensor)] = max(longest.get(_storage(tensor), storage), storage, key=lambda each: each.nbytes())
-    copied_storages: dict[Any, torch.UntypedStorage] = {}
-
-    def view(tensor: Any) -> Any:
-        key = _storage(tensor)
-        if key not in copied_storages:
-            copied_storages[key] = _copy_storage(longest[key])
-        return _view(tensor, copied_storages[key])
-
-    def copy(tensor: Any) -> Any:
-        if shards.is_sharded(tensor):
-            found = shards.pieces_of(tensor)
-            pieces = [(offsets, _copy(local)) for offsets, local in found.pieces]
-            return shards.Pieces(found.shape, found.dtype, pieces, found.replicas)
-        if is_plain(tensor) and (uses[_storage(tensor)] > 1 or _is_larger_than_its_storage(tensor)):
-            copied = view(tensor)
-        else:
-            copied = _copy(tensor)
-        if type(tensor) is torch.nn.Parameter:
-            copied = torch.nn.Parameter(copied, tensor.requires_grad)
-        copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    if sharded.is_sharded(tensor):
+        return sharded.copy_of(tensor)
+    if is_plain(tensor):
+        copied = tensors_of.compact(tensor, copies)
+    elif tensor.device.type == "meta":
+        copied = tensor
+    else:
+        copied = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
         copied.__dict__.update(tensor.__dict__)
-        return copied
-
-    return [copy(tensor) for tensor in tensors]
+    if type(tensor) is torch.nn.Parameter and type(copied) is not torch.nn.Parameter:
+        copied = torch.nn.Parameter(copied, tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
 def is_plain(tensor: Any) -> bool:
     """Returns True for a dense tensor, or parameter, of torch's own type with its data in one storage."""
     import torch
 
-    ours = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return ours and tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
-
-
-def _is_larger_than_its_storage(tensor: torch.Tensor) -> bool:
-    """Returns True for an expanded tensor, whose copy would take more memory than its storage."""
-    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
-
-
-def _without_copy() -> set[torch.dtype]:
-    """Returns the types of less than a byte, which torch cannot copy."""
-    import torch
-
-    names = [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)]
-    return {getattr(torch, name) for name in names if hasattr(torch, name)}
-
-
-def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "meta":
-        return tensor
-    if is_plain(tensor) and tensor.dtype in _without_copy():
-        return _view(tensor, _copy_storage(tensor.untyped_storage()))
-    return tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
-
-
-def _copy_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    import torch
-
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return whole.to("cpu", copy=True).untyped_storage()
-
-
-def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Returns a tensor like the given one, in a copy of its storage."""
-    import torch
-
-    end = (tensor.storage_offset() + reach(tensor.size(), tensor.stride())) * tensor.element_size()
-    if tensor.numel() and end > storage.nbytes():
-        # torch would resize the storage and read uninitialized memory.
-        raise ResultError(
-            f"a tensor of a checkpoint with the shape {tuple(tensor.shape)} ends at byte {end} of a storage of "
-            f"{storage.nbytes()} bytes: its memory was freed or made smaller. Give a tensor that has its data"
-        )
-    viewed = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    viewed.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    if tensor.is_conj():
-        viewed = viewed.conj()
-    return viewed._neg_view() if tensor.is_neg() else viewed
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensors_of.is_dense(tensor)

@@ -14,6 +14,7 @@ from rankzero.job import CheckpointConfig
 from rankzero.run.checkpoints import (
     FOLDER,
     MANIFEST,
+    PIECES,
     Manifest,
     list_committed,
     mark_damaged,
@@ -46,8 +47,8 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
                 f"{name} is {directory!r}, which is the directory of a run: submit the run again under its run_id to "
                 "continue it, or copy its folder checkpoints into another directory and give that one"
             )
-        listed = list_committed(run)
-        committed = up_to_whole(run, listed)
+        listed = list_committed([run.directory])
+        committed = up_to_whole(listed)
     except OSError as error:
         raise ResultError(f"{name} is {directory!r}, which cannot be read: {error}") from error
     last = committed[-1] if committed else None
@@ -59,7 +60,7 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
         elif isinstance(message, messages.PartFailed):
             writer.on_message(messages.NotCommitted(message.index))
         elif isinstance(message, messages.Damaged):
-            mark_damaged(run, message.id)
+            mark_damaged(run.path(FOLDER, message.id))
 
     start = messages.Start(run_directory=run.directory, run_token="", shared=True, scratch=run.directory)
     parts = Parts(dataclasses.replace(start, checkpoint={"id": last.id} if last else None), _nothing_to_fetch)
@@ -79,11 +80,13 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
 
 def _commit(run: RunDirectory, attempt: int, part: messages.Part, resumed: Manifest | None) -> Manifest:
     """Commits a written checkpoint, and removes the checkpoints that are not kept."""
-    manifest = Manifest.of_parts(attempt, 1, {0: part.facts()})
-    file = run.path(FOLDER, manifest.id, MANIFEST)
+    manifest = Manifest.of_parts(run.directory, attempt, 1, {0: part.facts()})
+    if part.pieces is not None:
+        store.write_bytes(store.join(manifest.folder, PIECES), part.pieces.encode(), durable=True)
+    file = store.join(manifest.folder, MANIFEST)
     store.write_bytes(file, json.dumps(manifest.to_json()).encode(), durable=True)
-    for old in to_remove(list_committed(run), CheckpointConfig(), [resumed.id] if resumed else []):
-        remove(run, old)
+    for old in to_remove(list_committed([run.directory]), CheckpointConfig(), [resumed.id] if resumed else []):
+        remove(old)
     return manifest
 
 

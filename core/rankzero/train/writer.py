@@ -18,7 +18,8 @@ from rankzero.errors import ResultError
 from rankzero.train import snapshot
 from rankzero.train.checkpoint import Checkpoint, as_directory
 from rankzero.train.parts import NotTakenError, Parts, copy_file
-from rankzero.values import formats, shards
+from rankzero.values import formats
+from rankzero.values import sharded as sharding
 
 MAX_STAGED = 2
 """Checkpoints that may wait on this host to be sent to the driver; the next one waits until there are fewer."""
@@ -139,7 +140,7 @@ class CheckpointWriter:
             ResultError: the checkpoint cannot be pickled, or the disk has refused it or the previous one.
         """
         directory = as_directory(value)
-        sharded = sharded or (directory is None and shards.has_sharded(value))
+        sharded = sharded or (directory is None and sharding.has_sharded(value))
         if self._sharded is None:
             self._sharded = sharded
             if self._world_size > 1:

@@ -1,9 +1,11 @@
-"""Writes a value to a file and reads it back: json, safetensors, cloudpickle.
+"""Writes a value to a file and reads it back: json, torch, pickle.
 
 * ``json`` for values that JSON returns unchanged;
-* ``safetensors`` for a dict of tensors: loading maps the file and runs no code;
-* ``cloudpickle`` for everything else, and for tensors that share memory (tied weights), which safetensors rejects.
-  A written file is loaded once: a value that cannot be read back fails while it still exists.
+* ``torch`` for tensors in dicts, lists and tuples of such values: a file of `torch.save`, which any program loads by
+  ``torch.load(file, weights_only=True, mmap=True)``. It runs no code, and tensors are mapped from the file;
+* ``pickle`` for everything else, by cloudpickle, with large buffers beside the pickle.
+
+A written file is loaded once: a value that cannot be read back fails while it still exists.
 
 `summarize` describes a value for display: type, tensors, parameters, bytes.
 
@@ -14,19 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import json
 import os
 import stat
 import sys
-from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Any, Protocol
+import threading
+from collections.abc import Callable, Iterator
+from typing import IO, TYPE_CHECKING, Any
 
-from rankzero import store
 from rankzero.errors import ResultError
+from rankzero.host.processes import fork_safe
 from rankzero.values import digest as digests
-from rankzero.values import pickled, safetensors
-from rankzero.values.pickled import open_packed
+from rankzero.values import pickled, tensors
+from rankzero.values.digest import HashingFile, Writable
 from rankzero.values.plain import is_json
 
 if TYPE_CHECKING:
@@ -35,33 +37,28 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["CLOUDPICKLE", "DIRECTORY", "JSON", "SAFETENSORS", "choose", "read", "summarize", "write"]
+__all__ = ["DIRECTORY", "JSON", "PICKLE", "TORCH", "choose", "read", "summarize", "write"]
 
-JSON, SAFETENSORS, CLOUDPICKLE = "json", "safetensors", "cloudpickle"
+JSON, TORCH, PICKLE = "json", "torch", "pickle"
 DIRECTORY = "tar"
 """Format of a directory tree, for checkpoints."""
 DISTRIBUTED = "dcp.tar"
 """Format of one rank's directory from ``torch.distributed.checkpoint``, which is loaded with those of all ranks."""
 SHARDS = "shards"
-"""Format of one rank's pieces of a sharded state, for checkpoints: see `rankzero.values.shards`."""
+"""Format of one rank's pieces of a sharded state, for checkpoints: see `rankzero.values.sharded`."""
 
 _TAR_WRITES = 1 << 20
 
 
-class Writable(Protocol):
-    """A file or another object that bytes can be written to."""
-
-    def write(self, data: Any, /) -> object:
-        """Writes all of the given bytes."""
-
-
 def choose(value: object) -> str:
     """Chooses the format in which a value is stored."""
+    if is_json(value):
+        return JSON
     # Some kinds of tensors lack attributes of others and raise any exception.
     with contextlib.suppress(Exception):
-        if safetensors.can_hold(value):
-            return SAFETENSORS
-    return JSON if is_json(value) else CLOUDPICKLE
+        if tensors.tensors_in(value):
+            return TORCH
+    return PICKLE
 
 
 def write(value: object, file_format: str, path: str) -> tuple[int, str]:
@@ -73,28 +70,58 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
     Raises:
         ResultError: the value cannot be pickled, or the file cannot be read back; the message has the value's type.
     """
-    with open(path, "w+b") as file:
-        facts = write_to(value, file_format, file)
-        file.flush()
-        if file_format == CLOUDPICKLE:
-            pickled.prove(file, value)
-        os.fsync(file.fileno())
-        return facts
+    with open(path, "w+b") as file, digests.FileDigest(file) as digest:
+        _dump(value, file_format, digest)
+        digest.flush()
+        if file_format != JSON:
+            with pickled.proving(value):
+                _read(file, path, file_format)
+        # The disk writes while the cores hash.
+        text = digest.text(functools.partial(os.fsync, file.fileno()))
+        return os.fstat(file.fileno()).st_size, text
 
 
 def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]:
     """Writes a value to an open file like `write`, but does not read it back."""
-    # A crc32 finds damage in half the time; files that run code need a sha256, which finds every change.
-    algorithm = digests.SUMS if file_format == SAFETENSORS else digests.BLOCKS
-    with contextlib.closing(Sink(file, algorithm)) as sink:
-        if file_format == JSON:
-            sink.write(json.dumps(value).encode())
-        elif file_format == SAFETENSORS:
-            safetensors.write(value, sink)  # type: ignore[arg-type]
-        else:
-            for part in pickled.pickled(value):
-                sink.write_lasting(part)
-        return sink.size, sink.digest()
+    hashing = HashingFile(file)
+    _dump(value, file_format, hashing)
+    return hashing.size, hashing.text()
+
+
+def _dump(value: object, file_format: str, file: Writable) -> None:
+    if file_format == JSON:
+        file.write(json.dumps(value).encode())
+    elif file_format == TORCH:
+        import torch
+
+        copy = tensors.prepared(value)
+        with _without_crc32(torch.serialization):
+            try:
+                torch.save(copy, file, pickle_protocol=2)  # type: ignore[arg-type]
+            except RuntimeError as error:
+                # torch's own error about a file that it could not finish hides that of the file.
+                raise error.__context__ or error from None
+    else:
+        for part in pickled.pickled(value):
+            file.write(part)
+
+
+_CRC32_LOCK = fork_safe(threading.Lock())
+
+
+@contextlib.contextmanager
+def _without_crc32(serialization: Any) -> Iterator[None]:
+    """Switches off torch's own checksums, which take as long as writing; torch.load does not compare them."""
+    with _CRC32_LOCK:
+        # Older versions of torch lack the option, which counts for the process.
+        is_on = hasattr(serialization, "get_crc32_options") and serialization.get_crc32_options()
+        if is_on:
+            serialization.set_crc32_options(False)
+        try:
+            yield
+        finally:
+            if is_on:
+                serialization.set_crc32_options(True)
 
 
 def is_distributed(directory: str) -> bool:
@@ -120,23 +147,20 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
     """Writes a directory tree as one uncompressed tar file; returns like `write`."""
     import tarfile
 
-    with open(path, "wb") as file, contextlib.closing(Sink(file)) as sink:
+    with open(path, "wb") as file:
+        sink = HashingFile(file)
         # Links are followed: their targets may not exist where the checkpoint is opened.
-        with tarfile.open(fileobj=sink, mode="w|", dereference=True, bufsize=_TAR_WRITES) as archive:
+        writing: Any = {"fileobj": sink, "mode": "w|", "dereference": True, "bufsize": _TAR_WRITES}
+        with tarfile.open(**writing) as archive:
             archive.gettarinfo = functools.partial(_entry, archive.gettarinfo)  # type: ignore[method-assign]
             archive.add(directory, arcname=".")
         file.flush()
         os.fsync(file.fileno())
-        return sink.size, sink.digest()
+        return sink.size, sink.text()
 
 
 def unpack(archive: tarfile.TarFile, target: str | os.PathLike[str]) -> None:
-    """Unpacks an archive that rankzero made and whose checksum was verified.
-
-    Args:
-        archive: The open archive.
-        target: The directory.
-    """
+    """Unpacks an archive that rankzero made, and whose checksum was verified, into a directory."""
     import tarfile
 
     # Python 3.11.0 to 3.11.3, which Debian 12 has, has no filters.
@@ -159,54 +183,45 @@ def read_directory(path: str, digest: str, target: str) -> None:
         raise ResultError(f"{path} cannot be unpacked: {error}") from error
 
 
-def read(path: str, file_format: str, digest: str | None, fingerprint: str | None = None) -> Any:
+def read(path: str, file_format: str, digest: str | None) -> Any:
     """Loads a value from a local file after it has compared the digest.
 
     Args:
         path: The file.
         file_format: One of this module's formats.
         digest: The recorded digest; None skips the comparison.
-        fingerprint: `rankzero.store.fingerprint` of a safetensors file when it had that digest. If it is unchanged, the
-            file is not read for its digest.
 
     Raises:
-        FileNotFoundError: the file does not exist.
+        OSError: the file cannot be opened.
         ResultError: the digest differs, the format is unknown, or an object cannot be created here.
     """
-    try:
-        file = open(path, "rb")
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ResultError(_why_not(path, file_format, error)) from error
-    with file:
-        return read_open(file, path, file_format, digest, fingerprint)
+    with open(path, "rb") as file:
+        return read_open(file, path, file_format, digest)
 
 
-def read_open(
-    file: IO[bytes], location: str, file_format: str, digest: str | None, fingerprint: str | None = None
-) -> Any:
+def read_open(file: IO[bytes], location: str, file_format: str, digest: str | None) -> Any:
     """Loads a value from an open file, like `read`. The location is named in errors."""
     try:
-        # By the descriptor, so that the checked file is the one that is loaded, even if its name is replaced. Files
-        # that run code are always read for their digest.
-        is_known = file_format == SAFETENSORS and store.fingerprint(file.fileno()) == fingerprint
-        if digest is not None and not is_known:
+        # By the descriptor, so that the checked file is the one that is loaded, even if its name is replaced.
+        if digest is not None:
             digests.verify(file, digest, location)
         return _read(file, location, file_format)
-    except (FileNotFoundError, ResultError):
+    except ResultError:
         raise
     except Exception as error:
         raise ResultError(_why_not(location, file_format, error)) from error
 
 
 def _read(file: IO[bytes], location: str, file_format: str) -> Any:
-    if file_format == SAFETENSORS:
-        return safetensors.read(file, location)
     if file_format == JSON:
         return json.load(file)
-    if file_format == CLOUDPICKLE:
-        return open_packed(file.fileno(), pickled.Loader)
+    if file_format == TORCH:
+        import torch
+
+        # torch maps a file by its name; a mapping is private, so that the file is never changed.
+        return torch.load(f"/dev/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
+    if file_format == PICKLE:
+        return pickled.open_packed(file.fileno(), pickled.Loader)
     raise ResultError(f"unknown result format {file_format!r} of {location}")
 
 
@@ -214,53 +229,10 @@ def _why_not(path: str, file_format: str, error: Exception) -> str:
     what = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         return f"the result {path} cannot be read: {what}"
-    if file_format != CLOUDPICKLE:
+    if file_format != PICKLE and not isinstance(error, ImportError):
         return f"the result {path} cannot be loaded, it is not a {file_format} file that rankzero wrote: {what}"
     do = pickled.advice(error) or "Its class cannot be created here: return plain values or a state_dict instead"
     return f"the result {path} is whole, but cannot be loaded here: {what}. {do}"
-
-
-class Sink(io.RawIOBase):
-    """A file that writes to another one, counts the bytes, and computes their digest."""
-
-    def __init__(self, file: Writable, algorithm: str = digests.BLOCKS) -> None:
-        self._file = file
-        self._digest = digests.Digest(algorithm)
-
-    @property
-    def size(self) -> int:
-        """Bytes that were written so far."""
-        return self._digest.size
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._digest.update(data)
-        self._file.write(data)
-        return len(data)
-
-    def write_lasting(self, data: Any, owner: object = None) -> None:
-        """Writes bytes that do not change until `digest` is called.
-
-        Args:
-            data: Bytes, or an object with a buffer of bytes.
-            owner: Object that is kept alive as long as the bytes are needed.
-        """
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), digests.BLOCK):
-            block = view[start : start + digests.BLOCK]
-            self._digest.update_lasting(block, owner)
-            self._file.write(block)
-
-    def digest(self) -> str:
-        """Returns the digest of all written bytes; reraises an error of a hashing thread."""
-        return self._digest.text()
-
-    def close(self) -> None:
-        """Ends the threads of the digest and frees their memory; the file stays open."""
-        self._digest.close()
-        super().close()
 
 
 def type_name(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The cloudpickle format, for arguments and for values that are neither plain data nor a dict of tensors.
+"""The file of a pickle, for arguments and for values that are neither plain data nor tensors in plain containers.
 
 A file has a pickle and its large buffers: it is written without a copy in memory, and mapped where it is loaded.
 
@@ -11,6 +11,7 @@ Runs inside workers too: standard library, torch and cloudpickle only.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
@@ -19,11 +20,12 @@ import operator
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from rankzero.errors import ResultError
-from rankzero.values.tensors import Tensors, dump
+from rankzero.values import tensors
+from rankzero.values.plain import is_atom
 
 LARGE = 64 << 10
 """Bytes from which on a buffer is stored outside of the pickle."""
@@ -77,10 +79,14 @@ def open_packed(path: str | int, unpickler: type[pickle.Unpickler] = pickle.Unpi
         unpickler: The class that loads the pickle.
     """
     with open(path, "rb", closefd=isinstance(path, str)) as file:
-        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    (length,) = _LENGTH.unpack_from(mapped)
-    places = json.loads(bytes(mapped[_LENGTH.size : _LENGTH.size + length]))
-    pickled, *buffers = (mapped[offset : offset + size] for offset, size in places)
+        return unpack(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)), unpickler)
+
+
+def unpack(data: memoryview, unpickler: type[pickle.Unpickler]) -> Any:
+    """Loads the content of a file that `pack` made; large buffers are parts of the given memory."""
+    (length,) = _LENGTH.unpack_from(data)
+    places = json.loads(bytes(data[_LENGTH.size : _LENGTH.size + length]))
+    pickled, *buffers = (data[offset : offset + size] for offset, size in places)
     return unpickler(io.BytesIO(pickled), buffers=buffers).load()
 
 
@@ -88,8 +94,8 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def pickled(value: object) -> Sequence[Part]:
-    """Returns the parts of a value's file; its large buffers are not copied.
+def pickled(value: object) -> list[Part]:
+    """Returns the parts of a value's file; its large buffers are not copied. Equal values have equal files.
 
     Raises:
         ResultError: the value cannot be pickled, or holds a part of a sharded tensor; the message has its type.
@@ -100,7 +106,8 @@ def pickled(value: object) -> Sequence[Part]:
     kind = _type(value)
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        tensors: Tensors
+        def persistent_id(self, obj: Any) -> Any:
+            return _canonical(obj, known)
 
         def reducer_override(self, obj: Any) -> Any:
             if hasattr(type(obj), "placements") and hasattr(type(obj), "device_mesh"):
@@ -108,21 +115,43 @@ def pickled(value: object) -> Sequence[Part]:
                     f"a value of type {kind} holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
-            return self.tensors.reduce(obj) or self.rest(obj)
+            return tensors.reduce(obj) or saved(obj) or with_qualname(super().reducer_override(obj), obj)
 
-        def rest(self, obj: Any) -> Any:
-            return saved(obj) or with_qualname(super().reducer_override(obj), obj)
-
-    stream = io.BytesIO()
-    buffers: list[memoryview] = []
-    pickler = Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside(buffers))
+    stream, buffers, known = io.BytesIO(), list[memoryview](), dict[Any, Any]()
     try:
-        dump(pickler, value)
+        Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside(buffers)).dump(value)
+        return pack(stream.getbuffer(), buffers)
     except (OSError, ResultError):
         raise
     except Exception as error:
         raise ResultError(f"a value of type {kind} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
-    return pack(stream.getbuffer(), buffers)
+
+
+def _canonical(obj: Any, known: dict[Any, Any]) -> Any:
+    """Returns the object that is pickled for one whose pickle differs between processes; None for any other.
+
+    A pickle depends on which equal strings are one object, and on the order of a set. `Loader.persistent_load` returns
+    the value of such an object.
+
+    Args:
+        obj: Any object.
+        known: Equal bytes, and the sets with the lists that stand for them, by id.
+    """
+    kind = type(obj)
+    if kind is str:
+        return sys.intern(obj)
+    if kind is bytes:
+        return known.setdefault(obj, obj)
+    if kind is tuple and all(map(is_atom, obj)):
+        # Another tuple than the given one, which may be one constant in several places.
+        return (*obj,)
+    if kind in (set, frozenset) and len(kinds := {type(item) for item in obj}) == 1 and kinds <= _ORDERED:
+        return known.setdefault(id(obj), (obj, [kind, *sorted(obj)]))[1]
+    return None
+
+
+_ORDERED = {str, bytes, int, float}
+"""Types of items by which a set is sorted."""
 
 
 def saved(obj: Any) -> tuple[Any, tuple[Any, ...]] | None:
@@ -148,14 +177,15 @@ def saved(obj: Any) -> tuple[Any, tuple[Any, ...]] | None:
     return load, (stream,)
 
 
-def prove(file: IO[bytes], value: object) -> None:
-    """Loads the written file of a value like its readers, to prove that it can be loaded.
+@contextlib.contextmanager
+def proving(value: object) -> Iterator[None]:
+    """Runs a block that loads the written file of a value, to prove that it can be loaded.
 
     Raises:
         ResultError: the file cannot be loaded; the message has the value's type.
     """
     try:
-        open_packed(file.fileno(), Loader)
+        yield
     except Exception as error:
         raise ResultError(
             f"a value of type {_type(value)} was pickled, but cannot be read back: {_why(error)}. "
@@ -199,6 +229,13 @@ class Loader(pickle.Unpickler):
         """Takes the arguments of `pickle.Unpickler`."""
         super().__init__(*args, **kwargs)
         self._made: list[Any] = []
+        self._sets: dict[int, Any] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Returns the string, tuple or set for which a value's pickle holds the given object."""
+        if type(pid) is not list:
+            return pid
+        return self._sets.setdefault(id(pid), (pid, pid[0](pid[1:])))[1]
 
     def find_class(self, module: str, name: str) -> Any:
         """Finds a class like `pickle.Unpickler`; classes of this process take the place of cloudpickle's."""
@@ -247,8 +284,7 @@ class PayloadLoader(Loader):
 def with_qualname(reduced: Any, cls: Any) -> Any:
     """Adds the qualified name of a module's class to how cloudpickle reduces the class by value, which leaves it out.
 
-    Classes of scripts are left as they are, since all scripts are named ``__main__``, and so are those that a function
-    makes, which makes another one at each call.
+    Classes of scripts, which are all named ``__main__``, and those that a function makes are left as they are.
 
     Args:
         reduced: The value of cloudpickle's ``reducer_override``.

@@ -53,7 +53,7 @@ def is_json(value: object) -> bool:
                 if not all(map(_is_text, item)):
                     return False
                 below += item.values()
-            elif not _is_atom(item):
+            elif not is_atom(item):
                 return False
             else:
                 continue
@@ -71,7 +71,8 @@ def _is_text(item: object) -> bool:
     return type(item) is str and not _SURROGATE.search(item)
 
 
-def _is_atom(item: object) -> bool:
+def is_atom(item: object) -> bool:
+    """Returns True for a value without parts that JSON returns exactly."""
     if type(item) is int:
         return item.bit_length() <= MAX_BITS
     return item is None or type(item) in (bool, float) or _is_text(item)
@@ -160,7 +161,7 @@ def plain_view(value: object, most: int) -> Any:
             if not all(map(_is_text, item)):
                 raise ValueError("a key is no text")
             return {key: view(each, depth + 1) for key, each in item.items()}
-        return item if _is_atom(item) else _number(item)
+        return item if is_atom(item) else _number(item)
 
     return view(value, 0)
 

@@ -7,11 +7,13 @@ another run it is opened inside the workers, so the bytes do not pass through th
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any, ClassVar
 
 from rankzero import store
@@ -27,14 +29,12 @@ class ResultRef:
 
     Attributes:
         uri: Absolute local path or fsspec URL of the file.
-        format: ``"json"``, ``"safetensors"`` or ``"cloudpickle"``.
-        digest: Checksum of the file, with the name of its algorithm: ``"sha256:..."`` for up to 8 MiB. For larger
-            files, which all cores hash together, ``"crc32-8m:..."`` for tensors and ``"sha256-8m:..."`` for files that
-            run code when they are loaded. The checksum is always compared before code runs.
+        format: ``"json"``, ``"torch"`` or ``"pickle"``.
+        digest: Checksum of the file, with the name of its algorithm: ``"sha256:..."``, or ``"sha256-8m:..."`` for more
+            than 8 MiB, which all cores hash together.
         size: Bytes of the file.
         summary: Facts for display: type, number of tensors and parameters, last metrics.
-        fingerprint: `store.fingerprint` of a local safetensors file when it was written. While it is unchanged, the
-            file is opened without reading it for its checksum first. None for every other file.
+        fingerprint: `store.fingerprint` of a local file when its checksum was computed.
 
     Example:
         >>> ref = ResultRef.save([0.5, 0.25], "results")  # as `RunHandle.result_ref` gives one
@@ -56,7 +56,7 @@ class ResultRef:
         """Stores a value of a plain pipeline step, so that it is passed by reference like a run's result.
 
         Args:
-            value: A value that can be pickled; a dict of tensors becomes a safetensors file.
+            value: A value that can be pickled; tensors in dicts and lists become a file for `torch.load`.
             directory: Local path or fsspec URL; created if it does not exist.
 
         Returns:
@@ -81,17 +81,21 @@ class ResultRef:
                 store.upload(path, uri)
         except (OSError, ImportError, ValueError) as error:
             raise ResultError(f"a value cannot be stored in {directory}: {error}") from error
-        return ResultRef(uri, file_format, digest, size, formats.summarize(value), fingerprint_of(uri, file_format))
+        return ResultRef(uri, file_format, digest, size, formats.summarize(value)).fingerprinted()
+
+    def fingerprinted(self) -> ResultRef:
+        """Returns this handle with the fingerprint of its file, which has just been placed; unchanged for a URL."""
+        return self if store.is_url(self.uri) else replace(self, fingerprint=store.fingerprint(self.uri))
 
     def load(self, *, verify: bool = False) -> Any:
         """Loads the value after the checksum of its file was compared.
 
-        Tensors are on the CPU. ``safetensors`` files are mapped into memory and run no code; they are not read for
-        their checksum while the file system reports that the file is unchanged since it was written. ``cloudpickle``
-        files run code of their author: load only files that your own runs wrote.
+        Tensors are on the CPU, mapped from the file. ``json`` and ``torch`` files run no code. ``pickle`` files run
+        code of their author: load only files that your own runs wrote.
 
         Args:
-            verify: True reads every file for its checksum, which also finds damage by a broken disk.
+            verify: Whether a local ``torch`` file is read for its checksum, although the kernel shows that it is
+                unchanged since the checksum was computed.
 
         Raises:
             ResultError: the file does not exist, was changed or has an unknown format, or an object in it cannot be
@@ -99,40 +103,36 @@ class ResultRef:
         """
         if not store.is_url(self.uri):
             return self.load_from(self.uri, verify=verify)
-        # In a rank, the agent's scratch directory has room.
-        # A file without a name, so that a process that is killed leaves none behind.
+        # In a rank, the agent's scratch directory has room. The file has no name, so that no killed process leaves one.
         with tempfile.TemporaryFile(dir=os.environ.get("RANKZERO_SCRATCH")) as local:
-            with self._reading() as remote:
-                while chunk := remote.read(_COPY_CHUNK):
-                    local.write(chunk)
+            with self._open() as remote:
+                shutil.copyfileobj(remote, local, _COPY_CHUNK)
             local.seek(0)
             return formats.read_open(local, self.uri, self.format, self.digest)
 
     def load_from(self, path: str, *, verify: bool = False) -> Any:
         """Loads the value from a local copy of the file, like `load`."""
         try:
-            return formats.read(path, self.format, self.digest, None if verify else self.fingerprint)
-        except FileNotFoundError as error:
-            if os.path.exists(path):
-                # The file that does not exist may be another one: torch needs a directory for temporary files.
-                raise ResultError(f"the result {path} cannot be opened here: {error}") from error
+            with open(path, "rb") as file:
+                # Only a file that runs no code; by its descriptor, since its name may be replaced.
+                trusted = self.format == formats.TORCH and store.fingerprint(file.fileno()) == self.fingerprint
+                return formats.read_open(file, path, self.format, None if trusted and not verify else self.digest)
+        except FileNotFoundError:
             raise ResultError(f"the result {path} does not exist; was its run directory deleted?") from None
+        except OSError as error:
+            raise ResultError(f"the result {path} cannot be read: {error}") from error
 
     @property
     def sha256(self) -> str:
-        """The plain sha256 of the file, hex, as ``sha256sum`` prints it. A file of more than 8 MiB is read for it.
-
-        Raises:
-            ResultError: the file does not exist or cannot be read.
-        """
+        """The sha256 of the file, hex, as ``sha256sum`` prints it. A file of more than 8 MiB is read for it."""
         algorithm, digits = digests.split(self.digest)
         if algorithm == digests.PLAIN:
             return digits
-        with self._reading() as file:
-            return digests.plain_sha256(file)
+        with self._open() as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[IO[bytes]]:
+    def _open(self) -> Iterator[IO[bytes]]:
         try:
             with store.open_read(self.uri) as file:
                 yield file
@@ -144,10 +144,7 @@ class ResultRef:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the handle as plain JSON values, for `from_json`."""
-        found = asdict(self)
-        if self.fingerprint is None:
-            del found["fingerprint"]
-        return found
+        return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> ResultRef:
@@ -187,15 +184,6 @@ class ResultRef:
         if version > ResultRef.__version__:
             raise TypeError(f"this rankzero reads ResultRef version {ResultRef.__version__}, not {version}")
         return ResultRef.from_json(data)
-
-
-def fingerprint_of(uri: str, file_format: str) -> str | None:
-    """Returns the ``fingerprint`` of a file that was just written; None if loading always reads it for its checksum."""
-    if file_format == formats.SAFETENSORS and not store.is_url(uri):
-        # Without a fingerprint, loading computes the checksum.
-        with contextlib.suppress(OSError):
-            return store.fingerprint(uri)
-    return None
 
 
 _COPY_CHUNK = 8 << 20

@@ -1,111 +1,27 @@
-"""Pickles tensors as torch does, except that their memory is a separate buffer of the pickle.
+"""Tensors of a value: their memory is a buffer beside the pickle, and those that show all of it share it as before.
 
-By default, torch writes each storage as a file within the pickle: tensors that share one are not recognized, a view of
-two elements copies all of it, and for newer types (float8, uint16) the result cannot be read. Here each piece of memory
-is written once, and only as far as a tensor of the value uses it; tensors that shared memory share it when they are
-loaded. Tensors on a GPU are loaded on the CPU.
-
-Runs inside workers too: standard library and torch only.
+A view of a part is written with a memory of its own. Tensors of a GPU are loaded on the CPU. Runs inside workers too:
+standard library and torch only.
 """
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import sys
-from collections.abc import Callable
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
+
+from rankzero.errors import ResultError
+from rankzero.values.plain import MAX_DEPTH, is_atom
 
 if TYPE_CHECKING:
     import torch
 
-WASTE = 64 << 10
-"""Most bytes of a storage that are written although no tensor of the value uses them."""
+_MAX_BITS = 2032
+"""Most bits of an integer that ``torch.load(weights_only=True)`` reads."""
 
-Reduced = tuple[Any, ...]
-
-
-class Tensors:
-    """Reduces tensors and storages of one value for the pickler that writes it."""
-
-    def __init__(self, root: object = None, rest: Callable[[Any], Any] = lambda _: NotImplemented) -> None:
-        """Prepares for one value.
-
-        Args:
-            root: The value, in which the tensors that share memory are searched.
-            rest: Reduces any object other than a tensor or storage as the value's pickler does.
-        """
-        self._root = root
-        self._rest = rest
-        self._recorder: _Recorder | None = None
-        self._memories: dict[tuple[int, int, int], _Memory] = {}
-        self._typed: dict[tuple[int, Any], _Typed] = {}
-
-    def reduce(self, obj: Any) -> Reduced | None:
-        """Reduces a tensor or storage for pickle's ``reducer_override``; returns None for any other object."""
-        torch = sys.modules.get("torch")
-        if torch is None or not hasattr(torch, "UntypedStorage"):
-            # torch is not imported, or is being imported.
-            return None
-        if isinstance(obj, torch.Tensor):
-            if type(obj) is torch.Tensor and obj.device.type not in ("cpu", "cuda", "meta"):
-                obj = obj.cpu()
-            function, arguments, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            return (*self._with_memory(function, arguments), *rest)
-        if isinstance(obj, torch.TypedStorage):
-            return _itself, (self._place(obj._untyped_storage, 0, obj._untyped_storage.nbytes(), obj.dtype),)
-        if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
-            return _itself, (self._memory(obj, 0, obj.nbytes()),)
-        return None
-
-    def _with_memory(self, function: Any, arguments: Reduced) -> Reduced:
-        """Returns torch's reduction of a tensor, with a `_Memory` in place of the storage."""
-        import torch
-
-        utils = torch._utils
-        if function is torch._tensor._rebuild_from_type_v2:
-            inner, cls, inner_arguments, state = arguments
-            inner, inner_arguments = self._with_memory(inner, inner_arguments)
-            return function, (inner, cls, inner_arguments, state)
-        if function is utils._rebuild_tensor_v3:
-            # The function for newer types: like v2 but with an untyped storage, and it fails with requires_grad.
-            storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = arguments
-            rest: Reduced = (requires_grad, hooks, *metadata)
-        elif arguments and isinstance(arguments[0], torch.TypedStorage):
-            typed, offset, size, stride, *others = arguments
-            storage, dtype, rest = typed._untyped_storage, typed.dtype, tuple(others)
-        else:
-            return function, arguments
-        width, total = dtype.itemsize, storage.nbytes()
-        low, high = offset * width, (offset + reach(size, stride)) * width
-        if function is utils._rebuild_qtensor or high > total:
-            low, high = 0, total
-        place, begin = self._part(storage, low, high, dtype)
-        function = utils._rebuild_tensor_v2 if function is utils._rebuild_tensor_v3 else function
-        return function, (place, offset - begin // width, size, stride, *rest)
-
-    def _part(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype) -> tuple[object, int]:
-        """Returns the memory that contains some bytes of a storage, and the byte of the storage at which it begins."""
-        total = storage.nbytes()
-        if total - (high - low) >= WASTE:
-            if self._recorder is None:
-                self._recorder = _find_extents(self._root, self._rest)
-            for begin, end in merged(self._recorder.found.get(storage._cdata, [])):
-                if begin <= low and high <= end and begin % dtype.itemsize == 0:
-                    low, high = begin, end
-        if total - (high - low) < WASTE:
-            low, high = 0, total
-        return self._place(storage, low, high, dtype), low
-
-    def _place(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype) -> object:
-        memory = self._memory(storage, low, high)
-        return self._typed.setdefault((id(memory), dtype), _Typed(memory, dtype))
-
-    def _memory(self, storage: torch.UntypedStorage, low: int, high: int) -> _Memory:
-        # One object for each piece, so that pickle writes it once.
-        key = (storage._cdata, low, high)
-        if key not in self._memories:
-            self._memories[key] = _Memory(storage, low, high)
-        return self._memories[key]
+_NARROW = frozenset(f"int{bits}" for bits in range(1, 8))
 
 
 def reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -120,48 +36,104 @@ def reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
 
 
-class _Memory:
-    """A range of bytes of a storage, pickled as a buffer."""
+def compact(tensor: torch.Tensor, copies: dict[int, torch.UntypedStorage] | None = None) -> torch.Tensor:
+    """Returns a dense tensor that shows all of its memory: the given one, or a copy on the CPU if it shows a part.
 
-    def __init__(self, storage: torch.UntypedStorage, low: int, high: int) -> None:
-        self._storage, self._low, self._high = storage, low, high
+    Args:
+        tensor: The tensor.
+        copies: Copies of storages by address, to which this call may add one. If given, a tensor that shows all of its
+            memory is copied, too.
 
-    def __reduce__(self) -> Reduced:
-        import ctypes
+    Raises:
+        ResultError: the tensor's memory was freed or made smaller.
+    """
+    import torch
 
-        size = self._high - self._low
-        if not size:
-            return make_storage, (b"",)
-        here, start = self._storage, self._low
-        if here.device.type != "cpu":
-            import torch
+    storage, width = tensor.untyped_storage(), tensor.element_size()
+    begin = int(tensor.storage_offset()) * width
+    length = reach(tensor.size(), tensor.stride()) * width
+    if length and begin + length > storage.nbytes():
+        # torch would resize the storage and read uninitialized memory.
+        raise ResultError(
+            f"a tensor with the shape {tuple(tensor.shape)} ends at byte {begin + length} of a storage of "
+            f"{storage.nbytes()} bytes: its memory was freed or made smaller. Give a tensor that has its data"
+        )
+    is_whole = length == storage.nbytes()
+    if is_whole and copies is None:
+        return tensor
+    copied = copies.get(storage._cdata) if is_whole and copies else None
+    if copied is None:
+        part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[begin : begin + length]
+        copied = part.to("cpu", copy=True).untyped_storage()
+    if is_whole and copies is not None:
+        copies[storage._cdata] = copied
+    viewed = view(tensor, copied, 0)
+    if type(tensor) is torch.nn.Parameter:
+        viewed = torch.nn.Parameter(viewed, tensor.requires_grad)
+    viewed.requires_grad_(tensor.requires_grad).__dict__.update(tensor.__dict__)
+    return viewed
 
-            there = torch.empty(0, dtype=torch.uint8, device=here.device).set_(here)
-            here, start = there[self._low : self._high].cpu().untyped_storage(), 0
-        memory = (ctypes.c_char * size).from_address(here.data_ptr() + start)
-        # Keeps the storage alive, even if the tensor is freed meanwhile.
-        memory.owner = here  # type: ignore[attr-defined]
-        return make_storage, (pickle.PickleBuffer(memory),)
+
+def reduce(obj: Any) -> tuple[Any, ...] | None:
+    """Reduces a tensor or storage, whose memory then is a buffer of the pickle; returns None for most others."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        # torch is not imported, or is being imported.
+        return None
+    if isinstance(obj, torch.TypedStorage):
+        return make_typed, (obj._untyped_storage, obj.dtype)
+    if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
+        return make_storage, (pickle.PickleBuffer(_memory(obj.cpu())),)
+    if type(obj) is not torch.Tensor or not is_dense(obj):
+        return None
+    function, arguments, *rest = compact(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+    if function is torch._utils._rebuild_tensor_v3:
+        # The function for newer types fails with requires_grad.
+        storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = arguments
+        typed = make_typed(storage, dtype)
+        return torch._utils._rebuild_tensor_v2, (typed, offset, size, stride, requires_grad, hooks, *metadata)
+    return function, arguments, *rest
 
 
-class _Typed:
-    """A range of bytes with an element type, from which torch creates a tensor."""
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Returns True for a tensor with its data in one storage."""
+    is_strided = str(tensor.layout) == "torch.strided" and not tensor.is_nested
+    return is_strided and not tensor.is_quantized and tensor.device.type != "meta"
 
-    def __init__(self, memory: _Memory, dtype: torch.dtype) -> None:
-        self._memory, self._dtype = memory, dtype
 
-    def __reduce__(self) -> Reduced:
-        return make_typed, (self._memory, self._dtype)
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Returns True for integers of less than a byte, which torch can neither copy nor save."""
+    return str(dtype).removeprefix("torch.").removeprefix("u") in _NARROW
+
+
+def view(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: Any) -> torch.Tensor:
+    """Returns a tensor like the given one, in a copy of its storage on the CPU, without requires_grad."""
+    import torch
+
+    viewed = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    viewed.set_(storage, offset, tensor.size(), tensor.stride())
+    if tensor.is_conj():
+        viewed = viewed.conj()
+    return viewed._neg_view() if tensor.is_neg() else viewed
+
+
+def _memory(storage: torch.UntypedStorage) -> memoryview:
+    """Returns the memory of a storage on the CPU, which keeps the storage alive."""
+    if not storage.nbytes():
+        return memoryview(b"")
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    memory.owner = storage  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def make_storage(buffer: Any) -> torch.UntypedStorage:
     """Creates the storage of a pickled tensor on the buffer's memory; it cannot be resized."""
     import torch
 
-    view = memoryview(buffer)
-    if not view.nbytes:
+    memory = memoryview(buffer)
+    if not memory.nbytes:
         return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8).untyped_storage()
+    return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8).untyped_storage()
 
 
 def make_typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
@@ -171,81 +143,82 @@ def make_typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Typed
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def _itself(value: object) -> object:
-    return value
+# -- values that torch.load(weights_only=True) reads ----------------------------------------------
 
 
-def dump(pickler: Any, value: object) -> None:
-    """Pickles a value with a pickler that reduces by its ``tensors``, and any other object by its method ``rest``."""
-    pickler.tensors = Tensors(value, pickler.rest)
-    try:
-        pickler.dump(value)
-    finally:
-        # They refer to each other, and would keep the value's memory until the next collection of garbage.
-        del pickler.tensors
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """Returns the tensors in a value that torch.load(weights_only=True) reads; none for any other value.
 
-
-# -- memory that tensors of a value share ----------------------------------------------------------
-
-
-def _find_extents(root: object, rest: Callable[[Any], Any]) -> _Recorder:
-    """Returns the ranges of memory that the tensors of a value use."""
-    import cloudpickle
-
-    recorder = _Recorder()
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        # A class refers to itself: it must not refer to the value.
-        tensors: _Recorder
-        rest: Callable[[Any], Any]
-
-        def reducer_override(self, obj: Any) -> Any:
-            return self.tensors.reduce(obj) or self.rest(obj)
-
-    pickler = Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=lambda _: None)
-    pickler.tensors, pickler.rest = recorder, rest
-    pickler.dump(root)
-    return recorder
-
-
-class _Recorder(Tensors):
-    """Records the ranges of memory that tensors use, without pickling them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[int, list[tuple[int, int]]] = {}
-        """Ranges of bytes, by storage."""
-        self._kept: list[object] = []
-
-    def _part(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype) -> tuple[object, int]:
-        return self._place(storage, low, high, dtype), low
-
-    def _place(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype) -> object:
-        self._memory(storage, low, high)
-        return None
-
-    def _memory(self, storage: torch.UntypedStorage, low: int, high: int) -> Any:
-        self.found.setdefault(storage._cdata, []).append((low, high))
-        # Keeps the storage alive, so that no other one gets its address.
-        self._kept.append(storage)
-
-
-class _Nowhere:
-    def write(self, data: Any) -> int:
-        return memoryview(data).nbytes
-
-
-def merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merges ranges that overlap, and sorts them.
-
-    Example:
-        >>> merged([(4, 6), (0, 2), (1, 3), (8, 8)])
-        [(0, 3), (4, 6), (8, 8)]
+    Such a value has tensors in dicts, lists and tuples, beside strings, numbers, booleans and None.
     """
-    found: list[tuple[int, int]] = []
-    for low, high in sorted(extents):
-        if found and low < found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], high)
-        else:
-            found.append((low, high))
-    return found
+    torch: Any = sys.modules.get("torch")
+    types: dict[int, torch.dtype] = {}
+    found: list[torch.Tensor] = []
+    level: list[Any] = [value] if hasattr(torch, "nn") else []
+    seen: set[int] = set()
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if type(item) in (torch.Tensor, torch.nn.Parameter):
+                if not _is_plain(item, types):
+                    return []
+                found.append(item)
+            elif type(item) not in (dict, OrderedDict, list, tuple):
+                if not is_atom(item) or (type(item) is int and item.bit_length() > _MAX_BITS):
+                    return []
+            elif id(item) not in seen:
+                seen.add(id(item))
+                below += item
+                if isinstance(item, dict):
+                    below += [*item.values(), *getattr(item, "__dict__", {}).values()]
+        if not below:
+            return found
+        level = below
+    return []
+
+
+def _is_plain(tensor: torch.Tensor, types: dict[int, torch.dtype]) -> bool:
+    """Returns True for a tensor that torch.save writes and reads; ``types`` has those seen before, by address."""
+    if not is_dense(tensor) or is_narrow(tensor.dtype) or vars(tensor):
+        return False
+    if tensor.requires_grad and tensor.dtype.itemsize == 1 and type(tensor).__name__ == "Tensor":
+        # torch's function for newer types fails.
+        return False
+    # torch.save refuses views of one memory with several types.
+    return types.setdefault(tensor.untyped_storage().data_ptr() or -id(tensor), tensor.dtype) == tensor.dtype
+
+
+def prepared(value: Any) -> Any:
+    """Returns a copy of a value of `tensors_in` for torch.save, which then writes equal bytes for equal values.
+
+    Tensors share memory with those of the value, unless they show a part of theirs. A pickle depends on which parts are
+    one object: in the copy equal strings are one, and equal tuples of plain values are several.
+    """
+    import torch
+
+    copies: dict[int, Any] = {}
+
+    def copy(item: Any) -> Any:
+        if type(item) is str:
+            return sys.intern(item)
+        if type(item) is tuple and all(map(is_atom, item)):
+            return tuple(map(copy, item))
+        if id(item) not in copies:
+            # Containers are registered before they are filled, since they may contain themselves.
+            if isinstance(item, torch.Tensor):
+                copies[id(item)] = compact(item)
+            elif type(item) is tuple:
+                copies[id(item)] = tuple(map(copy, item))
+            elif type(item) is list:
+                copies[id(item)] = filled = list[Any]()
+                filled += map(copy, item)
+            elif isinstance(item, dict):
+                copies[id(item)] = table = type(item)()
+                table.update((copy(key), copy(each)) for key, each in item.items())
+                if type(item) is OrderedDict:
+                    table.__dict__.update(copy(vars(item)))
+            else:
+                return item
+        return copies[id(item)]
+
+    return copy(value)

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero.channel import messages
 from rankzero.errors import ResultError
-from rankzero.host.processes import caught_signals, die_with_parent, settle_signals
+from rankzero.host.processes import caught_signals, end_with_parent, settle_signals
 from rankzero.worker import failures, log_level, rendezvous
 from rankzero.worker.call import call, run_exit_handlers
 from rankzero.worker.control import Control, out_of_reach
@@ -74,7 +74,7 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
     """Entry point of the worker process."""
     phases = {"started": time.time()}
     settle_signals()
-    die_with_parent(agent_pid)
+    end_with_parent(agent_pid)
     for stream in (sys.stdout, sys.stderr):
         # Line buffered, as on a terminal: a line is visible when it is printed, and costs one write.
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)

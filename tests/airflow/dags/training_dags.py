@@ -143,6 +143,4 @@ with DAG("failing", schedule=None, start_date=datetime(2026, 1, 1)):
 
 make_told("durable", retries=3)
 make_told("forgotten", retries=1, retry_delay=timedelta(hours=1))
-make_told("forgotten_run", retries=1, retry_delay=timedelta(hours=1))
-make_told("deferred", retries=3, deferrable=True)
 shipped()

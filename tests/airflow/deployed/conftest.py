@@ -11,7 +11,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Its scheduler, API server, DAG processor, triggerer and database."""
     deployment = Deployment(tmp_path_factory.mktemp("airflow"))
     try:
-        told = ["durable", "deferred", "forgotten", "forgotten_run", "failing"]
+        told = ["durable", "forgotten", "failing"]
         deployment.wait_until_ready(["shipped", "endless", "pulling", "secretive", *told])
         yield deployment
     finally:

@@ -59,11 +59,6 @@ class Training:
         assert state == "success", logs
         return dict(self.airflow.xcom(self.dag_id, self.run_id, "describe"))
 
-    def assert_gone(self) -> None:
-        wait_until(lambda: self.run.status().final, RUN_TIMEOUT, "the end of the run")
-        wait_until(lambda: not processes_with(self.marker), STOP_TIMEOUT, "the end of the ranks")
-        assert self.run.status().state == "cancelled"
-
 
 def start(airflow: Deployment, dag_id: str, folder: Path) -> Training:
     marker = f"told-{secrets.token_hex(8)}"
@@ -121,55 +116,3 @@ def test_deleting_a_dag_ends_a_training_that_waits_for_its_retry(airflow: Deploy
     wait_until(lambda: run.status().final, RUN_TIMEOUT, "the end of the run")
     assert "on request: Airflow has deleted the task" in str(run.status().error)
     wait_until(lambda: not processes_with(training.marker), STOP_TIMEOUT, "the end of the ranks")
-
-
-# By default: `test_listeners.py`, and the deletion of a DAG.
-@pytest.mark.soak
-def test_deleting_a_dag_run_ends_a_training_that_waits_for_its_retry(airflow: Deployment, tmp_path: Path) -> None:
-    """By the request of the web page, which deletes several DAG runs at once."""
-    training = start(airflow, "forgotten_run", tmp_path)
-    await_retry(training)
-    path = "/api/v2/dags/forgotten_run/dagRuns"
-    airflow.call("PATCH", f"{path}/{training.run_id}", {"state": "failed"})
-    entities = [{"dag_id": "forgotten_run", "dag_run_id": training.run_id}]
-    deleted = airflow.call("PATCH", path, {"actions": [{"action": "delete", "entities": entities}]})
-    assert deleted["delete"]["errors"] == []
-    training.assert_gone()
-
-
-# -- deferred ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def deferred(airflow: Deployment, tmp_path: Path) -> Iterator[Training]:
-    training = start(airflow, "deferred", tmp_path)
-    training.await_try(1, "deferred")
-    yield training
-    wait_until(lambda: not processes_with(training.marker), STOP_TIMEOUT, "the end of the ranks")
-
-
-# By default: `test_it_shows_the_lines_and_fires_at_the_end`, whose triggerer is restarted.
-@pytest.mark.soak
-def test_a_deferred_training_survives_the_death_of_its_triggerer(deferred: Training) -> None:
-    ranks = deferred.await_ranks()
-    deferred.airflow.kill("triggerer")
-    deferred.airflow.start("triggerer")
-    deferred.let_go()
-    made = deferred.finish()
-    assert made["pid"] in ranks
-    assert deferred.run.submission == 0
-
-
-# By default: `test_listeners.py`.
-@pytest.mark.soak
-def test_a_mark_while_no_triggerer_runs_ends_the_training(airflow: Deployment, tmp_path: Path) -> None:
-    training = start(airflow, "deferred", tmp_path)
-    training.await_ranks()
-    training.await_try(1, "deferred")
-    airflow.await_watch("deferred", training.run_id)
-    airflow.kill("triggerer")
-    try:
-        airflow.mark("deferred", training.run_id, "train", "failed")
-        training.assert_gone()
-    finally:
-        airflow.start("triggerer")

@@ -21,7 +21,7 @@ def test_dag_file_function_trains_and_any_dag_pulls_its_result(airflow: Deployme
     assert "[1] rank 1 of unusual_prefix_" in log
     # Folded in the UI: where it runs, and what came of it.
     assert "::group::Training run" in log
-    assert "format: safetensors" in log
+    assert "format: torch" in log
     # A nan, as a value and as a metric, is more than Airflow's XCom can hold.
     assert "ResultRef" in str(airflow.xcom("shipped", run_id, "diverge"))
     # The button of a task leads to Airflow's own pages.

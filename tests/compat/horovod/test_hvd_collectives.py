@@ -135,6 +135,53 @@ def gradients() -> None:
             assert torch.equal(whole.grad, owners * factor)
 
 
+def shared() -> None:
+    """Operations under the same name, or on the same memory, before the end of the first one."""
+    import time
+
+    hvd.init()
+    first = hvd.allreduce_async_(torch.ones(1 << 24), name="taken")
+    while True:
+        try:
+            second = hvd.allreduce_async_(torch.ones(300), name="taken")
+        except ValueError:
+            time.sleep(0.001)
+        else:
+            break
+    assert all(one.is_completed() for one in first.collectives)
+    hvd.synchronize([first, second])
+    for count in (100, 1 << 22):
+        for step in range(8):
+            mine = torch.ones(count)
+            # Rank 1 alone has two tensors in one memory, and issues them in another order.
+            other = mine if hvd.rank() == 1 else torch.ones(count)
+            pair = [("a", mine), ("b", other)] if hvd.rank() == 0 else [("b", other), ("a", mine)]
+            hvd.synchronize([hvd.allreduce_async_(one, name=f"{step}.{name}", op=hvd.Sum) for name, one in pair])
+            # Whichever is the first, the second has its result as rank 1's tensor.
+            assert set(torch.cat([mine, other]).unique().tolist()) == ({3.0} if other is mine else {2.0, 3.0}), (
+                count,
+                mine,
+            )
+            ones = torch.ones(count)
+            hvd.synchronize([hvd.allreduce_async_(ones, name=f"{step}.{name}", op=hvd.Sum) for name in "cd"])
+            assert ones.unique().tolist() == [4.0], (count, ones)
+            with torch.inference_mode():
+                ones = torch.ones(count)
+                later = [hvd.allreduce_async_(ones, name=f"{step}.{name}", op=hvd.Sum) for name in "ef"]
+            hvd.synchronize(later)
+            assert ones.unique().tolist() == [4.0], (count, ones)
+    for count in (4, 1 << 19):
+        mean = torch.full((count,), 1.0 + 2 * hvd.rank())
+        handle = hvd.allreduce_async_(mean, name=f"polled {count}")
+        while not hvd.poll(handle):
+            time.sleep(0.001)
+        assert mean.unique().tolist() == [2.0]
+
+
+def test_operations_that_share_a_name_or_memory_follow_one_another(tmp_path: Path) -> None:
+    Launcher(2, store=tmp_path).run(shared)
+
+
 def modes() -> None:
     """A default device and inference mode of a caller do not reach the thread that executes operations."""
     torch.set_default_device("meta")

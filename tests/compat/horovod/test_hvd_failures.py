@@ -80,6 +80,8 @@ def wrong_calls() -> None:
         hvd.rank()
     hvd.init()
     one, many = torch.ones(1), torch.ones(1000)
+    with torch.inference_mode():
+        frozen = torch.ones(4)
     for error, message, call in [
         (NotImplementedError, "Adasum is not supported", lambda: hvd.allreduce(one, op=hvd.Adasum)),
         (ValueError, "not both", lambda: hvd.allreduce(one, average=True, op=hvd.Sum)),
@@ -89,6 +91,7 @@ def wrong_calls() -> None:
         (TypeError, "op is hvd.Min.* torch.complex64 ", lambda: hvd.allreduce(many.to(torch.complex64), op=hvd.Min)),
         (TypeError, "takes a dense tensor", lambda: hvd.allreduce(torch.eye(2).to_sparse())),
         (ValueError, "share their memory", lambda: hvd.allreduce_(one.expand(4))),
+        (ValueError, "inference_mode", lambda: hvd.allreduce_(frozen)),
         (ValueError, "root_rank is 7", lambda: hvd.broadcast(one, 7)),
         (ValueError, "needs splits", lambda: hvd.alltoall(torch.ones(3))),
         (ValueError, "add up to 2 rows", lambda: hvd.alltoall(torch.ones(2), splits=[1, 2])),
@@ -284,6 +287,17 @@ if sys.argv[1] == "killed":
     except hvd.HorovodInternalError as error:
         print(error)
     sys.exit()
+if sys.argv[1] == "killed under way":
+    large = hvd.allreduce_async_(torch.ones(1 << 26), name="large")
+    while not large._has_begun:
+        pass
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    try:
+        large.wait()
+    except hvd.HorovodInternalError as error:
+        print(error)
+    sys.exit()
 other = hvd.allreduce_async(torch.ones(2), name=f"only on {rank}")
 for index in range(5):
     hvd.allreduce(torch.ones(300), name=f"{index}")
@@ -319,12 +333,66 @@ def test_a_program_exits_without_an_abort(count: int) -> None:
         assert [rank.returncode for rank in ranks] == [0, 0], outputs
 
 
-def test_a_killed_peer_is_named_by_its_rank() -> None:
-    zero, one = started("killed", free_port())
+@pytest.mark.parametrize(("how", "name"), [("killed", "gradient"), ("killed under way", "large")])
+def test_a_killed_peer_is_named_by_its_rank(how: str, name: str) -> None:
+    zero, one = started(how, free_port())
     output, _ = zero.communicate(timeout=120)
     one.communicate(timeout=120)
-    assert "rank [1] has died, while rank 0 waited for 'allreduce.gradient'" in output
+    assert f"rank [1] has died, while rank 0 waited for 'allreduce.{name}'" in output
     assert (zero.returncode, one.returncode) == (0, -9)
+
+
+def begins_late() -> None:
+    """Operations that both ranks have issued while their threads begin another one for longer than the limit."""
+    import threading
+    import time
+
+    import torch
+
+    hvd.init()
+    reduce, begins = connections.Connections._reduce, threading.Event()
+
+    def slow(*args: Any) -> Any:
+        begins.set()
+        time.sleep(5)
+        return reduce(*args)
+
+    connections.Connections._reduce = slow  # type: ignore[method-assign]
+    first = hvd.allreduce_async(torch.ones(300), name="slow")
+    begins.wait()
+    connections.Connections._reduce = reduce  # type: ignore[method-assign]
+    hvd.synchronize([first, hvd.allreduce_async(torch.ones(3), name="later")])
+
+
+def test_what_all_ranks_have_issued_does_not_stall(tmp_path: Path) -> None:
+    Launcher(2, store=tmp_path, env={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}).run(begins_late)
+
+
+def test_threads_that_wait_for_one_operation_get_one_end() -> None:
+    import threading
+
+    class Lost:
+        def wait(self) -> None:
+            raise RuntimeError("lost")
+
+    failed = requests.Collective(Lost(), lambda: None, [])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="^lost$"):
+            failed.wait()
+    both, calls = threading.Event(), []
+
+    def finish(_: Any) -> str:
+        calls.append(both.wait(0.2))
+        return "result"
+
+    request, found = requests.Request("x", [], [], finish), []
+    request.begin()
+    threads = [threading.Thread(target=lambda: found.append(request.wait())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (found, len(calls)) == (["result"] * 2, 1)
 
 
 def test_a_rank_that_waits_in_hvd_counts_as_waiting() -> None:

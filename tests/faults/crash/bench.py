@@ -25,7 +25,6 @@ from rankzero import RunHandle, RunNotFoundError, store
 from rankzero.bounds import UNFINISHED_AFTER
 from rankzero.run import delivery
 from rankzero.run.status import RunStatus
-from rankzero.task.start import OWNER
 
 FOLDER = Path(__file__).parent
 
@@ -144,7 +143,7 @@ class Bench:
         found = self.notes / "points"
         found.unlink(missing_ok=True)
         if not self._is_warm:
-            # It starts the warm server, which the others find.
+            # It starts the process that forks the zygotes of the others.
             self._run(scenario, {})
             self._is_warm = True
         self._run(scenario, {"record": str(found)})
@@ -239,7 +238,6 @@ class Bench:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(self.folder / "hook"), str(FOLDER.parents[2])]),
                 "TMPDIR": str(self.folder / "tmp"),
-                OWNER: str(os.getpid()),
                 "FSSPEC_S3": json.dumps({"config_kwargs": {"read_timeout": READ_TIMEOUT}}),
             }
             command = [sys.executable, str(FOLDER / "program.py")]
@@ -262,7 +260,7 @@ class Bench:
             handle: RunHandle[Any] = RunHandle.attach(f"{root}/{RUN}")
             manifests = handle.checkpoints()
             status = handle.status()
-            delivered = delivery.read(handle.directory, status.submission).acknowledged
+            delivered = delivery.read(handle.own.directory).acknowledged
             return Promise(status, int(manifests[-1].metrics["step"]) if manifests else -1, delivered, begun)
         return Promise(begun=begun)
 
@@ -294,7 +292,7 @@ class Bench:
         return not store.is_url(root) and bool(_unfinished(root))
 
     def _running(self) -> list[int]:
-        return [pid for pid in wait_until_gone(self.marker, 0) if not _is_warm_server(pid)]
+        return wait_until_gone(self.marker, 0)
 
     def _age(self, root: str) -> None:
         """Lets the time pass after which the files of killed processes are removed."""
@@ -305,7 +303,7 @@ class Bench:
 
     def _temporary(self) -> list[Path]:
         # Python itself probes the folder with files of eight characters.
-        names = re.compile(r"rankzero-warm-\d+|[a-z0-9_]{8}")
+        names = re.compile(r"[a-z0-9_]{8}")
         return [path for path in (self.folder / "tmp").iterdir() if not names.fullmatch(path.name)]
 
     def _left(self, root: str) -> list[str]:
@@ -334,9 +332,3 @@ def _begun(notes: Path) -> list[list[tuple[int, int]]]:
 
 def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
-
-
-def _is_warm_server(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return "warm.server" in Path(f"/proc/{pid}/cmdline").read_text()
-    return True

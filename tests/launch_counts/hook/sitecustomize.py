@@ -1,6 +1,6 @@
 """Counts what a process does: files, processes, threads, modules, messages, sleeps, page faults.
 
-Python imports this module in every process whose PYTHONPATH names its folder. The forks of a warm server write their
+Python imports this module in every process whose PYTHONPATH names its folder. The forks of a zygote write their
 counts, when they exit, into the folder that RANKZERO_COUNTS names.
 """
 
@@ -13,7 +13,7 @@ import threading
 import time
 
 counts = {}
-ROLES = {"server": "agent", "agent": "rank"}
+ROLES = {"zygote": "agent", "agent": "rank"}
 _EVENTS = {
     "os.fork": "forks",
     "subprocess.Popen": "processes",
@@ -42,7 +42,7 @@ def _add(name, amount=1):
 
 def _role():
     with open("/proc/self/cmdline") as file:
-        return "server" if "rankzero.warm.server" in file.read() else "caller"
+        return "zygote" if "rankzero.task.zygote" in file.read() else "caller"
 
 
 def _on_event(event, arguments):
@@ -69,7 +69,7 @@ def _on_fork():
 
 def _before_fork():
     found = sys.modules.get("rankzero.channel.messages")
-    if role == "server" and found and found._to_json.__name__ == "encode":
+    if role == "zygote" and found and found._to_json.__name__ == "encode":
         # Messages of two ranks may leave their agent in one call or two. Here, since the pages of a fork are counted.
         _count_calls(found, "_to_json", "messages")
 
@@ -102,7 +102,7 @@ def _count_sends(function, sizes):
     real = getattr(socket.socket, function)
 
     def counting(self, data, *args):
-        # A warm server gets the environment, whose size is the machine's.
+        # A zygote gets the environment, whose size is the machine's.
         if self.family != socket.AF_UNIX:
             if role != "agent":
                 _add("messages")

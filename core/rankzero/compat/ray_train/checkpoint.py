@@ -15,7 +15,6 @@ from rankzero.compat.ray_train.config import unsupported
 from rankzero.errors import RankZeroError, ResultError
 from rankzero.job import MODES
 from rankzero.run.checkpoints import FOLDER, read_manifests, score
-from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.values import formats
 
@@ -82,14 +81,14 @@ class Checkpoint:
 
 
 class StoredCheckpoint(Checkpoint):
-    """A checkpoint of a run, whose files are packed; ``opened`` is the checkpoint as a worker of the run has it."""
+    """A checkpoint in the folder of a submission, with packed files; ``opened`` is it as a worker of the run has it."""
 
-    def __init__(self, run_directory: str, name: str, opened: rt.Checkpoint | None = None) -> None:
+    def __init__(self, place: str, name: str, opened: rt.Checkpoint | None = None) -> None:
         self._path = None
-        self._run_directory, self._name, self._opened = run_directory, name, opened
+        self._place, self._name, self._opened = place, name, opened
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StoredCheckpoint, (self._run_directory, self._name)
+        return StoredCheckpoint, (self._place, self._name)
 
     def _copy(self, target: str) -> None:
         # Of files with one name, rank 0's is written last.
@@ -97,17 +96,16 @@ class StoredCheckpoint(Checkpoint):
             for rank in reversed(range(self._opened.world_size)) if self._opened.sharded else [None]:
                 self._opened.to_directory(target, rank)
             return
-        run = RunDirectory(self._run_directory)
-        found = read_manifests(run, [self._name])
+        found = read_manifests(self._place, [self._name])
         if not found:
-            raise ResultError(f"checkpoint {self._name} of {self._run_directory} was deleted, since it is not kept")
+            raise ResultError(f"checkpoint {self._name} of {self._place} was deleted, since it is not kept")
         for part in reversed(found[0].parts.values()):
             if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
                 raise ResultError(f"checkpoint {self._name} is a state, not a directory: rankzero.train reported it")
-            _unpack(run.path(FOLDER, self._name, part["file"]), part["sha256"], target)
+            _unpack(store.join(found[0].folder, part["file"]), part["sha256"], target)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({RunDirectory(self._run_directory).path(FOLDER, self._name)})"
+        return f"Checkpoint({store.join(self._place, FOLDER, self._name)})"
 
 
 def _unpack(file: str, digest: str, target: str) -> None:
@@ -187,9 +185,9 @@ class Result:
 
 def result_of(handle: RunHandle[Any], value: Any, error: Exception | None = None) -> Result:
     """Returns the result of a run, with what it has reported so far."""
-    config = RunDirectory(handle.directory).job().checkpoints
+    config = handle.job.checkpoints
     kept: list[tuple[Checkpoint, dict[str, Any]]] = [
-        (StoredCheckpoint(handle.directory, each.id), each.metrics) for each in handle.checkpoints()
+        (StoredCheckpoint(each.place, each.id), each.metrics) for each in handle.checkpoints()
     ]
     newest = kept[-1][0] if kept else None
     if metric := config.get("metric"):

@@ -90,8 +90,8 @@ def get_checkpoint() -> Checkpoint | None:
     last, session = rt.get_checkpoint(), current()
     if last is None:
         return None
-    directory = session.parts.run_directory if session.parts else session.context.storage_path
-    return StoredCheckpoint(directory or "", last.id, last)
+    place = session.parts.place(last.id) if session.parts else session.context.storage_path
+    return StoredCheckpoint(place or "", last.id, last)
 
 
 class DatasetShard:

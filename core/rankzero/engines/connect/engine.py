@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class SparkConnectEngine(Engine):
     """Runs the ranks as one barrier stage of the cluster behind a Spark Connect server. Needs no Java on this machine.
 
-    The launches of one user share a session of the server, so all but the first find Python processes and warm
-    servers running on the executors.
+    The launches of one user share a session of the server, so all but the first find Python processes and
+    zygotes running on the executors.
 
     Attributes:
         url: ``sc://host:port``, with the parameters that a client needs: ``sc://host:443/;use_ssl=true;token=...``.

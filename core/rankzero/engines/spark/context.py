@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankzero.engines.spark.conf import TaskResources
-from rankzero.task import hold, stage, start
+from rankzero.task import hold, scratch, stage, zygotes
 
 _KNOWN = "_rankzero"
 _DRIVER = "driver"
@@ -98,7 +98,7 @@ def task_code(run: Callable[[dict[str, Any]], None], *, zipped: bool = True) -> 
     from pyspark import cloudpickle
 
     untyped: Any = cloudpickle
-    for module in (stage, hold, start):
+    for module in (stage, hold, scratch, zygotes):
         untyped.register_pickle_by_value(module)
     pickled: bytes = untyped.dumps((run, zipped_packages() if zipped else None))
     return pickled

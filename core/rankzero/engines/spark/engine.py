@@ -52,7 +52,6 @@ from rankzero.host.network import address_towards, without_brackets
 from rankzero.job import Job
 from rankzero.kinds import STRINGS
 from rankzero.masking import without_credentials
-from rankzero.task.start import start_ahead
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -174,7 +173,7 @@ class SparkEngine(Engine):
     def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:
         """Loads torch while the JVM starts, if the ranks will run on this machine with this Python."""
         if job.warm_start and (embedded := self._embedded(job)):
-            start_ahead({"env": dict(env), **embedded.config(job, env)})
+            embedded.start_ahead(job, env)
 
     def _embedded(self, job: Job) -> Embedded | None:
         if self.session is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -24,8 +25,8 @@ from rankzero.engines.spark.errors import first_lines
 from rankzero.engines.spark.stage import task_config
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.job import Job
+from rankzero.task import zygotes
 from rankzero.task.hold import with_defaults
-from rankzero.task.start import load_time
 
 # Spark retries a barrier stage that lacks slots every 15 s; a session of the engine retries each second.
 _OWN_DEFAULTS = {
@@ -181,6 +182,7 @@ def forget() -> None:
 
 
 _EXECUTOR_ENV = "spark.executorEnv."
+_ahead: dict[str, str | None] = {}  # Sockets of zygotes that this process has started before its JVM, by `_key`
 
 
 @dataclass(frozen=True)
@@ -201,25 +203,20 @@ class Embedded:
         return int(self.conf.get(TASK_CPUS, "1"))
 
     def config(self, job: Job, env: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the part of an agent's configuration that only an embedded Spark has.
-
-        This process owns the warm server, and determines the variables with which it loads torch. So the server can
-        start before the tasks do, which then find it.
-
-        Args:
-            job: The job that runs.
-            env: The user's environment for the ranks.
-        """
+        """Returns what only the agents of an embedded Spark have: all variables of the ranks that torch may read."""
         import rankzero
 
-        # Spark sets this variable in its Python workers, too.
-        spark = {"PYTHONHASHSEED": "0", **os.environ, **self._executor_env()}
+        env = {**self._executor_env(), **env}
         config = task_config({"env": env}, self.cores, job.processes_per_task, threads_set=THREADS in self.conf)
-        return {
-            "loaded": load_time({**spark, **with_defaults(config)}),
-            "owner": os.getpid(),
-            "code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__))),
-        }
+        config["env"] = with_defaults(config)
+        code = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
+        return {"env": config["env"], "ahead": _ahead.get(_key(config)), "code_path": code}
+
+    def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:
+        """Starts the zygote from which those of the tasks are forked, unless it was started before."""
+        config = self.config(job, env)
+        with contextlib.suppress(OSError):
+            _ahead[_key(config)] = config["ahead"] or zygotes.start_ahead(config)
 
     def _executor_env(self) -> dict[str, str]:
         return {
@@ -227,3 +224,7 @@ class Embedded:
             for name, value in self.conf.items()
             if name.startswith(_EXECUTOR_ENV)
         }
+
+
+def _key(config: Mapping[str, Any]) -> str:
+    return json.dumps(config["env"], sort_keys=True)

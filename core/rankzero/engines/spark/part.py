@@ -142,8 +142,8 @@ def _groups(batches: Iterator[Any]) -> Iterator[Any]:
     waiting: list[Any] = []
     size = 0
     for batch in batches:
-        # A batch of Spark has ten thousand rows, however wide they are.
-        rows = max(1, batch.num_rows * GROUP_BYTES // max(1, batch.nbytes))
+        # A batch of Spark has ten thousand rows, however wide they are; a group is at most a quarter too large.
+        rows = max(1, batch.num_rows * (GROUP_BYTES // 4) // max(1, batch.nbytes))
         for low in range(0, batch.num_rows, rows):
             waiting.append(batch.slice(low, rows))
             size += waiting[-1].nbytes

@@ -27,9 +27,10 @@ from rankzero.engines.spark.jvm import PYTHON, find_java
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.job import Job
 from rankzero.masking import is_secret
+from rankzero.run.names import DRIVER_LOG
 
 if TYPE_CHECKING:
-    from rankzero.run.directory import RunDirectory
+    from rankzero.run.directory import Submission
 
 SPARK_SUBMIT_TIMEOUT = bounds.stretched(180.0)  # To start a JVM, upload the files and get the driver accepted
 
@@ -126,20 +127,19 @@ class SparkSubmitEngine(SparkEngine):
                 f"must be a path that every worker mounts, not {root!r}"
             )
 
-    def start_driver(self, run: RunDirectory, private: Mapping[str, Any]) -> None:
+    def start_driver(self, own: Submission, private: Mapping[str, Any]) -> None:
         """Submits the driver, and returns when the cluster has accepted it, which takes about ten seconds."""
-        job, master = run.job(), self.master or ""
-        word = pack({**private, "token": run.token()})
-        with _placed(run, job.submission, shared=is_standalone(master)) as files:
-            deployment = deployment_of(master, self._settings(), files, [run.directory, str(job.submission)], word)
-            self._spark_submit(run, job, deployment)
+        master, run = self.master or "", [own.run.directory, str(own.job.submission)]
+        with _placed(own, shared=is_standalone(master)) as files:
+            self._spark_submit(own, deployment_of(master, self._settings(), files, run, pack(private)))
 
     def _settings(self) -> dict[str, str]:
         return {**spark_defaults(), **self.conf}
 
-    def _spark_submit(self, run: RunDirectory, job: Job, deployment: Deployment) -> None:
+    def _spark_submit(self, own: Submission, deployment: Deployment) -> None:
+        job = own.job
         bound = min(SPARK_SUBMIT_TIMEOUT(), job.start_timeout)
-        with tempfile.NamedTemporaryFile("w", prefix="rankzero-", suffix=".conf") as properties, _log_of(run) as log:
+        with tempfile.NamedTemporaryFile("w", prefix="rankzero-", suffix=".conf") as properties, _log_of(own) as log:
             properties.write(_lines(deployment.conf))
             properties.flush()
             command = [*_submit_command(bare=deployment.bare), "--master", self.master or ""]
@@ -149,7 +149,7 @@ class SparkSubmitEngine(SparkEngine):
             start = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
             try:
-                code = _await_driver(process, run, job.submission, bound)
+                code = _await_driver(process, own, bound)
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -247,14 +247,14 @@ def _refuse_paths_of_executors(conf: Mapping[str, str]) -> None:
             )
 
 
-def _await_driver(process: subprocess.Popen[bytes], run: RunDirectory, submission: int, bound: float) -> int | None:
+def _await_driver(process: subprocess.Popen[bytes], own: Submission, bound: float) -> int | None:
     """Returns the exit code of spark-submit, or 0 once the driver has begun; None if neither happens in time."""
     deadline = time.monotonic() + bound
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(bounds.POLL_INTERVAL_LONG)
         # On a standalone cluster spark-submit itself waits for five seconds for the driver to fail.
-        if run.has_driver(submission):
+        if own.has_driver():
             return 0
     return None
 
@@ -275,20 +275,20 @@ def _submit_command(*, bare: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def _placed(run: RunDirectory, submission: int, *, shared: bool) -> Iterator[str]:
-    """Yields a directory with the driver's program and code: inside the run directory, or a temporary one."""
+def _placed(own: Submission, *, shared: bool) -> Iterator[str]:
+    """Yields a directory with the driver's program and code: the submission's own, or a temporary one."""
     with tempfile.TemporaryDirectory(prefix="rankzero-") as temporary:
-        directory = run.submission_path(submission) if shared else temporary
+        directory = own.directory if shared else temporary
         for name, data in {PROGRAM: _PROGRAM.encode(), CODE: zipped_packages()}.items():
             store.write_bytes(store.join(directory, name), data)
         yield directory
 
 
-def _log_of(run: RunDirectory) -> IO[bytes]:
+def _log_of(own: Submission) -> IO[bytes]:
     """Opens the log for the output of spark-submit; for a local store the driver's own log file."""
-    if run.is_remote:
+    if own.is_remote:
         return tempfile.TemporaryFile()
-    return open(run.path("driver.log"), "a+b")
+    return open(own.path(DRIVER_LOG), "a+b")
 
 
 def _lines(conf: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ _ROLES = (
     ("/rankzero/train/", "rank"),
     ("/rankzero/agent/", "agent"),
     ("/rankzero/channel/client.py", "agent"),
-    ("/rankzero/warm/", "server"),
+    ("/rankzero/task/zygote.py", "zygote"),
 )
 _real = {"open": io.open, "os.open": os.open, "write": os.write, "kill": os.kill, "close": os.close}
 

@@ -24,7 +24,7 @@ _REDUCIBLE = {
 
 
 def poll(handle: Request | Sequence[Request]) -> bool:
-    """Returns True if `synchronize` would return without waiting."""
+    """Returns True if the operations have ended, and their results are in the tensors."""
     return handle.poll() if isinstance(handle, Request) else all(one.poll() for one in handle)
 
 
@@ -116,6 +116,8 @@ def _writable(tensors: Tensors) -> list[torch.Tensor]:
         is_shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
         if is_shared or tensor.is_conj() or tensor.is_neg():
             raise ValueError("elements of the tensor share their memory (expand), or are computed (conj): clone() it")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("a tensor of torch.inference_mode() can be written to only in that mode: clone() it")
     return list(tensors)
 
 
@@ -330,9 +332,7 @@ def alltoall(
     def backward(rows: list[list[int]], gradients: list[torch.Tensor]) -> Any:
         return [alltoall(gradients[0], rows[0], _gradient_of(name), process_set)[0]]
 
-    found = _differentiable(
-        lambda them: _begin_alltoall(them[0], splits, name, process_set), backward, [_checked(tensor)]
-    )
+    found = _differentiable(lambda of: _begin_alltoall(of[0], splits, name, process_set), backward, [_checked(tensor)])
     return found[0] if splits is None else tuple(found)
 
 

@@ -14,28 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankzero.compat.horovod.torch.requests import (
-    AVERAGE,
-    MAX,
-    MIN,
-    PRODUCT,
-    SUM,
-    Collective,
-    Meta,
-    Request,
-    await_event,
-)
+from rankzero.compat.horovod.torch.requests import AVERAGE, Collective, Meta, Request, await_event
 
 LARGE = 1 << 20
 """Bytes from which a tensor is reduced alone, since copying it into a fused buffer would take longer than a message."""
 
 FUSION_LIMIT = 64 << 20
 """Bytes of smaller tensors that are reduced together."""
-
-_REDUCE = {
-    AVERAGE: dist.ReduceOp.SUM, SUM: dist.ReduceOp.SUM, MIN: dist.ReduceOp.MIN, MAX: dist.ReduceOp.MAX,
-    PRODUCT: dist.ReduceOp.PRODUCT,
-}  # fmt: skip
 
 Part = tuple[Meta, torch.Tensor, Request]
 """A tensor of a request, and its properties."""
@@ -53,7 +38,8 @@ class Connections:
         # Ranks that are no members must create it, too.
         self._accelerated: Any = dist.new_group(ranks, timeout=limit) if dist.get_backend() != "gloo" else None
         self._streams: dict[torch.device, Any] = {}
-        self._begun: weakref.WeakSet[Collective] = weakref.WeakSet()
+        self._users: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
+        """The operation that has begun last on each memory; earlier ones have ended."""
         if rank < 0:
             return
         gloo: Any = dist.ProcessGroupGloo
@@ -70,8 +56,9 @@ class Connections:
         gloo joins its threads when nothing refers to the group any more. They end before Python finalizes, since one
         that frees a tensor of Python after that aborts the process ("terminate called without an active exception").
         """
-        for collective in self._begun if is_failed else ():
-            collective.work = None
+        for request in self._users.values() if is_failed else ():
+            for collective in request.collectives:
+                collective.work = None
         self.gloo = None
         accelerated, self._accelerated = self._accelerated, None
         if accelerated is not None and dist.is_initialized():
@@ -84,8 +71,11 @@ class Connections:
         """Begins the collectives of operations that all ranks have issued, in one order."""
         moved = [request for request in requests if request.metas[0].kind in ("allgather", "alltoall")]
         for request in requests:
+            before = [found for found in map(self._users.get, request.memory) if found is not None]
             for tensor in request.tensors:
                 with self._stream(tensor.device):
+                    for collective in (one for earlier in before for one in earlier.collectives):
+                        collective.wait()
                     await_event(request.event, [tensor])
         for parts in _fused(requests):
             with self._stream(parts[0][1].device):
@@ -103,7 +93,8 @@ class Connections:
                 request.rows.append(counts.pop(0))
                 with self._stream(tensor.device):
                     request.collectives.append(begin(request, index, request.rows[-1]))
-        self._begun.update(collective for request in requests for collective in request.collectives)
+        for request in requests:
+            self._users.update(dict.fromkeys(request.memory, request))
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         """Returns the bytes of all ranks."""
@@ -135,8 +126,9 @@ class Connections:
         if meta.before != 1.0:
             is_one, flat = False, ((flat.double() if is_whole else flat) * meta.before).to(flat.dtype)
         options, sent = dist.AllreduceOptions(), torch.view_as_real(flat) if flat.is_complex() else flat
-        options.reduceOp = _REDUCE[meta.op]  # type: ignore[assignment]
+        options.reduceOp = getattr(dist.ReduceOp, "SUM" if meta.op == AVERAGE else meta.op.upper())
 
+        @torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
         def finish() -> None:
             divisor = self.size if meta.op == AVERAGE else 1
             if is_whole and meta.after != 1.0:
@@ -147,9 +139,8 @@ class Connections:
             if not is_whole and meta.after != 1.0:
                 flat.mul_(meta.after)
             if not is_one:
-                for tensor, part in zip(
-                    tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
-                ):
+                results = torch.split(flat, [tensor.numel() for tensor in tensors])
+                for tensor, part in zip(tensors, results, strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
         return Collective(self._group(flat).allreduce([sent], options), finish, [flat])
@@ -158,6 +149,7 @@ class Connections:
         (tensor,), options = request.tensors, dist.BroadcastOptions()
         options.rootRank, data = request.metas[0].root, _bytes(tensor)
 
+        @torch.inference_mode(tensor.is_inference())
         def finish() -> None:
             if data.data_ptr() != tensor.data_ptr():
                 tensor.copy_(data.view(tensor.dtype).view(tensor.shape))

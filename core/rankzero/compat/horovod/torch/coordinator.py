@@ -12,6 +12,7 @@ Horovod itself exchanges a bit vector of known names. An all-reduce (MIN) of it 
 ranks, and 1.4 to 1.6 times as long on four; a name that is new, or a call without a name, would need a second message.
 """
 
+# ruff: noqa: I001 (packed imports)
 from __future__ import annotations
 
 import array
@@ -21,6 +22,7 @@ import queue
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,16 +33,8 @@ from torch.distributed import distributed_c10d
 from rankzero.bounds import stretched
 from rankzero.compat.horovod.torch.connections import Connections
 from rankzero.compat.horovod.torch.requests import (
-    AVERAGE,
-    SUM,
-    HorovodInternalError,
-    Meta,
-    MismatchError,
-    Request,
-    StallError,
-    hashes,
-    of_numbers,
-)
+    AVERAGE, SUM, HorovodInternalError, Meta, MismatchError, Request, StallError, hashes, of_numbers,
+)  # fmt: skip
 
 JOINED, ENDED, EXPIRED = 1, 2, 4
 """What a message announces of its rank, beside operations."""
@@ -77,15 +71,19 @@ class Coordinator:
         if self.rank < 0:
             return
         self._error: Exception | None = None
-        self._queue: queue.SimpleQueue[Request | int | Exception] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Request | int | tuple[Exception, str]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._calls: dict[str, int] = {}
         self._mine: dict[int, Request] = {}
         """The operations of this rank that have not begun."""
+        self._begun: dict[int, Request] = {}
+        """Those that have begun; until they are complete their names are taken."""
+        self._users: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
+        """The operation that this rank has announced last on each memory."""
         self._unsent: list[Request] = []
         self._table: dict[int, dict[int, tuple[int, int]]] = {}
         """For each operation that is not ready, the digest and the payload of each rank that has issued it."""
-        self._flags, self._all_flags = 0, [0] * self.size
+        self._flags, self._all_flags, self._lost = 0, [0] * self.size, list[str]()
         self._quiet_since, self._last = 0.0, 0
         self._row = array.array("q", bytes(8 * (2 + 3 * CAPACITY)))
         self._rows = self._row * self.size
@@ -95,12 +93,10 @@ class Coordinator:
         self._thread = threading.Thread(target=self._run, name="rankzero-horovod", daemon=True)
         self._thread.start()
 
-    # -- what callers do -----------------------------------------------------------------------
-
     def issue(self, kind: str, name: str | None, *args: Any) -> Request:
         """Gives a `Request` to the thread; its name is the user's, or the number of the call without a name.
 
-        Raises ValueError if this rank is not a member, or if an operation of this name has not begun on all ranks, and
+        Raises ValueError if this rank is not a member, or if an operation of this name is not complete, and
         HorovodInternalError if an earlier operation has failed.
         """
         if self.rank < 0:
@@ -118,7 +114,8 @@ class Coordinator:
                 raise type(self._error)(*self._error.args) from self._error
             if not self._thread.is_alive():
                 raise HorovodInternalError("a process that a rank has forked takes no part in its operations")
-            if request.key in self._mine:
+            taken = self._mine.get(request.key) or self._begun.get(request.key)
+            if taken and not taken.is_completed():
                 raise ValueError(f"{request.name!r} was issued again before it has ended: wait, or use another name")
             self._mine[request.key] = request
             self._queue.put(request)
@@ -126,6 +123,8 @@ class Coordinator:
 
     def join(self) -> int:
         """Adds zeros to sums of other ranks until all have joined; returns the rank that joined last."""
+        if self._device.index is None and torch.cuda.is_initialized():
+            self._device = torch.device("cuda", torch.cuda.current_device())
         joined = self.issue("join", "", [], [])
         self._queue.put(JOINED)
         joined.wait()
@@ -144,14 +143,12 @@ class Coordinator:
                 self._thread.join()
         self._connections.close(is_failed=False)
 
-    def _failed(self, error: Exception) -> Exception:
+    def _failed(self, error: Exception, name: str) -> Exception:
         """Ends the operations of all ranks since a collective of this rank has failed. Returns their error."""
-        self._queue.put(error)
+        self._queue.put((error, name))
         with self._runs:
             found = self._error or error
         return type(found)(*found.args)
-
-    # -- the thread ----------------------------------------------------------------------------
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -168,6 +165,7 @@ class Coordinator:
         with self._lock:
             self._error, found = failed, list(self._mine.values())
             self._mine.clear()
+            self._begun.clear()
         for request in found:
             request.begin(failed)
         self._runs.release()
@@ -194,7 +192,8 @@ class Coordinator:
         what = "; ".join(filter(None, accounts))
         if not what:
             what = f"rank {[self.ranks[rank] for rank in sorted(others)]} has died" if others else str(error)
-        waits = ", ".join(repr(request.name) for request in list(self._mine.values())[:5])
+        unfinished = [one.name for one in (*self._begun.values(), *self._mine.values()) if not one.is_stored()]
+        waits = ", ".join(map(repr, list(dict.fromkeys([*self._lost, *unfinished]))[:5]))
         return f"{what}, while rank {self.ranks[self.rank]} waited for {waits or 'others'}"
 
     def _receive(self) -> None:
@@ -206,8 +205,9 @@ class Coordinator:
             while True:
                 found = self._queue.get(timeout > 0, timeout or None)
                 timeout = 0.0
-                if isinstance(found, Exception):
-                    raise found
+                if isinstance(found, tuple):
+                    self._lost = [found[1]]
+                    raise found[0]
                 if isinstance(found, int):
                     self._flags |= found
                 elif found.metas:
@@ -216,6 +216,8 @@ class Coordinator:
     def _cycle(self) -> bool:
         """Exchanges a message, and begins what is ready. Returns False once all ranks have ended."""
         self._receive()
+        while (first := next(iter(self._begun.values()), None)) and first.is_completed():
+            del self._begun[first.key]
         now = time.monotonic()
         flags, touched = self._exchange(now)
         if any((new ^ old) & (JOINED | ENDED) for new, old in zip(flags, self._all_flags, strict=True)):
@@ -235,15 +237,20 @@ class Coordinator:
 
     def _exchange(self, now: float) -> tuple[list[int], dict[int, None]]:
         """Returns the flags of all ranks, and the operations that their messages announce, in one order."""
-        oldest = min((one.since for one in list(self._mine.values()) if one.metas), default=now)
+        oldest = min((one.since for one in list(self._mine.values()) if one.key in self._table), default=now)
         flags = self._flags | (EXPIRED if now - oldest > self._timeout else 0)
         sent, self._unsent = self._unsent[:CAPACITY], self._unsent[CAPACITY:]
         # A rank has joined or ended only once all that it has issued before is announced.
         row = [flags & ~(JOINED | ENDED) if self._unsent else flags, len(sent)]
         for request in sent:
-            row += request.key, request.digest, request.payload
+            # All ranks must know which operations share memory in one of them, and are not reduced together.
+            users = [found for found in map(self._users.get, request.memory) if found and not found.is_stored()]
+            row += request.key, request.digest, request.payload if request.is_number else bool(users)
+            self._users.update(dict.fromkeys(request.memory, request))
         self._row[: len(row)] = array.array("q", row)
         self._connections.gloo._allgather_base(*self._buffers).wait()
+        for request in sent:
+            request.since = time.monotonic()  # Operations under way may have kept the others from hearing of it.
         rows, length, touched = self._rows, len(self._row), dict[int, None]()
         for rank in range(self.size):
             start = rank * length + 2
@@ -275,13 +282,14 @@ class Coordinator:
         """Lets callers wait for the collectives of an operation, or fail, and its name be used again."""
         with self._lock:
             self._mine.pop(request.key, None)
+            self._begun[request.key] = request
         request.begin(error)
 
     def _begin(self, ready: list[int]) -> None:
         issued = {key: self._table.pop(key) for key in ready}
         differ = {key for key, of in issued.items() if len({digest for digest, _ in of.values()}) > 1}
         unclear = [key for key, of in issued.items() if key in differ or len(of) < self.size]
-        told, begun = self._tell(unclear) if unclear else [], []
+        told, begun, alone = self._tell(unclear) if unclear else [], list[Request](), list[Request]()
         for key, of in issued.items():
             mine, error = self._mine.get(key), None
             if key in unclear:
@@ -299,10 +307,11 @@ class Coordinator:
                 mine.collectives.append(of_numbers(mine, [of[at][1] for at in range(self.size)]))
                 self._release(mine)
             elif mine is not None:
-                begun.append(mine)
-        self._connections.begin(begun)
-        for request in begun:
-            self._release(request)
+                (alone if any(payload for _, payload in of.values()) else begun).append(mine)
+        for batch in (begun, *([one] for one in alone)):
+            self._connections.begin(batch)
+            for request in batch:
+                self._release(request)
 
     def _zeros(self, meta: Meta) -> torch.Tensor:
         """Returns the zeros that a rank which has joined adds to a sum, on its GPU if the others' are on theirs."""
@@ -327,15 +336,12 @@ class Coordinator:
 
     def _lacking(self, key: int, name: str) -> str:
         issued = self._table.get(key, {})
-        has, lacks = (
-            [rank for at, rank in enumerate(self.ranks) if (at in issued) is is_in] for is_in in (True, False)
-        )
+        has = [rank for at, rank in enumerate(self.ranks) if at in issued]
+        lacks = [rank for rank in self.ranks if rank not in has]
         return f"{name!r} was issued by rank {has}, but rank {lacks} has not"
 
     def _warn(self, now: float) -> None:
-        late = [
-            one for one in list(self._mine.values()) if now - one.since > self._warn_after and one.key in self._table
-        ]
+        late = [one for one in [*self._mine.values()] if one.key in self._table and now - one.since > self._warn_after]
         if late and now - self._warned > self._warn_after:
             self._warned = now
             names = "; ".join(self._lacking(one.key, one.name) for one in late[:5])

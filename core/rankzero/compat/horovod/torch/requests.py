@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -80,7 +81,8 @@ class Collective:
 
     def __init__(self, work: Any, finish: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> None:
         self.work, self._finish, self._tensors = work, finish, list(tensors)
-        self._is_finished, self._event, self._lock = False, None, threading.Lock()
+        self.is_finished, self._event, self._lock = False, None, threading.Lock()
+        self._error: RuntimeError | None = None
 
     def is_completed(self) -> bool:
         """Returns True if `wait` would not wait."""
@@ -90,17 +92,22 @@ class Collective:
     def wait(self) -> None:
         """Waits until the results are stored; on a GPU the current stream waits. Raises torch's RuntimeError."""
         with self._lock:
-            if self._is_finished:
+            if self._error is not None:
+                raise self._error
+            if self.is_finished:
                 return await_event(self._event, self._tensors)
+            work = self.work  # `close` may take it away.
             try:
-                if self.work is None:
+                if work is None:
                     raise RuntimeError("the connections were closed before the end of the operation")
-                self.work.wait()
-            finally:
-                self.work = None
-            await_event(None, self._tensors)
-            self._finish()
-            self._event, self._is_finished = record(self._tensors), True
+                work.wait()
+                await_event(None, self._tensors)
+                self._finish()
+            except RuntimeError as error:
+                self._error, self.work = error, None
+                raise
+            self._event, self.is_finished, self.work = record(self._tensors), True, None
+            self._finish, self._tensors = bool, [tensor for tensor in self._tensors if tensor.is_cuda]
 
 
 class Request:
@@ -108,10 +115,11 @@ class Request:
 
     Its collectives write into the tensors, or replace them by the results. ``rows`` has the number of rows that came
     from each rank, for each gathered tensor. ``splits`` are the rows for each rank in an alltoall. ``finish`` makes the
-    caller's result, once. ``failed`` makes the error of an operation whose collective failed.
+    caller's result, once. ``failed`` makes the error of an operation whose collective failed. ``memory`` has the
+    addresses of the tensors' storages; of two operations that share one the second begins after the end of the first.
     """
 
-    failed: Callable[[Exception], Exception]
+    failed: Callable[[Exception, str], Exception]
 
     def __init__(
         self,
@@ -123,10 +131,12 @@ class Request:
     ) -> None:
         self.name, self.metas, self.splits = name, tuple(metas), list(splits)
         self.tensors, self.finish, self.since = list(tensors), finish, time.monotonic()
+        self.memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self.rows: list[list[int]] = []
         self.collectives: list[Collective] = []
         self.is_number = len(self.metas) == 1 and _is_number(self.metas[0])
-        self.payload = _packed(self.tensors[0]) if self.is_number else 0
+        number = tensors[0].item() if self.is_number else 0.0
+        self.payload = int.from_bytes(struct.pack("<d", number), "little", signed=True)
         self.key, self.digest = hashes(name, self.metas)
         self.event = record(self.tensors)
         self._error: Exception | None = None
@@ -141,24 +151,34 @@ class Request:
         self._error, self._has_begun = error, True
         self._waits.release()
 
-    def poll(self) -> bool:
-        """Returns True if `wait` would not wait."""
+    def is_completed(self) -> bool:
+        """Returns True if `wait` would not wait for other ranks."""
         return self._has_begun and all(one.is_completed() for one in self.collectives)
+
+    def is_stored(self) -> bool:
+        """Returns True if the results are in the tensors."""
+        return self._has_begun and all(one.is_finished for one in self.collectives)
+
+    def poll(self) -> bool:
+        """Returns True if the operation has ended; its results are in the tensors then, or `wait` raises its error."""
+        if is_completed := self.is_completed():
+            with contextlib.suppress(HorovodInternalError):
+                self.wait()
+        return is_completed
 
     def wait(self) -> Any:
         """Waits for the end of the operation, and returns its result. Raises the error with which it failed."""
         with self._waits:
-            pass
-        if self._error is not None:
-            raise type(self._error)(*self._error.args) from self._error
-        try:
-            for collective in self.collectives:
-                collective.wait()
-        except RuntimeError as error:
-            raise self.failed(error) from error
-        if self.finish is not None:
-            self._result, self.finish = self.finish(self), None
-        return self._result
+            if self._error is not None:
+                raise type(self._error)(*self._error.args) from self._error
+            try:
+                for collective in self.collectives:
+                    collective.wait()
+            except RuntimeError as error:
+                raise self.failed(error, self.name) from error
+            if self.finish is not None:
+                self._result, self.finish = self.finish(self), None
+            return self._result
 
     __call__ = wait
 
@@ -185,10 +205,6 @@ def _is_number(meta: Meta) -> bool:
     return is_one and meta.kind == "allreduce" and meta.device == "cpu"
 
 
-def _packed(tensor: torch.Tensor) -> int:
-    return int.from_bytes(struct.pack("<d", tensor.item()), "little", signed=True)
-
-
 class _Done:
     wait = is_completed = staticmethod(lambda: True)
 
@@ -199,4 +215,4 @@ def of_numbers(request: Request, payloads: Sequence[int]) -> Collective:
     numbers = [struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0] * meta.before for bits in payloads]
     # As with several elements, a number that is too large for the type is infinite.
     found = torch.tensor(_OF_NUMBERS[meta.op](numbers) * meta.after, dtype=torch.float64, device="cpu")
-    return Collective(_Done, lambda: tensor.copy_(found), [])
+    return Collective(_Done, torch.inference_mode(tensor.is_inference())(lambda: tensor.copy_(found)), [])

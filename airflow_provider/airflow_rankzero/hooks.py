@@ -5,6 +5,7 @@ Airflow imports this module when it reads a DAG file, so an engine is imported o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -17,19 +18,21 @@ from airflow.sdk import BaseHook
 
 from airflow_rankzero import provider_info
 from airflow_rankzero._compat import AirflowNotFoundException, mask_secret
-from airflow_rankzero.provider_info import CLIENT, CLUSTER, CONN_FIELDS, LOCAL, SPARK
+from airflow_rankzero.provider_info import CONN_FIELDS
 from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.pipeline import secrets_of, spelt, store
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
 
-    from rankzero.pipeline import Engine, Examination
+    from rankzero.pipeline import Engine
 
 logger = logging.getLogger(__name__)
 
+SPARK, LOCAL = "spark", "local"
+CLIENT, CLUSTER = "client", "cluster"
 CONNECT_SCHEME = "sc://"
-_SCHEMES = ("spark://", "k8s://", CONNECT_SCHEME, "local", "yarn")
+_SCHEMES = ("spark://", "k8s://", CONNECT_SCHEME)
 _CONF_OF_EXTRA = {"queue": "spark.yarn.queue", "namespace": "spark.kubernetes.namespace"}
 # A web form stores every field of a connection, also those without meaning here.
 _WITHOUT_EFFECT = frozenset({"spark-binary", "rest-scheme", "rest-port", "yarn_resourcemanager_webapp_address"})
@@ -74,8 +77,6 @@ class Target:
         """
         if conn_id is None:
             return Target()
-        from airflow.sdk import BaseHook
-
         try:
             connection = BaseHook.get_connection(conn_id)
         except (AirflowNotFoundException, ImportError) as missing:
@@ -88,15 +89,14 @@ class Target:
 
     @staticmethod
     def from_connection(connection: Connection) -> Target:
-        """The target that the fields describe. Raises InvalidJobError."""
-        where = f"connection {connection.conn_id!r}"
+        """Returns the target that the fields describe. Raises InvalidJobError."""
         readers = {"rankzero": _of_rankzero, "spark": _of_spark, "spark_connect": _of_spark_connect}
         if connection.conn_type not in readers:
             raise InvalidJobError(
-                f"{where} is of type {connection.conn_type!r}; a connection of type 'rankzero', 'spark' or "
-                "'spark_connect' is needed"
+                f"connection {connection.conn_id!r} is of type {connection.conn_type!r}; a connection of type "
+                "'rankzero', 'spark' or 'spark_connect' is needed"
             )
-        return readers[connection.conn_type](connection, where)
+        return readers[connection.conn_type](_Fields(connection))
 
     def engine(self, conf: Mapping[str, str] | None = None) -> Engine:
         """Returns the engine that places the ranks there. Raises InvalidJobError for a wrong master or configuration.
@@ -166,35 +166,27 @@ class RankZeroHook(BaseHook):
         machine. It starts no JVM. On Spark Connect, which needs none here, two ranks (or those of one task, if these
         are more) examine the cluster.
         """
-        from rankzero.pipeline import examine, find_problems
+        from rankzero.pipeline import OK, examine, find_problems
 
-        here = socket.gethostname()
+        here = f"seen from {socket.gethostname()}"
         try:
             target = self.get_conn()
             given = examined(self.rankzero_conn_id, {})
             if target.is_connect:
-                return _say(examine(**given, start_timeout=TEST_START_TIMEOUT), here)
+                found = examine(**given, start_timeout=TEST_START_TIMEOUT)
+                shown = [one for one in found.findings if one.level != OK] or found.findings
+                texts = [f"{one.about}: {one.what}" + (f" ({one.mend})" if one.mend else "") for one in shown]
+                return found.healthy, f"{here} and by {len(found.ranks)} ranks: " + "; ".join(texts)
             root = store.root_of(given.pop("store"))
             problems = find_problems(given.pop("engine"), root, **given)
         except RankZeroError as error:
             return False, str(error)
         if problems:
-            return False, f"seen from {here}: " + "; ".join(problems)
+            return False, f"{here}: " + "; ".join(problems)
         return True, (
-            f"seen from {here}: nothing stands against a training on {target}, and {root} can be written. "
+            f"{here}: no problem found for a training on {target}, and {root} can be written. "
             f"What its ranks see shows `rankzero doctor --conn-id {self.rankzero_conn_id}`"
         )
-
-
-def _say(found: Examination, here: str) -> tuple[bool, str]:
-    """Returns the outcome of an examination and a message: all problems, or else all findings."""
-    from rankzero.pipeline import OK
-
-    wrong = [finding for finding in found.findings if finding.level != OK]
-    texts = [
-        f"{each.about}: {each.what}" + (f" ({each.mend})" if each.mend else "") for each in wrong or found.findings
-    ]
-    return found.healthy, f"seen from {here} and by {len(found.ranks)} ranks: " + "; ".join(texts)
 
 
 def examined(conn_id: str, conf: Mapping[str, str]) -> dict[str, Any]:
@@ -205,62 +197,89 @@ def examined(conn_id: str, conf: Mapping[str, str]) -> dict[str, Any]:
     target = Target.from_conn_id(conn_id)
     return {
         "engine": target.engine(conf),
-        "store": target.store or provider_info.store(),
+        "store": target.store or provider_info.option("store") or None,
         "use_gpu": target.use_gpu,
         "processes_per_task": target.processes_per_task or 1,
     }
 
 
-def _of_rankzero(connection: Connection, where: str) -> Target:
-    extra = {name: value for name, value in _read_extra(connection, where).items() if value not in (None, "")}
-    unknown = sorted(set(extra) - set(CONN_FIELDS))
-    if unknown:
+class _Fields:
+    """The fields of a connection. Each method raises InvalidJobError with the name of the connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.where = connection, f"connection {connection.conn_id!r}"
+        # Not extra_dejson, which makes an empty dict of text that is not JSON: the queue would be lost.
+        self.extra = {
+            name: value
+            for name, value in self.object("extra field", connection.extra or {}).items()
+            if value not in (None, "")
+        }
+
+    def object(self, name: str, value: object) -> Mapping[str, Any]:
+        """Returns a JSON object, also from its text. The error does not show the value, which may have credentials."""
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
+        if not isinstance(value, Mapping):
+            raise InvalidJobError(
+                f'{self.where}: {name} is not a JSON object such as {{"spark.executor.memory": "8g"}}'
+            )
+        return value
+
+    def choice(self, name: str, *choices: str) -> str:
+        """Returns the choice in a field of the extra, the first one by default. In a URI, a flag is a word."""
+        value = self.extra.get(name, choices[0])
+        if str(value).lower() not in choices:
+            raise InvalidJobError(f"{self.where} has {name} {value!r}; choose {' or '.join(choices)}")
+        return str(value).lower()
+
+    def flag(self, name: str) -> bool:
+        """Returns a flag of the extra."""
+        return self.choice(name, "false", "true") == "true"
+
+
+def _of_rankzero(fields: _Fields) -> Target:
+    extra, where = fields.extra, fields.where
+    if unknown := sorted(set(extra) - set(CONN_FIELDS)):
         raise InvalidJobError(
             f"{where} has the field {', '.join(unknown)}, which the type 'rankzero' does not have: "
             f"it has {', '.join(CONN_FIELDS)}"
         )
-    kind = str(extra.get("engine", SPARK))
-    if kind not in (SPARK, LOCAL):
-        raise InvalidJobError(f"{where} has engine {kind!r}; choose 'spark' or 'local'")
-    conf = as_text(f"{where}: conf", _object(where, "conf", extra.get("conf", {})))
+    kind = fields.choice("engine", SPARK, LOCAL)
+    conf = as_text(f"{where}: conf", fields.object("conf", extra.get("conf", {})))
     mask_secrets(conf)
     count = extra.get("processes_per_task")
-    if kind == LOCAL and (unused := [n for n, given in (("host", connection.host), ("conf", conf)) if given]):
+    if count is not None and (isinstance(count, bool) or not str(count).isdecimal() or int(str(count)) < 1):
+        raise InvalidJobError(f"{where} has processes_per_task {count!r}; it must be a whole number from 1 on")
+    unused = [name for name, given in (("host", fields.connection.host), ("conf", conf)) if given and kind == LOCAL]
+    if unused:
         logger.warning("%s: the engine is 'local', so %s has no effect", where, " and ".join(unused))
     return Target(
         kind,
-        _master(connection, where) if kind == SPARK else None,
+        _master(fields) if kind == SPARK else None,
         conf if kind == SPARK else {},
         store=str(extra["store"]) if "store" in extra else None,
-        use_gpu=_flag(where, "use_gpu", extra.get("use_gpu", False)),
-        processes_per_task=None if count is None else _count(where, "processes_per_task", count),
-        deploy_mode=_deploy_mode(where, extra.get("deploy_mode")),
+        use_gpu=fields.flag("use_gpu"),
+        processes_per_task=None if count is None else int(str(count)),
+        deploy_mode=fields.choice("deploy_mode", CLIENT, CLUSTER),
     )
 
 
-def _of_spark(connection: Connection, where: str) -> Target:
-    extra = {name: "" if value is None else str(value) for name, value in _read_extra(connection, where).items()}
-    deploy_mode = extra.pop("deploy-mode", None)
-    conf = {key: extra.pop(name) for name, key in _CONF_OF_EXTRA.items() if extra.get(name)}
-    unused = sorted(name for name, value in extra.items() if value and name not in _WITHOUT_EFFECT)
-    if unused:
-        logger.warning("%s: the fields %s have no effect; use spark_conf", where, ", ".join(unused))
-    return Target(SPARK, _master(connection, where), conf, deploy_mode=_deploy_mode(where, deploy_mode))
+def _of_spark(fields: _Fields) -> Target:
+    known = {*_CONF_OF_EXTRA, *_WITHOUT_EFFECT, "deploy-mode"}
+    if unused := sorted(set(fields.extra) - known):
+        logger.warning("%s: the fields %s have no effect; use spark_conf", fields.where, ", ".join(unused))
+    conf = {key: str(fields.extra[name]) for name, key in _CONF_OF_EXTRA.items() if name in fields.extra}
+    return Target(SPARK, _master(fields), conf, deploy_mode=fields.choice("deploy-mode", CLIENT, CLUSTER))
 
 
-def _deploy_mode(where: str, value: object) -> str:
-    if value not in (None, "", CLIENT, CLUSTER):
-        raise InvalidJobError(f"{where} has deploy mode {value!r}; choose {CLIENT!r} or {CLUSTER!r}")
-    return str(value or CLIENT)
-
-
-def _of_spark_connect(connection: Connection, where: str) -> Target:
+def _of_spark_connect(fields: _Fields) -> Target:
     """Reads a connection like the Spark provider's hook: login is the user, password the token."""
+    connection = fields.connection
     if not connection.host:
-        raise InvalidJobError(f"{where} names no host: give that of the Spark Connect server")
-    extra = _read_extra(connection, where)
+        raise InvalidJobError(f"{fields.where} names no host: give that of the Spark Connect server")
     pairs = {"user_id": connection.login, "token": connection.password}
-    if _flag(where, "use_ssl", extra.get("use_ssl") or False):
+    if fields.flag("use_ssl"):
         pairs["use_ssl"] = "true"
     host = connection.host.removeprefix(CONNECT_SCHEME).rstrip("/")
     address = f"{host}:{connection.port}" if connection.port else host
@@ -269,42 +288,25 @@ def _of_spark_connect(connection: Connection, where: str) -> Target:
     return Target(SPARK, f"{CONNECT_SCHEME}{address}", parameters=f"/{parameters}" if parameters else "")
 
 
-def _read_extra(connection: Connection, where: str) -> dict[str, Any]:
-    # Not extra_dejson: that makes an empty dict of what is no JSON, and the queue would be lost.
-    try:
-        extra = json.loads(connection.extra or "{}")
-    except ValueError:
-        extra = None
-    if not isinstance(extra, dict):
-        raise InvalidJobError(f"the extra field of {where} is not a JSON object")
-    return extra
-
-
-def _master(connection: Connection, where: str) -> str:
-    host = connection.host
+def _master(fields: _Fields) -> str:
+    host, port = fields.connection.host, fields.connection.port
     if not host:
-        raise InvalidJobError(f"{where} names no host: give a master such as spark://host:7077, yarn or local[4]")
-    if not host.startswith(_SCHEMES) and "://" in host:
         raise InvalidJobError(
-            f"{where} has a host with the scheme {host.partition('://')[0]!r}; a master is spark://host:7077, "
-            "sc://host:15002, k8s://..., yarn or local[4]"
+            f"{fields.where} names no host: give a master such as spark://host:7077, yarn or local[4]"
         )
-    if not host.startswith(_SCHEMES) or _is_host_name(host):
+    if host in ("yarn", "local") or host.startswith(("local[", "local-cluster[")):
+        return host
+    if "://" not in host:
         # spark://host:7077 as the URI of a connection leaves no scheme in its host.
         host = f"spark://{host}"
-    if host.startswith(("local", "yarn")):
-        return host
-    address = host.partition("://")[2].rpartition("://")[2]
-    if ":" in address:
-        return host
-    # Where a Spark standalone master listens unless told otherwise.
-    port = connection.port or (7077 if host.startswith("spark://") else None)
-    return f"{host}:{port}" if port else host
-
-
-def _is_host_name(host: str) -> bool:
-    """True for ``yarn-gateway`` or ``localhost``: begins like a master, but is none."""
-    return "://" not in host and host not in ("yarn", "local") and not host.startswith(("local[", "local-cluster["))
+    if not host.startswith(_SCHEMES):
+        raise InvalidJobError(
+            f"{fields.where} has a host with the scheme {host.partition('://')[0]!r}; a master is spark://host:7077, "
+            "sc://host:15002, k8s://..., yarn or local[4]"
+        )
+    # A Spark standalone master listens on 7077 unless it is configured otherwise.
+    port = port or (7077 if host.startswith("spark://") else None)
+    return f"{host}:{port}" if port and ":" not in host.rpartition("://")[2] else host
 
 
 def as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, str]:
@@ -329,29 +331,3 @@ def mask_secrets(pairs: Mapping[str, Any]) -> None:
     """Makes Airflow write ``***`` for the secret values in all later log lines and rendered fields of this process."""
     for secret in secrets_of(pairs):
         mask_secret(secret)
-
-
-def _flag(where: str, name: str, value: object) -> bool:
-    # In a URI it is a word.
-    word = str(value).lower()
-    if word not in ("true", "false"):
-        raise InvalidJobError(f"{where} has {name} {value!r}; write true or false")
-    return word == "true"
-
-
-def _count(where: str, name: str, value: object) -> int:
-    if isinstance(value, bool) or not str(value).isdecimal() or int(str(value)) < 1:
-        raise InvalidJobError(f"{where} has {name} {value!r}; it must be a whole number from 1 on")
-    return int(str(value))
-
-
-def _object(where: str, name: str, value: object) -> Mapping[str, Any]:
-    """Returns a JSON object, also from its text. The InvalidJobError has no value: it may hold credentials."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = None
-    if not isinstance(value, Mapping):
-        raise InvalidJobError(f'{where}: {name} is not a JSON object such as {{"spark.executor.memory": "8g"}}')
-    return value

@@ -1,1 +1,0 @@
-"""Hooks give Airflow and users' code access to rankzero's connections; each file holds one hook."""

@@ -1,0 +1,510 @@
+"""Zygotes: one import of torch for many launches, and nothing that one run leaves for the next."""
+
+import contextlib
+import importlib.util
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.conftest import is_alive, until
+
+from rankzero import EngineError, InvalidJobError, Launcher
+from rankzero.engines.local import LocalGroup
+from rankzero.task import zygotes
+
+ENDED = 8.0
+WAIT = 60.0
+
+
+def zygotes_of(owner: int | None = None) -> set[int]:
+    """The zygotes that a process has started."""
+    found = set()
+    for child in psutil.Process(owner or os.getpid()).children():
+        # One may have ended, and not be collected yet.
+        with contextlib.suppress(psutil.Error):
+            if "rankzero.task.zygote" in " ".join(child.cmdline()):
+                found.add(child.pid)
+    return found
+
+
+@pytest.mark.soak
+def test_every_rank_has_the_same_order_of_texts_warm_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else code that walks a set works on one machine, and on several its ranks wait for each other."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+    def order() -> list[int]:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        found: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(found, hash("token"))
+        return found
+
+    launcher = Launcher(2, store=tmp_path)
+    hashes = {*launcher.run(order), *launcher.options(warm_start=False).run(order)}
+    assert len(hashes) == 1
+
+
+def look_around() -> dict[str, Any]:
+    """What a rank can see of the state of its process, before and after it spoils everything it can."""
+    import decimal
+    import locale
+
+    import numpy
+    import torch
+
+    facts = {
+        "zygote": psutil_free_parent(os.getppid()),
+        "environment": sorted(os.environ),
+        "what C has of it": {
+            name.decode()
+            for name, _, value in (
+                line.partition(b"=") for line in subprocess.check_output(["env", "-0"]).split(b"\0") if line
+            )
+            if os.environb.get(name) == value
+        }
+        ^ set(os.environ),
+        "directory": os.getcwd(),
+        "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd")),
+        "path": [place for place in sys.path if not place.startswith(os.environ["RANKZERO_SCRATCH"])],
+        "modules": sorted(name for name in sys.modules if name.startswith("spoiled")),
+        "main": sorted(name for name in vars(sys.modules["__main__"]) if name.startswith("spoiled")),
+        "arguments": sys.argv[:],
+        "signals": [str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)],
+        "threads": torch.get_num_threads(),
+        "dtype": str(torch.get_default_dtype()),
+        "precision": decimal.getcontext().prec,
+        "umask": os.umask(0o022),
+        "cuda": torch.cuda.is_initialized(),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "seeds": [torch.initial_seed(), random.random(), float(numpy.random.rand())],
+    }
+    os.environ["SPOILED"] = "1"
+    os.chdir("/")
+    os.open("/dev/null", os.O_RDONLY)
+    sys.path.insert(0, "/spoiled")
+    sys.modules["spoiled"] = sys
+    vars(sys.modules["__main__"])["spoiled"] = 1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    decimal.getcontext().prec = 5
+    os.umask(0o077)
+    return facts
+
+
+def psutil_free_parent(pid: int) -> int:
+    """The parent of a process, where psutil may not be installed."""
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_a_run_leaves_nothing_in_the_process_that_the_next_one_comes_from(launcher: Launcher) -> None:
+    first = launcher.run(look_around)
+    second = launcher.run(look_around)
+    assert {first["zygote"], second["zygote"]} == zygotes_of()
+    assert all(one != other for one, other in zip(first.pop("seeds"), second.pop("seeds"), strict=True))
+    assert first == second
+    assert "SPOILED" not in first["environment"]
+
+
+def test_a_fork_sees_what_a_started_process_sees(launcher: Launcher) -> None:
+    alone = launcher.options(num_processes=1)
+    warm, fresh = (alone.options(warm_start=choice).run(look_around) for choice in (True, False))
+    for facts in (warm, fresh):
+        del facts["seeds"], facts["zygote"]
+    assert warm == fresh
+
+
+def test_ranks_of_one_run_draw_different_numbers(launcher: Launcher) -> None:
+    def draw() -> list[float]:
+        import numpy
+        import torch
+        import torch.distributed as dist
+
+        numbers = [random.random(), float(numpy.random.rand()), float(torch.rand(1))]
+        dist.init_process_group("gloo")
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, numbers)
+        return [one - other for one, other in zip(*gathered, strict=True)]
+
+    assert all(launcher.run(draw))
+
+
+def test_a_module_that_was_edited_between_two_runs_is_the_new_one(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "edited_between_runs.py"
+    script = tmp_path / "script.py"
+    script.write_text("import edited_between_runs, rankzero.train as rt\nrt.set_result(edited_between_runs.VERSION)\n")
+    module.write_text("VERSION = 1\n")
+    assert launcher.run(script) == 1
+    module.write_text("VERSION = 2  # the size differs too\n")
+    assert launcher.run(script) == 2
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_directories_that_come_onto_the_search_path_between_two_runs_are_found(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative one begins in the directory of the launch. The zygote found neither when it loaded torch."""
+    monkeypatch.chdir(tmp_path)
+
+    def find() -> list[str]:
+        names = ("comes_relative", "comes_absolute")
+        return [importlib.import_module(name).PLACE for name in names if importlib.util.find_spec(name)]
+
+    path = os.pathsep.join(["relative", str(tmp_path / "absolute")])
+    later = launcher.options(env={**(launcher.env or {}), "PYTHONPATH": path})
+    assert later.run(find) == []
+    for place in ("relative", "absolute"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / f"comes_{place}.py").write_text(f"PLACE = '{place}'\n")
+    assert later.run(find) == ["relative", "absolute"]
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_mask_limits_and_cores_are_those_of_now_and_not_of_the_first_run(launcher: Launcher) -> None:
+    def look() -> list[Any]:
+        import resource
+
+        mask = os.umask(0)
+        return [mask, resource.getrlimit(resource.RLIMIT_CORE)[0], sorted(os.sched_getaffinity(0))]
+
+    before = launcher.run(look)
+    cores = os.sched_getaffinity(0)
+    limits = resource.getrlimit(resource.RLIMIT_CORE)
+    mask = os.umask(0o027)
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (min(limits[0] if limits[0] >= 0 else 4096, 4096), limits[1]))
+        os.sched_setaffinity(0, {min(cores)})
+        now = [0o027, resource.getrlimit(resource.RLIMIT_CORE)[0], [min(cores)]]
+        assert launcher.run(look) == now != before
+    finally:
+        os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_CORE, limits)
+        os.umask(mask)
+
+
+def test_an_agent_that_comes_after_the_cancel_is_ended(tmp_path: Path) -> None:
+    killed = threading.Event()
+
+    class Agent:
+        kill = staticmethod(killed.set)
+
+    group = LocalGroup.__new__(LocalGroup)
+    group._agent, group._cancelled = None, False
+    group.cancel()
+    group._on_start(Agent())  # type: ignore[arg-type]
+    assert killed.is_set()
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("own_zygotes")
+def test_the_death_of_the_zygote_is_a_lost_host(launcher: Launcher, tmp_path: Path) -> None:
+    def wait(folder: str) -> None:
+        import rankzero.train as rt
+
+        context = rt.get_context()
+        Path(folder, f"up-{context.attempt}-{context.rank}").write_text(str(psutil_free_parent(os.getppid())))
+        time.sleep(600)
+
+    handle = launcher.options(max_restarts=1).submit(wait, str(tmp_path))
+    for attempt in range(2):
+        # A file is there before what is in it.
+        while sum(bool(up.stat().st_size) for up in tmp_path.glob(f"up-{attempt}-*")) < 2:
+            assert not handle.status().final
+            time.sleep(0.02)
+        os.kill(int((tmp_path / f"up-{attempt}-0").read_text()), signal.SIGKILL)
+    with pytest.raises(EngineError) as caught:
+        handle.result(120)
+    assert caught.value.cause == "lost"
+    assert [event["cause"] for event in handle.events() if event["type"] == "restart"] == ["lost"]
+
+
+def test_what_a_killed_agent_left_is_ended_by_the_zygote(launcher: Launcher, tmp_path: Path) -> None:
+    def leave_a_stranger(file: str) -> None:
+        # No parent, session or environment by which anybody could find it.
+        program = f"import os, time; open({file!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+        subprocess.Popen(["setsid", "--fork", sys.executable, "-c", program], env={})
+        while not (os.path.exists(file) and os.path.getsize(file)):
+            time.sleep(0.02)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
+    file = tmp_path / "stranger"
+    with pytest.raises(EngineError):
+        launcher.options(num_processes=1).run(leave_a_stranger, str(file))
+    until(lambda: not is_alive(int(file.read_text())), ENDED, "the end of the stranger")
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_an_unknown_variable_needs_another_zygote_and_one_of_a_run_does_not(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> list[Any]:
+        import torch
+
+        return [psutil_free_parent(os.getppid()), torch.get_num_threads(), os.environ.get("AIRFLOW_CTX_TRY_NUMBER")]
+
+    used = []
+    for number, other in (("1", ""), ("2", ""), ("1", ""), ("1", "c"), ("1", "")):
+        monkeypatch.setenv("AIRFLOW_CTX_TRY_NUMBER", str(len(used)))
+        variables = {"OMP_NUM_THREADS": number, "UNKNOWN": other}
+        chosen = launcher.options(num_processes=1, env={**(launcher.env or {}), **variables})
+        zygote, *seen = chosen.run(look)
+        assert seen == [int(number), str(len(used))]
+        used.append(zygote)
+    first, second, _, third, _ = used
+    assert used == [first, second, first, third, first]
+    # A driver keeps two.
+    assert zygotes_of() == {first, third}
+
+
+def test_an_installation_needs_another_zygote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "site-packages"
+    place.mkdir()
+    monkeypatch.syspath_prepend(place)
+    for change in ((place / "acme-1.0.dist-info").mkdir, (place / "acme-1.0.dist-info").rmdir):
+        # Two changes within the resolution of the kernel's clock would have one time.
+        os.utime(place, (0, 0))
+        before = zygotes._key_of({"code_path": "/code", "env": {}})
+        change()
+        assert zygotes._key_of({"code_path": "/code", "env": {}}) != before
+
+
+STAYS = """
+import os, sys
+from rankzero import Launcher
+assert Launcher(1, store=sys.argv[1]).run(int) == 0
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.usefixtures("own_zygotes")
+@pytest.mark.parametrize("how", ["kill", "fork", "exit"])
+def test_a_zygote_ends_with_its_owner(tmp_path: Path, how: str) -> None:
+    """Also if a child of the owner has the other end of its socket."""
+    program = STAYS.replace("print(", "os.fork() or time.sleep(8)\nprint(") if how == "fork" else STAYS
+    command = [sys.executable, "-c", f"import time{program}", str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout
+        assert owner.stdin
+        next(line for line in owner.stdout if line.strip() == str(owner.pid))
+        (zygote,) = zygotes_of(owner.pid)
+        if how == "exit":
+            owner.stdin.close()
+        else:
+            owner.kill()
+        until(lambda: not is_alive(zygote), 5.0, "the end of the zygote")
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_an_idle_zygote_ends_and_the_next_launch_has_another(launcher: Launcher) -> None:
+    launcher = launcher.options(num_processes=1, env={**(launcher.env or {}), "RANKZERO_TIME_SCALE": "0.01"})
+
+    def zygote() -> int:
+        return psutil_free_parent(os.getppid())
+
+    first = launcher.run(zygote)
+    until(lambda: not is_alive(first), WAIT, "the end of an idle zygote")
+    assert launcher.run(zygote) != first
+
+
+@pytest.fixture
+def module_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module that a zygote imports after torch."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("RANKZERO_PRELOAD", "module_loaded_ahead")
+    return tmp_path / "module_loaded_ahead.py"
+
+
+def is_fork() -> bool:
+    return "rankzero.task.zygote" in Path("/proc/self/cmdline").read_text()
+
+
+OPENS_A_GPU = """
+from rankzero.host import forked
+forked._GPU_DEVICES = ("/dev/zero",)
+kept = open("/dev/zero")
+"""
+
+
+@pytest.mark.usefixtures("own_zygotes")
+@pytest.mark.parametrize(
+    ("source", "is_warm", "line"),
+    [
+        ("import time; time.sleep(600)", False, "that took more than 3 s"),
+        ("import os; os._exit(3)", False, "torch could not be loaded ahead"),
+        (OPENS_A_GPU, False, "has opened a GPU"),
+        ("raise SystemExit('no')", True, "module_loaded_ahead could not be loaded ahead (SystemExit('no'))"),
+    ],
+)
+def test_a_module_that_cannot_be_loaded_ahead_costs_a_line(
+    launcher: Launcher, module_ahead: Path, monkeypatch: pytest.MonkeyPatch, source: str, is_warm: bool, line: str
+) -> None:
+    monkeypatch.setattr(zygotes, "PRELOAD_TIMEOUT", 3.0 if "600" in source else WAIT)
+    module_ahead.write_text(source)
+    launcher = launcher.options(num_processes=1, run_id="one")
+    assert launcher.run(is_fork) is is_warm
+    handle = launcher.find()
+    assert handle
+    assert [line in one for one in handle.logs() if "ahead" in one] == [True]
+    # The next launch waits for nothing.
+    assert launcher.options(run_id="two").run(is_fork) is is_warm
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_a_zygote_ends_with_an_owner_that_dies_while_it_imports(tmp_path: Path, module_ahead: Path) -> None:
+    note = tmp_path / "zygote"
+    module_ahead.write_text(f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    with subprocess.Popen([sys.executable, "-c", STAYS, str(tmp_path / "store")]) as owner:
+        zygote = int(until(lambda: note.exists() and note.read_text(), WAIT, "the import"))
+        owner.kill()
+    until(lambda: not is_alive(zygote), 5.0, "the end of the zygote")
+
+
+def test_a_wrong_choice_is_refused() -> None:
+    with pytest.raises(InvalidJobError, match="warm_start is 1; it must be True or False"):
+        Launcher(1, warm_start=1)  # type: ignore[arg-type]
+
+
+def write_module(archive: Path, value: int) -> None:
+    with zipfile.ZipFile(archive, "w") as written:
+        written.writestr("from_a_zip.py", f"VALUE = {value}\n")
+
+
+def value_from_a_zip() -> int:
+    import importlib
+
+    return int(importlib.import_module("from_a_zip").VALUE)
+
+
+@pytest.mark.soak
+def test_an_archive_that_changes_is_read_again(tmp_path: Path) -> None:
+    archive = tmp_path / "user.zip"
+    launcher = Launcher(store=tmp_path / "store", env={"PYTHONPATH": str(archive)})
+    for value in (1, 333):
+        write_module(archive, value)
+        assert launcher.run(value_from_a_zip) == value
+
+
+def run_python(program: str, *arguments: str) -> str:
+    """What a program prints that works on its own process."""
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+    ).stdout
+
+
+def leave_directories(place: str) -> None:
+    """One before the end and one from an exit handler, which still sees the first."""
+    import atexit
+
+    kept = []
+
+    def look() -> None:
+        (Path(place) / f"seen-{os.path.exists(kept[0].name)}").touch()
+        kept.append(tempfile.TemporaryDirectory(dir=place))
+
+    atexit.register(look)
+    kept.append(tempfile.TemporaryDirectory(dir=place))
+
+
+@pytest.mark.parametrize("warm_start", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_what_a_rank_leaves_to_finalizers_is_done_last(tmp_path: Path, warm_start: bool) -> None:
+    # Those of the zygote's libraries are out of the way, so that nobody goes through them.
+    (tmp_path / "place").mkdir()
+    Launcher(store=tmp_path / "store", warm_start=warm_start).run(leave_directories, str(tmp_path / "place"))
+    assert os.listdir(tmp_path / "place") == ["seen-True"]
+
+
+TABLE_AT_EXIT = """
+import atexit, logging, os, sys
+from rankzero.task import zygote
+
+next(zygote.import_rest())
+for level in ("INFO", "WARNING"):
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        logging.getLogger("torch._dynamo.utils").setLevel(level)
+        sys.modules.pop("tabulate", None)
+        atexit._run_exitfuncs()
+        print(level, "tabulate" in sys.modules, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+os._exit(0)
+"""
+
+
+@pytest.mark.soak
+def test_torchs_table_of_compile_times_is_made_for_who_reads_it() -> None:
+    made, _, rest = run_python(TABLE_AT_EXIT).partition("INFO True")
+    assert "TorchDynamo compilation metrics" in made
+    assert rest.strip() == "WARNING False"
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_a_signal_to_the_whole_tree_leaves_ranks_their_grace(tmp_path: Path, launcher: Launcher) -> None:
+    def wait(folder: str) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: Path(folder, "asked").touch())
+        Path(folder, "up").touch()
+        until(lambda: Path(folder, "asked").exists(), WAIT, "SIGTERM")
+        Path(folder, "saved").touch()
+        time.sleep(WAIT)
+
+    launcher = launcher.options(num_processes=1, max_preemptions=0)
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(launcher.run, wait, str(tmp_path))
+        until((tmp_path / "up").exists, WAIT, "a rank")
+        (zygote,) = zygotes_of()
+        (agent,) = psutil.Process(zygote).children()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            os.kill(zygote, number)
+        agent.send_signal(signal.SIGTERM)
+        with pytest.raises(EngineError) as caught:
+            running.result(WAIT)
+    assert caught.value.cause == "preempted"
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.usefixtures("own_zygotes")
+def test_a_late_cancel_kills_no_agent_of_a_later_run(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[LocalGroup] = []
+    start = LocalGroup._on_start
+    monkeypatch.setattr(LocalGroup, "_on_start", lambda group, agent: (groups.append(group), start(group, agent))[1])
+
+    def wait(folder: str) -> int:
+        Path(folder, "up").touch()
+        until(lambda: Path(folder, "go").exists(), WAIT, "the late cancel")
+        return psutil_free_parent(os.getppid())
+
+    launcher = launcher.options(num_processes=1)
+    assert launcher.run(os.getppid)
+    # The zygote is idle.
+    groups[0].cancel()
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(launcher.run, wait, str(tmp_path))
+        until((tmp_path / "up").exists, WAIT, "a rank")
+        groups[0].cancel()
+        (tmp_path / "go").touch()
+        assert {running.result(WAIT)} == zygotes_of()
