@@ -22,7 +22,7 @@ from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.local import LocalSession
 from rankzero.errors import StartTimeoutError
 from rankzero.job import Job
-from rankzero.pipeline import formats
+from rankzero.values import formats
 
 WAIT = 60.0
 
@@ -60,7 +60,7 @@ class Agent:
         result = None
         if self.task == 0:
             path = str(self._folder / "value.json")
-            size, digest = formats.write(7, formats.JSON, path)
+            size, digest = formats.write(7, "json", path)
             result = {"format": "json", "size": size, "digest": digest, "path": path, "summary": {}, "value": 7}
         self.send(Returned(time.time()), Finished(time.time(), result))
 
