@@ -252,6 +252,20 @@ def test_an_agent_that_dies_after_the_success_does_not_end_the_others(
     assert list(RunHandle.attach(played.directory).logs(rank=0))[-1] == "the last line"
 
 
+def test_samples_of_a_host_do_not_delay_the_end_of_a_run_whose_rank_cannot_be_reaped(
+    play: Callable[..., Played],
+) -> None:
+    async def sample(agent: Agent) -> None:
+        await agent.start()
+        agent.finish()
+        while True:
+            await asyncio.sleep(1.0)
+            agent.connection.send(messages.Usage({"time": time.time(), "cores": 1}))
+
+    played = play(sample, exit_timeout=0.1)
+    assert (played.value, played.was_cancelled) == (7, True)
+
+
 def test_a_report_while_ranks_are_stopped_is_the_cause_of_the_consequences(play: Callable[..., Played]) -> None:
     async def consequence(agent: Agent) -> None:
         await agent.start()

@@ -69,9 +69,7 @@ TRACKERS_TIMEOUT = scaled(10.0)  # For all trackers after a run's end
 
 # The channel: its two ends, in agents and the driver.
 PING_INTERVAL = 1.0  # Between two signs of life of each end
-CONNECTION_LOST_AFTER = stretched(
-    45.0
-)  # Without a byte, the other end is lost; TCP resumes within 40 after a cut of 20
+CONNECTION_LOST_AFTER = stretched(45.0)  # Without a byte; after a cut of 20 s TCP resumes within 40
 AGENT_CONNECT_TIMEOUT = stretched(20.0)  # For an agent to find a driver that proves the secret
 CONNECT_TIMEOUT = stretched(5.0)  # For a name to be resolved, and for a connection to be made
 HANDSHAKE_TIMEOUT = stretched(10.0)  # For both ends of a new connection to prove the secret

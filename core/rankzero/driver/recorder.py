@@ -16,14 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.bounds import (
-    DRIVER_DEAD_AFTER,
-    HEARTBEAT_INTERVAL,
-    LOG_TAIL,
-    LOG_TAIL_WIDTH,
-    STORE_OUTAGE,
-    WRITE_RETRY_INTERVAL,
-)
+from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.masking import Mask
@@ -170,8 +163,9 @@ class Recorder:
             # This also writes a heartbeat and the position up to which followers may read.
             self._writer.change(**self._progress())
         try:
+            pause = bounds.WRITE_RETRY_INTERVAL()
             for stream in self._streams.values():
-                store.patiently(stream.flush, STORE_OUTAGE(), WRITE_RETRY_INTERVAL(), lambda _: self.superseded)
+                store.patiently(stream.flush, STORE_OUTAGE(), pause, lambda _: self.superseded)
         except Exception as error:
             logger.warning("lines are lost: %s", error)
 
