@@ -57,8 +57,8 @@ def test_a_driver_that_was_stopped_while_another_submission_took_over_harms_noth
     driver.suspend()
     stopped = time.monotonic()
     try:
-        assert wait_until_gone(f"MARK={marker}", WAIT) in ([], [driver.pid]), "its ranks end"
         until(lambda: old.status().final, WAIT, "its death")
+        assert wait_until_gone(f"MARK={marker}") in ([], [driver.pid]), "its ranks have ended before"
         new = launcher.options(env={**(launcher.env or {}), "MARK": "of the next one"}).submit(train, str(tmp_path))
         assert new.submission == 1
         left = {manifest.id for manifest in list_committed([old.own.directory])}
