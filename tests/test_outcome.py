@@ -226,18 +226,6 @@ def test_a_consequence_shows_where_the_others_stood() -> None:
     assert "rank 1 had not failed.\nrank 1 stood at:\n  stack of 1" in str(verdict.error)
 
 
-def test_an_exception_that_a_silent_host_may_have_caused_does_not_count_as_repeated() -> None:
-    known = facts()
-    failed(known, 0, exception_type="E", message="rank 1 closed", collateral=True)
-    verdict = judged(known)
-    assert verdict
-    assert verdict.lost_by == "E: rank <n> closed"
-    verdict = judged(known, stacks={0: "", 1: policy.NO_REPLY})
-    assert verdict
-    assert verdict.lost_by is None
-    assert "rank 1 stood at:\n  no answer" in str(verdict.error)
-
-
 @pytest.mark.parametrize("what", ["over", "engine"])
 def test_a_consequence_counts_without_ranks_that_may_know_more(what: str) -> None:
     known = facts()

@@ -60,12 +60,6 @@ def test_equal_failures_are_grouped_and_consequences_are_marked() -> None:
     assert ending.group_others([RAISED, *echoes], RAISED) == ["ranks 0, 2, 3: E: peer 0 is lost (a consequence)"]
 
 
-def test_ranks_that_fail_of_the_same_thing_are_named_together() -> None:
-    same = [failure(rank, "a", rank, exception_type="E", message=f"no file {rank}.csv") for rank in range(6)]
-    assert ending.same_as(same[1], [*same, KILLED]) == [0, 2, 3, 4, 5]
-    assert ending.group_others([*same, KILLED], same[1]) == [f"rank 2: {KILLED.headline}"]
-
-
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([5, 1, 2, 3], "ranks 1-3, 5"), (range(64), "ranks 0-63")],
@@ -125,27 +119,18 @@ def test_restarts_and_preemptions_have_budgets_of_their_own(
             budget = after[0]
 
 
-def test_a_run_hangs_when_its_last_progress_is_too_old() -> None:
-    assert not policy.is_hung([10.0, 3.0], 14.0, 5.0)
-    assert policy.is_hung([10.0, 3.0], 15.1, 5.0)
-
-
-COLLECTIVE = 'File "torch/distributed/distributed_c10d.py", line 3000 in all_reduce\nFile "train.py", line 9 in step'
+COLLECTIVE = 'File "/torch/distributed/distributed_c10d.py", line 3000 in all_reduce\nFile "train.py", line 9 in step'
 ELSEWHERE = 'File "train.py", line 7 in load'
 
 
 def test_a_hang_names_who_had_not_joined_and_shows_equal_stacks_once() -> None:
-    stacks = {0: COLLECTIVE, 1: ELSEWHERE, 2: COLLECTIVE}
-    missing = policy.not_in_collective(stacks)
-    assert missing == [1]
-    text = policy.hang_message("no rank made progress for hang_timeout=5.0 s", stacks, missing, "/store/run")
+    error = ending.hung(5.0, {0: COLLECTIVE, 1: ELSEWHERE, 2: COLLECTIVE}, [], "/store/run")
+    text = str(error)
+    assert error.missing == [1]
     assert "rank 1 had not joined the collective in which ranks 0, 2 waited" in text
     assert text.index("rank 1 stood at:") < text.index("ranks 0, 2 stood at:")
     assert text.count("all_reduce") == 1
-
-
-def test_nobody_is_missing_where_nobody_waits() -> None:
-    assert policy.not_in_collective({0: ELSEWHERE, 1: ELSEWHERE}) == []
+    assert ending.hung(5.0, {0: ELSEWHERE, 1: ELSEWHERE}, [], "/store/run").missing == [], "no rank waits"
 
 
 @pytest.mark.parametrize(

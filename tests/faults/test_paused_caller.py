@@ -15,7 +15,6 @@ from tests.conftest import ROOT, processes_with, until
 from tests.faults import kit
 
 from rankzero import InvalidJobError, Launcher, RunHandle, bounds
-from rankzero.run import observer
 from rankzero.run.directory import RunDirectory
 from rankzero.run.status import RunStatus
 
@@ -126,8 +125,7 @@ def test_a_caller_that_is_late_gets_no_result_of_another_training(
     launcher: Launcher, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch, late: str, answer: str
 ) -> None:
     """A stopped caller counts as dead after a while, and one that is only slow is a living process."""
-    monkeypatch.setattr(observer, "DRIVER_DEAD_AFTER", lambda: 0.5)
-    monkeypatch.setattr(observer, "_MISSED", 0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.3")
     program = LATE_CALLER.format(late=late)
     command = [sys.executable, "-c", program, "max", str(tmp_path)]
     caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "MARK": marker})

@@ -17,7 +17,7 @@ from rankzero import Launcher
 from rankzero.run.checkpoints import list_committed
 
 WAIT = 120.0
-PAUSE = 120.0
+PAUSE = 75.0
 """Seconds for which a driver stands still: agents and readers count it as lost long before."""
 
 
@@ -36,7 +36,7 @@ def train(folder: str) -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("own_zygotes")
-@pytest.mark.parametrize("scale", [0.08, pytest.param(1.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("scale", [0.3, pytest.param(1.0, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("place", ["disk", "object store"])
 def test_a_driver_that_was_stopped_while_another_submission_took_over_harms_nothing(
     launcher: Launcher,

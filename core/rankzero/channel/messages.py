@@ -195,13 +195,6 @@ class Metrics(Message):
 
 
 @kind
-class PartKind(Message):
-    """A rank of several reports its first checkpoint, with the fact whether its checkpoints are sharded."""
-
-    sharded: bool
-
-
-@kind
 class Part(Message):
     """A rank has written its part of a checkpoint.
 

@@ -248,12 +248,10 @@ class Agents:
                 self.roster.note_ready(member.task, local_rank, message.torch)
             case messages.Rendezvous():
                 self._rendezvous, self.has_rendezvous = (member, message.port), True
-            case messages.PartKind():
-                self._storage.note_kind(rank, sharded=message.sharded)
             case messages.Part():
                 self._storage.add_part(rank, message)
             case messages.PartFailed():
-                self._committer.drop(message.index)
+                self._committer.lose(message.index)
             case messages.Damaged():
                 found = self._resume
                 own = self._own.path(FOLDER, message.id)

@@ -29,7 +29,7 @@ from rankzero.host.processes import allow_open_files, caller_process
 from rankzero.job import CheckpointConfig, Job
 from rankzero.run.checkpoints import Manifest
 from rankzero.run.directory import Submission
-from rankzero.threads import done_within
+from rankzero.threads import done_within, in_thread, reply_of
 
 WINDOW_STEP = 0.1  # Seconds by which the window for the first cause ends at most for each read of what has arrived
 MANY_AGENTS = 256  # Above which the driver raises the limit of open files of its process, which may be the caller's
@@ -102,7 +102,7 @@ class Attempt:
         num_tasks = await places.reserve(self.job, session, self._deadline)
 
         recorder.note_phase("starting")
-        self._prepare(session, num_tasks)
+        await self._prepare(session, num_tasks)
         try:
             await self._launch(session, num_tasks)
             verdict = await self._train()
@@ -114,7 +114,7 @@ class Attempt:
 
     # -- starting ------------------------------------------------------------------------------
 
-    def _prepare(self, session: EngineSession, num_tasks: int) -> None:
+    async def _prepare(self, session: EngineSession, num_tasks: int) -> None:
         """Makes the parts of the attempt for its number of tasks."""
         run, self.job, whole = self._run, self.job.sized(num_tasks), self.job
         if whole.min_processes is not None:
@@ -137,7 +137,8 @@ class Attempt:
             # Imported here, so that most drivers do not load TLS.
             from rankzero.channel.tls import make_identity
 
-            self._identity = make_identity()
+            # In a thread: it runs a command.
+            self._identity = await reply_of(in_thread(make_identity, "rankzero-openssl"))
             logger.info("the connections of attempt %s are encrypted", self._number)
         tls = self._identity.context if self._identity else None
         parts = run.recorder, run.inbox, self._storage
@@ -373,7 +374,7 @@ class Attempt:
             self._storage.sweep()
         else:
             self._storage.abort_uploads()
-            if self._committer.dropped:
+            if self._committer.has_rest:
                 self._committer.sweep()
         await self._await_store(deadline)
         return ending.settled(verdict, self._facts, self._run.recorder.tail)
