@@ -401,7 +401,7 @@ def test_the_start_waits_for_every_rank(launcher: Launcher, tmp_path: Path) -> N
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     bound = max(6.0, 5 * (time.monotonic() - began))
     handle = launcher.options(env=environment, start_timeout=bound, warm_start=False).submit(int)
-    with pytest.raises(StartTimeoutError, match="every task was started, but rank") as caught:
+    with pytest.raises(StartTimeoutError, match="every task has started, but rank") as caught:
         handle.result(WAIT + bound)
     assert len(caught.value.missing or []) == 1
     assert handle.status().started is None

@@ -6,7 +6,7 @@ import pytest
 
 from rankzero import EngineError, RankZeroError, ResultError, ResultRef, RunCancelledError, WorkerFailedError
 from rankzero.channel.messages import Failed
-from rankzero.driver import ending, policy
+from rankzero.driver import ending
 from rankzero.driver.ending import Facts, Failure, Verdict
 from rankzero.driver.roster import Member
 from rankzero.errors import KILLED, LOST, MATCHED, PREEMPTED
@@ -41,7 +41,7 @@ def judged(
     if in_window and not ending.is_certain(known):
         return None
     stacks = {rank: f"stack of {rank}" for rank in range(known.num_processes)} if stacks is None else stacks
-    return ending.judge(known, gone or [], explain, lambda rank: [f"the last line of rank {rank}"], stacks)
+    return ending.judge(known, gone or [], explain, stacks)
 
 
 def failed(known: Facts, rank: int, **details: Any) -> bool:
@@ -98,7 +98,7 @@ def test_a_rank_that_finished_cannot_fail_any_more() -> None:
 
 def test_the_first_failure_has_the_last_lines() -> None:
     known = facts()
-    assert failed(known, 1, message="first")
+    assert failed(known, 1, message="first", log_tail=["the last line of rank 1"])
     assert failed(known, 0, message="then", log_tail=["its own last line"])
     verdict = judged(known)
     assert verdict
@@ -255,7 +255,7 @@ def test_a_report_that_arrives_while_ranks_are_stopped_corrects_the_cause_and_th
     verdict = judged(known)
     assert verdict
     failed(known, 1, **then)
-    error = ending.settled(verdict, known, lambda rank: []).error
+    error = ending.settled(verdict, known).error
     assert isinstance(error, WorkerFailedError)
     assert (error.rank, error.cause) == (1 if "collateral" in first and "collateral" not in then else 0, cause)
 
@@ -263,4 +263,4 @@ def test_a_report_that_arrives_while_ranks_are_stopped_corrects_the_cause_and_th
 def test_no_report_takes_back_that_a_run_was_cancelled() -> None:
     known, verdict = facts(), Verdict(error=RunCancelledError("it was cancelled"))
     failed(known, 1, exception_type="KeyError")
-    assert ending.settled(verdict, known, lambda rank: []) is verdict
+    assert ending.settled(verdict, known) is verdict

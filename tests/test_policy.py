@@ -21,7 +21,7 @@ def failure(rank: int, host: str, order: int, **facts: Any) -> Failure:
 
 RAISED = failure(1, "b", 1, exception_type="ValueError", message="bad")
 ECHO = failure(0, "a", 0, exception_type="RuntimeError", message="Connection closed by peer", collateral=True)
-KILLED = failure(2, "c", 2, signal="SIGKILL")
+KILLED = failure(2, "c", 2, signal="SIGKILL", log_tail=["last lines"])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_message_leads_with_rank_host_and_cause() -> None:
     facts = ending.Facts(9, "/store/run")
     for one in (KILLED, replace(KILLED, rank=5), replace(KILLED, rank=6), RAISED):
         facts.note_failure(replace(one, order=len(facts.failures)))
-    text = str(ending.failed(facts, lambda rank: ["last lines"], {}).error)
+    text = str(ending.failed(facts, {}).error)
     assert text.startswith("rank 2 on c failed: killed by SIGKILL (often the kernel's out-of-memory killer)")
     assert "  last lines" in text
     assert "The same failure: ranks 5, 6" in text
@@ -220,8 +220,8 @@ def test_what_is_waited_for_is_said(slots: int, least: int, most: int, words: st
     ("tasks", "ranks", "words"),
     [
         ([1, 2, 3], [], "1 of 4 tasks have started, not tasks 1-3 (are its slots in use?)"),
-        ([], [2], "waiting for rank 2 to import torch; every task has started"),
-        ([], [], "waiting for rank 0 to open the rendezvous"),
+        ([], [2], "every task has started, but rank 2 still imports torch"),
+        ([], [], "every task has started, but rank 0 opens no rendezvous"),
     ],
 )
 def test_why_an_attempt_has_not_started_is_said(tasks: list[int], ranks: list[int], words: str) -> None:

@@ -158,9 +158,7 @@ class Exited(Message):
 
 @kind
 class Ready(Message):
-    """A rank has imported this version of torch."""
-
-    torch: str
+    """A rank has imported torch."""
 
 
 @kind
@@ -352,12 +350,7 @@ class NotCommitted(Message):
 
 @kind
 class Flush(Message):
-    """Requests the reports that a rank still holds, before the agent stops it."""
-
-
-@kind
-class Flushed(Message):
-    """Answers `Flush`: the rank has sent every report that preceded it."""
+    """Requests the reports that a rank still holds, before the agent stops it; the rank sends it back behind them."""
 
 
 @kind

@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.driver.attempt import Attempt, Run
+from rankzero.driver.agents import Run
+from rankzero.driver.attempt import Attempt
 from rankzero.driver.ending import Verdict
 from rankzero.driver.places import CHECK_INTERVAL, Places
 from rankzero.driver.policy import FAILURES_OF_A_BAD_HOST, Restarts

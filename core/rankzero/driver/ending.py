@@ -178,7 +178,6 @@ def judge(
     facts: Facts,
     gone: Sequence[Member],
     explain: Explain,
-    tail: Callable[[int], list[str]],
     stacks: Mapping[int, str],
 ) -> Verdict:
     """Returns how an attempt has ended that has succeeded or cannot succeed.
@@ -187,7 +186,6 @@ def judge(
         facts: The reports.
         gone: Agents that exited before they were asked to, or are lost, or have been silent for long.
         explain: Returns the typed error for the engine's error.
-        tail: Returns the last log lines of a rank, for a rank that could not send them itself.
         stacks: Stacks of ranks that have not failed, if only consequences are known.
     """
     if facts.success:
@@ -196,7 +194,7 @@ def judge(
         if gone and all(failure.report.collateral for failure in facts.failures):
             # The peers of a lost host see only broken connections, even if that host had finished its own work.
             return _lost(gone[0], facts, explain)
-        return failed(facts, tail, {rank: stacks[rank] for rank in suspects(facts) if rank in stacks})
+        return failed(facts, {rank: stacks[rank] for rank in suspects(facts) if rank in stacks})
     if facts.refusal:
         return Verdict(error=facts.refusal)
     if needed := _needed(facts, gone):
@@ -222,12 +220,12 @@ def suspects(facts: Facts) -> list[int]:
     return sorted(set(range(facts.num_processes)) - facts.over)
 
 
-def settled(verdict: Verdict, facts: Facts, tail: Callable[[int], list[str]]) -> Verdict:
+def settled(verdict: Verdict, facts: Facts) -> Verdict:
     """Returns the verdict, corrected by what was stored or reported while the ranks were stopped."""
     if facts.success:
         return Verdict(success=facts.success)
     is_same = verdict.cause is None or first_cause(facts.failures) is verdict.cause
-    return verdict if is_same else failed(facts, tail, {})
+    return verdict if is_same else failed(facts, {})
 
 
 def host_to_blame(failures: Sequence[Failure]) -> str | None:
@@ -242,13 +240,13 @@ def host_to_blame(failures: Sequence[Failure]) -> str | None:
 # -- the text of errors ----------------------------------------------------------------------------
 
 
-def failed(facts: Facts, tail: Callable[[int], list[str]], stacks: Mapping[int, str]) -> Verdict:
+def failed(facts: Facts, stacks: Mapping[int, str]) -> Verdict:
     """Returns the end of an attempt by failures of ranks; `judge` has stacks if only consequences are known."""
     cause = first_cause(facts.failures)
-    return Verdict(None, _failed(cause, facts, tail, stacks), host_to_blame(facts.failures), cause)
+    return Verdict(None, _failed(cause, facts, stacks), host_to_blame(facts.failures), cause)
 
 
-def _failed(cause: Failure, facts: Facts, tail: Callable[[int], list[str]], stacks: Mapping[int, str]) -> RankZeroError:
+def _failed(cause: Failure, facts: Facts, stacks: Mapping[int, str]) -> RankZeroError:
     report = cause.report
     if report.cause == "no-torch":
         return EngineError(report.message)
@@ -256,12 +254,11 @@ def _failed(cause: Failure, facts: Facts, tail: Callable[[int], list[str]], stac
         return ResultError(report.message)
     others = group_others(facts.failures, cause)
     same = sorted(other.rank for other in facts.failures if other is not cause and other.kind == cause.kind)
-    log_tail = report.log_tail or tail(cause.rank)
     text = [f"rank {cause.rank} on {cause.host} failed: {cause.headline}"]
     if report.traceback:
         text.append(report.traceback.rstrip())
-    elif log_tail:
-        text += [f"Last log lines of rank {cause.rank}:", *(f"  {line}" for line in log_tail)]
+    elif report.log_tail:
+        text += [f"Last log lines of rank {cause.rank}:", *(f"  {line}" for line in report.log_tail)]
     if same:
         text.append(f"The same failure: {name_ranks(same)}")
     if others:
@@ -279,7 +276,7 @@ def _failed(cause: Failure, facts: Facts, tail: Callable[[int], list[str]], stac
         traceback=report.traceback,
         exit_code=report.exit_code,
         signal=report.signal,
-        log_tail=log_tail,
+        log_tail=report.log_tail,
         others=([f"{name_ranks(same)}: the same"] if same else []) + others,
         cause=cause.restart_cause,
     )
@@ -358,13 +355,9 @@ def start_timeout(
     bound: float, num_tasks: int, missing_tasks: Sequence[int], missing_ranks: Sequence[int]
 ) -> StartTimeoutError:
     """Returns the error of ranks that did not start within ``bound`` seconds; it names the missing tasks or ranks."""
-    if missing_tasks:
-        missing = [f"task {task}" for task in missing_tasks]
-        text = f"{len(missing)} of {num_tasks} tasks were not started: {', '.join(missing)} (are slots free there?)"
-    else:
-        # Every rank has imported torch, but rank 0 has not opened the rendezvous yet.
-        missing = [f"rank {rank}" for rank in missing_ranks] or ["rank 0"]
-        text = f"every task was started, but {', '.join(missing)} not (is torch slow to import there?)"
+    # Rank 0 opens the rendezvous after every rank has imported torch.
+    missing = [f"task {task}" for task in missing_tasks] or [f"rank {rank}" for rank in missing_ranks] or ["rank 0"]
+    what = policy.starting_message(num_tasks, missing_tasks, missing_ranks)
     to_do = "raise start_timeout of the Launcher if they are only slow"
-    what = f"the ranks did not start within start_timeout={bound} s: {text}; {to_do}"
-    return StartTimeoutError(what, missing=missing)
+    text = f"the ranks did not start within start_timeout={bound} s: {what}; {to_do}"
+    return StartTimeoutError(text, missing=missing)

@@ -88,9 +88,9 @@ def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks
     """Returns the message about why a launched attempt has not started yet."""
     if missing_tasks:
         started = f"{num_tasks - len(missing_tasks)} of {num_tasks} tasks have started"
-        return f"waiting: {started}, not {name_ranks(missing_tasks, 'task')} (are its slots in use?)"
-    what = f"{name_ranks(missing_ranks)} to import torch" if missing_ranks else "rank 0 to open the rendezvous"
-    return f"waiting for {what}; every task has started"
+        return f"{started}, not {name_ranks(missing_tasks, 'task')} (are its slots in use?)"
+    what = f"{name_ranks(missing_ranks)} still imports torch" if missing_ranks else "rank 0 opens no rendezvous"
+    return f"every task has started, but {what}"
 
 
 def connect_timeout(left: float) -> float:

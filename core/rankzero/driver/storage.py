@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -237,18 +236,9 @@ class Scratch:
             RuntimeError: no temporary directory is writable.
         """
         self.path = make_scratch(scratch_root(), _SCRATCH_PREFIX)
-        lock = lock_directory(self.path)
-        # An attempt that fails early does not call `remove`.
-        self._remove = weakref.finalize(self, _remove_scratch, self.path, lock, os.getpid())
+        self._lock = lock_directory(self.path)
 
     def remove(self) -> None:
         """Removes the directory and its lock."""
-        self._remove()
-
-
-def _remove_scratch(path: str, lock: int, owner: int) -> None:
-    # The finalizer also runs when a child exits that the caller has forked.
-    if os.getpid() != owner:
-        return
-    shutil.rmtree(path, ignore_errors=True)
-    os.close(lock)
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)

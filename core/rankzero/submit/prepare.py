@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.metadata
 import multiprocessing
 import os
 import secrets
@@ -178,7 +176,7 @@ def prepare(
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
     params = params_of(train, args, kwargs, request.env)
     template = replace(request.template, params=params, submitter=this_process())
-    job = replace(template, run_id=run_id, name=parts.name, engine=spec, torch=_torch())
+    job = replace(template, run_id=run_id, name=parts.name, engine=spec)
     engine.check(job)
     engine.check_store(request.root)
     run = RunDirectory(store.join(request.root, run_id))
@@ -301,15 +299,6 @@ class _Submitter:
 
 def _described(location: str, parts: list[Part]) -> dict[str, Any]:
     return {"location": location, "size": sum(map(len, parts)), "absolute": False, "digest": digest_of(parts)}
-
-
-@functools.cache
-def _torch() -> str | None:
-    """Returns the version of the installed torch, without importing it; None if there is none."""
-    # Parsing torch's metadata takes 3 ms.
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("torch")
-    return None
 
 
 def _refuse_in_spawned_child() -> None:
