@@ -138,8 +138,11 @@ class Places:
         Returns:
             The job, with the locations of the tables.
         """
-        tables, call = Tables(self._own, job, session), asyncio.get_running_loop().call_soon_threadsafe
-        say = functools.partial(call, self._recorder.announce, "engine")
+        tables, loop = Tables(self._own, job, session), asyncio.get_running_loop()
+
+        def say(text: str) -> None:
+            loop.call_soon_threadsafe(lambda: self._recorder.announce("engine", text))
+
         try:
             return await self.request(functools.partial(tables.read, say), job, None)
         except BaseException:
