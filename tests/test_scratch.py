@@ -7,14 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher
 from rankzero.driver.storage import Scratch
 from rankzero.task.scratch import ABANDONED_AFTER, make_scratch, remove_abandoned
-from rankzero.task.zygotes import SHARED
 
 DRIVER = """
 import sys
@@ -138,43 +135,3 @@ def test_a_place_that_cannot_be_listed_will_do(tmp_path: Path, monkeypatch: pyte
     own = Scratch()
     assert os.path.isdir(own.path)
     own.remove()
-
-
-HOLDER = """
-import sys
-from rankzero import Launcher
-def train(folder):
-    import os, time
-    open(os.path.join(folder, "began"), "w").write(os.environ["RANKZERO_SCRATCH"])
-    time.sleep(600)
-Launcher(1, store=sys.argv[1] + "/store").run(train, sys.argv[1])
-"""
-
-
-@pytest.mark.soak
-def test_what_a_run_left_that_was_killed_as_a_whole_goes_with_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.delenv(SHARED)
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)])
-    try:
-        scratch = Path(until(lambda: (tmp_path / "began").exists() and (tmp_path / "began").read_text(), 60, "a rank"))
-        grow_old(scratch)
-        remove_abandoned(str(temporary), "rankzero-agent-")
-        assert scratch.exists(), "it is used"
-        processes = psutil.Process(process.pid).children(recursive=True)
-        for one in [psutil.Process(process.pid), *processes]:
-            one.suspend()
-        for one in [psutil.Process(process.pid), *processes]:
-            one.kill()
-        psutil.wait_procs(processes, timeout=10)
-    finally:
-        process.kill()
-        process.wait()
-    assert scratch.exists(), "nobody was left to remove it"
-    grow_old(scratch)
-    Launcher(1, store=tmp_path / "store").run(os.getpid)
-    assert [name for name in os.listdir(temporary) if name.startswith("rankzero-agent-")] == []

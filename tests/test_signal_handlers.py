@@ -15,7 +15,7 @@ from tests.conftest import ROOT, until
 
 SUITE = """
 import signal
-from tests.conftest import same_signal_handlers
+from tests.handlers import same_signal_handlers
 
 def test_guilty():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

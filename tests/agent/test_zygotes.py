@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -386,34 +385,6 @@ def test_a_wrong_choice_is_refused() -> None:
         Launcher(1, warm_start=1)  # type: ignore[arg-type]
 
 
-def write_module(archive: Path, value: int) -> None:
-    with zipfile.ZipFile(archive, "w") as written:
-        written.writestr("from_a_zip.py", f"VALUE = {value}\n")
-
-
-def value_from_a_zip() -> int:
-    import importlib
-
-    return int(importlib.import_module("from_a_zip").VALUE)
-
-
-@pytest.mark.soak
-def test_an_archive_that_changes_is_read_again(tmp_path: Path) -> None:
-    archive = tmp_path / "user.zip"
-    launcher = Launcher(store=tmp_path / "store", env={"PYTHONPATH": str(archive)})
-    for value in (1, 333):
-        write_module(archive, value)
-        assert launcher.run(value_from_a_zip) == value
-
-
-def run_python(program: str, *arguments: str) -> str:
-    """What a program prints that works on its own process."""
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
-    ).stdout
-
-
 def leave_directories(place: str) -> None:
     """One before the end and one from an exit handler, which still sees the first."""
     import atexit
@@ -434,31 +405,6 @@ def test_what_a_rank_leaves_to_finalizers_is_done_last(tmp_path: Path, warm_star
     (tmp_path / "place").mkdir()
     Launcher(store=tmp_path / "store", warm_start=warm_start).run(leave_directories, str(tmp_path / "place"))
     assert os.listdir(tmp_path / "place") == ["seen-True"]
-
-
-TABLE_AT_EXIT = """
-import atexit, logging, os, sys
-from rankzero.task import zygote
-
-next(zygote.import_rest())
-for level in ("INFO", "WARNING"):
-    sys.stdout.flush()
-    if not (child := os.fork()):
-        logging.getLogger("torch._dynamo.utils").setLevel(level)
-        sys.modules.pop("tabulate", None)
-        atexit._run_exitfuncs()
-        print(level, "tabulate" in sys.modules, flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-os._exit(0)
-"""
-
-
-@pytest.mark.soak
-def test_torchs_table_of_compile_times_is_made_for_who_reads_it() -> None:
-    made, _, rest = run_python(TABLE_AT_EXIT).partition("INFO True")
-    assert "TorchDynamo compilation metrics" in made
-    assert rest.strip() == "WARNING False"
 
 
 @pytest.mark.usefixtures("own_zygotes")

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import spark_session, wait_until_gone
+from tests.conftest import wait_until_gone
 from tests.engines.pickled_late import PickledLate
 from tests.runs import lines_of
+from tests.services import spark_session
 
 from rankzero import (
     EngineError,
@@ -26,7 +27,6 @@ from rankzero import (
     RunCancelledError,
     RunHandle,
     SparkEngine,
-    StartTimeoutError,
     WorkerFailedError,
 )
 from rankzero.engines.base import AgentGroup
@@ -323,28 +323,6 @@ print("value", launcher.run(train), "pyspark" in sys.modules)
     assert f"value [2.0, '{sys.executable}'] False" in done.stdout, done.stderr
 
 
-@pytest.mark.soak
-def test_the_death_of_the_caller_of_run_ends_the_run(tmp_path: Path, marker: str) -> None:
-    program = f"""
-import time
-from rankzero import Launcher, SparkEngine
-def train():
-    print("asleep", flush=True)
-    while True: time.sleep(0.1)
-Launcher(1, engine=SparkEngine(), store={str(tmp_path)!r}, env={{"MARK": {marker!r}}}, run_id="owned").run(train)
-"""
-    caller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert caller.stdout is not None
-    # A start on a busy machine may say that it waits.
-    assert any(line == "[0] asleep\n" for line in caller.stdout)
-    caller.kill()
-    caller.wait()
-    handle = RunHandle.attach(tmp_path / "owned")
-    assert handle.wait(WAIT)
-    assert handle.status().state == "cancelled"
-    assert wait_until_gone(marker) == []
-
-
 def test_runs_side_by_side_leave_the_python_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
     context = types.SimpleNamespace(master="local[2]", pythonExec="python3")
@@ -412,13 +390,6 @@ def test_executors_without_that_python_are_named(launcher: Launcher) -> None:
     engine = SparkEngine(master="local[2]", conf={"spark.pyspark.python": "/no/such/python"})
     with pytest.raises(EngineError, match="no Python at '/no/such/python'"):
         launcher.options(engine=engine).run(who_am_i)
-
-
-@pytest.mark.soak
-def test_a_master_that_does_not_answer_is_bounded_by_start_timeout(launcher: Launcher) -> None:
-    engine = SparkEngine(master="spark://127.0.0.1:9")
-    with pytest.raises((StartTimeoutError, EngineError), match=r"start_timeout=5|no SparkContext"):
-        launcher.options(engine=engine, start_timeout=5.0).run(who_am_i)
 
 
 def test_a_session_that_was_stopped_is_refused(on_session: Launcher, session: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from tests.conftest import ROOT, until
 from rankzero import EngineError, Launcher, LocalEngine, RunHandle
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.run import observer
-from rankzero.run.directory import RunDirectory, Submission
+from rankzero.run.directory import Submission
 from rankzero.run.observer import process_lives
 from rankzero.run.status import RunStatus
 from rankzero.submit import drivers
@@ -31,54 +30,6 @@ def wait_for(go: str) -> str:
     while not Path(go).exists():
         time.sleep(0.02)
     return "trained"
-
-
-@pytest.fixture
-def full_store(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A store that takes no status from the moment its list is emptied; limits of time that are soon over."""
-    room = [0.0]
-    refused: list[float] = []
-    write = Submission.write_status
-
-    def write_if_there_is_room(run: Submission, status: RunStatus) -> None:
-        if not room and not status.certain:
-            refused.append(time.time())
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(run, status)
-
-    monkeypatch.setattr(Submission, "write_status", write_if_there_is_room)
-    monkeypatch.setattr(observer, "DRIVER_STALE_AFTER", lambda: 0.5)
-    monkeypatch.setattr(observer, "dead_after", lambda _: 0.5)
-    monkeypatch.setattr(drivers, "CANCEL_TIMEOUT", lambda: 0.5)
-    return room
-
-
-@pytest.mark.soak
-def test_a_store_that_takes_nothing_costs_a_run_neither_its_owner_nor_its_value(
-    launcher: Launcher, tmp_path: Path, full_store: list[float]
-) -> None:
-    values: list[Any] = []
-
-    def call() -> None:
-        try:
-            values.append(launcher.options(run_id="run", stop_grace=0.5).run(wait_for, str(tmp_path / "go")))
-        except Exception as error:
-            values.append(error)
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    directory = RunDirectory(str(tmp_path / "store" / "run"))
-    until(lambda: directory.find_job() and directory.current().status().state == "running", WAIT, "ranks")
-    run = directory.current()
-    full_store.clear()
-    beat = run.status().heartbeat
-    # Another process of this host goes by the driver's thread.
-    reader = RunHandle.attach(directory.directory)
-    assert not reader.wait(4.0)
-    assert (values, run.status().heartbeat) == ([], beat)
-    (tmp_path / "go").touch()
-    caller.join(WAIT)
-    assert values == ["trained"]
 
 
 def status_of(thread: str | None) -> RunStatus:
@@ -209,18 +160,6 @@ def test_a_store_that_fails_when_the_driver_starts_delays_the_run(
 
     monkeypatch.setattr(drivers, "DriverProcess", with_flaky_store)
     assert launcher.options(run_id="run").submit(max, 1, 2).result(WAIT) == 2
-
-
-@pytest.mark.soak
-def test_a_forked_child_of_the_submitter_knows_that_the_driver_lives(launcher: Launcher, tmp_path: Path) -> None:
-    """The driver is no child process of its own."""
-    handle = launcher.options(run_id="run").submit(wait_for, str(tmp_path / "go"))
-    until(lambda: handle.status().state == "running", WAIT, "the training")
-    if not (child := os.fork()):
-        os._exit(0 if handle.status().state == "running" else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    (tmp_path / "go").touch()
-    assert handle.result(WAIT) == "trained"
 
 
 class Elsewhere(LocalEngine):
