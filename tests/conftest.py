@@ -21,7 +21,7 @@ from rankzero.task import zygotes
 
 ROOT = Path(__file__).parents[1]
 
-pytest_plugins = ("tests.suite", "tests.handlers", "tests.services", "tests.schedule", "tests.durations")
+pytest_plugins = ("tests.handlers", "tests.services", "tests.suite", "tests.schedule", "tests.durations")
 
 os.environ.setdefault("JDK_JAVA_OPTIONS", spark_classes.options())
 

@@ -1,6 +1,5 @@
 """The directory in which a driver has what is on its way to an object store."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -114,24 +113,3 @@ def test_the_directory_of_another_host_stays(tmp_path: Path) -> None:
         grow_old(path)
     remove_abandoned(str(tmp_path), "rankzero-agent-")
     assert sorted(tmp_path.iterdir()) == sorted([elsewhere, of_a_user])
-
-
-def test_one_that_nobody_removes_goes_with_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an attempt whose store fails before there is an agent."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    own = Scratch()
-    assert os.path.isdir(own.path)
-    del own
-    gc.collect()
-    assert not os.listdir(tmp_path)
-
-
-def test_a_place_that_cannot_be_listed_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str) -> list[str]:
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(os, "listdir", refuse)
-    own = Scratch()
-    assert os.path.isdir(own.path)
-    own.remove()

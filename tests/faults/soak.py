@@ -77,7 +77,7 @@ WEIGHTS = {
     "submit again": 8,
 }
 
-NOT_FOR = {"submit": {"deaf", "silence"}, "run": {"submit again"}}
+NOT_FOR = {"submit": {"cut", "deaf", "silence"}, "run": {"submit again"}}
 """The proxy is for a driver in the process that calls `run`; and `run` refuses a run id that lives."""
 
 MOMENTS = ("start", "training", "end")
@@ -329,9 +329,7 @@ class Round:
         return True
 
     def _hurt_channel(self, fault: Fault) -> bool:
-        if self.proxy is None:
-            agents = self._processes("rankzero.agent.supervise")
-            return bool(agents) and kill_connections(agents[0])
+        assert self.proxy
         if fault.kind == "cut":
             return self.proxy.cut() > 0
         if not self._processes("rankzero.agent.supervise"):
@@ -436,19 +434,6 @@ class Round:
             submitter.wait()
 
 
-def kill_connections(agent: int) -> bool:
-    """Destroys the agent's connection to its driver in the kernel (needs root and ``ss -K``)."""
-    killed = False
-    for connection in psutil.Process(agent).net_connections("tcp"):
-        if connection.status == psutil.CONN_ESTABLISHED:
-            source, target = connection.laddr, connection.raddr
-            # An agent has one established connection: the channel.
-            filters = ["src", f"{source.ip}:{source.port}", "dst", f"{target.ip}:{target.port}"]
-            done = subprocess.run(["ss", "-K", "-t", *filters], capture_output=True, text=True)
-            killed |= str(target.port) in done.stdout
-    return killed
-
-
 # -- the report --------------------------------------------------------------------------------
 
 
@@ -461,7 +446,6 @@ class Report:
     tries: int = 0
     attempts: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    moments: Counter[str] = field(default_factory=Counter)
     missed: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -482,17 +466,11 @@ class Report:
                 self.missed += 1
                 continue
             self.faults[f"{fault.kind} of {fault.target}"] += 1
-            self.moments[fault.moment] += 1
         self.errors.update(done.errors)
         self.outcomes["violation" if done.problems else "right"] += 1
         self.seconds.append(round(done.took, 1))
         if done.problems:
             self.violations.append({"plan": asdict(done.plan), "problems": done.problems, "at": str(done.directory)})
-
-    def to_json(self) -> dict[str, Any]:
-        # asdict() would count the pairs of a Counter.
-        plain = {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
-        return {**plain, "injected": self.injected}
 
     def to_markdown(self) -> str:
         seconds = sorted(self.seconds) or [0.0]
@@ -511,7 +489,7 @@ class Report:
             ]
         )
         parts = ["| soak | |\n|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-        for title, counts in (("fault", self.faults), ("moment", self.moments), ("error of a try", self.errors)):
+        for title, counts in (("fault", self.faults), ("error of a try", self.errors)):
             parts += [f"\n| {title} | times |\n|---|---|"]
             parts += [f"| {name} | {count} |" for name, count in counts.most_common()]
         return "\n".join(parts)
@@ -523,8 +501,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="or after so many minutes")
     parser.add_argument("--seed", type=int, default=None, help="of the plan; drawn and printed if not given")
     parser.add_argument("--only", type=int, help="one round of the plan, by its number")
-    parser.add_argument("--engine", choices=["local"], default="local", help="where the ranks run")
-    parser.add_argument("--json", type=Path, help="where the report goes as JSON")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 16)
     report = Report(seed)
@@ -552,8 +528,6 @@ def main() -> None:
             break
         number += 1
     print(f"\n{report.to_markdown()}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report.to_json(), indent=2))
     sys.exit(1 if report.violations else 0)
 
 
