@@ -132,6 +132,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         files = [str(path) for path in Path(tempfile.gettempdir(), name).rglob("*")]
         print(f"LEFT {tempfile.gettempdir()}/{name}: {files[:5]}")
     if broker := config.stash.get(_broker, None):
+        count = len(os.listdir(os.path.dirname(os.environ[zygotes.SHARED]))) - 1
+        print(f"the suite's zygotes were forked from {count} processes that imported torch", flush=True)
         broker.kill()
         broker.wait()
         shutil.rmtree(os.path.dirname(os.environ[zygotes.SHARED]), ignore_errors=True)
