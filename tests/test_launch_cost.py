@@ -5,11 +5,8 @@ Seconds are in `benchmarks/`; here is what must not come back unnoticed.
 
 import contextlib
 import os
-import subprocess
 import sys
-import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +14,13 @@ import psutil
 import pytest
 from tests.services import spark_session
 
-import rankzero
-from rankzero import Launcher, RunHandle, SparkEngine
+from rankzero import Launcher, SparkEngine
 from rankzero.engines.spark.context import known
 from rankzero.engines.spark.stage import make_task
-from rankzero.store import waiting
 from rankzero.task.zygote import PRELOADED_LATER
 
 pytestmark = pytest.mark.usefixtures("own_zygotes")
 
-PACKAGE = os.path.dirname(os.path.abspath(rankzero.__file__)) + os.sep
 
 NAMED = {"RANKZERO_PRELOAD": "no_such_module, lib2to3.__main__,xmlrpc.server"}
 """Names modules for a zygote to load. The first does not exist, and the second exits."""
@@ -44,58 +38,8 @@ def where_from() -> list[int]:
     return chain
 
 
-def waits_for_nobody(frame: Any) -> bool:
-    """True for the store's own watcher, and the pause of a handle whose driver has ended since its status was read."""
-    if frame.f_code is waiting._watch.__code__:
-        return True
-    if frame.f_code is not RunHandle.pause.__code__:
-        return False
-    driver = frame.f_locals["self"]._driver
-    return driver is not None and driver.poll() is not None
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the processes that rankzero starts from this one, and its sleeps."""
-    count: Counter[str] = Counter()
-
-    def counting(name: str, action: Any) -> Any:
-        def counted_action(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
-            # Threads that other tests' libraries left may do as they like.
-            while frame and not frame.f_code.co_filename.startswith(PACKAGE):
-                frame = frame.f_back  # type: ignore[assignment]
-            count[name] += frame is not None and not waits_for_nobody(frame)
-            return action(*args, **kwargs)
-
-        return counted_action
-
-    monkeypatch.setattr(subprocess.Popen, "__init__", counting("processes", subprocess.Popen.__init__))
-    monkeypatch.setattr(time, "sleep", counting("sleeps", time.sleep))
-    monkeypatch.setattr(os, "fork", counting("forks", os.fork))
-    return count
-
-
-def test_a_warm_launch_starts_no_interpreter_and_sleeps_never(launcher: Launcher, counted: Counter[str]) -> None:
-    launcher.run(where_from)
-    assert counted["processes"] == 1
-    first = launcher.run(where_from)
-    counted.clear()
-    before = set(threading.enumerate())
-    second = launcher.run(where_from)
-    assert counted.total() == 0, counted
-    assert second[2] == first[2]
-    assert second[:2] != first[:2]
-    # A thread says that it is done before it has ended; other tests' libraries start some of their own.
-    deadline = time.monotonic() + 10
-    while left := [new for new in set(threading.enumerate()) - before if new.name.startswith("rankzero")]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.01)
-
-
 def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: Launcher) -> None:
     def loaded(names: list[str]) -> list[str]:
-        import sys
 
         return [name for name in names if name in sys.modules]
 
@@ -108,7 +52,6 @@ def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: La
 
 def test_a_zygote_loads_what_its_environment_names(launcher: Launcher) -> None:
     def loaded() -> bool:
-        import sys
 
         return "xmlrpc.server" in sys.modules
 

@@ -171,11 +171,6 @@ def test_torch_distributor_on_an_active_connect_session(connect_session: Any, tm
     assert TorchDistributor(2, local_mode=False, use_gpu=False).run(reduce, 1.0)[0] == 30.0
 
 
-@pytest.mark.soak
-def test_a_session_of_a_jvm_of_our_own_beside_one_of_spark_connect(launcher: Launcher, connect_session: Any) -> None:
-    assert launcher.options(engine=SparkEngine("local[2]")).run(reduce, 1.0)[0] == 30.0
-
-
 # -- refusals ----------------------------------------------------------------------------------
 
 

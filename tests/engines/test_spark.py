@@ -107,18 +107,6 @@ def test_spark_reuses_its_python_workers(on_session: Launcher, session: Any) -> 
     assert python_workers() & before
 
 
-def where_much_lies() -> tuple[str, str]:
-    return os.environ["RANKZERO_SCRATCH"], os.environ["SPARK_LOCAL_DIRS"]
-
-
-@pytest.mark.soak
-@pytest.mark.skipif("TMPDIR" in os.environ, reason="the user's choice counts more")
-def test_agents_write_much_where_spark_does(on_session: Launcher) -> None:
-    scratch, local = on_session.run(where_much_lies)
-    assert os.path.dirname(scratch) in local.split(",")
-    assert not os.path.exists(scratch)
-
-
 def test_a_task_runs_several_processes(on_session: Launcher) -> None:
     ranks = on_session.options(num_processes=4, processes_per_task=2).run(who_am_i)["ranks"]
     assert [rank["RANK"] for rank in ranks] == ["0", "1", "2", "3"]
@@ -356,24 +344,6 @@ def use_python(session: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return use
 
 
-@pytest.mark.soak
-def test_different_python_versions_are_named(on_session: Launcher, use_python: Callable[[str], None]) -> None:
-    other = next((path for path in ("3.12.1", "3.11.7", "3.10.13") if _is_other(path)), None)
-    if other is None:
-        pytest.skip("no Python of another minor version on this machine")
-    use_python(str(_pyenv(other)))
-    with pytest.raises(EngineError, match=f"different Python minor versions.*{other.rpartition('.')[0]}"):
-        on_session.run(who_am_i)
-
-
-def _is_other(version: str) -> bool:
-    return _pyenv(version).exists() and not version.startswith("{}.{}.".format(*sys.version_info))
-
-
-def _pyenv(version: str) -> Path:
-    return Path.home() / ".pyenv" / "versions" / version / "bin" / "python"
-
-
 def test_an_executor_without_torch_is_named(
     on_session: Launcher, use_python: Callable[[str], None], tmp_path: Path
 ) -> None:
@@ -383,13 +353,6 @@ def test_an_executor_without_torch_is_named(
     use_python(str(tmp_path / "bare" / "bin" / "python"))
     with pytest.raises(EngineError, match="torch cannot be imported by .*bare/bin/python.*Install torch there"):
         on_session.run(who_am_i)
-
-
-@pytest.mark.soak
-def test_executors_without_that_python_are_named(launcher: Launcher) -> None:
-    engine = SparkEngine(master="local[2]", conf={"spark.pyspark.python": "/no/such/python"})
-    with pytest.raises(EngineError, match="no Python at '/no/such/python'"):
-        launcher.options(engine=engine).run(who_am_i)
 
 
 def test_a_session_that_was_stopped_is_refused(on_session: Launcher, session: Any) -> None:

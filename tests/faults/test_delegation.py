@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -210,22 +209,6 @@ def test_a_task_that_does_not_see_the_run_directory_fails(tmp_path: Path) -> Non
     stage = {"directory": str(tmp_path), "folder": str(tmp_path / "stage")}
     with pytest.raises(RuntimeError, match="an executor does not see"):
         run_task({"task": 0, "stage": stage})
-
-
-def test_a_task_reads_a_file_of_its_stage_as_a_whole_or_not(tmp_path: Path) -> None:
-    seen, done = set[str](), threading.Event()
-
-    def read() -> None:
-        while not done.is_set():
-            seen.update(name for name in os.listdir(tmp_path) if name.startswith(ATTEMPT))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for number in range(500):
-        put(str(tmp_path), f"{ATTEMPT}{number}", "{}")
-    done.set()
-    reader.join(WAIT)
-    assert [name for name in seen if not name.removeprefix(ATTEMPT).isdecimal()] == []
 
 
 @pytest.mark.parametrize("restarts", [0, 1])

@@ -107,35 +107,6 @@ def test_a_wait_can_be_cancelled(growing: Launcher, slots: Path) -> None:
     thread.join()
 
 
-@pytest.mark.soak
-def test_what_keeps_a_launched_attempt_from_starting_is_said(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
-    block, go = tmp_path / "torch_waits", tmp_path / "go"
-    block.mkdir()
-    (block / "torch.py").write_text(
-        "import os, sys, time\n"
-        f"sys.path.remove({str(block)!r}); del sys.modules['torch']\n"
-        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
-        "import torch\n"
-    )
-    env = {**(launcher.env or {}), "PYTHONPATH": str(block)}
-    slow = launcher.options(env=env, warm_start=False, run_id="slow")
-    values: list[int] = []
-    thread = threading.Thread(target=lambda: values.append(slow.run(len, "ab")))
-    thread.start()
-
-    def waits_for_torch() -> bool:
-        run = slow.find()
-        return bool(run) and any("ranks 0, 1 to import torch" in event.get("what", "") for event in run.events())
-
-    until(waits_for_torch, WAIT, "the message")
-    go.touch()
-    thread.join(WAIT)
-    assert values == [2]
-
-
 def train(slots: str, sizes: list[int]) -> list[list[int]]:
     """Goes on from attempt to attempt, each time in another world. Returns attempt, world size, sum of all so far."""
     import torch
@@ -312,20 +283,6 @@ def test_a_class_of_the_callers_own_function_is_found_again(launcher: Launcher) 
         return rt.get_context().attempt
 
     assert launcher.options(num_processes=1, max_restarts=1, restart_on=[LocalError]).run(fail_once) == 1
-
-
-@pytest.mark.soak
-def test_a_script_restarts_on_what_is_named(launcher: Launcher, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import rankzero.train as rt\n"
-        "class Flaky(Exception): pass\n"
-        "if rt.get_context().attempt == 0: raise Flaky('CUDA error 700')\n"
-        "rt.set_result(rt.get_context().attempt)\n"
-    )
-    launcher = launcher.options(num_processes=1, max_restarts=1)
-    assert launcher.options(restart_on=["CUDA error"]).run(script) == 1
-    assert launcher.options(restart_on=[MountLostError, "__main__.Flaky"]).run(script) == 1
 
 
 @pytest.mark.parametrize(
