@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -397,7 +396,6 @@ class Round:
             self.problems.append(f"the newest checkpoint is of step {step}")
         if (count := len(handle.checkpoints())) > 2:
             self.problems.append(f"{count} checkpoints are kept")
-        self.attempts = handle.status().attempt + 1
         self._check_history(value["history"])
         self._check_temp()
 
@@ -442,57 +440,35 @@ class Report:
     """What the rounds came to."""
 
     seed: int
-    rounds: int = 0
-    tries: int = 0
-    attempts: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    missed: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
-    violations: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def injected(self) -> int:
-        return sum(self.faults.values())
+    tries: int = 0
+    missed: int = 0
+    violations: int = 0
 
     def add(self, done: Round) -> None:
         """Counts a round."""
-        self.rounds += 1
         self.tries += done.tries
-        self.attempts += getattr(done, "attempts", 0)
-        for fault in done.plan.faults:
-            if fault.at is None:
-                self.missed += 1
-                continue
-            self.faults[f"{fault.kind} of {fault.target}"] += 1
+        self.missed += sum(fault.at is None for fault in done.plan.faults)
+        self.faults.update(f"{fault.kind} of {fault.target}" for fault in done.plan.faults if fault.at is not None)
         self.errors.update(done.errors)
-        self.outcomes["violation" if done.problems else "right"] += 1
-        self.seconds.append(round(done.took, 1))
-        if done.problems:
-            self.violations.append({"plan": asdict(done.plan), "problems": done.problems, "at": str(done.directory)})
+        self.seconds.append(done.took)
+        self.violations += bool(done.problems)
 
     def to_markdown(self) -> str:
-        seconds = sorted(self.seconds) or [0.0]
-        rows: Iterator[tuple[str, object]] = iter(
-            [
-                ("seed", self.seed),
-                ("runs", self.rounds),
-                ("runs with the right value and nothing left", self.outcomes["right"]),
-                ("violations", len(self.violations)),
-                ("faults injected", self.injected),
-                ("faults whose moment did not come", self.missed),
-                ("submissions of a run, mean", round(self.tries / max(1, self.rounds), 2)),
-                ("attempts of a run, mean", round(self.attempts / max(1, self.rounds), 2)),
-                ("seconds of a run, median", seconds[len(seconds) // 2]),
-                ("seconds of a run, worst", seconds[-1]),
-            ]
-        )
-        parts = ["| soak | |\n|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-        for title, counts in (("fault", self.faults), ("error of a try", self.errors)):
-            parts += [f"\n| {title} | times |\n|---|---|"]
-            parts += [f"| {name} | {count} |" for name, count in counts.most_common()]
-        return "\n".join(parts)
+        """Returns the numbers of the whole soak as a table."""
+        rows = {
+            "seed": self.seed,
+            "runs": len(self.seconds),
+            "violations": self.violations,
+            "faults injected": self.faults.total(),
+            "faults whose moment did not come": self.missed,
+            "submissions of all runs": self.tries,
+            "seconds of the slowest run": round(max(self.seconds, default=0.0), 1),
+        }
+        counts = [*rows.items(), *self.faults.most_common(), *self.errors.most_common()]
+        return "\n".join(["| soak | |", "|---|---|", *(f"| {name} | {value} |" for name, value in counts)])
 
 
 def main() -> None:
@@ -507,7 +483,7 @@ def main() -> None:
     end = time.monotonic() + 60 * arguments.minutes
     number = arguments.only or 0
     print(f"seed {seed} on {socket.gethostname()}", flush=True)
-    while report.injected < arguments.faults and time.monotonic() < end:
+    while report.faults.total() < arguments.faults and time.monotonic() < end:
         plan = make_plan(seed, number)
         # Short: torch's sockets lie below it.
         directory = Path(tempfile.mkdtemp(prefix="soak-"))
