@@ -169,7 +169,7 @@ for line in handle.logs(follow=True):
         say(line=line)
     if "step 3" in line:
         training.add(line[:3])
-    if len(training) == 2 and sys.argv[2] == "cancel":
+    if len(training) == 2:
         handle.cancel()
 status = handle.status()
 say(state=status.state, error=status.error)
@@ -180,11 +180,6 @@ def followed(output: Path) -> Iterator[dict[str, Any]]:
     for line in output.read_text().splitlines(keepends=True):
         if line.endswith("\n"):
             yield json.loads(line)
-
-
-def follow(cluster: Cluster, handle: RunHandle[Any], output: Path, how: str) -> Any:
-    """Attaches on host b, which has other processes and another name than the driver's host."""
-    return cluster.b.start(sys.executable, "-c", FOLLOW, handle.directory, how, output=output)
 
 
 def fail_on(address: str) -> None:
@@ -207,7 +202,8 @@ def test_another_host_follows_a_run_and_cancels_it(
     cluster: Cluster, launcher: Launcher, submit: Submit, marker: str, tmp_path: Path
 ) -> None:
     handle = submit(launcher, train_apart, 600.0)
-    follower = follow(cluster, handle, tmp_path / "followed", "cancel")
+    # On host b, which has other processes and another name than the driver's host.
+    follower = cluster.b.start(sys.executable, "-c", FOLLOW, handle.directory, output=tmp_path / "followed")
     assert follower.wait(WAIT) == 0, (tmp_path / "followed").read_text()
     first, *lines, last = followed(tmp_path / "followed")
     assert first["state"] in ("pending", "starting")
