@@ -1,6 +1,5 @@
 """Attempts start when their cluster has room, and an elastic one with what there is."""
 
-import contextlib
 import os
 import pickle
 import threading
@@ -78,19 +77,6 @@ def test_start_timeout_bounds_the_wait_and_says_what_was_missing(growing: Launch
     assert it.value.missing == ["task 1"]
 
 
-def test_an_engine_that_is_asked_as_the_start_timeout_ends_is_waited_for(
-    growing: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answer(_: SlotsSession) -> int:
-        time.sleep(0.5)
-        return 1
-
-    monkeypatch.setattr(SlotsSession, "slots", answer)
-    with pytest.raises(StartTimeoutError, match="offers 1 of the 2") as caught:
-        growing.options(start_timeout=1.4).run(len, "ab")
-    assert caught.value.missing == ["task 1"]
-
-
 def test_a_wait_can_be_cancelled(growing: Launcher, slots: Path) -> None:
     slots.write_text("0")
 
@@ -143,17 +129,6 @@ def test_each_attempt_of_an_elastic_run_takes_what_there_is_and_goes_on(growing:
     assert said == [(0, 3), (1, 2), (2, 4)]
     assert "[0] rankzero: attempt 1 starts with 2 ranks, of 2 to 4, on this machine" in list(run.logs())
     assert run.world_size == run.status().world_size == 4
-
-
-def test_a_world_that_is_large_enough_starts_within_the_bound(
-    growing: Launcher, slots: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "1")
-    slots.write_text("3")
-    # Whether the ranks of a slow machine start in the time that is left is another matter.
-    with contextlib.suppress(StartTimeoutError):
-        growing.options(num_processes=(2, 4), start_timeout=10.0).run(len, "ab")
-    assert await_event(growing, "world")["world_size"] == 3
 
 
 def fail_and_leave(slots: str) -> None:
