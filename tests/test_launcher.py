@@ -33,7 +33,6 @@ from rankzero import (
     StartTimeoutError,
     WorkerFailedError,
 )
-from rankzero.driver.driver import DriverThread
 from rankzero.engines.local import LocalSession
 from rankzero.job import Job
 
@@ -41,7 +40,6 @@ WAIT = 60.0
 
 
 def all_reduce(value: float, times: int = 1) -> dict[str, Any]:
-    import torch
     import torch.distributed as dist
 
     import rankzero.train as rt
@@ -163,7 +161,6 @@ def test_many_lines_none_lost(launcher: Launcher) -> None:
 
 def test_tensors_come_back_by_file_and_go_on_by_reference(launcher: Launcher) -> None:
     def make() -> dict[str, Any]:
-        import torch
 
         return {"weight": torch.arange(100_000), "bias": torch.ones(3)}
 
@@ -315,20 +312,6 @@ def test_ranks_that_do_not_start_in_time_are_named(launcher: Launcher) -> None:
     assert caught.value.missing
 
 
-def test_an_interrupt_while_the_driver_starts_ends_the_run(
-    launcher: Launcher, marker: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(thread: DriverThread, start: Any = DriverThread.start) -> None:
-        start(thread)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(DriverThread, "start", start)
-    with pytest.raises(KeyboardInterrupt):
-        launcher.options(run_id="run", env={"MARK": marker}).run(sleep_forever)
-    # The process lives on, as a notebook does; the fixture finds ranks that live on, too.
-    assert RunHandle.attach(f"{launcher.store}/run").status().state == "cancelled"
-
-
 def test_an_interrupt_of_the_caller_ends_the_run(launcher: Launcher, marker: str) -> None:
     class Stop(BaseException):
         pass
@@ -434,7 +417,6 @@ def test_a_teardown_that_crashes_or_hangs_loses_nothing(launcher: Launcher) -> N
 
 def test_a_function_may_destroy_or_keep_its_process_group(launcher: Launcher) -> None:
     def train() -> float:
-        import torch
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
 
@@ -452,7 +434,6 @@ def test_a_function_may_destroy_or_keep_its_process_group(launcher: Launcher) ->
 
 def test_the_end_of_a_model_whose_group_was_destroyed_holds_nobody(launcher: Launcher) -> None:
     def train() -> int:
-        import torch
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
 
@@ -478,7 +459,6 @@ def test_a_group_of_the_users_own_rendezvous_is_let_go(launcher: Launcher, schem
         import gc
         import weakref
 
-        import torch
         import torch.distributed as dist
 
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -504,26 +484,6 @@ def test_environment_reaches_the_ranks_only(launcher: Launcher) -> None:
     single = launcher.options(env={**launcher.env, "COLOUR": "blue"})  # type: ignore[dict-item]
     assert single.run(read) == ["blue", "", "2", "0", "127.0.0.1"]
     assert "COLOUR" not in os.environ
-
-
-def test_gpus_of_this_machine_are_shared_out(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rankzero import InsufficientSlotsError
-
-    def read() -> list[str]:
-        return [os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]]
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-ab12")
-    assert launcher.options(use_gpu=True, backend="gloo").run(read) == ["5,GPU-ab12", "0"]
-    if not torch.cuda.is_available():
-        with pytest.raises(WorkerFailedError, match="cannot use CUDA"):
-            launcher.options(use_gpu=True).run(read)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,-1,2")
-    with pytest.raises(InsufficientSlotsError, match="needs 2 GPUs, .* offers 1"):
-        launcher.options(use_gpu=True).run(read)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-ab12")
-    with pytest.raises(InsufficientSlotsError, match="needs 3 GPUs, .* offers 2") as caught:
-        launcher.options(num_processes=3, use_gpu=True).run(read)
-    assert (caught.value.needed, caught.value.available) == (3, 2)
 
 
 class TamperingEngine(LocalEngine):
@@ -624,8 +584,6 @@ def leave_a_timer() -> None:
     """Changes its best weights after it has set them as the result, and leaves a default device and a timer."""
     import atexit
     import signal
-
-    import torch
 
     import rankzero.train as rt
 

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.conftest import until
 
 from rankzero.driver.storage import Scratch
 from rankzero.task.scratch import ABANDONED_AFTER, make_scratch, remove_abandoned
@@ -28,21 +27,6 @@ def driver() -> tuple[subprocess.Popen[str], Path]:
     path = Path(process.stdout.readline().strip())
     (path / "value").write_text("much")
     return process, path
-
-
-STAGE = """
-import io, sys, zipfile
-from rankzero.task import stage
-code = io.BytesIO()
-with zipfile.ZipFile(code, "w") as archive:
-    for name in ("rankzero/__init__.py", "rankzero/driver/__init__.py"):
-        archive.writestr(name, "")
-    archive.writestr("rankzero/driver/main.py", "import sys\\ndef main_in_stage(): sys.stdin.read()")
-facts = {"folder": sys.argv[1] + "/stage"}
-stage._start_driver({"code_zip": code.getvalue(), "env": {}, "host": ""}, facts)
-print(facts["code"], flush=True)
-sys.stdin.read()
-"""
 
 
 def grow_old(path: Path) -> None:
@@ -68,35 +52,6 @@ def test_what_a_killed_driver_left_goes_with_the_next_one(tmp_path: Path, monkey
         for process in (killed, living):
             process.kill()
             process.communicate()
-
-
-def test_what_a_killed_task_with_a_driver_left_goes_with_a_later_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
-    monkeypatch.setenv("TMPDIR", str(root))
-    tasks = [
-        subprocess.Popen([sys.executable, "-c", STAGE, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    try:
-        left, used = (Path(os.fsdecode(task.stdout.readline().strip())) for task in tasks if task.stdout)
-        tasks[0].kill()
-        for path in (left, used):
-            grow_old(path)
-
-        def is_removed() -> bool:
-            remove_abandoned(str(root), "rankzero-agent-")
-            return not left.exists()
-
-        # Its driver ends a moment later.
-        until(is_removed, 60, "the removal")
-        assert (used / "rankzero.zip").exists()
-    finally:
-        for task in tasks:
-            task.kill()
-            task.communicate(timeout=60)
 
 
 def test_the_directory_of_another_host_stays(tmp_path: Path) -> None:

@@ -38,24 +38,6 @@ def zygotes_of(owner: int | None = None) -> set[int]:
     return found
 
 
-@pytest.mark.soak
-def test_every_rank_has_the_same_order_of_texts_warm_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else code that walks a set works on one machine, and on several its ranks wait for each other."""
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-
-    def order() -> list[int]:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        found: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(found, hash("token"))
-        return found
-
-    launcher = Launcher(2, store=tmp_path)
-    hashes = {*launcher.run(order), *launcher.options(warm_start=False).run(order)}
-    assert len(hashes) == 1
-
-
 def look_around() -> dict[str, Any]:
     """What a rank can see of the state of its process, before and after it spoils everything it can."""
     import decimal
@@ -212,29 +194,6 @@ def test_an_agent_that_comes_after_the_cancel_is_ended(tmp_path: Path) -> None:
     group.cancel()
     group._on_start(Agent())  # type: ignore[arg-type]
     assert killed.is_set()
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("own_zygotes")
-def test_the_death_of_the_zygote_is_a_lost_host(launcher: Launcher, tmp_path: Path) -> None:
-    def wait(folder: str) -> None:
-        import rankzero.train as rt
-
-        context = rt.get_context()
-        Path(folder, f"up-{context.attempt}-{context.rank}").write_text(str(psutil_free_parent(os.getppid())))
-        time.sleep(600)
-
-    handle = launcher.options(max_restarts=1).submit(wait, str(tmp_path))
-    for attempt in range(2):
-        # A file is there before what is in it.
-        while sum(bool(up.stat().st_size) for up in tmp_path.glob(f"up-{attempt}-*")) < 2:
-            assert not handle.status().final
-            time.sleep(0.02)
-        os.kill(int((tmp_path / f"up-{attempt}-0").read_text()), signal.SIGKILL)
-    with pytest.raises(EngineError) as caught:
-        handle.result(120)
-    assert caught.value.cause == "lost"
-    assert [event["cause"] for event in handle.events() if event["type"] == "restart"] == ["lost"]
 
 
 def test_what_a_killed_agent_left_is_ended_by_the_zygote(launcher: Launcher, tmp_path: Path) -> None:

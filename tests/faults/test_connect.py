@@ -158,24 +158,6 @@ def test_a_run_in_its_stage_outlasts_its_clients_network(launcher: Launcher, lin
 
 
 @pytest.mark.soak
-def test_a_run_of_the_client_outlasts_a_break_of_its_way_to_the_server(
-    launcher: Launcher, link: Link, tmp_path: Path
-) -> None:
-    enough = tmp_path / "enough"
-    results: list[Any] = []
-    on_link = launcher.options(engine=SparkConnectEngine(link.url))
-    running = threading.Thread(target=lambda: results.append(on_link.run(train, str(tmp_path), str(enough))))
-    running.start()
-    await_ranks(tmp_path)
-    link.cut()
-    time.sleep(BREAK)
-    link.mend()
-    enough.touch()
-    running.join(WAIT)
-    assert results == [[0, 0]]
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_run_directory_on_an_object_store(
     launcher: Launcher, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: bool
