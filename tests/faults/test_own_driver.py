@@ -166,7 +166,7 @@ def test_a_driver_that_ends_before_its_first_heartbeat_is_dead(
 
 def test_a_driver_that_cannot_start_says_why(launcher: Launcher, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object store cannot append lines to a log, and yet the cause must not be lost."""
-    monkeypatch.setattr("rankzero.submit.prepare.Request.private", lambda _: {})
+    monkeypatch.setattr("rankzero.submit.start.Request.private", lambda _: {})
     for store in (launcher.store, f"{bucket}/runs"):
         handle = launcher.options(run_id="run", store=store).submit(max, 1, 2)
         with pytest.raises(EngineError, match="KeyError: 'engine'"):

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.conftest import until
+from tests.identities import identity_by
 
 from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle
 from rankzero.host.processes import describe_process
@@ -297,7 +298,7 @@ def test_the_identity_is_that_of_the_code_that_is_sent(
     pq.write_table(pa.table({"x": [1, 2]}), rows)
     go.touch()
     launcher = launcher.options(num_processes=1, dataset=str(rows), run_id="one")
-    sent = launcher.identity(script, (str(go),), {})
+    sent = identity_by(launcher, script, (str(go),), {})
     read = pq.ParquetFile
 
     def read_for_long(*args: Any, **kwargs: Any) -> Any:
@@ -309,7 +310,7 @@ def test_the_identity_is_that_of_the_code_that_is_sent(
     assert handle.result(60) == 1
     assert handle.identity == sent.digest
     monkeypatch.undo()
-    assert launcher.identity(script, (str(go),), {}) != sent
+    assert identity_by(launcher, script, (str(go),), {}) != sent
 
 
 def test_environment_variables_that_differ_are_named_and_count_for_nothing(

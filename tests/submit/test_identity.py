@@ -21,7 +21,7 @@ import numpy
 import pytest
 import torch
 from tests.conftest import ROOT
-from tests.identities import identity_of
+from tests.identities import identity_by, identity_of
 from tests.kinds_of_values import KINDS, arguments
 from tests.loading import load_module
 
@@ -371,7 +371,7 @@ def test_a_closure_counts_by_its_code_and_by_what_it_holds() -> None:
 PROGRAM = """
 import threading
 from dataclasses import dataclass
-from tests.identities import identity_of
+from tests.identities import identity_by, identity_of
 {unrelated}
 
 RATES = {{"b": 2, "a": 1}}
@@ -452,7 +452,7 @@ gc.disable()
 import torch
 from dataclasses import dataclass, make_dataclass
 from typing import Generic, NamedTuple, TypeVar
-from tests.identities import identity_of
+from tests.identities import identity_by, identity_of
 
 Item = TypeVar("Item")
 
@@ -582,7 +582,7 @@ def test_only_what_a_function_looks_up_in_its_module_counts() -> None:
     # As in a DAG file, where the task has the name of the module's function that the ranks import.
     program = """
 import threading
-from tests.identities import identity_of
+from tests.identities import identity_by, identity_of
 train = threading.Lock()
 def fit(model):
     import rankzero.train as rt
@@ -957,8 +957,8 @@ def test_data_files_of_a_package_in_a_folder_without_init_are_shipped_and_count(
 def test_a_query_that_the_driver_computes_counts_anew_for_each_chain_of_tries(query: str) -> None:
     launcher = Launcher(1, engine=SparkEngine(master="local[1]"), dataset=query)
     chains = ("", "try of a user", "clear of a user")
-    digests = [launcher.identity(print_it, (1,), {}, generation=chain).digest for chain in chains]
-    assert digests == [launcher.identity(print_it, (1,), {}, generation=chain).digest for chain in chains]
+    digests = [identity_by(launcher, print_it, (1,), {}, generation=chain).digest for chain in chains]
+    assert digests == [identity_by(launcher, print_it, (1,), {}, generation=chain).digest for chain in chains]
     assert len(set(digests)) == 3
 
 
@@ -982,12 +982,12 @@ def train(lr):
 def test_a_distributed_function_counts_by_its_name_and_its_modules(helper: Path, made: str) -> None:
     (helper.parent / f"{helper.stem}_job.py").write_text(DECORATED.format(name=helper.stem, made=made))
     module = load_module(f"{helper.stem}_job")
-    before = Launcher(1).identity(module.train, (0.1,), {})
+    before = identity_by(Launcher(1), module.train, (0.1,), {})
     # Another process draws another number and makes another lock, too.
     importlib.reload(module)
-    assert Launcher(1).identity(module.train, (0.1,), {}) == before
+    assert identity_by(Launcher(1), module.train, (0.1,), {}) == before
     edited(helper.with_name(f"{helper.stem}_rates.py"), "RATE = 2", "RATE = 3")
-    after = Launcher(1).identity(module.train, (0.1,), {})
+    after = identity_by(Launcher(1), module.train, (0.1,), {})
     assert compare(before, after).differing == (f"module {helper.stem}_rates",)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.identities import identity_by
 from tests.loading import load_module
 
 from rankzero import InvalidJobError, Launcher
@@ -98,15 +99,15 @@ def test_python_files_can_be_imported_by_ranks(launcher: Launcher, tmp_path: Pat
 
 def test_the_contents_are_a_part_of_the_identity(project: Path) -> None:
     launcher = Launcher(working_dir=project)
-    before = launcher.identity(look, (), {})
+    before = identity_by(launcher, look, (), {})
     os.utime(project / "models.py", (1, 1))
     (project / "outputs" / "log.txt").write_text("ignored, and so no part of it")
-    assert launcher.identity(look, (), {}) == before
-    assert launcher.options(excludes=["*.yaml"]).identity(look, (), {}) != before
+    assert identity_by(launcher, look, (), {}) == before
+    assert identity_by(launcher.options(excludes=["*.yaml"]), look, (), {}) != before
     (project / "settings.yaml").write_text("lr: 0.2")
-    assert launcher.identity(look, (), {}) != before
+    assert identity_by(launcher, look, (), {}) != before
     named = launcher.options(code_version="1")
-    assert named.identity(look, (), {}) == Launcher(code_version="1").identity(look, (), {})
+    assert identity_by(named, look, (), {}) == identity_by(Launcher(code_version="1"), look, (), {})
 
 
 def test_what_is_too_large_is_refused_by_name(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from rankzero.driver.trackers import Trackers
 from rankzero.engines.base import ActionThread
 from rankzero.masking import Mask
 from rankzero.run.status import RunStatus
-from rankzero.submit.trackers import pack
+from rankzero.submit.pack import pack_trackers
 from rankzero.tracking import Tracker
 from rankzero.tracking.mlflow import training_of
 
@@ -161,7 +161,7 @@ def test_a_tracker_that_is_late_gets_the_events_of_its_own_submission(
 ) -> None:
     root = tmp_path if place == "disk" else request.getfixturevalue("bucket")
     first, notes = submitted(f"{root}/one"), tmp_path / "notes"
-    trackers, recorder = Trackers(first, pack([Notes(notes)], LocalEngine())), Recorder(first, Mask())
+    trackers, recorder = Trackers(first, pack_trackers([Notes(notes)], LocalEngine())), Recorder(first, Mask())
     recorder.update(state="starting")
     recorder.event({"type": "failure", "what": "no luck"})
     recorder.finish(state="failed")

@@ -31,8 +31,7 @@ from rankzero.run.handle import RunHandle
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import signal_cancel
 from rankzero.submit.existing import Existing
-from rankzero.submit.prepare import Request, prepare
-from rankzero.submit.submission import recording_end
+from rankzero.submit.start import Request, Submitter, record_end
 
 logger = logging.getLogger(__name__)
 
@@ -108,18 +107,72 @@ def started(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[st
         InvalidJobError: the job was rejected before anything started.
         EngineError: the cluster does not accept the driver, or an earlier run was asked to stop and does not end.
     """
-    with recording_end() as written:
-        prepared = prepare(request, train, args, kwargs, written, detached=True)
-        own, found = prepared.own, prepared.existing
-        if own is None:
-            assert found
-            run = Started(RunHandle(request.directory, job=found.job), found)
+    submitter = Submitter(request, train, args, kwargs, detached=True)
+    with submitter.recording_end():
+        submitter.submit()
+        own, found = submitter.own, submitter.existing
+        if found or not own:
+            run = _found(request, found)
         elif request.engine.drives_elsewhere:
             run = Started(_start_elsewhere(own, request))
         else:
-            driver = start_driver(own, request.private())
-            run = Started(RunHandle(own.run.directory, driver, job=own.job))
+            run = Started(RunHandle(own.run.directory, start_driver(own, request.private()), job=own.job))
     yield run
+
+
+def _found(request: Request, existing: Existing | None) -> Started:
+    assert existing
+    return Started(RunHandle(request.directory, job=existing.job), existing)
+
+
+@contextlib.contextmanager
+def opened(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Started]:
+    """Opens a run that ends with the block and with this process, or attaches to the run that is there.
+
+    Raises:
+        InvalidJobError: the job was rejected before anything started.
+        EngineError: an earlier run was asked to stop and does not end.
+    """
+    engine, template = request.engine, replace(request.template, owner=this_process())
+    if engine.drives_elsewhere:
+        lease = min(bounds.OWNER_LEASE(), template.orphan_timeout or bounds.OWNER_LEASE())
+        template = replace(template, orphan_timeout=lease)
+    request = replace(request, template=template)
+    submitter = Submitter(request, train, args, kwargs, detached=engine.prefers_own_process)
+    with submitter.recording_end():
+        submitter.submit()
+        own, found = submitter.own, submitter.existing
+        if found or not own:
+            yield _found(request, found)
+            return
+        drive = _leased_driver if engine.drives_elsewhere else _process_driver
+        if not (engine.drives_elsewhere or engine.prefers_own_process):
+            drive = _thread_driver
+        with located(own.run.directory), drive(own, request, template.stop_grace + CANCEL_TIMEOUT()) as handle:
+            yield Started(handle)
+            if request.trackers:
+                # The container may be removed when this process exits.
+                handle.await_driver(bounds.TRACKERS_TIMEOUT())
+
+
+@contextlib.contextmanager
+def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[RunHandle[Any]]:
+    """Opens a run that ends with the block, whatever ends the block, and with this process.
+
+    Yields:
+        The handle, to be followed until the run has ended.
+
+    Raises:
+        InvalidJobError: the job was rejected before anything started, or the run is running already.
+    """
+    with opened(request, train, args, kwargs) as run:
+        if run.existing and not run.handle.status().final:
+            raise InvalidJobError(
+                f"run_id {run.handle.id!r} is running: attach to it with "
+                f"RunHandle.attach({run.handle.directory!r}), or choose another run_id"
+            ).locate(run.handle.directory)
+        # Of one that was there, the caller died before the result was delivered.
+        yield run.handle
 
 
 def _start_elsewhere(own: Submission, request: Request) -> RunHandle[Any]:
@@ -160,8 +213,8 @@ def start_driver(own: Submission, private: dict[str, Any], owner: int | None = N
         command += ["--owner", str(owner)]
     # An object store cannot append: the starter of the driver can read a file without a name.
     output: IO[bytes] = tempfile.TemporaryFile() if own.is_remote else open(own.path(DRIVER_LOG), "a+b")
-    # A file without a name: it disappears whichever process dies, and unlike a pipe it never blocks.
-    with output as log, _open_private() as private_file:
+    # In memory, without a name: it disappears whichever process dies, and unlike a pipe it never blocks.
+    with output as log, open(os.memfd_create("rankzero-private"), "w+b") as private_file:
         private_file.write(json.dumps({**private, "nonce": own.job.nonce}).encode())
         private_file.seek(0)
         driver = DriverProcess(
@@ -182,13 +235,6 @@ def start_driver(own: Submission, private: dict[str, Any], owner: int | None = N
     return driver
 
 
-def _open_private() -> IO[bytes]:
-    """Opens an unnamed file, in memory where the system can, which needs no writable directory."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("rankzero-private"), "w+b")
-    return tempfile.TemporaryFile()
-
-
 def _open_pipe() -> list[int]:
     """Opens a pipe with descriptors above those of the standard streams, which may be closed in this process."""
     ends = os.pipe()
@@ -200,70 +246,16 @@ def _open_pipe() -> list[int]:
 
 
 @contextlib.contextmanager
-def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[RunHandle[Any]]:
-    """Opens a run that ends with the block, whatever ends the block, and with this process.
-
-    Yields:
-        The handle, to be followed until the run has ended.
-
-    Raises:
-        InvalidJobError: the job was rejected before anything started, or the run is running already.
-    """
-    with opened(request, train, args, kwargs) as run:
-        if run.existing and not run.handle.status().final:
-            raise InvalidJobError(
-                f"run_id {run.handle.id!r} is running: attach to it with "
-                f"RunHandle.attach({run.handle.directory!r}), or choose another run_id"
-            ).locate(run.handle.directory)
-        # Of one that was there, the caller died before the result was delivered.
-        yield run.handle
-
-
-@contextlib.contextmanager
-def opened(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Started]:
-    """Opens a run that ends with the block and with this process, or attaches to the run that is there.
-
-    Raises:
-        InvalidJobError: the job was rejected before anything started.
-        EngineError: an earlier run was asked to stop and does not end.
-    """
-    engine = request.engine
-    stop_timeout = request.template.stop_grace + CANCEL_TIMEOUT()
-    template = replace(request.template, owner=this_process())
-    if engine.drives_elsewhere:
-        lease = min(bounds.OWNER_LEASE(), template.orphan_timeout or bounds.OWNER_LEASE())
-        template = replace(template, orphan_timeout=lease)
-    request = replace(request, template=template)
-    with recording_end() as written:
-        prepared = prepare(request, train, args, kwargs, written, detached=engine.prefers_own_process)
-        own, found = prepared.own, prepared.existing
-        if own is None:
-            assert found
-            written.own = None
-            yield Started(RunHandle(request.directory, job=found.job), found)
-            return
-        if engine.drives_elsewhere:
-            driver = _leased_driver(own, request, stop_timeout)
-        elif engine.prefers_own_process:
-            driver = _process_driver(own, request.private(), stop_timeout)
-        else:
-            driver = _thread_driver(own, request, stop_timeout)
-        with located(own.run.directory), driver as handle:
-            yield Started(handle)
-            if request.trackers:
-                # The container may be removed when this process exits.
-                handle.await_driver(bounds.TRACKERS_TIMEOUT())
-
-
-@contextlib.contextmanager
 def _leased_driver(own: Submission, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver on the cluster, which ends its run with the block, or when no process follows the run."""
     owner = os.getpid()
     try:
-        # Here, since the cancel below would hide why the driver did not start.
-        with recording_end() as written:
-            written.own = own
+        try:
             handle = _start_elsewhere(own, request)
+        except BaseException as error:
+            # Here, since the cancel below would hide why the driver did not start.
+            record_end(own, error)
+            raise
         yield handle
     finally:
         # The driver's own status decides: this process may only have counted the driver as dead. A forked child that
@@ -273,14 +265,14 @@ def _leased_driver(own: Submission, request: Request, stop_timeout: float) -> It
 
 
 @contextlib.contextmanager
-def _process_driver(own: Submission, private: dict[str, Any], stop_timeout: float) -> Iterator[RunHandle[Any]]:
+def _process_driver(own: Submission, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver process, which ends its run with the block or with this process."""
     theirs, ours = _open_pipe()
     owner = os.getpid()
     handle: RunHandle[Any] | None = None
     try:
         try:
-            handle = RunHandle(own.run.directory, start_driver(own, private, theirs), job=own.job)
+            handle = RunHandle(own.run.directory, start_driver(own, request.private(), theirs), job=own.job)
         finally:
             os.close(theirs)
         yield handle

@@ -14,7 +14,7 @@ from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.tries import PipelineTry, attempt, detaching
 from rankzero.submit import drivers, existing
-from rankzero.submit.prepare import Request
+from rankzero.submit.start import Request
 
 
 @dataclass(frozen=True)

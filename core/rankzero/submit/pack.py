@@ -13,18 +13,20 @@ Inodes, times, retries, the location of a value, comments and the layout of sour
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import inspect
-import io
 import logging
-import pickle
+import os
 import re
 import secrets
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.kinds import NumProcesses
 from rankzero.run.identity import (
@@ -38,7 +40,7 @@ from rankzero.run.identity import (
     TRAIN,
     Identity,
 )
-from rankzero.submit.code_files import Files, Shipped
+from rankzero.submit.code_files import Files, Needs, Shipped
 from rankzero.submit.code_modules import stable_name
 from rankzero.submit.code_source import source_of_file
 from rankzero.submit.pack_archive import UserCode
@@ -46,6 +48,7 @@ from rankzero.submit.pack_content import Contents
 from rankzero.submit.pack_params import bind
 from rankzero.submit.pack_pickler import TrainingPickler
 from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
+from rankzero.tracking.tracker import Tracker
 from rankzero.values.digest import digest_of
 from rankzero.values.pickled import Part, beside, pack
 from rankzero.values.ref import ResultRef, map_refs
@@ -91,12 +94,12 @@ class Payload:
         contents = Contents()
         parts = {NUM_PROCESSES: repr(world_size)}
         for name, value in self.arguments.items():
-            make = functools.partial(contents.digest_of, value, with_code=True)
+            make = functools.partial(contents.digest_of, value)
             parts[f"{ARGUMENT}{name}"] = _compared(f"the argument {name}", make)
         if code_version is not None:
             return Identity.of(parts, **{CODE_VERSION: _short(repr(code_version))})
         if archive := user_code.archive if user_code else None:
-            parts[SENT_CODE] = _short(digest_of([archive]))
+            parts[SENT_CODE] = _short(digest_of([archive[0]]))
         modules = dict(self.files.counted)
         parts[TRAIN] = _compared("the function", lambda: _short(repr(self._own(contents, modules))))
         data = self.files.data_files()
@@ -152,9 +155,7 @@ def _compared(what: str, digest: Callable[[], str]) -> str:
         return RESISTS + secrets.token_hex(DIGITS // 2)
 
 
-def build(
-    train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = (), *, is_alone: bool = False
-) -> Payload:
+def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = ()) -> Payload:
     """Builds the payload of a training.
 
     Args:
@@ -163,7 +164,6 @@ def build(
         args: Positional arguments. `ResultRef` objects in them, also nested, are opened in the workers.
         kwargs: Keyword arguments; only a function accepts them.
         restart_on: As for `Launcher`; a rank that fails loads it.
-        is_alone: True for a run of one rank, whose objects may depend on a world of one process.
 
     Raises:
         InvalidJobError: ``train`` cannot be run, the arguments do not fit its signature,
@@ -172,66 +172,72 @@ def build(
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs), getattr(train, "launch_config", None)], refs.append)
     training = resolve(train)
-    arguments = bind(training, args, kwargs)
-    extra, other = _pickle_restart_on(restart_on)
-    named, sent_too = other.by_value | other.needs.modules, {*other.needs.modules}
-    buffers: list[memoryview] = []
-    if isinstance(training, (Script, Module, Command)):
-        name, needs = training.name, training.needs()
-        pickled = _pickle_program(training, args, kwargs, extra)
+    if is_program := isinstance(training, (Script, Module, Command)):
+        name, needs, parts = training.name, training.needs(), _parts_of_program(training, args, kwargs)
     else:
         check_callable(training, args, kwargs)
-        name = name_of(training)
-        parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs, **extra}
-        buffer = io.BytesIO()
-        pickler = TrainingPickler(buffer, beside(buffers), is_alone=is_alone)
+        name, needs = name_of(training), Needs()
+        parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
+    arguments = bind(training, args, kwargs)
+    buffers: list[memoryview] = []
+    pickler, other = TrainingPickler(beside(buffers)), TrainingPickler()
+    if restart_on:
         try:
-            # Pickled last, when it is complete.
-            pickler.dump(parts | {"loaded": pickler.loaded})
+            parts["restart_on"] = other.dumps(restart_on)
         except Exception as error:
-            culprit = _find_culprit(training, arguments, is_alone)
-            raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
-        pickled, needs = buffer.getvalue(), pickler.needs
-        sent_too |= {*pickler.loaded}
-        named |= pickler.by_value
+            raise InvalidJobError(f"restart_on={restart_on!r} cannot be pickled: {error}") from error
+    try:
+        # Pickled last, when it is complete.
+        pickled = pickler.dumps(parts if is_program else parts | {"loaded": pickler.loaded})
+    except Exception as error:
+        culprit = _find_culprit(name, arguments)
+        raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
+    needs = needs if is_program else pickler.needs
     texts = {text.decode().replace(":", ".") for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
-    needs.texts |= texts - needs.modules - named
+    needs.texts |= texts - needs.modules - pickler.by_value - other.by_value - other.needs.modules
     files = Files(needs)
-    files.send(sent_too)
+    files.send({*pickler.loaded, *other.needs.modules})
     return Payload(name, pack(pickled, buffers), files.zipped(), refs, files, training, arguments)
 
 
-def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], TrainingPickler]:
-    """Returns the part of the payload with ``restart_on``, and the pickler that has written it."""
-    buffer = io.BytesIO()
-    pickler = TrainingPickler(buffer)
-    try:
-        if restart_on:
-            pickler.dump(restart_on)
-    except Exception as error:
-        raise InvalidJobError(f"restart_on={restart_on!r} cannot be pickled: {error}") from error
-    return {"restart_on": buffer.getvalue()} if restart_on else {}, pickler
-
-
-def _pickle_program(
-    program: Script | Module | Command, args: tuple[Any, ...], kwargs: dict[str, Any], extra: dict[str, bytes]
-) -> bytes:
-    """Returns the pickle of a script, module or command, which take a command line."""
+def _parts_of_program(
+    program: Script | Module | Command, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the payload of a script, module or command, which take a command line."""
     if kwargs:
         raise InvalidJobError(
             f"a {type(program).__name__.lower()} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
             f"write '--{next(iter(kwargs))}', value"
         )
     line = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
-    parts = {**program.parts(), "args": (*program.line, *line), **extra}
-    return pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL)
+    return {**program.parts(), "args": (*program.line, *line)}
 
 
-def _find_culprit(function: Callable[..., Any], arguments: dict[str, Any], is_alone: bool) -> str:
+def _find_culprit(name: str, arguments: dict[str, Any]) -> str:
     """Returns the name of the argument or function that cannot be pickled."""
-    for name, value in arguments.items():
+    for argument, value in arguments.items():
         try:
-            TrainingPickler(io.BytesIO(), is_alone=is_alone).dump(value)
+            TrainingPickler().dumps(value)
         except Exception:
-            return f"argument {name!r} (a {type(value).__name__})"
-    return f"train={name_of(function)}, or something it refers to,"
+            return f"argument {argument!r} (a {type(value).__name__})"
+    return f"train={name}, or something it refers to,"
+
+
+def pack_trackers(trackers: Sequence[Tracker], engine: Engine) -> dict[str, Any] | None:
+    """Packs the trackers' pickles and the search path for their modules as JSON for the driver; None without trackers.
+
+    Raises:
+        InvalidJobError: a tracker cannot be pickled, or cannot work on this machine, where the driver will run.
+    """
+    pickles = []
+    for tracker in trackers:
+        if not engine.drives_elsewhere:
+            tracker.check()
+        try:
+            pickles.append(base64.b64encode(TrainingPickler().dumps(tracker)).decode())
+        except Exception as error:
+            raise InvalidJobError(
+                f"trackers has {type(tracker).__name__}, which cannot be pickled: {error}; make clients in begin()"
+            ) from error
+    path = [] if engine.drives_elsewhere else [os.path.abspath(entry) for entry in sys.path]
+    return {"pickles": pickles, "path": path} if pickles else None

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import filecmp
 import functools
 import gzip
 import io
-import logging
 import os
 import tarfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rankzero.errors import InvalidJobError
-from rankzero.submit.code_files import IGNORE_FILE, is_secret, largest, matcher, walk
-
-logger = logging.getLogger(__name__)
-
-LIMIT = 64 << 20
-"""Most bytes of files that are shipped."""
+from rankzero.submit.code_files import IGNORE_FILE, check_size, listed, matcher, walk
 
 ARCHIVE = "code.tar.gz"
 WORKING_DIR, PY_FILES = "working_dir", "py_files"
@@ -67,58 +60,38 @@ class UserCode:
                 )
 
     @functools.cached_property
-    def files(self) -> dict[str, str]:
-        """The files to ship: name in the archive to local path."""
-        found: dict[str, str] = {}
-        modules: dict[str, str] = {}
-        if self.working_dir is not None:
-            found |= self._below(self.working_dir, WORKING_DIR, os.path.join(self.working_dir, IGNORE_FILE))
+    def files(self) -> tuple[dict[str, str], set[str]]:
+        """The files to ship, name in the archive to local path, and the names of those that are left out."""
+        found, left_out, paths = dict[str, str](), set[str](), dict[str, str]()
+        folders = [(WORKING_DIR, self.working_dir)] if self.working_dir is not None else []
         for path in self.py_files:
             root = os.path.basename(os.path.abspath(path))
-            named = self._below(path, f"{PY_FILES}/{root}") if os.path.isdir(path) else {f"{PY_FILES}/{root}": path}
-            module = root.removesuffix(".py")
-            if os.path.isdir(other := modules.setdefault(module, path)) != os.path.isdir(path):
-                raise InvalidJobError(
-                    f"py_files has {other} and {path}, and ranks import one {module!r}: rename one of them"
-                )
-            for name in sorted(named.keys() & found.keys()):
-                if not filecmp.cmp(named[name], found[name], shallow=False):
-                    raise InvalidJobError(
-                        f"py_files has {found[name]} and {named[name]}, and ranks get one "
-                        f"{name.partition('/')[2]!r}: rename one of them, or leave them out by excludes="
-                    )
-            found |= named
-        return dict(sorted(found.items()))
-
-    def _below(self, folder: str, prefix: str, ignore_file: str | None = None) -> dict[str, str]:
-        left_out: set[str] = set()
-        every = walk(folder, matcher(self.excludes, ignore_file), left_out)
-        found = {f"{prefix}/{name}": path for name, path in every if os.path.isfile(path)}
-        paths = [os.path.join(folder, name) for name in sorted(left_out)]
-        if linked := ", ".join(path for path in paths if path[-1] != os.sep and os.path.isdir(path)):
-            logger.warning("%s: a link to a directory, whose files do not travel (py_files= takes one)", linked)
-        if private := ", ".join(path for path in paths if is_secret(os.path.basename(path.rstrip(os.sep)))):
-            logger.warning("%s may hold secrets, and does not travel with the job", private)
-        return found
+            if (other := paths.setdefault(root.removesuffix(".py"), path)) != path:
+                raise InvalidJobError(f"py_files has {other} and {path}, and ranks get one {root!r}: rename one")
+            if os.path.isdir(path):
+                folders.append((f"{PY_FILES}/{root}", path))
+            else:
+                found[f"{PY_FILES}/{root}"] = path
+        for prefix, folder in folders:
+            ignore_file = os.path.join(folder, IGNORE_FILE) if prefix == WORKING_DIR else None
+            every = walk(folder, matcher(self.excludes, ignore_file), left_out, prefix)
+            found |= {name: path for name, path in every if os.path.isfile(path)}
+        return dict(sorted(found.items())), left_out
 
     @functools.cached_property
-    def archive(self) -> bytes | None:
-        """A tar archive of the files, with equal bytes for equal contents; None if there is nothing to ship.
+    def archive(self) -> tuple[bytes, str] | None:
+        """A tar archive of the files, with equal bytes for equal contents, and a text that lists them.
+
+        None if there is nothing to ship.
 
         Raises:
             InvalidJobError: the files are too large; the message names the largest.
         """
         if self.working_dir is None and not self.py_files:
             return None
-        sizes = {name: os.path.getsize(path) for name, path in self.files.items()}
-        total = sum(sizes.values())
-        if total > LIMIT:
-            shown = {name.partition("/")[2]: size for name, size in sizes.items()}
-            raise InvalidJobError(
-                f"working_dir and py_files hold {total >> 20} MiB, over the limit of {LIMIT >> 20} MiB that travel "
-                f"with a job; the largest are {largest(shown)}: name what stays in excludes= or {IGNORE_FILE}"
-            )
-        logger.info("%s files of working_dir and py_files travel with the job, %.1f MiB", len(sizes), total / (1 << 20))
+        files, left_out = self.files
+        sizes = {name: os.path.getsize(path) for name, path in files.items()}
+        check_size("working_dir and py_files", sizes, f"excludes= or {IGNORE_FILE}")
         buffer = io.BytesIO()
         with (
             gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=1, mtime=0) as packed,
@@ -126,18 +99,13 @@ class UserCode:
         ):
             if self.working_dir is not None:
                 archive.addfile(_entry(WORKING_DIR, 0o755, tarfile.DIRTYPE))
-            for name, path in self.files.items():
+            for name, path in files.items():
                 with open(path, "rb") as file:
                     data = file.read()
                 entry = _entry(name, 0o755 if os.access(path, os.X_OK) else 0o644)
                 entry.size = len(data)
                 archive.addfile(entry, io.BytesIO(data))
-        return buffer.getvalue()
-
-    @property
-    def listing(self) -> str:
-        """Readable text with a line for each file and its size."""
-        return "".join(f"{os.path.getsize(path):>12}  {name}\n" for name, path in self.files.items())
+        return buffer.getvalue(), listed(sizes, left_out)
 
 
 def _entry(name: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:

@@ -26,7 +26,6 @@ IMPORTED = (
     "rankzero.report.page",
     "rankzero.report.summary",
     "rankzero.submit.drivers",
-    "rankzero.submit.trackers",
     "s3fs",
 )
 """The modules that an action would import: imports are no points, and no action pays for them again."""
