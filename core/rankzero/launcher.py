@@ -237,9 +237,9 @@ class Launcher(Options):
                 does not start the driver on a cluster.
             EngineError: a run of this ``run_id`` was cancelled and does not end.
         """
-        from rankzero.submit import drivers
+        from rankzero.submit import durable
 
-        return drivers.submit(self._for(train)._request(), train, args, kwargs)
+        return durable.submit(self._for(train)._request(), train, args, kwargs)
 
     def owned(
         self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -257,7 +257,7 @@ class Launcher(Options):
         Raises:
             InvalidJobError: the job was rejected before anything started; raised on entering the block.
         """
-        from rankzero.submit.drivers import open_owned
+        from rankzero.submit.durable import open_owned
 
         return open_owned(self._for(train)._request(), train, args, kwargs)
 
@@ -346,7 +346,7 @@ class Launcher(Options):
             env,
             restart_on=self.restart_on,
             sources=datasets.check(self.dataset),
-            code=UserCode.of(self.working_dir, self.py_files, self.excludes),
+            code=UserCode(self.working_dir, self.py_files, self.excludes),
             trackers=pack_trackers(self.trackers, engine),
         )
 

@@ -263,8 +263,7 @@ def test_the_error_of_a_stage_without_a_driver_counts_as_that_of_the_first_attem
     request = launcher.options(num_processes=1, max_restarts=restarts, engine=LocalEngine())._request()
     submitter = Submitter(request, lambda: "done", (), {}, detached=False)
     submitter.submit()
-    own = submitter.own
-    assert own
+    own = submitter.submission
     assert own.claim_driver()
     driver = Driver(own, request.engine, dict(request.env), leased=True)
     driver.run(EngineError("the server was lost", cause=LOST))
@@ -293,8 +292,7 @@ def test_a_reader_detects_the_death_of_a_driver_in_its_stage_while_the_submitter
     request = launcher.options(num_processes=1, engine=LocalEngine())._request()
     submitter = Submitter(request, lambda: "done", (), {}, detached=False)
     submitter.submit()
-    own = submitter.own
-    assert own
+    own = submitter.submission
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with drivers.DriverProcess(command) as process, subprocess.Popen(command) as driver:
         try:

@@ -21,7 +21,7 @@ from rankzero.run import observer
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.observer import process_lives
 from rankzero.run.status import RunStatus
-from rankzero.submit import drivers
+from rankzero.submit import drivers, durable
 
 WAIT = 60.0
 
@@ -245,7 +245,7 @@ def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp
     request = launcher.options(run_id="run", engine=engine)._request()
     parent = os.getpid()
     try:
-        with drivers.open_owned(request, wait_for, (str(tmp_path / "go"),), {}) as handle:
+        with durable.open_owned(request, wait_for, (str(tmp_path / "go"),), {}) as handle:
             until(lambda: handle.status().state == "running", WAIT, "the training")
             if not (child := os.fork()):
                 raise SystemExit

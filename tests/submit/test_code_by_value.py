@@ -21,7 +21,7 @@ from tests.loading import load_module
 from rankzero import Launcher
 from rankzero.run.identity import compare
 
-IMPORTS_AIRFLOW = "if False:\n    import airflow\n"
+IMPORTS_AIRFLOW = "if not __name__:\n    import airflow\n"
 """Makes rankzero pickle a module by value, since executors have no Airflow, and imports nothing."""
 
 COMMON = f"""{IMPORTS_AIRFLOW}

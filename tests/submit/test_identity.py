@@ -179,19 +179,6 @@ def test_a_module_counts_the_same_however_many_hooks_its_process_has_made(traced
     assert of(print_it, first) != of(print_it, again)
 
 
-def test_bytes_between_the_numbers_of_an_array_do_not_count() -> None:
-    aligned = numpy.dtype([("a", "i1"), ("b", "i8", (2,))], align=True)
-    for kind in (aligned, numpy.longdouble, numpy.clongdouble, numpy.dtype(numpy.longdouble).newbyteorder()):
-        size = 3 * numpy.dtype(kind).itemsize
-        first, again = (numpy.frombuffer(bytes([byte]) * size, kind).copy() for byte in (0, 255))
-        for array in (first, again):
-            array[:] = numpy.ones(3, kind)
-        assert of(print_it, first) == of(print_it, again)
-        assert of(print_it, first[0]) == of(print_it, again[0]) != of(print_it, first[:1])
-        again[2:] = numpy.zeros(1, kind)
-        assert of(print_it, first) != of(print_it, again)
-
-
 def test_a_scalar_with_an_object_counts_beside_a_dict_in_any_order() -> None:
     scalar = numpy.zeros(1, [("a", "O"), ("b", "i8")])[0]
     assert of(print_it, {"z": 1, "v": scalar}) == of(print_it, {"v": scalar, "z": 1})
@@ -738,12 +725,10 @@ print(before)
 EDITS = [
     ("lr: float = 0.1", "lr: float = 0.2"),
     ("gt=0", "gt=1"),
-    ('field_validator("lr")', 'field_validator("decay")'),
     ("        return value", "        return value * 2"),
     ("self.lr * 2", "self.lr * 3"),
     ("frozen=True", "frozen=False"),
     ("epochs: int = 1", "epochs: int = 2"),
-    ("PrivateAttr(3)", "PrivateAttr(4)"),
 ]
 
 

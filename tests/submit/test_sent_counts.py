@@ -21,10 +21,10 @@ from tests.loading import load_module
 
 from rankzero import Launcher, RankZeroError
 from rankzero.run.identity import compare
-from rankzero.submit.code_source import read
+from rankzero.submit.code_source import digest_of_source
 from rankzero.submit.pack import build
 
-ORCHESTRATED = "if False:\n    import airflow\n"
+ORCHESTRATED = "if not __name__:\n    import airflow\n"
 """Makes a module travel by value, as a DAG file does."""
 
 
@@ -347,4 +347,4 @@ def test_what_a_function_holds_counts_by_content(dag: Callable[[str], Any]) -> N
 
 def test_an_f_string_is_one_token_in_every_version_of_python() -> None:
     digest = "8d1ff9c21041e526adf18801760f2046ff83c031adaaa321b479413558c44adc"
-    assert read(b'x = f"{a!r} and {b}" # c\n').digest == digest
+    assert digest_of_source(b'x = f"{a!r} and {b}" # c\n') == digest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.machinery
 import io
 import sys
@@ -16,7 +15,7 @@ import pytest
 from tests.identities import identity_of
 from tests.loading import load_module
 
-from rankzero import InvalidJobError, Launcher, WorkerFailedError
+from rankzero import Launcher, WorkerFailedError
 from rankzero.submit import pack
 
 
@@ -167,29 +166,6 @@ def test_a_name_that_nobody_can_know_fails_with_what_to_do(launcher: Launcher, p
         launcher.options(num_processes=1).run(train, "plugin")
 
 
-def test_a_subpackage_that_an_editable_install_has_elsewhere_travels(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    editable = pytest.importorskip("setuptools.command.editable_wheel")
-    package, parts = tmp_path / "main" / "acme", tmp_path / "other" / "parts"
-    write(package / "__init__.py")
-    write(package / "train.py", "from acme.parts import wheel\ndef train(): return wheel.SIZE\n")
-    write(parts / "__init__.py")
-    write(parts / "wheel.py", "SIZE = 4")
-    # What `pip install --editable` writes of package_dir={"acme": "main/acme", "acme.parts": "other/parts"}.
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
-    scope: dict[str, Any] = {"__name__": "__editable___acme_finder"}
-    exec(editable._finder_template("acme", {"acme": str(package), "acme.parts": str(parts)}, {}), scope)
-    scope["install"]()
-    train = load_module("acme.train").train
-    wanted = {"acme/__init__.py", "acme/train.py", "acme/parts/__init__.py", "acme/parts/wheel.py"}
-    assert files_of(pack.build(train, (), {})) == wanted
-    before = identity_of(train, (), {}, 1)
-    write(parts / "wheel.py", "SIZE = 55")
-    assert identity_of(train, (), {}, 1) != before
-
-
 @pytest.fixture
 def by_hand() -> Iterator[Any]:
     module = types.ModuleType("made_by_hand")
@@ -208,56 +184,7 @@ def test_what_is_in_a_module_made_by_hand_travels_by_value(launcher: Launcher, b
     assert launcher.run(by_hand.size) == 7
 
 
-def test_a_function_that_imports_a_module_made_by_hand_is_refused(by_hand: Any) -> None:
-    def train() -> int:
-        import made_by_hand  # type: ignore[import-not-found]
-
-        return int(made_by_hand.SIZE)
-
-    with pytest.raises(InvalidJobError, match="imports made_by_hand, a module that was made by hand"):
-        pack.build(train, (), {})
-
-
-@pytest.mark.soak
-def test_a_function_that_torch_has_compiled_is_refused_with_what_to_do() -> None:
-    import torch
-
-    def step(x: float) -> float:
-        return 2 * x
-
-    compiled = torch.compile(step)
-    for train in (compiled, lambda x: compiled(x)):
-        with pytest.raises(InvalidJobError, match="step was compiled by torch.compile.* inside of the training"):
-            pack.build(train, (1.0,), {})
-
-
 async def asynchronous() -> None: ...
-
-
-async def asynchronous_items() -> Any:
-    yield 1
-
-
-class Asynchronous:
-    async def __call__(self) -> None: ...
-
-    async def method(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    "train",
-    [
-        asynchronous,
-        asynchronous_items,
-        functools.partial(asynchronous),
-        functools.partial(functools.partial(Asynchronous())),
-        Asynchronous(),
-        Asynchronous().method,
-    ],
-)
-def test_an_async_function_is_refused_before_anything_starts(train: Any) -> None:
-    with pytest.raises(InvalidJobError, match="is an async function; ranks call plain functions"):
-        pack.build(train, (), {})
 
 
 def test_what_turns_out_to_be_async_fails_with_what_to_do(launcher: Launcher) -> None:

@@ -188,7 +188,7 @@ def test_a_tracker_that_hangs_does_not_hold_the_result(
 
 
 def test_what_is_no_tracker_or_cannot_travel_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidJobError, match="trackers has 'mlflow'; give objects of subclasses"):
+    with pytest.raises(InvalidJobError, match="trackers is \\['mlflow'\\]; give a list of objects of subclasses"):
         Launcher(1, trackers=["mlflow"])  # type: ignore[list-item]
     lock = Notes(tmp_path)
     lock.token = threading.Lock()  # type: ignore[assignment]

@@ -170,11 +170,18 @@ def is_sent_by_name(value: Any) -> bool:
     if not isinstance(module, str) or module in ("__main__", "__mp_main__") or "<locals>" in name:
         # A function that `exec` made in a namespace without a name has no module.
         return False
+    if isinstance(value, type) and value.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE:
+        # No `class` statement has made it: a class of the interpreter or an installed package, whatever its name.
+        return True
     if wrapper_of(value):
         # Its name belongs to the wrapper, from which ranks take it.
         return travels(module)
     # An installed package may also have made a class for the user, which cannot be imported from the package.
     return named_like(value, module) is value and not is_sent_by_value(module)
+
+
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
+"""``Py_TPFLAGS_HEAPTYPE`` and ``Py_TPFLAGS_IMMUTABLETYPE`` of CPython."""
 
 
 def wrapper_of(function: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Starts drivers: on the cluster if the engine can, else as processes of this machine or a thread of this process.
-
-`started` is for a run that outlives this process, `opened` for one that ends with it.
-"""
+"""Starts drivers: on the cluster if the engine can, else as processes of this machine or a thread of this process."""
 
 from __future__ import annotations
 
@@ -17,21 +14,19 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import IO, Any
 
-from rankzero import bounds
 from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.engines.base import in_thread
-from rankzero.errors import EngineError, InvalidJobError, RankZeroError, located
-from rankzero.host.processes import describe_process, fork_safe, this_process
+from rankzero.errors import EngineError, RankZeroError, located
+from rankzero.host.processes import describe_process, fork_safe
 from rankzero.job import Job
 from rankzero.run.directory import Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import signal_cancel
-from rankzero.submit.existing import Existing
-from rankzero.submit.start import Request, Submitter, record_end
+from rankzero.submit.start import Request, record_end
 
 logger = logging.getLogger(__name__)
 
@@ -71,112 +66,10 @@ _drivers: list[DriverProcess] = []
 _drivers_lock = fork_safe(threading.Lock())
 
 
-def submit(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunHandle[Any]:
-    """Starts a run that outlives this process, or attaches to the run that is there.
-
-    Raises:
-        InvalidJobError: the job was rejected before anything started, as in a rank: all its processes end with it.
-    """
-    if "RANKZERO_SCRATCH" in os.environ and not request.engine.drives_elsewhere:
-        raise InvalidJobError(
-            "submit() was called in a rank, and the run would end with it: call run(), choose SparkSubmitEngine, whose "
-            "driver is on the cluster, or return a value with which the pipeline submits the run"
-        )
-    with started(request, train, args, kwargs) as run:
-        return run.handle
-
-
-@dataclass(frozen=True)
-class Started:
-    """A run that was started or found.
-
-    Attributes:
-        handle: The run.
-        existing: The run that was found; None if this process has started it.
-    """
-
-    handle: RunHandle[Any]
-    existing: Existing | None = None
-
-
-@contextlib.contextmanager
-def started(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Started]:
-    """Starts a run that outlives this process, or attaches to the run that is there.
-
-    Raises:
-        InvalidJobError: the job was rejected before anything started.
-        EngineError: the cluster does not accept the driver, or an earlier run was asked to stop and does not end.
-    """
-    submitter = Submitter(request, train, args, kwargs, detached=True)
-    with submitter.recording_end():
-        submitter.submit()
-        own, found = submitter.own, submitter.existing
-        if found or not own:
-            run = _found(request, found)
-        elif request.engine.drives_elsewhere:
-            run = Started(_start_elsewhere(own, request))
-        else:
-            run = Started(RunHandle(own.run.directory, start_driver(own, request.private()), job=own.job))
-    yield run
-
-
-def _found(request: Request, existing: Existing | None) -> Started:
-    assert existing
-    return Started(RunHandle(request.directory, job=existing.job), existing)
-
-
-@contextlib.contextmanager
-def opened(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Started]:
-    """Opens a run that ends with the block and with this process, or attaches to the run that is there.
-
-    Raises:
-        InvalidJobError: the job was rejected before anything started.
-        EngineError: an earlier run was asked to stop and does not end.
-    """
-    engine, template = request.engine, replace(request.template, owner=this_process())
-    if engine.drives_elsewhere:
-        lease = min(bounds.OWNER_LEASE(), template.orphan_timeout or bounds.OWNER_LEASE())
-        template = replace(template, orphan_timeout=lease)
-    request = replace(request, template=template)
-    submitter = Submitter(request, train, args, kwargs, detached=engine.prefers_own_process)
-    with submitter.recording_end():
-        submitter.submit()
-        own, found = submitter.own, submitter.existing
-        if found or not own:
-            yield _found(request, found)
-            return
-        drive = _leased_driver if engine.drives_elsewhere else _process_driver
-        if not (engine.drives_elsewhere or engine.prefers_own_process):
-            drive = _thread_driver
-        with located(own.run.directory), drive(own, request, template.stop_grace + CANCEL_TIMEOUT()) as handle:
-            yield Started(handle)
-            if request.trackers:
-                # The container may be removed when this process exits.
-                handle.await_driver(bounds.TRACKERS_TIMEOUT())
-
-
-@contextlib.contextmanager
-def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[RunHandle[Any]]:
-    """Opens a run that ends with the block, whatever ends the block, and with this process.
-
-    Yields:
-        The handle, to be followed until the run has ended.
-
-    Raises:
-        InvalidJobError: the job was rejected before anything started, or the run is running already.
-    """
-    with opened(request, train, args, kwargs) as run:
-        if run.existing and not run.handle.status().final:
-            raise InvalidJobError(
-                f"run_id {run.handle.id!r} is running: attach to it with "
-                f"RunHandle.attach({run.handle.directory!r}), or choose another run_id"
-            ).locate(run.handle.directory)
-        # Of one that was there, the caller died before the result was delivered.
-        yield run.handle
-
-
-def _start_elsewhere(own: Submission, request: Request) -> RunHandle[Any]:
-    """Starts the driver of a run on the cluster. Raises EngineError if the cluster does not accept it."""
+def start(own: Submission, request: Request) -> RunHandle[Any]:
+    """Starts the driver of a run that outlives this process. Raises EngineError if a cluster does not accept it."""
+    if not request.engine.drives_elsewhere:
+        return RunHandle(own.run.directory, start_driver(own, request.private()), job=own.job)
     handle = RunHandle[Any](own.run.directory, job=own.job)
     try:
         with located(own.run.directory):
@@ -245,13 +138,22 @@ def _open_pipe() -> list[int]:
             os.close(end)
 
 
+def driving(own: Submission, request: Request) -> contextlib.AbstractContextManager[RunHandle[Any]]:
+    """Returns a context manager that starts the driver of a run, which ends with the block."""
+    if request.engine.drives_elsewhere:
+        drive = _leased_driver
+    else:
+        drive = _process_driver if request.engine.prefers_own_process else _thread_driver
+    return drive(own, request, request.template.stop_grace + CANCEL_TIMEOUT())
+
+
 @contextlib.contextmanager
 def _leased_driver(own: Submission, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver on the cluster, which ends its run with the block, or when no process follows the run."""
     owner = os.getpid()
     try:
         try:
-            handle = _start_elsewhere(own, request)
+            handle = start(own, request)
         except BaseException as error:
             # Here, since the cancel below would hide why the driver did not start.
             record_end(own, error)
@@ -262,6 +164,13 @@ def _leased_driver(own: Submission, request: Request, stop_timeout: float) -> It
         # leaves the block does not own the run.
         if os.getpid() == owner:
             _await(stop_timeout, functools.partial(_cancel, own, stop_timeout))
+
+
+def _cancel(own: Submission, stop_timeout: float) -> None:
+    if not own.status().final:
+        handle = RunHandle[Any](own.run.directory, job=own.job)
+        handle.cancel()
+        handle.wait(stop_timeout)
 
 
 @contextlib.contextmanager
@@ -286,13 +195,6 @@ def _process_driver(own: Submission, request: Request, stop_timeout: float) -> I
         os.close(ours)
         if handle and is_owner:
             _await(stop_timeout, functools.partial(handle.wait, stop_timeout))
-
-
-def _cancel(own: Submission, stop_timeout: float) -> None:
-    if not own.status().final:
-        handle = RunHandle[Any](own.run.directory, job=own.job)
-        handle.cancel()
-        handle.wait(stop_timeout)
 
 
 def _await(seconds: float, action: Callable[[], object]) -> None:

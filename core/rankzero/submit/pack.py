@@ -42,12 +42,12 @@ from rankzero.run.identity import (
 )
 from rankzero.submit.code_files import Files, Needs, Shipped
 from rankzero.submit.code_modules import stable_name
-from rankzero.submit.code_source import source_of_file
+from rankzero.submit.code_source import digest_of_source
 from rankzero.submit.pack_archive import UserCode
 from rankzero.submit.pack_content import Contents
 from rankzero.submit.pack_params import bind
 from rankzero.submit.pack_pickler import TrainingPickler
-from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
+from rankzero.submit.training import Program, check_callable, name_of, resolve
 from rankzero.tracking.tracker import Tracker
 from rankzero.values.digest import digest_of
 from rankzero.values.pickled import Part, beside, pack
@@ -113,14 +113,13 @@ class Payload:
         Code that is sent by value counts for the module that has it, which is added.
         """
         train = self.training
-        if isinstance(train, Script):
-            return "script", source_of_file(train.path).digest
-        if isinstance(train, Module):
-            return "module", train.name, [modules.pop(name, None) for name in sorted(train.needs().modules)]
-        if isinstance(train, Command):
+        if isinstance(train, Program):
+            if train.kind == "script":
+                return "script", digest_of_source(train.source())
             # Files count by content, and not by path.
             files = {position: digest_of([file["data"]]) for position, file in train.files().items()}
-            return "command", [files.get(n, word) for n, word in enumerate(train.line)]
+            words = [files.get(number, word) for number, word in enumerate(train.line)]
+            return train.kind, words, [(name, modules.pop(name, None)) for name in sorted(train.needs().modules)]
         entry_point = train
         while isinstance(entry_point, functools.partial):
             entry_point = entry_point.func
@@ -172,7 +171,7 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs), getattr(train, "launch_config", None)], refs.append)
     training = resolve(train)
-    if is_program := isinstance(training, (Script, Module, Command)):
+    if is_program := isinstance(training, Program):
         name, needs, parts = training.name, training.needs(), _parts_of_program(training, args, kwargs)
     else:
         check_callable(training, args, kwargs)
@@ -200,13 +199,11 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
     return Payload(name, pack(pickled, buffers), files.zipped(), refs, files, training, arguments)
 
 
-def _parts_of_program(
-    program: Script | Module | Command, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the payload of a script, module or command, which take a command line."""
+def _parts_of_program(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the payload of a program, which takes a command line."""
     if kwargs:
         raise InvalidJobError(
-            f"a {type(program).__name__.lower()} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
+            f"a {program.kind} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
             f"write '--{next(iter(kwargs))}', value"
         )
     line = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)

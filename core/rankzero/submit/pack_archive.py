@@ -7,8 +7,7 @@ import gzip
 import io
 import os
 import tarfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from rankzero.errors import InvalidJobError
 from rankzero.submit.code_files import IGNORE_FILE, check_size, listed, matcher, walk
@@ -17,44 +16,35 @@ ARCHIVE = "code.tar.gz"
 WORKING_DIR, PY_FILES = "working_dir", "py_files"
 """Names of the folders in the archive."""
 
-_ARCHIVES = (".zip", ".egg", ".whl")
+_SUFFIXES = (".py", ".zip", ".egg", ".whl")
 
 
-@dataclass(frozen=True)
 class UserCode:
-    """The user's ``working_dir``, ``py_files`` and ``excludes`` of a `Launcher`.
+    """The user's ``working_dir``, ``py_files`` and ``excludes`` of a `Launcher`."""
 
-    Attributes:
-        working_dir: A directory of this machine; ranks start in a copy of it. None ships no directory.
-        py_files: Files ``.py``, ``.zip``, ``.egg``, ``.whl`` and directories of packages.
-        excludes: Patterns, as in a .gitignore, of files that are not shipped.
+    def __init__(
+        self,
+        working_dir: str | os.PathLike[str] | None = None,
+        py_files: Iterable[str | os.PathLike[str]] = (),
+        excludes: Sequence[str] = (),
+    ) -> None:
+        """Checks the paths, which may begin with ``~``.
 
-    Raises:
-        InvalidJobError: a path does not exist, or is of another kind.
-    """
+        Args:
+            working_dir: A directory of this machine; ranks start in a copy of it. None ships no directory.
+            py_files: Files ``.py``, ``.zip``, ``.egg``, ``.whl`` and directories of packages.
+            excludes: Patterns, as in a .gitignore, of files that are not shipped.
 
-    working_dir: str | None = None
-    py_files: tuple[str, ...] = ()
-    excludes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        working_dir: str | os.PathLike[str] | None,
-        py_files: Iterable[str | os.PathLike[str]],
-        excludes: Iterable[str],
-    ) -> UserCode:
-        """Returns the code that the options of a launcher name, whose paths may begin with ``~``."""
-        paths = tuple(os.path.expanduser(os.fspath(path)) for path in py_files)
-        own = None if working_dir is None else os.path.expanduser(os.fspath(working_dir))
-        return cls(own, paths, tuple(excludes))
-
-    def __post_init__(self) -> None:
-        if self.working_dir is not None and not os.path.isdir(self.working_dir):
-            raise InvalidJobError(f"working_dir={self.working_dir!r} is no directory of this machine")
-        for path in self.py_files:
-            kind = os.path.splitext(path)[1]
-            if not (os.path.isdir(path) or (os.path.isfile(path) and kind in (".py", *_ARCHIVES))):
+        Raises:
+            InvalidJobError: a path does not exist, or is of another kind.
+        """
+        self._working_dir = None if working_dir is None else os.path.expanduser(os.fspath(working_dir))
+        self._py_files = [os.path.expanduser(os.fspath(path)) for path in py_files]
+        self._excludes = excludes
+        if self._working_dir is not None and not os.path.isdir(self._working_dir):
+            raise InvalidJobError(f"working_dir={self._working_dir!r} is no directory of this machine")
+        for path in self._py_files:
+            if not (os.path.isdir(path) or (os.path.isfile(path) and path.endswith(_SUFFIXES))):
                 raise InvalidJobError(
                     f"py_files has {path!r}; give .py, .zip, .egg or .whl files and directories of packages that exist"
                 )
@@ -63,8 +53,8 @@ class UserCode:
     def files(self) -> tuple[dict[str, str], set[str]]:
         """The files to ship, name in the archive to local path, and the names of those that are left out."""
         found, left_out, paths = dict[str, str](), set[str](), dict[str, str]()
-        folders = [(WORKING_DIR, self.working_dir)] if self.working_dir is not None else []
-        for path in self.py_files:
+        folders = [(WORKING_DIR, self._working_dir)] if self._working_dir is not None else []
+        for path in self._py_files:
             root = os.path.basename(os.path.abspath(path))
             if (other := paths.setdefault(root.removesuffix(".py"), path)) != path:
                 raise InvalidJobError(f"py_files has {other} and {path}, and ranks get one {root!r}: rename one")
@@ -74,7 +64,7 @@ class UserCode:
                 found[f"{PY_FILES}/{root}"] = path
         for prefix, folder in folders:
             ignore_file = os.path.join(folder, IGNORE_FILE) if prefix == WORKING_DIR else None
-            every = walk(folder, matcher(self.excludes, ignore_file), left_out, prefix)
+            every = walk(folder, matcher(self._excludes, ignore_file), left_out, prefix)
             found |= {name: path for name, path in every if os.path.isfile(path)}
         return dict(sorted(found.items())), left_out
 
@@ -87,7 +77,7 @@ class UserCode:
         Raises:
             InvalidJobError: the files are too large; the message names the largest.
         """
-        if self.working_dir is None and not self.py_files:
+        if self._working_dir is None and not self._py_files:
             return None
         files, left_out = self.files
         sizes = {name: os.path.getsize(path) for name, path in files.items()}
@@ -97,7 +87,7 @@ class UserCode:
             gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=1, mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w") as archive,
         ):
-            if self.working_dir is not None:
+            if self._working_dir is not None:
                 archive.addfile(_entry(WORKING_DIR, 0o755, tarfile.DIRTYPE))
             for name, path in files.items():
                 with open(path, "rb") as file:

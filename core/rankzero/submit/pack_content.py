@@ -303,6 +303,7 @@ def _tensor(value: Any) -> Any:
 _DATA: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("torch", "Tensor", _tensor),
     ("torch", "UntypedStorage", lambda storage: ("storage", digest_of_bytes([bytes(storage)]))),
+    ("torch", "TypedStorage", lambda storage: (str(storage.dtype), storage._untyped_storage)),
     ("torch.utils.hooks", "RemovableHandle", type),
     ("numpy", "ndarray", _array),
     ("pandas.api.extensions", "ExtensionArray", _extension_array),

@@ -1,7 +1,4 @@
-"""The arguments of a training by name.
-
-`bind` maps a call to names; the rest describes the values as short plain ones, for trackers and tables.
-"""
+"""The arguments of a training by name: `bind` maps a call to names, `params_of` describes the values as short ones."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
-from rankzero.submit.training import Command, Module, Script, resolve
+from rankzero.submit.training import Program
 from rankzero.values.ref import ResultRef
 
 MAX_PARAMS = 200
@@ -25,7 +22,7 @@ MAX_TEXT = 500
 _DEPTH = 4
 
 _BITS = 1024
-"""Most bits of an integer that is written out."""
+"""Most bits of an integer that is written out: more digits than Python writes would fail the submission."""
 
 _NAMESPACES = frozenset({"types.SimpleNamespace", "argparse.Namespace", "pydantic.main.BaseModel"})
 """Classes whose instances, also those of subclasses, keep their settings in ``__dict__``."""
@@ -34,11 +31,13 @@ _ASSIGNED = re.compile(r"(?:--(?P<long>[^=]+)|[-+~]*(?P<name>\w[\w.@-]*))=(?P<va
 """A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
 
 
-def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the arguments of a call, including the defaults of those that were not given.
+def params_of(
+    training: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the arguments of a call as short plain values, with the defaults of those that were not given.
 
     Args:
-        train: As for `Launcher.run`.
+        training: The result of `rankzero.submit.training.resolve`.
         args: Positional arguments, or the rest of the command line.
         kwargs: Keyword arguments.
         env: The ranks' variables. Their secrets are masked, and those of the arguments and of URLs in them.
@@ -52,8 +51,7 @@ def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env:
         >>> params_of(train, (0.1,), {"model": {"layers": 2, "weights": object()}, "token": "geheim"}, {})
         {'lr': 0.1, 'model.layers': 2, 'model.weights': 'object', 'token': '***'}
     """
-    training = resolve(train)
-    if isinstance(training, (Script, Module, Command)):
+    if isinstance(training, Program):
         named = dict(_of_line([str(word) for word in (*training.line, *args)]))
     else:
         named = bind(training, args, kwargs, all_of=True)
@@ -64,11 +62,11 @@ def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env:
 
 
 def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all_of: bool = False) -> dict[str, Any]:
-    """Returns the arguments of a call by name, in order.
+    """Returns the arguments of a call by name; one without a name, as of a command line, has its position.
 
     Args:
-        function: The function; a script or module has a command line without names.
-        args: Positional arguments. One without a name has its position, such as ``#2``.
+        function: The function or `Program`.
+        args: Positional arguments.
         kwargs: Keyword arguments.
         all_of: True for the defaults of those that were not given, too.
 
@@ -99,20 +97,16 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all
 
 def _of_line(words: list[str]) -> Iterator[tuple[str, Any]]:
     """Yields ``--name value``, ``--name=value``, ``name=value`` and ``--flag`` by name, other words by position."""
-    number, index = 0, 0
-    while index < len(words):
-        word, after = words[index], words[index + 1 : index + 2]
-        index += 1
+    number, rest = 0, [*words]
+    while rest:
+        word = rest.pop(0)
         if assigned := _ASSIGNED.fullmatch(word):
             yield assigned["long"] or assigned["name"], assigned["value"]
         elif not word.startswith("--") or word == "--":
             yield f"args.{number}", word
             number += 1
-        elif after and not after[0].startswith("--"):
-            yield word[2:], after[0]
-            index += 1
         else:
-            yield word[2:], True
+            yield word[2:], rest.pop(0) if rest and not rest[0].startswith("--") else True
 
 
 def _flat(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -125,24 +119,18 @@ def _flat(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[
 
 
 def _entries_of(value: Any) -> Mapping[Any, Any]:
-    """Returns the settings in a value by name; empty for a value of another kind. No code of the value's class runs."""
+    """Returns the settings in a value by name; empty for a value of another kind."""
     if type(value) is dict:
         return value
-    if any(f"{cls.__module__}.{cls.__qualname__}" in _NAMESPACES for cls in type(value).__mro__):
-        return dict(vars(value))
-    if not dataclasses.is_dataclass(value) or isinstance(value, (type, ResultRef)):
-        return {}
-    state = object.__getstate__(value)
-    # A class with slots has its values in the second part.
-    parts = state if isinstance(state, tuple) else (state,)
-    found = {name: item for part in parts if part for name, item in part.items()}
-    # A field that its class leaves out of its representation may be a secret.
-    return {field.name: found[field.name] for field in dataclasses.fields(value) if field.repr and field.name in found}
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, ResultRef)):
+        # A field that its class leaves out of its representation may be a secret.
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.repr}
+    is_namespace = any(f"{cls.__module__}.{cls.__qualname__}" in _NAMESPACES for cls in type(value).__mro__)
+    return dict(vars(value)) if is_namespace else {}
 
 
 def _plain(name: str, value: Any, mask: Mask) -> Any:
     if isinstance(value, int) and value.bit_length() > _BITS:
-        # More digits than Python writes would fail the submission.
         return f"an integer of {value.bit_length()} bits"
     if hides(name, value):
         return MASK

@@ -100,6 +100,7 @@ class Submitter:
     Attributes:
         own: The submission that is made, whose driver the caller must start; set before it is claimed.
         existing: The run to follow instead of that.
+        run: The run directory.
     """
 
     def __init__(
@@ -151,14 +152,14 @@ class Submitter:
             run_id=template.run_id or jobs.new_run_id(payload.name),
             name=payload.name,
             engine=engine.to_spec()[0],
-            params=params_of(train, args, kwargs, request.env),
+            params=params_of(payload.training, args, kwargs, request.env),
             submitter=this_process(),
             torch=_torch(),
         )
         engine.check(job)
         engine.check_store(request.root)
-        self._run = RunDirectory(store.join(request.root, job.run_id))
-        is_elsewhere = engine.drives_elsewhere or engine.can_host_driver(self._run, job)
+        self.run = RunDirectory(store.join(request.root, job.run_id))
+        is_elsewhere = engine.drives_elsewhere or engine.can_host_driver(self.run, job)
         self._job = replace(job, queue_time=job.start_timeout if is_elsewhere else 0.0)
 
     def submit(self) -> None:
@@ -168,13 +169,13 @@ class Submitter:
             InvalidJobError: another training is live under this id, or the store cannot be used.
             EngineError: an earlier run was asked to stop and does not end, or Spark failed.
         """
-        with located(self._run.directory):
+        with located(self.run.directory):
             while not self._settle():
                 pass
 
     def _settle(self) -> bool:
         """Takes the next step about the run under the id; False if it must be looked at again."""
-        run, found = self._run, None
+        run, found = self.run, None
         with existing.storing(run):
             number, job = existing.newest(run)
             if job:
@@ -206,7 +207,7 @@ class Submitter:
 
     def _replace(self, before: Submission, found: Existing) -> None:
         """Ends a living run of another training for a pipeline step. Raises InvalidJobError for another caller."""
-        what, directory = describe(found.comparison.differing), self._run.directory
+        what, directory = describe(found.comparison.differing), self.run.directory
         if self._request.caller is None:
             raise InvalidJobError(
                 f"run_id {found.job.run_id!r} is running another training (different: {what}): cancel it with "
@@ -240,7 +241,7 @@ class Submitter:
 
     def _start(self, number: int, found: Existing | None) -> bool:
         """Computes the rows and makes the submission; False if another process was faster."""
-        request, run = self._request, self._run
+        request, run = self._request, self.run
         existing.check_writable(run)
         earlier, kept = dict[str, Any](), dict[str, Any]()
         if found and request.sources:
@@ -289,6 +290,12 @@ class Submitter:
             if archive:
                 files[name], listings[listing] = [archive[0]], [archive[1].encode("utf-8", "replace")]
         return files, listings
+
+    @property
+    def submission(self) -> Submission:
+        """The submission that was made, behind `submit` that has found no run to follow."""
+        assert self.own
+        return self.own
 
     @contextlib.contextmanager
     def recording_end(self) -> Iterator[None]:

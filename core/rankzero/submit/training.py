@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -25,123 +23,71 @@ COMMAND_FILES_LIMIT = 64 << 20
 
 
 @dataclass(frozen=True)
-class Script:
-    """A Python file that is run as a script.
+class Program:
+    """What ranks run that is no function.
 
     Attributes:
-        path: Absolute path of the file.
-        line: First words of its command line.
+        kind: ``"script"`` for a Python file, ``"module"`` as for ``python -m``, ``"command"`` as for torchrun's
+            ``--no-python``.
+        target: Absolute path of the script, name of the module, or the program.
+        line: The first words of the command line, of which the first is a command's program. Files that they name by
+            relative paths are shipped with a command.
     """
 
-    path: str
+    kind: str
+    target: str
     line: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """Display name: the file's base name."""
-        return os.path.basename(self.path)
+        """Display name."""
+        return self.target if self.kind == "module" else os.path.basename(self.target)
 
-    @property
-    def directory(self) -> str:
-        """Directory of the script, in which its modules are searched first."""
-        return os.path.dirname(self.path)
-
-    def _source(self) -> bytes:
-        with open(self.path, "rb") as file:
+    def source(self) -> bytes:
+        """Returns the text of a script."""
+        with open(self.target, "rb") as file:
             return file.read()
 
     def needs(self) -> Needs:
-        """Returns what the script needs of the user's modules. Raises InvalidJobError if it is not Python."""
+        """Returns what the program needs of the user's modules. Raises InvalidJobError for a script with an error."""
+        if self.kind != "script":
+            # A package is run by its module `__main__`. The needs of a command are unknown.
+            names = {self.target, f"{self.target}.__main__"} if self.kind == "module" else set[str]()
+            return Needs(names, first=os.getcwd())
         try:
-            compile(self._source(), self.path, "exec", dont_inherit=True)
+            compile(self.source(), self.target, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
-            raise InvalidJobError(f"train={self.path!r} is not Python: {error}") from None
-        needs = Needs(first=self.directory)
-        needs.add(source_of_file(self.path))
+            raise InvalidJobError(f"train={self.target!r} is not Python: {error}") from None
+        needs = Needs(first=os.path.dirname(self.target))
+        needs.add(source_of_file(self.target))
         return needs
 
     def parts(self) -> dict[str, Any]:
-        """Returns the payload's fields for ranks: the source and the path."""
-        return {"kind": "script", "path": self.path, "source": self._source()}
-
-
-@dataclass(frozen=True)
-class Module:
-    """A module or package that is run as with ``python -m``.
-
-    Attributes:
-        name: Absolute name of the module.
-        line: First words of its command line.
-    """
-
-    name: str
-    line: tuple[str, ...] = ()
-
-    @property
-    def directory(self) -> str:
-        """The working directory, which ``python -m`` searches first."""
-        return os.getcwd()
-
-    def needs(self) -> Needs:
-        """Returns that ranks need the module, and its ``__main__``, which runs a package."""
-        return Needs({self.name, f"{self.name}.__main__"}, first=self.directory)
-
-    def parts(self) -> dict[str, Any]:
-        """Returns the payload's fields for ranks: the module's name."""
-        return {"kind": "module", "name": self.name}
-
-
-@dataclass(frozen=True)
-class Command:
-    """A program with its arguments, as for torchrun's ``--no-python``.
-
-    Attributes:
-        line: The program, searched on the ranks' ``PATH``, and its arguments. Files that are named by a relative
-            path are shipped, too.
-    """
-
-    line: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """Display name: the program's base name."""
-        return os.path.basename(self.line[0])
-
-    @property
-    def directory(self) -> str:
-        """The working directory, to which the paths of files are relative."""
-        return os.getcwd()
-
-    def needs(self) -> Needs:
-        """Returns no needs, since those of a program are unknown."""
-        return Needs(first=self.directory)
-
-    def parts(self) -> dict[str, Any]:
-        """Returns the payload's fields for ranks: the shipped files."""
-        return {"kind": "command", "files": self.files()}
+        """Returns the payload's fields for ranks."""
+        if self.kind == "script":
+            return {"kind": self.kind, "path": self.target, "source": self.source()}
+        return {"kind": self.kind} | ({"name": self.target} if self.kind == "module" else {"files": self.files()})
 
     def files(self) -> dict[int, dict[str, Any]]:
-        """Returns the files to ship, by their position in the line. Raises InvalidJobError if one is too large."""
+        """Returns the files of a command, by their position. Raises InvalidJobError if one is too large."""
         found = {}
         for position, word in enumerate(self.line):
             # Like a shell, which searches a program without a slash only on PATH.
             is_path = not os.path.isabs(word) and (position > 0 or os.sep in word)
             if is_path and os.path.isfile(word):
-                path = os.path.abspath(word)
-                size = os.path.getsize(path)
-                if size > COMMAND_FILES_LIMIT:
+                if (size := os.path.getsize(word)) > COMMAND_FILES_LIMIT:
                     raise InvalidJobError(
                         f"{word} holds {size >> 20} MiB, over the limit of {COMMAND_FILES_LIMIT >> 20} MiB "
                         "for a file that travels with a command: name it by an absolute path that the ranks see"
                     )
-                with open(path, "rb") as file:
+                with open(word, "rb") as file:
                     mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-                    found[position] = {"path": path, "data": file.read(), "mode": mode}
+                    found[position] = {"path": os.path.abspath(word), "data": file.read(), "mode": mode}
         return found
 
 
 def resolve(train: object) -> Any:
-    """Resolves ``train`` to a `Script`, `Module` or `Command`, or to the object that ranks call.
+    """Resolves ``train`` to a `Program`, or to the object that ranks call.
 
     Args:
         train: A callable, ``"path/to/script.py"``, a path object, ``"package.module:function"``,
@@ -158,11 +104,9 @@ def resolve(train: object) -> Any:
     if isinstance(train, os.PathLike) or (isinstance(train, str) and not is_module_reference(train)):
         path = os.fspath(train)
         absolute = os.path.abspath(os.path.expanduser(path))
-        if os.path.isdir(absolute):
-            raise InvalidJobError(f"train={path!r} is a directory; give the script in it")
         if not os.path.isfile(absolute):
             raise InvalidJobError(f"train={path!r}: there is no such script (looked at {absolute})", code="RZ-1005")
-        return Script(absolute)
+        return Program("script", absolute)
     found: Any = _function(train) if isinstance(train, str) else train
     # The plain function of `rankzero.distributed`: the launcher that was asked runs it.
     return found.launch_function if hasattr(type(found), "launch_function") else found
@@ -173,42 +117,24 @@ def is_module_reference(text: str) -> bool:
     return text.startswith(MODULE) or (":" in text and os.sep not in text and not text.endswith(".py"))
 
 
-def _command(words: list[Any] | tuple[Any, ...]) -> Command:
+def _command(words: list[Any] | tuple[Any, ...]) -> Program:
     if not words or not all(isinstance(word, (str, os.PathLike)) for word in words):
         raise InvalidJobError(f"train is {words!r}; a command is a list of strings, such as ['bash', 'train.sh']")
     line = tuple(os.fspath(word) for word in words)
-    program = line[0]
-    if os.sep in program and not os.path.isabs(program) and not os.access(program, os.X_OK):
-        raise InvalidJobError(
-            f"train={[*line]}: there is no program {program} that may be executed (looked in {os.getcwd()})"
-        )
-    return Command(line)
+    if os.sep in line[0] and not os.path.isabs(line[0]) and not os.access(line[0], os.X_OK):
+        raise InvalidJobError(f"train={[*line]}: there is no program {line[0]} in {os.getcwd()} that may be executed")
+    return Program("command", line[0], line)
 
 
-def _module(train: str) -> Module:
+def _module(train: str) -> Program:
     name = train.removeprefix(MODULE).strip()
     if not all(part.isidentifier() for part in name.split(".")):
         raise InvalidJobError(f"train={train!r} names no module; write '-m package.module', and its arguments apart")
-    root, first = name.partition(".")[0], os.getcwd()
-    spec = spec_of(root, first)
-    if spec is None and not _is_installed(root, first):
-        raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
-    if spec is not None and not any(_is_source(part, first) for part in (name, f"{name}.__main__")):
-        raise InvalidJobError(f"train={train!r}: there is no module {name!r}, nor {name}.__main__")
-    return Module(name)
-
-
-def _is_installed(root: str, first: str) -> bool:
-    try:
-        return bool(importlib.machinery.PathFinder.find_spec(root, [first]) or importlib.util.find_spec(root))
-    except (ImportError, ValueError):
-        return False
-
-
-def _is_source(name: str, first: str) -> bool:
-    """Returns True for a user's module that is no package, which ``python -m`` can run."""
-    spec = spec_of(name, first)
-    return spec is not None and not spec.submodule_search_locations
+    root, place = name.partition(".")[0], os.getcwd()
+    # A package of the user's is complete here, and an installed one where the ranks are.
+    if not (spec_of(name, place) if spec_of(root, place) else importlib.util.find_spec(root)):
+        raise InvalidJobError(f"train={train!r}: there is no module {name!r} in the working directory or sys.path")
+    return Program("module", name)
 
 
 def _function(reference: str) -> object:
@@ -227,21 +153,12 @@ def _function(reference: str) -> object:
 
 
 def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_all: bool = True) -> None:
-    """Raises InvalidJobError unless ranks can call the object with these arguments.
-
-    Args:
-        function: The object.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        are_all: False if further arguments may follow.
-    """
+    """Raises InvalidJobError unless ranks can call the object with these arguments; False: further ones may follow."""
     if not callable(function):
         raise InvalidJobError(
             f"train is {function!r}; give a function, 'path/to/script.py', 'package.module:function', "
             "'-m package.module' or a list of words that are a command"
         )
-    if kind := _kind_of_call(function):
-        raise InvalidJobError(f"train={name_of(function)} is {kind} function; ranks call plain functions")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -252,18 +169,6 @@ def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, An
         raise InvalidJobError(
             f"the arguments do not fit {name_of(function)}{signature}: {error}", code="RZ-1003"
         ) from None
-
-
-def _kind_of_call(function: Any) -> str | None:
-    """Returns "an async" or "a generator" for a function of that kind; None for a plain function."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    for called in (function, type(function).__call__):
-        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-            return "an async"
-        if inspect.isgeneratorfunction(called):
-            return "a generator"
-    return None
 
 
 def name_of(function: object) -> str:
