@@ -193,8 +193,10 @@ def _decoded_row(fragments: list[Any]) -> float:
     import pyarrow.parquet as pq
 
     groups = [(each.metadata.row_group(n), each, n) for each in fragments for n in range(each.metadata.num_row_groups)]
-    group, fragment, number = max(groups, key=lambda each: each[0].total_byte_size, default=(None, None, 0))
-    if group is None or not group.num_rows:
+    if not groups:
+        return 0.0
+    group, fragment, number = max(groups, key=lambda each: each[0].total_byte_size)
+    if not group.num_rows:
         return 0.0
     count = max(1, min(_SAMPLED_ROWS, _SAMPLED_BYTES * group.num_rows // max(1, group.total_byte_size)))
     with fragment.open() as source:
