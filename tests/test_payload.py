@@ -1,7 +1,5 @@
 """What can be launched, what is refused, and what travels along."""
 
-import ast
-import gc
 import importlib.util
 import io
 import os
@@ -16,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 
 from rankzero import InvalidJobError, ResultRef
@@ -312,14 +309,6 @@ def test_a_function_that_does_not_know_its_module_travels_by_value(strange: Any,
     assert run_elsewhere(pack.build(strange.train, (), {}), tmp_path) == "trained"
 
 
-def test_what_is_pickled_by_value_is_forgotten_after_it(strange: Any) -> None:
-    before = cloudpickle.list_registry_pickle_by_value()
-    pack.build(strange.train, (), {})
-    with pytest.raises(InvalidJobError):
-        pack.build(strange.train, (threading.Lock(),), {})
-    assert cloudpickle.list_registry_pickle_by_value() == before
-
-
 def test_files_without_a_date_and_dead_links_do_no_harm(user_package: Any, tmp_path: Path) -> None:
     package = Path(user_package.__file__).parent
     os.utime(package / "nets.py", (0, 0))
@@ -349,29 +338,6 @@ class Submitting:
 
 def test_what_is_submitted_may_submit() -> None:
     assert pack.build(len, ([Submitting()],), {}).name == "len"
-
-
-class Parsing:
-    """Garbage whose finalizer parses, as one does that logs a traceback."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-    def __del__(self) -> None:
-        ast.parse("x = 1")
-
-
-def test_what_finalizers_do_meanwhile_does_not_disturb(user_package: Any, request: pytest.FixtureRequest) -> None:
-    path = Path(user_package.__file__)
-    # A collection every few allocations, so that one comes while the tree of the file is made.
-    request.addfinalizer(partial(gc.set_threshold, *gc.get_threshold()))
-    gc.set_threshold(50)
-    for number in range(3):
-        # A new state of the file is read and parsed anew.
-        path.write_text(path.read_text() + "\n".join(f"x{number}_{line} = [{line}]" for line in range(300)) + "\n")
-        for _ in range(300):
-            Parsing()
-        assert pack.build(user_package.by_value, (), {}).modules is not None
 
 
 def test_data_files_of_a_user_package_come_along(user_package: Any, tmp_path: Path) -> None:
@@ -436,14 +402,6 @@ def test_installed_packages_do_not_travel() -> None:
     assert pack.build(uses_torch, (), {}).modules is None
 
 
-def test_the_registry_of_cloudpickle_is_as_before(user_package: Any) -> None:
-    import cloudpickle
-
-    before = cloudpickle.list_registry_pickle_by_value()
-    pack.build(user_package.by_value, (), {})
-    assert cloudpickle.list_registry_pickle_by_value() == before
-
-
 def test_a_script_brings_the_modules_beside_it(tmp_path: Path) -> None:
     (tmp_path / "train_it.py").write_text("import beside_it\n")
     (tmp_path / "beside_it.py").write_text("import further\n")
@@ -474,5 +432,3 @@ def test_a_package_says_which_of_its_files_stay(tmp_path: Path) -> None:
     assert built.modules is not None
     names = zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist()
     assert names == ["mine/__init__.py", "mine/inner/__init__.py", "mine/table.csv"]
-
-

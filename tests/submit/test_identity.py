@@ -316,14 +316,6 @@ def test_a_script_counts_by_content(helper: Path, tmp_path: Path, what: tuple[st
     assert of(str(elsewhere / "train.py"), "--epochs", 3) == of(str(script), "--epochs", 3)
 
 
-def test_a_function_of_a_module_counts_with_its_module(helper: Path) -> None:
-    module = load_module(helper.stem)
-    before = of(module.scale, 1)
-    assert of(f"{helper.stem}:scale", 1) == before
-    edited(helper.with_name(f"{helper.stem}_rates.py"), "RATE = 2", "RATE = 3")
-    assert of(module.scale, 1) != before
-
-
 def nested(rate: float, shift: int = 0) -> Callable[[], float]:
     def train() -> float:
         return rate * 2 + shift

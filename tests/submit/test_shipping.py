@@ -211,16 +211,3 @@ def test_an_extension_module_travels_once_and_counts(project: Path) -> None:
     before = identity_of(train, (), {}, 1)
     write(project / name, "22")
     assert identity_of(train, (), {}, 1) != before
-
-
-def test_a_loaded_module_below_an_ignored_folder_stays(project: Path) -> None:
-    write(project / "acme" / "__init__.py")
-    write(project / "acme" / "train.py", "def train():\n    return 1\n")
-    write(project / "acme" / "private" / "__init__.py")
-    write(project / "acme" / "private" / "plans.py")
-    write(project / "acme" / ".rankzeroignore", "/private/\n")
-    load_module("acme.private.plans")
-    built = pack.build(load_module("acme.train").train, (), {})
-    assert files_of(built) == {"acme/__init__.py", "acme/train.py"}
-    assert built.modules
-    assert "left out  acme/private/\n" in built.modules.listing

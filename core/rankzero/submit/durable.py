@@ -120,9 +120,9 @@ def open_durable(
 
     Args:
         request: The launcher's request, with a run id.
-        train: As for `Launcher.run`.
-        args: As for `Launcher.run`.
-        kwargs: As for `Launcher.run`.
+        train: As for `Launcher.run`, as are the arguments.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
         caller: The step.
         log: The step's logger.
 

@@ -27,9 +27,6 @@ from rankzero.values.pickled import Part
 
 logger = logging.getLogger(__name__)
 
-_MOST_NAMED = 5
-"""Most names that a message lists."""
-
 
 @dataclass(frozen=True)
 class Existing:
@@ -89,12 +86,8 @@ def unreadable(run: RunDirectory, error: RunNotFoundError) -> InvalidJobError:
 def assess(own: Submission, asked: Asked, caller: PipelineTry | None = None) -> Existing:
     """Returns what submitting a training under this run id would mean now.
 
-    A driver on another host is polled until it shows a heartbeat or counts as dead.
-
-    Args:
-        own: The last submission of the run.
-        asked: The requested training.
-        caller: A pipeline step. If its orchestrator has stored the result, the result is acknowledged.
+    A driver on another host is polled until it shows a heartbeat or counts as dead. If the orchestrator of the caller,
+    a pipeline step, has stored the result, the result is acknowledged.
 
     Raises:
         RunNotFoundError: the run was removed meanwhile.
@@ -204,7 +197,7 @@ def check_writable(run: RunDirectory) -> None:
     with storing(run):
         if store.exists(run.directory) and not run.is_own() and (found := run.strangers()):
             raise InvalidJobError(
-                f"{run.directory} holds files of others ({', '.join(sorted(found)[:_MOST_NAMED])}), so it cannot "
+                f"{run.directory} holds files of others ({', '.join(sorted(found)[:5])}), so it cannot "
                 "become a run directory: choose another run_id or another store"
             )
         store.prove(os.path.dirname(run.directory))
@@ -254,14 +247,3 @@ def behind(run: RunDirectory, found: Existing | None, job: Job) -> Job:
         # A driver that was killed may not have written its last status.
         metrics={**found.status.metrics, **(committed[-1].metrics if committed else {})},
     )
-
-
-def report_beginning(found: Existing, own: Submission, *, is_quiet: bool) -> None:
-    """Logs where a submission behind an earlier one begins, and which checkpoints stay unused."""
-    if not is_quiet:
-        logger.warning("run %s: %s", own.run.directory, own.job.beginning)
-    before = Submission(own.run, found.job)
-    places = [*before.earlier(), before.directory]
-    if not own.job.earlier and (left := [name for place in places for name in list_folders(place)]):
-        names = ", ".join(left[-_MOST_NAMED:])
-        logger.warning("the checkpoints of the training before stay until `rankzero gc` removes them: %s", names)

@@ -84,13 +84,7 @@ class Payload:
     def identity(
         self, world_size: NumProcesses, code_version: str | None = None, user_code: UserCode | None = None
     ) -> Identity:
-        """Returns the identity of the training, equal in every process for the same code, arguments and world size.
-
-        Args:
-            world_size: Number of ranks; for an elastic job the smallest and the largest; or ``"auto"``.
-            code_version: Replaces the checksums of all code.
-            user_code: The user's ``working_dir`` and ``py_files``; counts by content.
-        """
+        """Returns the identity of the training, equal in every process; ``code_version`` replaces all code in it."""
         contents = Contents()
         parts = {NUM_PROCESSES: repr(world_size)}
         for name, value in self.arguments.items():

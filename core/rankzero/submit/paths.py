@@ -158,7 +158,7 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
     return Manifest(
         schema=encode_schema(schema),
         files=tuple(with_nulls(file, inside, schema, where) for file, inside in zip(files, schemas, strict=True)),
-        size=size + sum(sum(file.rows) * _partition_row(file) for file in files),
+        size=size,
         digest=hashlib.sha256(content.encode()).hexdigest(),
     )
 
@@ -205,8 +205,3 @@ def _decoded_row(fragments: list[Any]) -> float:
     # A dictionary counts once for any number of rows, so columns are decoded first.
     columns = (column.dictionary_decode() if hasattr(column, "dictionary") else column for column in batch.columns)
     return float(sum(column.nbytes for column in columns) / batch.num_rows)
-
-
-def _partition_row(file: File) -> int:
-    """Returns the approximate bytes in memory of a row's partition columns, which are not in the file."""
-    return sum(8 + len(value or "") for value in file.partition.values())

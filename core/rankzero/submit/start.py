@@ -106,14 +106,7 @@ class Submitter:
     def __init__(
         self, request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool
     ) -> None:
-        """Checks the whole request and packs code and arguments.
-
-        Args:
-            request: The launcher's request.
-            train: As for `Launcher.run`.
-            args: As for `Launcher.run`.
-            kwargs: As for `Launcher.run`.
-            detached: True if the driver is not in this process.
+        """Checks the whole request and packs code and arguments; ``detached`` if the driver is in another process.
 
         Raises:
             InvalidJobError: the request was rejected before anything started.
@@ -278,8 +271,8 @@ class Submitter:
                 if not own.is_there():
                     store.remove(own.directory)
             raise
-        if found:
-            existing.report_beginning(found, own, is_quiet=request.caller is not None)
+        if found and request.caller is None:
+            logger.warning("run %s: %s", run.directory, own.job.beginning)
         return True
 
     def _files(self) -> tuple[dict[str, list[Part]], dict[str, list[Part]]]:
