@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import InvalidJobError, ResultRef
+from rankzero import InvalidJobError, Launcher, ResultRef
 from rankzero.submit import code_files, pack
 
 
@@ -432,3 +432,23 @@ def test_a_package_says_which_of_its_files_stay(tmp_path: Path) -> None:
     assert built.modules is not None
     names = zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist()
     assert names == ["mine/__init__.py", "mine/inner/__init__.py", "mine/table.csv"]
+
+
+def test_a_run_of_one_rank_takes_the_world_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The ranks find it by its name, like what is installed.
+    site = tmp_path / "lib" / "site-packages"
+    (site / "accelerate").mkdir(parents=True)
+    (site / "accelerate" / "__init__.py").write_text("")
+    (site / "accelerate" / "state.py").write_text("class PartialState:\n    num_processes = 1\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    state = importlib.import_module("accelerate.state").PartialState()
+    try:
+        assert Launcher(1, store=tmp_path / "store").run(lambda: state.num_processes) == 1
+        with pytest.raises(InvalidJobError, match="every rank would train alone"):
+            Launcher(2, store=tmp_path / "store").run(lambda: state.num_processes)
+    finally:
+        for name in ("accelerate.state", "accelerate"):
+            sys.modules.pop(name, None)

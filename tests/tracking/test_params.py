@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from rankzero.submit.pack_params import MAX_PARAMS, MAX_TEXT, params_of
-from rankzero.submit.training import Program
+from rankzero.submit.training import MAX_PARAMS, MAX_TEXT, Program, params_of
 
 
 def train(lr: float, *layers: int, model: dict[str, Any] | None = None, **more: Any) -> None: ...

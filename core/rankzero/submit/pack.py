@@ -45,9 +45,8 @@ from rankzero.submit.code_modules import stable_name
 from rankzero.submit.code_source import digest_of_source
 from rankzero.submit.pack_archive import UserCode
 from rankzero.submit.pack_content import Contents
-from rankzero.submit.pack_params import bind
 from rankzero.submit.pack_pickler import TrainingPickler
-from rankzero.submit.training import Program, check_callable, name_of, resolve
+from rankzero.submit.training import Program, bind, check_callable, name_of, resolve
 from rankzero.tracking.tracker import Tracker
 from rankzero.values.digest import digest_of
 from rankzero.values.pickled import Part, beside, pack
@@ -148,7 +147,9 @@ def _compared(what: str, digest: Callable[[], str]) -> str:
         return RESISTS + secrets.token_hex(DIGITS // 2)
 
 
-def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = ()) -> Payload:
+def build(
+    train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = (), *, is_alone: bool = False
+) -> Payload:
     """Builds the payload of a training.
 
     Args:
@@ -157,6 +158,7 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
         args: Positional arguments. `ResultRef` objects in them, also nested, are opened in the workers.
         kwargs: Keyword arguments; only a function accepts them.
         restart_on: As for `Launcher`; a rank that fails loads it.
+        is_alone: True for a run of one rank, whose objects may depend on a world of one process.
 
     Raises:
         InvalidJobError: ``train`` cannot be run, the arguments do not fit its signature,
@@ -173,7 +175,7 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
         parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
     arguments = bind(training, args, kwargs)
     buffers: list[memoryview] = []
-    pickler, other = TrainingPickler(beside(buffers)), TrainingPickler()
+    pickler, other = TrainingPickler(beside(buffers), is_alone=is_alone), TrainingPickler()
     if restart_on:
         try:
             parts["restart_on"] = other.dumps(restart_on)
@@ -183,7 +185,7 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
         # Pickled last, when it is complete.
         pickled = pickler.dumps(parts if is_program else parts | {"loaded": pickler.loaded})
     except Exception as error:
-        culprit = _find_culprit(name, arguments)
+        culprit = _find_culprit(name, arguments, is_alone)
         raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
     needs = needs if is_program else pickler.needs
     texts = {text.decode().replace(":", ".") for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
@@ -204,11 +206,11 @@ def _parts_of_program(program: Program, args: tuple[Any, ...], kwargs: dict[str,
     return {**program.parts(), "args": (*program.line, *line)}
 
 
-def _find_culprit(name: str, arguments: dict[str, Any]) -> str:
+def _find_culprit(name: str, arguments: dict[str, Any], is_alone: bool) -> str:
     """Returns the name of the argument or function that cannot be pickled."""
     for argument, value in arguments.items():
         try:
-            TrainingPickler().dumps(value)
+            TrainingPickler(is_alone=is_alone).dumps(value)
         except Exception:
             return f"argument {argument!r} (a {type(value).__name__})"
     return f"train={name}, or something it refers to,"

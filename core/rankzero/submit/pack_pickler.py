@@ -48,8 +48,11 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             do not count for the identity: another process may have loaded others.
     """
 
-    def __init__(self, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None) -> None:
+    def __init__(
+        self, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None, *, is_alone: bool = True
+    ) -> None:
         self._stream = io.BytesIO()
+        self._is_alone = is_alone
         super().__init__(self._stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.needs = Needs()
         self.by_value: set[object] = set()
@@ -72,6 +75,11 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise pickle.PicklingError(
                 f"ranks have no Spark, and so no {type(obj).__name__}: give a DataFrame as Launcher(dataset=df), and "
                 "read it in the function with rankzero.train.get_dataset_shard()"
+            )
+        if type(obj).__module__ == "accelerate.state" and not self._is_alone:
+            raise pickle.PicklingError(
+                f"it holds accelerate's {type(obj).__name__}, the world of this process, and every rank would train "
+                "alone in it: make TrainingArguments or Accelerator inside of the training function"
             )
         module = getattr(obj, "__module__", None)
         is_by_name = not isinstance(obj, (type, types.FunctionType)) or is_sent_by_name(obj)

@@ -43,7 +43,7 @@ from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, existing, pack
 from rankzero.submit.existing import Existing
 from rankzero.submit.pack_archive import ARCHIVE, UserCode
-from rankzero.submit.pack_params import params_of
+from rankzero.submit.training import params_of
 from rankzero.values.digest import digest_of
 from rankzero.values.pickled import Part
 
@@ -126,7 +126,9 @@ class Submitter:
         self.own: Submission | None = None
         self.existing: Existing | None = None
         self._request = request
-        self._payload = payload = pack.build(train, args, kwargs, request.restart_on)
+        self._payload = payload = pack.build(
+            train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1
+        )
         self._identity = dict(payload.identity(request.num_processes, template.code_version, request.code).parts)
         self._identity |= {
             f"{VARIABLE}{name}": digest_of([value.encode(errors="surrogateescape")])
