@@ -106,9 +106,9 @@ class Sources:
                 found[name] = f"{source} {generation}".strip()
         return found
 
-    def has_frames(self) -> bool:
+    def has_frames(self, kept: Mapping[str, Manifest]) -> bool:
         """Returns True if Spark must compute the checksum of a DataFrame to know the identity."""
-        return any(is_frame(self._open(name)) for name in self.given)
+        return any(is_frame(self._open(name)) for name in self.given.keys() - kept.keys())
 
     def collect(
         self, own: Submission, kept: Mapping[str, Manifest], before: Mapping[str, Manifest]

@@ -232,7 +232,7 @@ class Submitter:
         parts = before.job.identity_parts.items()
         found = assess({name.removeprefix(DATASET): digest for name, digest in parts if name.startswith(DATASET)})
         is_followed = found.decision in (Decision.ATTACH, Decision.DELIVER) and not found.ending
-        return assess(None) if is_followed and self._sources.has_frames() else found
+        return assess(None) if is_followed and self._sources.has_frames(kept) else found
 
     def _start(self, number: int, found: Existing | None) -> bool:
         """Computes the rows and makes the submission; False if another process was faster."""
