@@ -234,10 +234,9 @@ def behind(run: RunDirectory, found: Existing | None, job: Job) -> Job:
     attempts = [int(name.partition("-")[0]) for place in places for name in list_folders(place)]
     job = replace(job, first_attempt=1 + max([found.status.attempt, *attempts]))
     if found.decision is not Decision.RESUME:
-        why = "the result of the training before was delivered"
         if found.comparison.differing:
-            why = f"other than before: {describe(found.comparison.differing)}"
-        return replace(job, beginning=f"from scratch: {why}")
+            return replace(job, beginning=f"from scratch: other than before: {describe(found.comparison.differing)}")
+        return replace(job, beginning="from scratch: its result was delivered")
     usable = without_rows(committed := list_committed(places))
     place = f"checkpoint {usable[-1].id}" if usable else "its beginning, since no checkpoint counts"
     return replace(
