@@ -47,7 +47,7 @@ _ASSIGNED = re.compile(r"(?:--(?P<long>[^=]+)|[-+~]*(?P<name>\w[\w.@-]*))=(?P<va
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What ranks run that is no function.
+    """A script, a module or a command, which ranks run in place of a function.
 
     Attributes:
         kind: ``"script"`` for a Python file, ``"module"`` as for ``python -m``, ``"command"`` as for torchrun's
@@ -63,7 +63,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        """Display name."""
+        """Returns the name that people see."""
         return self.target if self.kind == "module" else os.path.basename(self.target)
 
     def source(self) -> bytes:
