@@ -77,6 +77,7 @@ def test_a_package_that_a_module_of_another_package_imports_travels(project: Pat
         "'zoo.%s' % kind",
         "'zoo.{}'.format(kind)",
         "'zoo.small'",
+        "['a', 'b', 'zoo.small'][2]",
     ],
 )
 @pytest.mark.parametrize("place", ["module", "function"])

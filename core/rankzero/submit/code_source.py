@@ -17,7 +17,7 @@ import re
 import token
 import tokenize
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from rankzero import store
@@ -117,7 +117,7 @@ def source_of_code(code: types.CodeType, package: str | None, computes: bool = F
         computes: True if it is known to import by a text.
     """
     nested = list(_nested(code))
-    texts = {const for each, _ in nested for const in each.co_consts if isinstance(const, str)}
+    texts = {text for each, _ in nested for text in _texts(each.co_consts)}
     names = {name for each, _ in nested for name in each.co_names}
     computes |= not IMPORTERS.isdisjoint(names)
     computes |= not code.co_flags & inspect.CO_OPTIMIZED and not _LAZY.isdisjoint(code.co_names)
@@ -131,6 +131,15 @@ def source_of_code(code: types.CodeType, package: str | None, computes: bool = F
         words=frozenset(names.union(*(text.split(".") for text in texts))),
         computes=computes,
     )
+
+
+def _texts(constants: Iterable[object]) -> Iterator[str]:
+    """Yields the texts among the constants of code, of which the compiler makes tuples, too."""
+    for const in constants:
+        if isinstance(const, str):
+            yield const
+        elif isinstance(const, (tuple, frozenset)):
+            yield from _texts(const)
 
 
 def _nested(code: types.CodeType, is_run: bool = True) -> Iterator[tuple[types.CodeType, bool]]:
