@@ -677,8 +677,8 @@ def test_data_files_of_a_package_in_a_folder_without_init_are_shipped_and_count(
     before = identity_of(f"{namespace.name}.ml.job:train", (), {}, 2)
     shipped = pack.build(f"{namespace.name}.ml.job:train", (), {}).modules
     assert shipped
-    assert f"{namespace.name}/ml/conf.json" in shipped.listing
-    assert "notes.txt" not in shipped.listing
+    assert f"{namespace.name}/ml/conf.json".encode() in shipped
+    assert b"notes.txt" not in shipped
     edited(namespace / "ml" / "conf.json", "0.1", "0.2")
     after = identity_of(f"{namespace.name}.ml.job:train", (), {}, 2)
     assert compare(before, after).differing == (f"module {namespace.name} (data files)",)

@@ -206,7 +206,7 @@ def test_a_text_that_is_the_name_of_a_folder_sends_no_folder(package: Path) -> N
     )
     built = build(train, (), {})
     assert built.modules
-    assert "tool.py" not in built.modules.listing
+    assert b"tool.py" not in built.modules
 
 
 # -- a DAG file --------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Files:
         self._first = needs.first
         self._roots: dict[str, bool] = {}
         self._sent: dict[str, _File] = {}
-        self._left_out: set[str] = set()
+        self._missed: set[str] = set()
         self._seen: set[str] = set()
         self.counted: dict[str, str] = {}
         self._follow(needs.modules | self._named_by(needs), counts=True)
@@ -171,7 +171,7 @@ class Files:
             self._roots[root] = spec is not None
             for base in spec.submodule_search_locations or () if spec else ():
                 ignored = matcher((), os.path.join(base, IGNORE_FILE))
-                for name, path in walk(base, ignored, self._left_out, root, spec.origin is not None):
+                for name, path in walk(base, ignored, self._missed, root, spec.origin is not None):
                     self._add(name, path)
             if spec and not spec.submodule_search_locations:
                 self._add(os.path.basename(spec.origin), spec.origin)
@@ -183,7 +183,7 @@ class Files:
             if name not in self._sent and stat.S_ISREG((found := os.stat(path)).st_mode):
                 self._sent[name] = _File(path, found.st_size, fingerprint(found))
 
-    def zipped(self) -> Shipped | None:
+    def zipped(self) -> bytes | None:
         """Returns the zip of the files; None if there are none.
 
         Raises:
@@ -194,14 +194,8 @@ class Files:
         sizes = {name: file.size for name, file in self._sent.items()}
         names = ", ".join(sorted(root for root, is_user_s in self._roots.items() if is_user_s))
         check_size(f"the user modules {names}", sizes, f"{IGNORE_FILE} in the package's folder")
-        return Shipped(_zip(tuple(sorted(self._sent.items()))), listed(sizes, self._left_out))
-
-
-class Shipped(NamedTuple):
-    """User modules that are shipped with a job: a zip, and the text that lists what is in it and what was left out."""
-
-    data: bytes
-    listing: str
+        warn_of(self._missed)
+        return _zip(tuple(sorted(self._sent.items())))
 
 
 def _names_in(spec: Any) -> set[str]:
@@ -238,15 +232,15 @@ def _zip(files: tuple[tuple[str, _File], ...]) -> bytes:
 
 
 def walk(
-    base: str, ignored: Callable[[str], bool], left_out: set[str], prefix: str = "", is_package: bool = True
+    base: str, ignored: Callable[[str], bool], missed: set[str], prefix: str = "", is_package: bool = True
 ) -> Iterator[tuple[str, str]]:
     """Yields the files of a folder that may be sent, in order: their names below ``prefix``, and their paths.
 
     Args:
         base: The folder.
         ignored: True for a path, relative to the folder, that is not sent: `matcher`.
-        left_out: Receives the names of files and folders that a pattern or their own name keeps here, and of links to
-            folders, which may lead to large datasets, or back here.
+        missed: Receives the names of what their own name keeps here, and of links to folders, which may lead to large
+            datasets, or back here.
         prefix: First part of all names.
         is_package: False for a folder of which only packages have other files than sources.
     """
@@ -256,28 +250,22 @@ def walk(
         below = directory[len(base) :].strip(os.sep)
         if is_package or "__init__.py" in names or os.path.dirname(directory) in packages:
             packages.add(directory)
-        found = sorted(name for name in children if not (name.startswith(".") or name in _SKIPPED_DIRECTORIES))
-        sent = [name for name in found if not ignored(os.path.join(below, name, ""))]
-        children[:] = [name for name in sent if not _is_of_secrets(os.path.join(directory, name))]
-        links = (name for name in children if os.path.islink(os.path.join(directory, name)))
-        out = [*links, *(os.path.join(name, "") for name in found if name not in children)]
+        seen = sorted(name for name in children if not (name.startswith(".") or name in _SKIPPED_DIRECTORIES))
+        seen = [name for name in seen if not ignored(os.path.join(below, name, ""))]
+        children[:] = [name for name in seen if not _is_of_secrets(os.path.join(directory, name))]
+        out = [name for name in seen if name not in children or os.path.islink(os.path.join(directory, name))]
         for name in sorted(names if directory in packages else (name for name in names if name.endswith(".py"))):
-            if name.startswith(".") or is_secret(name) or ignored(os.path.join(below, name)):
+            if is_secret(name):
                 out.append(name)
-            else:
+            elif not (name.startswith(".") or ignored(os.path.join(below, name))):
                 yield os.path.join(prefix, below, name), os.path.join(directory, name)
-        left_out |= {os.path.join(prefix, below, name) for name in out}
+        missed |= {os.path.join(prefix, below, name) for name in out if not ignored(os.path.join(below, name))}
 
 
-def listed(sizes: Mapping[str, int], left_out: Iterable[str]) -> str:
-    """Returns a text with a line for each file that is sent, by its name and size, and for each that was left out.
-
-    Names the latter in the log if they may hold secrets, since ranks may miss them.
-    """
-    if named := sorted(name for name in left_out if is_secret(os.path.basename(name.rstrip(os.sep)))):
-        logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(named))
-    lines = [f"{sizes[name]:>12}  {name}" for name in sorted(sizes)]
-    return "".join(f"{line}\n" for line in [*lines, *(f"{'left out':>12}  {name}" for name in sorted(left_out))])
+def warn_of(missed: set[str]) -> None:
+    """Logs the names of files and folders that do not travel, since ranks may miss them."""
+    if named := sorted(name for name in missed if not os.path.basename(name).startswith(".")):
+        logger.warning("%s do not travel with the job: links to folders, or they may hold secrets", ", ".join(named))
 
 
 def check_size(what: str, sizes: Mapping[str, int], place: str) -> None:

@@ -68,29 +68,20 @@ def stable_name(name: str) -> str:
     return os.path.splitext(os.path.basename(file))[0]
 
 
-def spec_of(name: str, first: str | None = None) -> Any:
-    """Returns the spec of a user module that can be found by its name, else None. Imports nothing.
+def spec_of(root: str, first: str | None = None) -> Any:
+    """Returns the spec of a user's top-level module that can be found by its name, else None. Imports nothing.
 
     Args:
-        name: Absolute name of the module.
+        root: Name of the module.
         first: A directory that is searched before `sys.path`, such as that of a script. `sys.path` itself is not
             changed, since other threads import meanwhile.
     """
-    root, *rest = name.split(".")
-    if root in NEVER_SHIPPED:
-        return None
-    spec = _find(root, None if first is None else (first, *sys.path))
+    spec = None if root in NEVER_SHIPPED else _find(root, None if first is None else (first, *sys.path))
     if spec is None:
         return None
     places = list(spec.submodule_search_locations or []) or [spec.origin or ""]
-    if not all(place and _is_user_file(place) for place in places) or _is_install_target(os.path.dirname(places[0])):
-        return None
-    for part in rest:
-        if not spec or not spec.submodule_search_locations:
-            return None
-        # An editable install may have put a module elsewhere than its parent.
-        spec = _find(f"{spec.name}.{part}", tuple(spec.submodule_search_locations))
-    return spec
+    is_user_s = all(place and _is_user_file(place) for place in places)
+    return spec if is_user_s and not _is_install_target(os.path.dirname(places[0])) else None
 
 
 @functools.lru_cache(maxsize=4096)

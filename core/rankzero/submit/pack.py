@@ -40,7 +40,7 @@ from rankzero.run.identity import (
     TRAIN,
     Identity,
 )
-from rankzero.submit.code_files import Files, Needs, Shipped
+from rankzero.submit.code_files import Files, Needs
 from rankzero.submit.code_modules import stable_name
 from rankzero.submit.code_source import digest_of_source
 from rankzero.submit.pack_archive import UserCode
@@ -65,7 +65,7 @@ class Payload:
     Attributes:
         name: Display name of the function or script.
         data: The pickle of function or script and arguments, made by `rankzero.values.pickled.pack`.
-        modules: The user modules that are shipped with it, or None.
+        modules: A zip of the user modules that are shipped with it, or None.
         refs: The `ResultRef` objects among the arguments and in a trainer's configuration.
         files: The files of these modules, and which of them count.
         training: What `rankzero.submit.training.resolve` has made of the function or script.
@@ -74,7 +74,7 @@ class Payload:
 
     name: str
     data: list[Part]
-    modules: Shipped | None
+    modules: bytes | None
     refs: list[ResultRef]
     files: Files
     training: Any
@@ -92,7 +92,7 @@ class Payload:
         if code_version is not None:
             return Identity.of(parts, **{CODE_VERSION: _short(repr(code_version))})
         if archive := user_code.archive if user_code else None:
-            parts[SENT_CODE] = _short(digest_of([archive[0]]))
+            parts[SENT_CODE] = _short(digest_of([archive]))
         modules = dict(self.files.counted)
         parts[TRAIN] = _compared("the function", lambda: _short(repr(self._own(contents, modules))))
         data = self.files.data_files()

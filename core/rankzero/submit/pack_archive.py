@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Iterable, Sequence
 
 from rankzero.errors import InvalidJobError
-from rankzero.submit.code_files import IGNORE_FILE, check_size, listed, matcher, walk
+from rankzero.submit.code_files import IGNORE_FILE, check_size, matcher, walk, warn_of
 
 ARCHIVE = "code.tar.gz"
 WORKING_DIR, PY_FILES = "working_dir", "py_files"
@@ -50,9 +50,9 @@ class UserCode:
                 )
 
     @functools.cached_property
-    def files(self) -> tuple[dict[str, str], set[str]]:
-        """The files to ship, name in the archive to local path, and the names of those that are left out."""
-        found, left_out, paths = dict[str, str](), set[str](), dict[str, str]()
+    def files(self) -> dict[str, str]:
+        """The files to ship: name in the archive to local path."""
+        found, missed, paths = dict[str, str](), set[str](), dict[str, str]()
         folders = [(WORKING_DIR, self._working_dir)] if self._working_dir is not None else []
         for path in self._py_files:
             root = os.path.basename(os.path.abspath(path))
@@ -64,23 +64,21 @@ class UserCode:
                 found[f"{PY_FILES}/{root}"] = path
         for prefix, folder in folders:
             ignore_file = os.path.join(folder, IGNORE_FILE) if prefix == WORKING_DIR else None
-            every = walk(folder, matcher(self._excludes, ignore_file), left_out, prefix)
+            every = walk(folder, matcher(self._excludes, ignore_file), missed, prefix)
             found |= {name: path for name, path in every if os.path.isfile(path)}
-        return dict(sorted(found.items())), left_out
+        warn_of(missed)
+        return dict(sorted(found.items()))
 
     @functools.cached_property
-    def archive(self) -> tuple[bytes, str] | None:
-        """A tar archive of the files, with equal bytes for equal contents, and a text that lists them.
-
-        None if there is nothing to ship.
+    def archive(self) -> bytes | None:
+        """A tar archive of the files, with equal bytes for equal contents; None if there is nothing to ship.
 
         Raises:
             InvalidJobError: the files are too large; the message names the largest.
         """
         if self._working_dir is None and not self._py_files:
             return None
-        files, left_out = self.files
-        sizes = {name: os.path.getsize(path) for name, path in files.items()}
+        sizes = {name: os.path.getsize(path) for name, path in self.files.items()}
         check_size("working_dir and py_files", sizes, f"excludes= or {IGNORE_FILE}")
         buffer = io.BytesIO()
         with (
@@ -89,13 +87,13 @@ class UserCode:
         ):
             if self._working_dir is not None:
                 archive.addfile(_entry(WORKING_DIR, 0o755, tarfile.DIRTYPE))
-            for name, path in files.items():
+            for name, path in self.files.items():
                 with open(path, "rb") as file:
                     data = file.read()
                 entry = _entry(name, 0o755 if os.access(path, os.X_OK) else 0o644)
                 entry.size = len(data)
                 archive.addfile(entry, io.BytesIO(data))
-        return buffer.getvalue(), listed(sizes, left_out)
+        return buffer.getvalue()
 
 
 def _entry(name: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:

@@ -258,13 +258,15 @@ class Submitter:
                 found = replace(found, decision=decision, comparison=comparison)
             identity = asked.identity
             job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=queries)
-            files, listings = self._files()
-            if manifests:
-                files[FILE] = [to_bytes(manifests)]
+            files = {"payload.pkl": self._payload.data}
+            modules, code = self._payload.modules, request.code.archive
+            manifest = to_bytes(manifests) if manifests else None
+            for name, content in (("modules.zip", modules), (ARCHIVE, code), (FILE, manifest)):
+                files |= {name: [content]} if content is not None else {}
             described = {name: _described(own.path(name), content) for name, content in files.items()}
             job = replace(existing.behind(run, found, job), files={**described, **_describe_arguments(self._payload)})
             self.own = own = Submission(run, job)
-            if not existing.claim(own, files | listings):
+            if not existing.claim(own, files):
                 self.own = None
                 return False
         except BaseException:
@@ -276,15 +278,6 @@ class Submitter:
         if found and request.caller is None:
             logger.warning("run %s: %s", run.directory, own.job.beginning)
         return True
-
-    def _files(self) -> tuple[dict[str, list[Part]], dict[str, list[Part]]]:
-        """Returns the parts of each file by name: those for ranks, and those for people."""
-        modules, code = self._payload.modules, self._request.code.archive
-        files, listings = {"payload.pkl": self._payload.data}, dict[str, list[Part]]()
-        for name, listing, archive in (("modules.zip", "modules.txt", modules), (ARCHIVE, "code.txt", code)):
-            if archive:
-                files[name], listings[listing] = [archive[0]], [archive[1].encode("utf-8", "replace")]
-        return files, listings
 
     @property
     def submission(self) -> Submission:

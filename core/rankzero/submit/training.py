@@ -153,10 +153,9 @@ def _module(train: str) -> Program:
     name = train.removeprefix(MODULE).strip()
     if not all(part.isidentifier() for part in name.split(".")):
         raise InvalidJobError(f"train={train!r} names no module; write '-m package.module', and its arguments apart")
-    root, place = name.partition(".")[0], os.getcwd()
-    # A package of the user's is complete here, and an installed one where the ranks are.
-    if not (spec_of(name, place) if spec_of(root, place) else importlib.util.find_spec(root)):
-        raise InvalidJobError(f"train={train!r}: there is no module {name!r} in the working directory or sys.path")
+    root = name.partition(".")[0]
+    if not (spec_of(root, os.getcwd()) or importlib.util.find_spec(root)):
+        raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
     return Program("module", name)
 
 
