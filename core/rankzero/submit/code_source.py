@@ -73,7 +73,8 @@ def _of_file(path: str, _fingerprint: str, package: str) -> Source:
     with open(path, "rb") as file:
         source = file.read()
     try:
-        found = source_of_code(compile(source, path, "exec", dont_inherit=True, optimize=0), package)
+        # Not kept beside the facts.
+        found = source_of_code.__wrapped__(compile(source, path, "exec", dont_inherit=True, optimize=0), package)
     except (SyntaxError, ValueError):
         found = Source("")
     return found._replace(digest=digest_of_source(source))
@@ -166,7 +167,7 @@ def _imported(code: types.CodeType, package: str, is_run: bool) -> Iterator[tupl
     checked, checked_until = False, 0
     for instruction in dis.get_instructions(code):
         kind, value = instruction.opname, instruction.argval
-        if "JUMP_IF_FALSE" in kind and checked:
+        if "IF_FALSE" in kind and checked:
             checked_until = value
         checked = value == "TYPE_CHECKING" or (checked and kind == "TO_BOOL")
         if kind in ("LOAD_CONST", "LOAD_SMALL_INT"):
