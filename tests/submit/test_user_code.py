@@ -74,7 +74,7 @@ def test_links_to_directories_stay_and_are_named(
         "run.sh",
         "settings.yaml",
     ]
-    assert "working_dir/elsewhere do not travel" in caplog.text
+    assert "working_dir/elsewhere, working_dir/id_rsa do not travel" in caplog.text
 
 
 def test_a_command_starts_there_too(launcher: Launcher, project: Path, capfd: pytest.CaptureFixture[str]) -> None:

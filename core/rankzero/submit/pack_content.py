@@ -19,23 +19,11 @@ from typing import Any
 
 import cloudpickle
 
-from rankzero.run.identity import DIGITS
 from rankzero.submit.code_modules import is_sent_by_name, is_sent_by_value, is_user_module, stable_name
 from rankzero.submit.code_source import digest_of_code, globals_of_classes
 from rankzero.submit.pack_pickler import reduce_wrapper
-from rankzero.values.digest import digest_of as digest_of_bytes
+from rankzero.values.digest import digest_of
 from rankzero.values.ref import ResultRef
-
-
-def digest_of(*values: Any) -> str:
-    """Returns a checksum of plain values and of objects by their attributes, the same in every process.
-
-    Example:
-        >>> digest_of({"lr": 0.1, "epochs": 3}) == digest_of({"epochs": 3, "lr": 0.1})
-        True
-    """
-    contents = Contents()
-    return contents.digest_of([*map(contents.digest_of, values), sorted(contents.code().items())])[:DIGITS]
 
 
 class _Parts(typing.NamedTuple):
@@ -47,7 +35,12 @@ class _Parts(typing.NamedTuple):
 
 
 class Contents:
-    """Computes checksums of values, and collects the code that they refer to."""
+    """Computes checksums of values, and collects the code that they refer to.
+
+    Example:
+        >>> Contents().digest_of({"lr": 0.1, "epochs": 3}) == Contents().digest_of({"epochs": 3, "lr": 0.1})
+        True
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[bytes, object]] = {}
@@ -114,7 +107,7 @@ class Contents:
         if isinstance(value, typing.TypeVar):
             return _Parts("TypeVar", [value.__name__, value.__bound__, value.__constraints__])
         if isinstance(value, pickle.PickleBuffer):
-            return _Parts(digest_of_bytes([value.raw()]))
+            return _Parts(digest_of([value.raw()]))
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, type):
@@ -251,7 +244,7 @@ def _array(value: Any) -> Any:
     if value.dtype.hasobject or type(value) is not numpy.ndarray:
         return None
     data = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
-    return "array", value.dtype, value.shape, digest_of_bytes([data.data])
+    return "array", value.dtype, value.shape, digest_of([data.data])
 
 
 def _frame(value: Any) -> Any:
@@ -296,13 +289,13 @@ def _tensor(value: Any) -> Any:
     except (RuntimeError, TypeError):
         # Some kinds of tensors lack these operations.
         return None
-    facts = (str(value.dtype), tuple(value.shape), value.requires_grad, digest_of_bytes([data.raw()]))
+    facts = (str(value.dtype), tuple(value.shape), value.requires_grad, digest_of([data.raw()]))
     return "tensor", cls, vars(value), *facts
 
 
 _DATA: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("torch", "Tensor", _tensor),
-    ("torch", "UntypedStorage", lambda storage: ("storage", digest_of_bytes([bytes(storage)]))),
+    ("torch", "UntypedStorage", lambda storage: ("storage", digest_of([bytes(storage)]))),
     ("torch", "TypedStorage", lambda storage: (str(storage.dtype), storage._untyped_storage)),
     ("torch.utils.hooks", "RemovableHandle", type),
     ("numpy", "ndarray", _array),
