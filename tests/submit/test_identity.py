@@ -338,54 +338,43 @@ def test_a_closure_counts_by_its_code_and_by_what_it_holds() -> None:
     assert len({same, *map(of, different)}) == 5
 
 
-PROGRAM = """
+NOTEBOOK = """
 import threading
 from dataclasses import dataclass
-from tests.identities import identity_of
-{unrelated}
 
-RATES = {{"b": 2, "a": 1}}
-LAYERS = {count}
+LAYERS = 2
+LOCK = threading.Lock()
 
 @dataclass
 class Config:
     rate: float = 0.1
-    tags: frozenset = frozenset("abc")
 
 class Model:
     def size(self):
-        return {size}
+        return 1
 
 def helper(depth):
     return helper(depth - 1) if depth else Model().size()
 
-def train(config, **tables):
+def train(config):
     class Net:
         layers = LAYERS
 
-    import torch
-    return helper(3) * RATES["a"] * config.rate
-
-print(identity_of(train, (Config(),), {{"z": 1, "a": {{"y": 2, "b": 1}}}}, 2).digest)
+    return helper(3) * config.rate * config.LOCK
 """
 
 
-def test_a_function_of_a_dag_file_or_notebook_counts_by_what_it_refers_to() -> None:
-    environment = {"PYTHONPATH": ":".join(sys.path)}
+def test_a_function_of_a_notebook_counts_by_what_it_refers_to() -> None:
+    def digest(old: str = "", new: str = "") -> str:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(NOTEBOOK.replace(old, new) if old else NOTEBOOK, names)
+        return of(names["train"], names["Config"]())
 
-    def run(**changes: object) -> str:
-        program = PROGRAM.format(**{"unrelated": "", "size": 1, "count": 2, **changes})
-        command = [sys.executable, "-c", program]
-        return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.strip()
-
-    before = run()
-    assert len(before) == 16
-    assert run() == before
-    # Other lines move it in the file; another class of the file counts as far as it refers to it.
-    assert run(unrelated="def other():\n    return 1\n\nX = 5") == before
-    assert run(size=2) != before
-    # So does what the body of a class names.
-    assert run(count=3) != before
+    # An attribute may have the name of a global that cannot be compared.
+    before = digest()
+    assert digest("LAYERS = 2", "X = 5\ndef other():\n    return 1\nLAYERS = 2") == before
+    edits = [("return 1", "return 2"), ("LAYERS = 2", "LAYERS = 3"), ("0.1", "0.2"), ("if depth", "if depth > 1")]
+    assert len({before, *(digest(*edit) for edit in edits)}) == len(edits) + 1
 
 
 def test_the_world_size_and_a_code_version_count() -> None:

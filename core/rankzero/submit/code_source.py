@@ -237,16 +237,15 @@ def _compiled(source: str, path: str, flags: int) -> frozenset[types.CodeType]:
 
 def _facts(code: types.CodeType) -> tuple[object, ...]:
     """Returns the instructions, constants and names of code, without file names and line numbers."""
-    # The order of a set differs between processes.
-    constants = [
-        _facts(const)
-        if isinstance(const, types.CodeType)
-        else sorted(map(repr, const))
-        if isinstance(const, frozenset)
-        else const
-        for const in code.co_consts
-    ]
+    constants = [_constant(const) for const in code.co_consts]
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     # The exception table has the ranges of "try" blocks.
     return code.co_code, constants, names, counts, code.co_exceptiontable
+
+
+def _constant(const: object) -> object:
+    if isinstance(const, types.CodeType):
+        return _facts(const)
+    # The order of a set differs between processes.
+    return sorted(map(repr, const)) if isinstance(const, frozenset) else const
