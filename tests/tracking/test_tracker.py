@@ -18,10 +18,10 @@ from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFa
 from rankzero.driver.driver import write_report
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.trackers import Trackers
-from rankzero.engines.base import ActionThread
 from rankzero.masking import Mask
 from rankzero.run.status import RunStatus
 from rankzero.submit.pack import pack_trackers
+from rankzero.threads import ActionThread
 from rankzero.tracking import Tracker
 from rankzero.tracking.mlflow import training_of
 

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import IO, Any
 
 from rankzero.bounds import CANCEL_TIMEOUT
-from rankzero.engines.base import in_thread
 from rankzero.errors import EngineError, RankZeroError, located
 from rankzero.host.processes import describe_process, fork_safe
 from rankzero.job import Job
@@ -27,6 +26,7 @@ from rankzero.run.handle import RunHandle
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import signal_cancel
 from rankzero.submit.start import Request, record_end
+from rankzero.threads import in_thread
 
 logger = logging.getLogger(__name__)
 

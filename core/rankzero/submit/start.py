@@ -23,7 +23,7 @@ from typing import Any
 from rankzero import job as jobs
 from rankzero import store
 from rankzero.data.manifest import FILE, to_bytes
-from rankzero.engines.base import Engine, in_thread
+from rankzero.engines.base import Engine
 from rankzero.errors import (
     EngineError,
     InvalidJobError,
@@ -44,6 +44,7 @@ from rankzero.submit import datasets, existing, pack
 from rankzero.submit.existing import Existing
 from rankzero.submit.pack_archive import ARCHIVE, UserCode
 from rankzero.submit.training import params_of
+from rankzero.threads import in_thread
 from rankzero.values.digest import digest_of
 from rankzero.values.pickled import Part
 
