@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -188,7 +189,7 @@ def test_a_tracker_that_hangs_does_not_hold_the_result(
 
 
 def test_what_is_no_tracker_or_cannot_travel_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidJobError, match="trackers is \\['mlflow'\\]; give a list of objects of subclasses"):
+    with pytest.raises(InvalidJobError, match=r"trackers is \['mlflow'\]; give a list of objects of subclasses"):
         Launcher(1, trackers=["mlflow"])  # type: ignore[list-item]
     lock = Notes(tmp_path)
     lock.token = threading.Lock()  # type: ignore[assignment]
@@ -211,7 +212,7 @@ def test_the_driver_that_reads_its_own_run_is_no_follower(tmp_path: Path) -> Non
     directory = handle.own
     until(lambda: directory.status().state == "running", 60, "the run starts")
     lease = directory.lease()
-    write_report(directory, thread := ActionThread())
+    asyncio.run(write_report(directory, thread := ActionThread()))
     thread.end()
     assert "<html" in Path(handle.directory, "report.html").read_text()
     assert directory.lease() == lease
