@@ -33,7 +33,7 @@ PRELOADED = (
     "rankzero.compat.horovod.torch",
     "rankzero.compat.ray_train",
     "rankzero.driver.driver",
-    "rankzero.submit.submission",
+    "rankzero.submit.durable",
     "rankzero.testing",
 )
 """Test modules import these, and so would each rank that runs a function of theirs: up to 0.2 s of processor time."""

@@ -26,8 +26,7 @@ from rankzero.errors import LOST
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.job import Job
 from rankzero.submit import drivers
-from rankzero.submit.prepare import prepare
-from rankzero.submit.submission import Written
+from rankzero.submit.start import Submitter
 from rankzero.task.stage import ATTEMPT, OVER, put, run_task, sealed
 
 WAIT = 30.0
@@ -216,8 +215,9 @@ def test_the_error_of_a_stage_without_a_driver_counts_as_that_of_the_first_attem
     launcher: Launcher, restarts: int
 ) -> None:
     request = launcher.options(num_processes=1, max_restarts=restarts, engine=LocalEngine())._request()
-    own = prepare(request, lambda: "done", (), {}, Written(), detached=False).own
-    assert own
+    submitter = Submitter(request, lambda: "done", (), {}, detached=False)
+    submitter.submit()
+    own = submitter.submission
     assert own.claim_driver()
     driver = Driver(own, request.engine, dict(request.env), leased=True)
 
@@ -248,12 +248,13 @@ def test_a_stage_that_waits_for_slots_is_reported_to_followers(
 
 def test_a_reader_detects_the_death_of_a_driver_in_its_stage_while_the_submitter_lives(launcher: Launcher) -> None:
     request = launcher.options(num_processes=1, engine=LocalEngine())._request()
-    own = prepare(request, lambda: "done", (), {}, Written(), detached=False).own
-    assert own
+    submitter = Submitter(request, lambda: "done", (), {}, detached=False)
+    submitter.submit()
+    own = submitter.submission
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with drivers.DriverProcess(command) as submitter, subprocess.Popen(command) as driver:
+    with drivers.DriverProcess(command) as process, subprocess.Popen(command) as driver:
         try:
-            handle = RunHandle[str](own.run.directory, submitter, job=own.job)
+            handle = RunHandle[str](own.run.directory, process, job=own.job)
             facts = {"driver_pid": driver.pid, "driver_start": process_start(driver.pid)}
             status = replace(own.status(), state="running", driver_namespace=process_namespace(), **facts)
             own.write_status(replace(status, heartbeat=time.time(), driver_host="here"))
@@ -262,5 +263,5 @@ def test_a_reader_detects_the_death_of_a_driver_in_its_stage_while_the_submitter
             driver.wait()
             assert handle.status().state == "failed"
         finally:
-            submitter.kill()
+            process.kill()
             driver.kill()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 from tests.faults.kit import SlotsEngine, SlotsSession
+from tests.identities import identity_by
 
 from rankzero import (
     EngineError,
@@ -181,7 +182,7 @@ def test_an_engine_that_ends_while_it_is_waited_for_is_replaced(growing: Launche
 def test_the_bounds_of_an_elastic_world_are_a_part_of_its_identity(launcher: Launcher) -> None:
     sizes: list[Any] = [2, (2, 2), (2, 4), (4, 2), [2, 4]]
     elastic = [launcher.options(num_processes=size) for size in sizes if size != (4, 2)]
-    names = [one.identity(list, (), {}) for one in elastic]
+    names = [identity_by(one, list, (), {}) for one in elastic]
     assert len(set(names)) == 3
     assert names[2] == names[3]
     with pytest.raises(InvalidJobError, match=r"num_processes is \(4, 2\); an elastic world has"):

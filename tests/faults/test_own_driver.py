@@ -18,7 +18,7 @@ from rankzero import EngineError, Launcher, LocalEngine, RunHandle, bounds
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.run.observer import process_lives
 from rankzero.run.status import RunStatus
-from rankzero.submit import drivers
+from rankzero.submit import durable
 
 WAIT = 60.0
 
@@ -113,7 +113,7 @@ def test_a_driver_that_ends_before_its_first_heartbeat_is_dead(
 
 def test_a_driver_that_cannot_start_says_why(launcher: Launcher, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object store cannot append lines to a log, and yet the cause must not be lost."""
-    monkeypatch.setattr("rankzero.submit.prepare.Request.private", lambda _: {})
+    monkeypatch.setattr("rankzero.submit.start.Request.private", lambda _: {})
     for store in (launcher.store, f"{bucket}/runs"):
         handle = launcher.options(run_id="run", store=store).submit(max, 1, 2)
         with pytest.raises(EngineError, match="KeyError: 'engine'"):
@@ -131,7 +131,7 @@ def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp
     request = launcher.options(run_id="run", engine=engine)._request()
     parent = os.getpid()
     try:
-        with drivers.open_owned(request, wait_for, (str(tmp_path / "go"),), {}) as handle:
+        with durable.open_owned(request, wait_for, (str(tmp_path / "go"),), {}) as handle:
             until(lambda: handle.status().state == "running", WAIT, "the training")
             if not (child := os.fork()):
                 raise SystemExit

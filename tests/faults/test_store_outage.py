@@ -237,8 +237,8 @@ COMMAND = """
 import sys
 from rankzero.cli import main
 from rankzero.store import waiting
-from rankzero.submit import submission
-waiting.SILENCE = submission._RECORD_TIMEOUT = 0.5
+from rankzero.submit import start
+waiting.SILENCE = start._RECORD_TIMEOUT = 0.5
 main(sys.argv[1:])
 """
 
