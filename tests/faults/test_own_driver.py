@@ -19,7 +19,7 @@ from rankzero.host.processes import process_namespace, process_start, this_threa
 from rankzero.run import observer
 from rankzero.run.observer import process_lives
 from rankzero.run.status import RunStatus
-from rankzero.submit import drivers, durable
+from rankzero.submit import durable
 
 WAIT = 60.0
 
