@@ -138,7 +138,7 @@ class Launcher(Options):
             handle = around.enter_context(self.owned(train, args, kwargs))
             if show is not None:
                 show(handle)
-            for line in handle.output.lines(handle.output.start(), follow=True):
+            for line in handle.lines(follow=True, earlier=False):
                 (on_line or print_line)(line.prefixed, handle.id)
         value = handle.result()
         self._acknowledge(handle)

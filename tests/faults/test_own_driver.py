@@ -47,7 +47,6 @@ def full_store(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         write(run, status)
 
     monkeypatch.setattr(Submission, "write_status", write_if_there_is_room)
-    monkeypatch.setattr(observer, "DRIVER_STALE_AFTER", lambda: 0.5)
     monkeypatch.setattr(observer, "dead_after", lambda _: 0.5)
     monkeypatch.setattr(drivers, "CANCEL_TIMEOUT", lambda: 0.5)
     return room

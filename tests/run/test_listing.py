@@ -10,7 +10,6 @@ from tests.runs import submitted
 from tests.s3 import S3Server
 
 from rankzero import store
-from rankzero.job import Job
 from rankzero.run.listing import list_runs
 from rankzero.run.status import RunStatus
 
@@ -60,18 +59,6 @@ def test_a_request_that_fails_once_is_no_damaged_run(tmp_path: Path, monkeypatch
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.001")
     monkeypatch.setattr(store, "read_bytes", fails_once)
     assert [one.status.state for one in list_runs(f"{bucket}/runs")] == ["running"]
-
-
-def test_a_listing_of_more_runs_than_are_kept_keeps_the_first_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket, jobs = f"memory://listing/{tmp_path.name}", dict[str, Job]()
-    for number in range(3):
-        submit(bucket, number, 0, "succeeded")
-    monkeypatch.setattr("rankzero.run.listing.JOBS", 2)
-    monkeypatch.setattr("rankzero.run.listing._jobs", jobs)
-    assert len(list(list_runs(f"{bucket}/runs"))) == 3
-    assert len(jobs) == 2
 
 
 def test_directories_of_other_programs_are_no_runs(bucket: str) -> None:

@@ -307,7 +307,7 @@ def test_the_identity_is_that_of_the_code_that_is_sent(
     monkeypatch.setattr(pq, "ParquetFile", read_for_long)
     handle = launcher.submit(script, str(go))
     assert handle.result(60) == 1
-    assert handle.identity == sent.digest
+    assert handle.job.identity == sent.digest
     monkeypatch.undo()
     assert launcher.identity(script, (str(go),), {}) != sent
 

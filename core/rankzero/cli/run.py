@@ -28,6 +28,7 @@ from rankzero.kinds import FLAG, WORLD
 from rankzero.options import TABLE
 
 if TYPE_CHECKING:
+    from rankzero.report.summary import Summary
     from rankzero.run.handle import RunHandle
 
 EXIT_CODES = {InvalidJobError: 2, EngineError: 3, RunTimeoutError: 4, HangError: 4, RunCancelledError: 130}
@@ -163,7 +164,7 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
                 click.echo(handle.directory)
             return 0
         with launcher.owned(train, arguments, {}) as handle, _progress_of(handle) as show:
-            for line in handle.output.lines(handle.output.start(), follow=True):
+            for line in handle.lines(follow=True, earlier=False):
                 show(line.prefixed)
         handle.result_ref()
         launcher._acknowledge(handle)
@@ -185,61 +186,52 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
 
 @contextlib.contextmanager
 def _progress_of(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
-    """Shows the progress of a run on the last line of a terminal. Yields a function that prints a rank's line above.
-
-    A dumb terminal, which cannot redraw a line, gets a line every few seconds.
-    """
+    """Shows the progress of a run on the last line of a terminal. Yields a function that prints a rank's line above."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    from rankzero.report.card import duration
     from rankzero.report.summary import Summary
     from rankzero.run.printing import print_line
 
     console = Console(stderr=True, highlight=False)
     show = functools.partial(print_line, run_id=handle.id)
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:
         yield show
         return
-    ended, shown = threading.Event(), "pending"
-    pause = bounds.PROGRESS_LINE_INTERVAL() if console.is_dumb_terminal else bounds.POLL_INTERVAL_LONG
-
-    def line() -> Text:
-        return Text(shown, style="cyan", no_wrap=True, overflow="ellipsis")
+    ended, summary, shown = threading.Event(), Summary(), "pending"
 
     def poll() -> None:
         nonlocal shown
-        summary: Summary | None = None
-        while not ended.wait(max(pause, handle.pace)):
+        while not ended.wait(max(bounds.POLL_INTERVAL_LONG, handle.pace)):
             # An error while progress is read must not stop the training.
             with contextlib.suppress(Exception):
                 status = handle.status()
-                summary = summary or Summary()
                 summary.read(handle, status)
-                left = summary.seconds_left
-                facts = [status.shown, *([f"attempt {status.attempt}"] if status.attempt else [])]
-                if (slowest := summary.slowest) is not None:
-                    of = "" if summary.total is None else f"/{summary.total:g}"
-                    facts.append(f"{slowest.done:g}{of} {summary.unit}")
-                facts += [] if left is None else [f"{duration(round(left))} left"]
-                numbers = [(name, value) for name, value in summary.last.items() if type(value) in (int, float)]
-                shown = "  ".join([*facts, *(f"{name} {value:.4g}" for name, value in numbers[:5])])
-                if console.is_dumb_terminal:
-                    console.print(line())
+                shown = "  ".join([status.shown, *_progress(summary)])
 
     # A store that does not answer holds up neither the lines of the ranks nor the end.
     threading.Thread(target=poll, name="rankzero-progress", daemon=True).start()
+    line = lambda: Text(shown, style="cyan", no_wrap=True, overflow="ellipsis")  # noqa: E731
     try:
-        if console.is_dumb_terminal:
-            yield show
-            return
         with Live(get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
             # Lines to a file or a pipe are printed unchanged.
             above = sys.stdout.isatty()
             yield lambda text: console.print(Text.from_ansi(text), soft_wrap=True) if above else show(text)
     finally:
         ended.set()
+
+
+def _progress(summary: Summary) -> Iterator[str]:
+    from rankzero.report.card import duration
+
+    if (slowest := summary.slowest) is not None:
+        of = "" if summary.total is None else f"/{summary.total:g}"
+        yield f"{slowest.done:g}{of} {summary.unit}"
+    if (left := summary.seconds_left) is not None:
+        yield f"{duration(round(left))} left"
+    numbers = [(name, value) for name, value in summary.last.items() if type(value) in (int, float)]
+    yield from (f"{name} {value:.4g}" for name, value in numbers[:5])
 
 
 def _train(script: str, *, module: bool, no_python: bool) -> str | list[str]:

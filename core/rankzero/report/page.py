@@ -21,8 +21,13 @@ from rankzero.job import Job
 from rankzero.report.cost import usage
 from rankzero.report.summary import Summary
 from rankzero.run.handle import RunHandle
+from rankzero.run.names import LINES
+from rankzero.run.output import parsed, tails
 from rankzero.run.reports import TOTALS, is_number
 from rankzero.run.status import RunStatus
+
+TAIL = 8 << 20
+"""Bytes of the last lines of all ranks that a report reads."""
 
 LOG_CHARACTERS = 2_000_000
 """Characters of the lines of all ranks together that a report holds; of each rank the last ones."""
@@ -121,14 +126,16 @@ def _logs(handle: RunHandle[Any], job: Job, status: RunStatus) -> list[dict[str,
     failed = (status.error or {}).get("rank")
     ranks = sorted(range(job.num_processes), key=lambda rank: rank != failed)[:LOGGED_RANKS]
     room = max(LINE_CHARACTERS, LOG_CHARACTERS // max(1, len(ranks)))
+    stream = handle.stream(LINES, earlier=False)
+    has_skipped = stream.skip(stream.end(status), TAIL)
     return [
         {
             "rank": rank,
             "lines": [line.text[:LINE_CHARACTERS] for line in lines],
             "times": [None if line.time is None else round(line.time - job.created, 1) for line in lines],
-            "cut": is_cut,
+            "cut": is_cut or has_skipped,
         }
-        for rank, (lines, is_cut) in sorted(handle.output.tails(ranks, room, status).items())
+        for rank, (lines, is_cut) in sorted(tails(parsed(stream.new(status)), ranks, room).items())
         if lines
     ]
 

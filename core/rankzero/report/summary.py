@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankzero.run.growing import Position
+from rankzero.run.growing import Stream
 from rankzero.run.handle import RunHandle
+from rankzero.run.names import EVENTS
+from rankzero.run.output import events_of
 from rankzero.run.reports import PROGRESS, STEP_NAMES, TOTALS, UNSHOWN, RowKeeper, is_number, throughput
 from rankzero.run.status import RunStatus
 
@@ -74,7 +76,7 @@ class Summary:
     """Reads each event of a training once."""
 
     def __init__(self) -> None:
-        self._position = Position()
+        self._stream: Stream | None = None
         self._attempt = 0
         self._keeper = RowKeeper()
         self._newest: dict[int, deque[dict[str, Any]]] = {}
@@ -90,12 +92,9 @@ class Summary:
 
     def read(self, handle: RunHandle[Any], status: RunStatus) -> None:
         """Reads the new events of a run, always of the same one, with its status that was just read. Raises OSError."""
-        before = None
-        while self._position != before:
-            before = self._position
-            events, self._position = handle.output.read_events(before, None if status.final else status)
-            for event in events:
-                self.add(event)
+        self._stream = self._stream or handle.stream(EVENTS)
+        for event in events_of(self._stream.new(status)):
+            self.add(event)
 
     def add(self, event: object) -> None:
         """Takes the next event; one that is none is left out."""

@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rankzero import bounds, store
@@ -131,6 +131,19 @@ _REMOVED = b'{"removed": true'
 """The beginning of the file that takes the place of a job once the run is removed."""
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """Records who has a result: until the acknowledgement, the next submission of the same training gets it.
+
+    Attributes:
+        receiver: Identifies the receiver to its orchestrator: JSON values by name. Empty if the result was not offered.
+        acknowledged: True if the receiver has stored the result durably.
+    """
+
+    receiver: dict[str, Any] = field(default_factory=dict)
+    acknowledged: bool = False
+
+
 class Submission:
     """Reads and writes the files of one submission.
 
@@ -242,13 +255,10 @@ class Submission:
         if end := self.end():
             return end
         if self.is_there():
-            if self.run.numbers()[-1] == self.job.submission:
-                return self._pending()
-            raise RunNotFoundError(f"the files of a submission of {self.run.directory} were removed: {self.name}")
-        what = "the run in {} was removed, and another one was submitted under its name"
-        if self.run.job_of(self.job.submission) is None:
-            what = "no run lives in {}: it was removed"
-        raise RunNotFoundError(what.format(self.run.directory))
+            return self._pending()
+        raise RunNotFoundError(
+            f"the run in {self.run.directory} was removed, and perhaps another one was submitted under its name"
+        )
 
     def _pending(self) -> RunStatus:
         job = self.job
@@ -334,6 +344,17 @@ class Submission:
     def lease_bound(self) -> float | None:
         """Returns the seconds for which the last follower renewed the lease; None for the run's ``orphan_timeout``."""
         return bound_of(self.lease())
+
+    def delivery(self) -> Delivery:
+        """Returns the delivery of the result, which is empty if the result was not offered. Raises OSError."""
+        # A power failure may have emptied the file. The result is then delivered again.
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            return Delivery(**json.loads(store.read_bytes(self.path("delivery"))))
+        return Delivery()
+
+    def record_delivery(self, delivery: Delivery) -> None:
+        """Replaces the recorded delivery. Raises OSError."""
+        store.write_bytes(self.path("delivery"), json.dumps(asdict(delivery)).encode())
 
 
 def bound_of(lease: bytes) -> float | None:

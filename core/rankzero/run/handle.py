@@ -6,22 +6,20 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from rankzero import store
 from rankzero.errors import RankZeroError, ResultError, error_from_json, located
 from rankzero.job import Job
-from rankzero.run import delivery as deliveries
 from rankzero.run.checkpoints import Manifest, list_committed
-from rankzero.run.delivery import Delivery
-from rankzero.run.directory import RunDirectory, Submission, compare_job
-from rankzero.run.growing import Position
-from rankzero.run.identity import Asked, Comparison, Identity
-from rankzero.run.lease import Renewal
+from rankzero.run.directory import Delivery, RunDirectory, Submission
+from rankzero.run.growing import Stream
+from rankzero.run.lease import interval_of
+from rankzero.run.names import EVENTS, LINES
 from rankzero.run.observer import Observer, OwnDriver
-from rankzero.run.output import Output
+from rankzero.run.output import Line, events_of, parsed
 from rankzero.run.reports import as_row
 from rankzero.run.status import LONGEST_PACE, SHORTEST_PACE, RunStatus
 from rankzero.values.ref import ResultRef
@@ -40,30 +38,36 @@ class RunHandle(Generic[R]):
     Attributes:
         directory: Absolute path or URL of the run directory.
         id: The run's name.
-        output: What its ranks and its driver have written, by position.
+        own: The files of the submission.
+        job: The job of the submission: what to run, where and how.
     """
 
     def __init__(
         self, directory: str, driver: OwnDriver | None = None, *, job: Job | None = None, follows: bool = True
     ) -> None:
-        """Makes a handle without reading the store.
+        """Makes a handle, and reads the store only without a job.
 
         Args:
             directory: The run directory.
             driver: The driver of ``job``, if this process has started it.
-            job: Job of the handle's submission; None for the last one when the handle is first used.
+            job: Job of the handle's submission; None for the last one.
             follows: False for a reader that does not keep the run alive.
+
+        Raises:
+            RunNotFoundError: the directory holds no run.
         """
-        self._run = RunDirectory(directory)
-        self._driver = driver
-        self._submission = Submission(self._run, job) if job else None
-        self._observer = Observer(lambda: self.own, driver)
-        self.directory = self._run.directory
+        run = RunDirectory(directory)
+        self.directory = run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
+        self.job = job or run.job()
+        self.own = Submission(run, self.job)
+        self._driver = driver
+        self._observer = Observer(self.own, driver)
         self._interval = SHORTEST_PACE
         self._is_ending = False
-        self._lease = Renewal(lambda: self.own) if follows else None
-        self.output = Output(lambda: self._observer.patiently(lambda: self.own), self._read_as_follower, self._polls)
+        self._follows = follows
+        self._lease_bound: float | None = None
+        self._renewed = 0.0
 
     @staticmethod
     def attach(directory: str | os.PathLike[str], *, follows: bool = True) -> RunHandle[Any]:
@@ -76,24 +80,8 @@ class RunHandle(Generic[R]):
         Raises:
             RunNotFoundError: the directory holds no run.
         """
-        handle: RunHandle[Any] = RunHandle(os.fspath(directory), follows=follows)
-        # Reads the run, and so raises if there is none.
-        with located(handle.directory):
-            handle.own  # noqa: B018
-        return handle
-
-    @property
-    def own(self) -> Submission:
-        """The files of the handle's submission, which is the last one at the first access. Raises RunNotFoundError."""
-        # Not a cached_property: in Python 3.11 a store that does not answer would hold its lock for all handles.
-        if self._submission is None:
-            self._submission = self._run.current()
-        return self._submission
-
-    @property
-    def job(self) -> Job:
-        """The job of the submission. Raises RunNotFoundError."""
-        return self.own.job
+        with located(store.normalize(directory)):
+            return RunHandle(os.fspath(directory), follows=follows)
 
     @property
     def labels(self) -> dict[str, str]:
@@ -116,25 +104,6 @@ class RunHandle(Generic[R]):
         return (job.min_processes and self._observer.patiently(self.own.status).world_size) or job.num_processes
 
     @property
-    def identity(self) -> str:
-        """Returns the digest that two submissions of the same training share; see `Launcher.identity`."""
-        return self.job.identity
-
-    def compare(self, identity: Identity, generation: str = "") -> Comparison:
-        """Compares the training with another one.
-
-        Args:
-            identity: Identity of the other training; see `Launcher.identity`.
-            generation: Name of the chain of tries that an orchestrator starts by itself; empty outside of one.
-        """
-        return compare_job(self.job, Asked(identity, generation))
-
-    @property
-    def code_version(self) -> str | None:
-        """Returns the `Launcher.code_version` of the submission."""
-        return self.job.code_version
-
-    @property
     def submission(self) -> int:
         """Returns the number of the submission, from 0."""
         return self.job.submission
@@ -154,11 +123,6 @@ class RunHandle(Generic[R]):
         """Returns the Unix time of the submission."""
         return self.job.created
 
-    @property
-    def beginning(self) -> str:
-        """Returns where the submission began and why: "resumed from checkpoint ..." or "from scratch: ..."."""
-        return self.job.beginning
-
     def __repr__(self) -> str:
         return f"RunHandle({self.directory!r})"
 
@@ -170,27 +134,23 @@ class RunHandle(Generic[R]):
             return Card(self).html()
         return None
 
+    # -- the state of the run --------------------------------------------------------------------
+
     def status(self) -> RunStatus:
         """Returns the current state of the run.
 
         A run whose driver died is reported as failed, unless its end is recorded.
         """
-        return self._seen(self._observer.store_timeout)
+        return self._status(math.inf)
 
-    def _seen(self, timeout: float) -> RunStatus:
-        status = self._observer.status(timeout)
+    def _status(self, at_most: float) -> RunStatus:
+        status = self._observer.status(at_most)
         self._interval = status.interval
         return status
 
     def driver_lives(self, status: RunStatus) -> bool | None:
         """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides."""
         return self._observer.driver_lives(status)
-
-    def _read_as_follower(self, read: Callable[[], T]) -> T:
-        """Reads the store as a follower: renews the lease, since reading may take long, and retries after errors."""
-        if self._lease:
-            self._lease.renew_if_due()
-        return self._observer.patiently(read)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the run has ended, with any outcome.
@@ -205,13 +165,19 @@ class RunHandle(Generic[R]):
 
     def _end(self, timeout: float | None) -> RunStatus | None:
         """Waits as `wait` does, and returns the status of the run that has ended; None if the timeout has passed."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._observer.patiently(lambda: self.own, self._observer.store_timeout_until(deadline))
-        while not (status := self._seen(self._observer.store_timeout_until(deadline))).final:
-            if deadline is not None and time.monotonic() >= deadline:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not (status := self._status(deadline - time.monotonic())).final:
+            if time.monotonic() >= deadline:
                 return None
-            self.pause(math.inf if deadline is None else deadline - time.monotonic())
+            self.pause(deadline - time.monotonic())
         return status
+
+    def _polls(self) -> Iterator[RunStatus]:
+        """Yields a status for every poll of the run; the last one is read after the end of the run."""
+        while not (status := self.status()).final:
+            yield status
+            self.pause()
+        yield status
 
     def await_driver(self, timeout: float) -> None:
         """Waits until the driver of an ended run has also finished its trackers and its report.
@@ -225,32 +191,57 @@ class RunHandle(Generic[R]):
     @property
     def pace(self) -> float:
         """Returns the seconds after which the driver writes to an object store again; 0 on a disk."""
-        if not self._run.is_remote:
+        if not self.own.is_remote:
             return 0.0
         return min(self._interval, SHORTEST_PACE if self._is_ending else LONGEST_PACE)
 
     def pause(self, bound: float = math.inf) -> None:
         """Waits until the run is worth polling again: at most ``bound`` seconds, or until its driver has ended."""
-        if self._lease:
-            self._lease.renew_if_due()
+        self._renew_if_due()
         interval = max(0.0, min(max(self.pace, FOLLOW_INTERVAL), bound))
         if self._driver is not None and self._driver.poll() is None:
             self._driver.await_end(interval)
         else:
             time.sleep(interval)
 
+    def cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
+        """Requests the end of the run; call `wait` for the end. Does nothing if the run has ended.
+
+        The request concerns only the submission that this handle was made for, and no later one.
+
+        Args:
+            receiver: The orchestrator's try whose end also ends the run, as in `offer`. Another try that follows the
+                run by then finds this in `cancelled_for`, and may submit the run again.
+            reason: The cause of the request, which the error of the run shows.
+        """
+        self._is_ending = True
+        self._observer.cancel(receiver, reason)
+
+    def cancelled_for(self) -> dict[str, Any]:
+        """Returns the try for which the end of this submission was requested; empty if none, or for all tries.
+
+        Raises:
+            OSError: the store cannot be read.
+        """
+        return dict((self.own.cancel_request() or {}).get("receiver", {}))
+
+    # -- the lease -------------------------------------------------------------------------------
+
+    @property
+    def renewal_interval(self) -> float:
+        """Seconds after which a follower has to call `renew_lease` again; 0 if the run has no ``orphan_timeout``."""
+        bound = self._lease_bound or self.job.orphan_timeout
+        return 0.0 if bound is None or not self._follows else interval_of(self.own, bound)
+
     def renew_lease(self) -> None:
         """Reports to the driver that the run is followed, as methods that wait for the run or read its lines do.
 
         Raises OSError if the store cannot be written.
         """
-        if self._lease:
-            self._lease.renew()
-
-    @property
-    def renewal_interval(self) -> float:
-        """Seconds after which a follower has to call `renew_lease` again; 0 if the run has no ``orphan_timeout``."""
-        return self._lease.interval if self._lease else 0.0
+        if self._follows:
+            # It keeps the bound that another follower has given it.
+            self._lease_bound = self._lease_bound or self.own.lease_bound()
+            self.own.renew_lease(self._lease_bound)
 
     def hold(self, bound: float) -> None:
         """Replaces the run's ``orphan_timeout``: it ends if this handle does not follow it for ``bound`` seconds.
@@ -258,8 +249,17 @@ class RunHandle(Generic[R]):
         The last follower of a run calls this, since the run would otherwise wait its ``orphan_timeout`` for the next.
         Raises OSError if the store cannot be written.
         """
-        if self._lease:
-            self._lease.hold(bound)
+        self._lease_bound = bound
+        self.renew_lease()
+
+    def _renew_if_due(self) -> None:
+        # A store that fails now must not end the follower.
+        with contextlib.suppress(Exception):
+            if self.renewal_interval and time.monotonic() - self._renewed > self.renewal_interval:
+                self._renewed = time.monotonic()
+                self.renew_lease()
+
+    # -- the result ------------------------------------------------------------------------------
 
     def result_ref(self, timeout: float | None = None) -> ResultRef:
         """Waits for the end of the run and returns the handle of rank 0's value.
@@ -298,7 +298,7 @@ class RunHandle(Generic[R]):
 
     def delivery(self) -> Delivery:
         """Returns the receiver of this submission's result, and whether it has acknowledged the result."""
-        return deliveries.read(self.own.directory)
+        return self.own.delivery()
 
     def offer(self, receiver: Mapping[str, Any]) -> None:
         """Records the receiver of the result (JSON values by name) before the result is delivered.
@@ -308,7 +308,7 @@ class RunHandle(Generic[R]):
             OSError: the store cannot be written.
         """
         self._observer.patiently(self.own.status)
-        deliveries.write(self.own.directory, Delivery(dict(receiver)))
+        self.own.record_delivery(Delivery(dict(receiver)))
 
     def acknowledge(self) -> None:
         """Records that the receiver has stored the result, so that submitting this run id again trains from scratch.
@@ -324,33 +324,43 @@ class RunHandle(Generic[R]):
         status = self.status()
         if status.result is None and status.state != "cancelled":
             raise ResultError(f"run {self.id} has no result that could be acknowledged: it is {status.state}")
-        deliveries.write(self.own.directory, replace(self.delivery(), acknowledged=True))
+        self.own.record_delivery(replace(self.delivery(), acknowledged=True))
+
+    # -- what the ranks wrote --------------------------------------------------------------------
 
     def checkpoints(self) -> list[Manifest]:
         """Returns the committed checkpoints of the training, oldest first."""
-        own = self.own
-        return list_committed([*own.earlier(), own.directory])
+        return list_committed([*self.own.earlier(), self.own.directory])
 
-    def cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
-        """Requests the end of the run; call `wait` for the end. Does nothing if the run has ended.
-
-        The request concerns only the submission that this handle was made for, and no later one.
+    def stream(self, name: str, *, earlier: bool = True) -> Stream:
+        """Returns a reader of a growing file of this training.
 
         Args:
-            receiver: The orchestrator's try whose end also ends the run, as in `offer`. Another try that follows the
-                run by then finds this in `cancelled_for`, and may submit the run again.
-            reason: The cause of the request, which the error of the run shows.
+            name: `LINES` or `EVENTS`.
+            earlier: False to leave out what earlier submissions of the training wrote.
         """
-        self._is_ending = True
-        self._observer.cancel(receiver, reason)
+        return Stream([*(self.own.earlier() if earlier else ()), self.own.directory], name, self._read_as_follower)
 
-    def cancelled_for(self) -> dict[str, Any]:
-        """Returns the try for which the end of this submission was requested; empty if none, or for all tries.
+    def _read_as_follower(self, read: Callable[[], T]) -> T:
+        # Reading may take long.
+        self._renew_if_due()
+        return self._observer.patiently(read)
 
-        Raises:
-            OSError: the store cannot be read.
+    def lines(
+        self, ranks: Collection[int] | None = None, follow: bool = False, *, earlier: bool = True
+    ) -> Iterator[Line]:
+        """Yields the lines that ranks of this training wrote, each with its time and rank. `logs` is built on this.
+
+        Args:
+            ranks: The ranks; None for all. Notes about lines of all ranks are always yielded.
+            follow: Continues until the run ends.
+            earlier: False to leave out lines of earlier submissions.
         """
-        return dict((self.own.cancel_request() or {}).get("receiver", {}))
+        stream = self.stream(LINES, earlier=earlier)
+        for status in self._polls() if follow else [None]:
+            for line in parsed(stream.new(status)):
+                if ranks is None or line.rank is None or line.rank in ranks:
+                    yield line
 
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         """Yields the lines that the ranks of this training wrote, in every attempt.
@@ -360,7 +370,7 @@ class RunHandle(Generic[R]):
                 order in which the driver received them.
             follow: Continues until the run ends. Lines of a rank that prints little come about twice a second.
         """
-        for line in self.output.lines(Position(), follow, ranks=None if rank is None else [rank]):
+        for line in self.lines(None if rank is None else [rank], follow):
             yield line.prefixed if rank is None else line.text
 
     def events(self, follow: bool = False) -> Iterator[dict[str, Any]]:
@@ -371,21 +381,9 @@ class RunHandle(Generic[R]):
         ``"waiting"``, ``"world"``, ``"bad-host"``). Events of type ``"state"`` also have ``submission``,
         ``attempt`` and ``run_id``.
         """
-        position = Position()
+        stream = self.stream(EVENTS)
         for status in self._polls() if follow else [None]:
-            while True:
-                before = position
-                events, position = self.output.read_events(before, status)
-                yield from events
-                if position == before:
-                    break
-
-    def _polls(self) -> Iterator[RunStatus]:
-        """Yields a status for every poll of the run; the last one is read after the end of the run."""
-        while not (status := self.status()).final:
-            yield status
-            self.pause()
-        yield status
+            yield from events_of(stream.new(status))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the reports of the ranks of this training: rows with ``rank``, ``time`` and the metrics' names.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rankzero import store
+from rankzero.bounds import STORE_RETRY_INTERVAL
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory, Submission
+from rankzero.run.names import CLAIM
 from rankzero.run.observer import STORE_PATIENCE, Observer
 from rankzero.run.status import RunStatus
 
@@ -29,8 +32,8 @@ _NAMED = 5
 READERS = 16
 """Runs of an object store that are read at the same time."""
 
-JOBS = 4096
-"""Most jobs that `list_runs` keeps in this process."""
+JOBS = 65536
+"""Most jobs that `list_runs` keeps in this process, so that another listing reads only the status of a run."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,6 @@ class Listed:
     job: Job
     status: RunStatus
     problem: str = ""
-
-
-_jobs: dict[str, Job] = {}
-"""Jobs by run directory. The job of a submission never changes, so another listing reads only its status."""
 
 
 def list_runs(location: str | os.PathLike[str]) -> Iterator[Listed]:
@@ -127,56 +126,40 @@ def _each(root: str, names: list[str], read: Callable[[str], T]) -> Iterator[T]:
 
 def _listed(directory: str) -> Listed | None:
     """Returns a run, or None for a directory that is no run's, or whose submission is not written yet."""
-    run = RunDirectory(directory)
+    run, names = RunDirectory(directory), list[str]()
     try:
         # An object store may fail for a moment; a file that cannot be read stays so.
-        read = Observer(run.current, None).patiently if run.is_remote else _call
-        if not (numbers := read(run.numbers)):
+        read = _patiently if run.is_remote else _call
+        names = read(run.names)
+        number = max((int(found[1]) for name in names if (found := CLAIM.fullmatch(name))), default=-1)
+        folders = tuple(name for name in names if name.startswith(f"{number}-"))
+        if not folders or not (job := read(lambda: _job(directory, number, folders))):
             return None
-        if listed := _judged(run, _jobs.get(directory), numbers[-1], read):
-            return listed
-        job = read(lambda: run.job_of(numbers[-1]))
-        if job and (directory in _jobs or len(_jobs) < JOBS):
-            _jobs[directory] = job
-        return _judged(run, job, numbers[-1], read)
+        own = Submission(run, job)
+        return Listed(run.directory, job, Observer(own).judged(read(own.status)))
     except _UNREADABLE as error:
-        return _unreadable(run, error)
+        try:
+            is_broken = run.find_job() is not None
+        except _UNREADABLE:
+            is_broken = bool(names)
+        name = run.directory.rsplit("/", 1)[-1]
+        job = Job(name, UNKNOWN, 0, 1, use_gpu=False, backend=None, timeout=None, start_timeout=0, engine={}, created=0)
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Listed(run.directory, job, RunStatus(state=UNKNOWN), problem) if is_broken else None
 
 
-def _judged(run: RunDirectory, job: Job | None, number: int, read: Callable[..., Any]) -> Listed | None:
-    if job is None or job.submission != number:
-        return None
-    own = Submission(run, job)
-    try:
-        status = read(own.status)
-    except RunNotFoundError:
-        if own.is_there():
-            raise
-        # It was removed, and submitted again under its name.
-        return None
-    return Listed(run.directory, job, Observer(lambda: own, None).judged(status, STORE_PATIENCE()))
+@functools.lru_cache(JOBS)
+def _job(directory: str, number: int, _: tuple[str, ...]) -> Job | None:
+    """Returns a job, which never changes while the folders of its number stay the same."""
+    return RunDirectory(directory).job_of(number)
+
+
+def _patiently(read: Callable[[], T]) -> T:
+    return store.patiently(read, STORE_PATIENCE(), STORE_RETRY_INTERVAL(), store.is_missing)
 
 
 def _call(read: Callable[[], T]) -> T:
     return read()
-
-
-def _unreadable(run: RunDirectory, error: Exception) -> Listed | None:
-    try:
-        is_broken = run.find_job() is not None
-    except _UNREADABLE:
-        is_broken = _is_own(run)
-    name = run.directory.rsplit("/", 1)[-1]
-    job = Job(name, UNKNOWN, 0, 1, use_gpu=False, backend=None, timeout=None, start_timeout=0, engine={}, created=0)
-    problem = f"{type(error).__name__}: {error}".splitlines()[0]
-    return Listed(run.directory, job, RunStatus(state=UNKNOWN), problem) if is_broken else None
-
-
-def _is_own(run: RunDirectory) -> bool:
-    try:
-        return run.is_own()
-    except _UNREADABLE:
-        return False
 
 
 def _created(directory: str) -> tuple[float, str] | None:

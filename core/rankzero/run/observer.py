@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from rankzero import bounds, store
-from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, STORE_OUTAGE
+from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
 from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state, thread_lives
 from rankzero.run.directory import Submission
@@ -76,11 +76,11 @@ class OwnDriver(Protocol):
 class Observer:
     """Observes one submission of a run for one process."""
 
-    def __init__(self, own: Callable[[], Submission], driver: OwnDriver | None) -> None:
+    def __init__(self, own: Submission, driver: OwnDriver | None = None) -> None:
         """Makes an observer; `status` accesses the store.
 
         Args:
-            own: Returns the submission; may raise RunNotFoundError.
+            own: The submission.
             driver: Its driver, if this process has started it.
         """
         self._own = own
@@ -100,7 +100,7 @@ class Observer:
         if status.final:
             return
         _signal_driver(status)
-        own = self._own()
+        own = self._own
         own.request_cancel(receiver, reason)
         if "deploy_mode" in own.job.engine and not own.has_driver():
             # A driver that the cluster starts later finds the end, and exits.
@@ -108,53 +108,50 @@ class Observer:
             own.finish(replace(status, state="cancelled", error=error.to_json()))
 
     def _read(self) -> RunStatus:
-        self._last = self._own().status()
+        self._last = self._own.status()
         return self._last
 
-    def status(self, timeout: float) -> RunStatus:
-        """Returns the current status, from a store that may fail for ``timeout`` seconds.
+    def status(self, at_most: float = math.inf) -> RunStatus:
+        """Returns the current status, from a store that may fail for a while: `patiently`.
 
         A run whose driver died is reported as failed, unless its end is recorded.
         """
-        return self.judged(self.patiently(self._read, timeout), timeout)
+        return self.judged(self.patiently(self._read, at_most), at_most)
 
-    def judged(self, status: RunStatus, timeout: float) -> RunStatus:
+    def judged(self, status: RunStatus, at_most: float = math.inf) -> RunStatus:
         """Returns a status that was just read; the status of a run whose driver died as `status` reports it."""
         if status.final or not self._driver_died(status):
             return status
         # The driver may have written in the meantime, or this machine may have slept, so the status is read again.
-        before, status = status, self.patiently(self._read, timeout)
+        before, status = status, self.patiently(self._read, at_most)
         if status.final or status.heartbeat != before.heartbeat:
             return status
-        if end := self.patiently(self._own().end, timeout):
+        if end := self.patiently(self._own.end, at_most):
             return end
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
         died = "died without ending the run"
         if _process_state(status) in STOPPED:
             silence = f"it sent no heartbeat for {dead_after(status):.0f} s, and counts as dead"
             died = f"is stopped: {silence}. It has not ended the run"
-        text = f"the driver of run {self._own().job.run_id} ({who}) {died}, which was {status.shown}"
+        text = f"the driver of run {self._own.job.run_id} ({who}) {died}, which was {status.shown}"
         error = EngineError("\n".join([text, *self._driver_log_tail()]), code="RZ-2004")
         return replace(status, state="failed", error=error.to_json(), ended=status.heartbeat)
 
     def _driver_log_tail(self) -> list[str]:
         with contextlib.suppress(OSError):
-            own = self._own()
-            if own.is_remote:
+            if self._own.is_remote:
                 output = self._driver.last_output() if self._driver else b""
             else:
-                output = store.read_bytes(own.path(DRIVER_LOG))
+                output = store.read_bytes(self._own.path(DRIVER_LOG))
             return [f"  {line}" for line in output.decode("utf-8", "replace").splitlines()[-DRIVER_LOG_TAIL:]]
         return []
 
-    @property
-    def store_timeout(self) -> float:
-        """Seconds for which a store may fail: longer for the owner of a living driver, whose error ends the run."""
-        owns = self._driver is not None and self._driver.poll() is None
-        return STORE_OUTAGE() if owns else STORE_PATIENCE()
+    def patiently(self, read: Callable[[], T], at_most: float = math.inf) -> T:
+        """Reads a store that may fail for a while: longer for the owner of a living driver, whose error ends the run.
 
-    def patiently(self, read: Callable[[], T], timeout: float | None = None) -> T:
-        """Reads the store, and retries for ``timeout`` seconds (None: `store_timeout`), since it may fail for a while.
+        Args:
+            read: Reads the store.
+            at_most: Seconds for which a failure is retried, but at least `STORE_PATIENCE`.
 
         Raises:
             RunNotFoundError: the directory holds no run.
@@ -165,9 +162,9 @@ class Observer:
             self._heartbeat.note_blindness()
             return isinstance(error, RunNotFoundError)
 
-        return store.patiently(
-            read, self.store_timeout if timeout is None else timeout, bounds.STORE_RETRY_INTERVAL(), gives_up
-        )
+        owns = self._driver is not None and self._driver.poll() is None
+        seconds = min(STORE_OUTAGE(), max(STORE_PATIENCE(), at_most)) if owns else STORE_PATIENCE()
+        return store.patiently(read, seconds, bounds.STORE_RETRY_INTERVAL(), gives_up)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
         """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides.
@@ -178,22 +175,21 @@ class Observer:
         if self._driver is not None and os.getpid() == self._pid:
             # The host is compared by its name, since followers do this often, and the process namespace costs more.
             ours = (socket.gethostname(), self._driver.pid)
-            if status.driver_pid is not None and (status.driver_host, status.driver_pid) != ours:
-                # It has delegated the run to a driver in its stage.
-                return process_lives(status)
-            if self._driver.poll() is not None:
-                return False
-            # The agents of a driver process that is stopped for long end themselves. A driver thread stops only
-            # together with this code.
-            is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
-            return None if is_stopped else True
+            # Otherwise it has delegated the run to a driver in its stage.
+            if status.driver_pid is None or (status.driver_host, status.driver_pid) == ours:
+                if self._driver.poll() is not None:
+                    return False
+                # The agents of a driver process that is stopped for long end themselves. A driver thread stops only
+                # together with this code.
+                is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
+                return None if is_stopped else True
         if status.driver_pid is None and (process := self._starting()):
             status = replace(status, **{f"driver_{fact}": process[fact] for fact in ("pid", "start", "namespace")})
         return process_lives(status)
 
     def _starting(self) -> dict[str, Any] | None:
         """Returns the process that is the driver or starts it, before the driver's first status; None if unknown."""
-        own = self._own()
+        own = self._own
         if (found := own.starting()) or own.job.queue_time:
             # Nothing is known about a driver that a cluster starts, which may never happen.
             return found
@@ -206,11 +202,6 @@ class Observer:
         lives = self.driver_lives(status)
         # A slow disk may delay the heartbeat of a living driver, so the process decides if it can be queried.
         return is_silent if lives is None else not lives
-
-    def store_timeout_until(self, deadline: float | None) -> float:
-        """Returns `store_timeout`, or the time until a deadline if that is shorter, but at least `STORE_PATIENCE`."""
-        left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
-        return min(self.store_timeout, max(STORE_PATIENCE(), left))
 
 
 class HeartbeatWatch:
@@ -253,9 +244,7 @@ def process_lives(status: RunStatus) -> bool | None:
     if status.driver_thread is None:
         # A stopped driver is left to its heartbeat. When that is too old, its agents have ended as well.
         return None if state in STOPPED else True
-    lives = thread_lives(status.driver_pid, status.driver_thread)
-    is_stale = time.time() - status.heartbeat > DRIVER_STALE_AFTER()
-    return None if lives is None and is_stale else lives is not False
+    return thread_lives(status.driver_pid, status.driver_thread)
 
 
 def _process_state(status: RunStatus) -> str | None:

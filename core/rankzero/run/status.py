@@ -121,42 +121,14 @@ class RunStatus:
         """
         try:
             facts = json.loads(data)
-            kinds = _STATUS_KINDS | {name: kind for name, kind in _LATER_KINDS.items() if name in facts}
-            if found := strange(facts, kinds):
+            if found := strange(facts, {"state": str, "heartbeat": (int, float)}):
                 raise ValueError(found)
-            return cls(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
+            return cls(**{name: value for name, value in facts.items() if name in _FIELDS})
         except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"{path} was not written by rankzero: {error}") from None
 
 
-_STATUS_FIELDS = frozenset(field.name for field in fields(RunStatus))
-
-# Fields that readers use, with their types.
-_STATUS_KINDS: dict[str, type | tuple[type, ...]] = {
-    "state": str,
-    "heartbeat": (int, float),
-    "metrics": dict,
-    "value": list,
-    "error": (dict, type(None)),
-    "result": (dict, type(None)),
-}
-
-
-_NUMBER = (int, float)
-
-# Fields that earlier versions of rankzero do not write, with their types.
-_LATER_KINDS: dict[str, type | tuple[type, ...]] = {
-    "phase": str,
-    "cancelling": bool,
-    "attempt": int,
-    "interval": _NUMBER,
-    "queue_time": _NUMBER,
-    "started": (*_NUMBER, type(None)),
-    "ended": (*_NUMBER, type(None)),
-    "world_size": (int, type(None)),
-    "held_seconds": _NUMBER,
-    "held_since": (*_NUMBER, type(None)),
-}
+_FIELDS = frozenset(field.name for field in fields(RunStatus))
 
 
 def pace(age: float) -> float:

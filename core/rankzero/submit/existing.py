@@ -13,7 +13,6 @@ from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
-from rankzero.run import delivery
 from rankzero.run.directory import RunDirectory, Submission, compare_job
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, Comparison, Decision, decide, describe
@@ -100,10 +99,10 @@ def assess(run: RunDirectory, job: Job, asked: Asked, caller: PipelineTry | None
     """
     own = Submission(run, job)
     status, ending = _state(own)
-    delivered = delivery.read(own.directory)
+    delivered = own.delivery()
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
-        delivery.write(own.directory, delivered)
+        own.record_delivery(delivered)
     comparison = compare_job(job, asked)
     decision = decide(
         status.state,

@@ -144,7 +144,7 @@ def training_of(run: RunHandle[Any]) -> str:
 
 
 def _tags_of(run: RunHandle[Any]) -> dict[str, Any]:
-    own = {"run_id": run.id, "identity": run.identity, "code_version": run.code_version}
+    own = {"run_id": run.id, "identity": run.job.identity, "code_version": run.job.code_version}
     known = {f"rankzero.{name}": value for name, value in own.items() if value}
     return {**known, **run.labels}
 
