@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import time
@@ -117,6 +116,8 @@ def test_a_damaged_run_is_a_row_and_stays(store: Path) -> None:
     kept = rankzero("gc", "--older-than", "1d")
     assert (kept.exit_code, kept.stderr.count("\n")) == (1, 2)
     assert "removed 0 of 2 run directories" in kept.stdout
+
+
 def test_lines_are_chosen_by_rank_number_and_pattern(store: Path) -> None:
     shown = rankzero("logs", "last", "--tail", "2", "--rank", "1").stdout
     assert shown == "line 1\nline 2\n"
@@ -141,7 +142,7 @@ def test_lines_have_times_and_are_chosen_by_them(store: Path) -> None:
 
 
 def test_a_label_has_one_value(store: Path) -> None:
-    done = rankzero("runs", *"--label a=1 --label b=1 --label a=2".split())
+    done = rankzero("runs", "--label", "a=1", "--label", "b=1", "--label", "a=2")
     assert (done.exit_code, done.stdout) == (2, "")
     assert "a run has one value of a label" in " ".join(done.stderr.split())
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-import pytest
 from tests.runs import submitted
 from tests.s3 import S3Server
 
@@ -43,22 +41,6 @@ def test_a_run_costs_three_requests_and_two_when_its_job_is_known(bucket: str, s
     store.remove(f"{bucket}/runs/run-0")
     submit(bucket, 0, 1, "starting")
     assert next(list_runs(f"{bucket}/runs")).status.state == "starting"
-
-
-def test_a_request_that_fails_once_is_no_damaged_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = f"memory://listing/{tmp_path.name}"
-    submit(bucket, 0, 0, "running")
-    read_bytes, failed = store.read_bytes, set[str]()
-
-    def fails_once(path: str) -> bytes:
-        if path in failed:
-            return read_bytes(path)
-        failed.add(path)
-        raise OSError("503 Slow Down")
-
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.001")
-    monkeypatch.setattr(store, "read_bytes", fails_once)
-    assert [one.status.state for one in list_runs(f"{bucket}/runs")] == ["running"]
 
 
 def test_directories_of_other_programs_are_no_runs(bucket: str) -> None:

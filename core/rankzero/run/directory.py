@@ -30,6 +30,9 @@ from rankzero.values.pickled import Part
 _job_from_json = functools.lru_cache(maxsize=4)(Job.from_json)
 """Parses a job. One launch reads the same text a dozen times."""
 
+_REMOVED = b'{"removed": true'
+"""The beginning of the file that takes the place of a job once the run is removed."""
+
 
 class RunDirectory:
     """Finds and claims the submissions of one run directory, and keeps no state in memory."""
@@ -52,6 +55,10 @@ class RunDirectory:
             return [name for name in store.list_names(self.path(SUBMISSIONS)) if _is_own(name)]
         return []
 
+    def numbers(self) -> list[int]:
+        """Returns the numbers of the submissions, and of the removal of the run, in order."""
+        return sorted(int(found[1]) for name in self.names() if (found := CLAIM.fullmatch(name)))
+
     def newest(self) -> tuple[int, Job | None]:
         """Returns the number of the last submission, and its job, which is None behind a removal; -1 if there is none.
 
@@ -59,14 +66,10 @@ class RunDirectory:
             RunNotFoundError: there is a job that this version of rankzero cannot read.
         """
         while (number := max(self.numbers(), default=-1)) >= 0:
-            # Removed meanwhile, with others perhaps.
+            # It may be removed meanwhile, perhaps with others.
             with contextlib.suppress(FileNotFoundError):
                 return number, self._read(number)
         return -1, None
-
-    def numbers(self) -> list[int]:
-        """Returns the numbers of the submissions, and of the removal of the run, in order."""
-        return sorted(int(found[1]) for name in self.names() if (found := CLAIM.fullmatch(name)))
 
     def _read(self, number: int) -> Job | None:
         data = store.read_bytes(self.job_path(number))
@@ -127,10 +130,6 @@ def _is_own(name: str) -> bool:
     return CLAIM.fullmatch(name) is not None or FOLDER.fullmatch(name) is not None
 
 
-_REMOVED = b'{"removed": true'
-"""The beginning of the file that takes the place of a job once the run is removed."""
-
-
 @dataclass(frozen=True)
 class Delivery:
     """Records who has a result: until the acknowledgement, the next submission of the same training gets it.
@@ -145,7 +144,7 @@ class Delivery:
 
 
 class Submission:
-    """Reads and writes the files of one submission.
+    """Reads and writes the files of one submission. Methods raise OSError, or an error of the store's fsspec driver.
 
     Attributes:
         run: The run directory.
@@ -181,11 +180,11 @@ class Submission:
         return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}")
 
     def make(self) -> None:
-        """Makes the folder of a submission that is being written. Raises OSError."""
+        """Makes the folder of a submission that is being written."""
         store.make_directory(self.directory)
 
     def write_files(self, files: Mapping[str, list[Part]]) -> None:
-        """Makes the folder and writes the files that a driver needs beside the job. Raises OSError."""
+        """Makes the folder and writes the files that a driver needs beside the job."""
         self.make()
         for folder in ("result", "checkpoints"):
             store.make_directory(self.path(folder))
@@ -196,6 +195,12 @@ class Submission:
         """Returns False if the run was removed, and perhaps submitted again under its name."""
         job = self.run.job_of(self.job.submission)
         return job is not None and job.nonce == self.job.nonce
+
+    def _find(self, name: str) -> bytes | None:
+        """Returns the bytes of a file, by one request to an object store; None if it does not exist."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return store.read_bytes(self.path(name))
+        return None
 
     # -- the driver ------------------------------------------------------------------------------
 
@@ -221,20 +226,14 @@ class Submission:
         return store.read_bytes(self.path("driver")).decode()
 
     def record_starting(self, process: dict[str, Any]) -> None:
-        """Records the process that was started as the driver, for readers on this host. Raises OSError.
-
-        Args:
-            process: The process, as `rankzero.host.processes.describe_process` describes it.
-        """
+        """Records the process that was started as the driver (`describe_process`), for readers on this host."""
         if not self.is_remote:
             store.write_bytes(self.path("starting"), json.dumps(process).encode())
 
     def starting(self) -> dict[str, Any] | None:
-        """Returns the process that was started as the driver, or submits it; None if that is not recorded."""
-        if self.is_remote:
-            return None
+        """Returns the process that was started as the driver; None if that is not recorded."""
         with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads(store.read_bytes(self.path("starting")))
+            found: dict[str, Any] | None = None if self.is_remote else json.loads(self._find("starting") or b"null")
             return found
         return None
 
@@ -246,36 +245,26 @@ class Submission:
         Raises:
             RunNotFoundError: the run was removed.
         """
-        with contextlib.suppress(FileNotFoundError):
-            data = store.read_bytes(self.path("status.json"))
-            # A power failure may have emptied the file, and has also ended the driver.
-            if data.strip(b"\0"):
-                return RunStatus.from_json(data, self.path("status.json"))
-            return self.end() or replace(self._pending(), heartbeat=0.0)
+        data = self._find("status.json")
+        # A power failure may have emptied the file, and has also ended the driver.
+        if data and data.strip(b"\0"):
+            return RunStatus.from_json(data, self.path("status.json"))
         if end := self.end():
             return end
-        if self.is_there():
-            return self._pending()
-        raise RunNotFoundError(
-            f"the run in {self.run.directory} was removed, and perhaps another one was submitted under its name"
-        )
-
-    def _pending(self) -> RunStatus:
+        if data is None and not self.is_there():
+            raise RunNotFoundError(f"the run in {self.run.directory} was removed, and perhaps submitted again")
         job = self.job
-        status = RunStatus(attempt=job.first_attempt, heartbeat=job.created, queue_time=job.queue_time)
-        return replace(status, submission=job.submission, metrics=job.metrics)
+        status = RunStatus(attempt=job.first_attempt, queue_time=job.queue_time, submission=job.submission)
+        return replace(status, heartbeat=job.created if data is None else 0.0, metrics=job.metrics)
 
     def write_status(self, status: RunStatus) -> None:
         """Replaces the status, as the submission's driver alone may. A heartbeat is not worth an fsync."""
         store.write_bytes(self.path("status.json"), status.to_json(), durable=status.final)
 
     def end(self) -> RunStatus | None:
-        """Returns how the submission has ended, or is certain to; None before that. Makes one request to a store."""
-        try:
-            data = store.read_bytes(self.path("end.json"))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return RunStatus.from_json(data, self.path("end.json"))
+        """Returns how the submission has ended, or is certain to; None before that."""
+        data = self._find("end.json")
+        return None if data is None else RunStatus.from_json(data, self.path("end.json"))
 
     def finish(self, status: RunStatus) -> RunStatus:
         """Creates the end of the submission. Returns the end that counts, which is that of the first caller.
@@ -285,7 +274,6 @@ class Submission:
 
         Raises:
             FileNotFoundError: the run was removed.
-            OSError: the store cannot be written.
         """
         ended = replace(status, ended=status.ended or time.time(), ended_by=self.me)
         if not store.create(self.path("end.json"), ended.to_json(), durable=True):
@@ -296,16 +284,12 @@ class Submission:
         return ended
 
     def is_lost(self) -> bool:
-        """Returns True if another process has ended this submission, or the run was removed: its driver must stop.
-
-        Raises:
-            OSError: the store cannot be read (or an error of its fsspec driver).
-        """
+        """Returns True if another process has ended this submission, or the run was removed: its driver must stop."""
         if end := self.end():
             return end.ended_by != self.me
         return not (self.has_driver() if self._has_claimed else self.is_there())
 
-    # -- requests of followers -------------------------------------------------------------------
+    # -- followers -------------------------------------------------------------------------------
 
     def request_cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
         """Stores a request to end the submission, which its driver polls for.
@@ -318,13 +302,8 @@ class Submission:
         store.write_bytes(self.path("cancel"), json.dumps(request).encode())
 
     def cancel_request(self) -> dict[str, Any] | None:
-        """Returns ``receiver`` and ``reason`` of the request to end the submission; None if there is no request.
-
-        Makes one request to an object store.
-        """
-        try:
-            text = store.read_bytes(self.path("cancel"))
-        except FileNotFoundError:
+        """Returns ``receiver`` and ``reason`` of the request to end the submission; None if there is no request."""
+        if (text := self._find("cancel")) is None:
             return None
         with contextlib.suppress(ValueError, TypeError):
             return {"receiver": {}, "reason": "", **json.loads(text)}
@@ -337,23 +316,17 @@ class Submission:
 
     def lease(self) -> bytes:
         """Returns the lease that the last follower wrote; empty if no follower has."""
-        with contextlib.suppress(FileNotFoundError):
-            return store.read_bytes(self.path("lease"))
-        return b""
-
-    def lease_bound(self) -> float | None:
-        """Returns the seconds for which the last follower renewed the lease; None for the run's ``orphan_timeout``."""
-        return bound_of(self.lease())
+        return self._find("lease") or b""
 
     def delivery(self) -> Delivery:
-        """Returns the delivery of the result, which is empty if the result was not offered. Raises OSError."""
+        """Returns the delivery of the result, which is empty if the result was not offered."""
         # A power failure may have emptied the file. The result is then delivered again.
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-            return Delivery(**json.loads(store.read_bytes(self.path("delivery"))))
+        with contextlib.suppress(ValueError, TypeError):
+            return Delivery(**json.loads(self._find("delivery") or b"{}"))
         return Delivery()
 
     def record_delivery(self, delivery: Delivery) -> None:
-        """Replaces the recorded delivery. Raises OSError."""
+        """Replaces the recorded delivery."""
         store.write_bytes(self.path("delivery"), json.dumps(asdict(delivery)).encode())
 
 
@@ -364,11 +337,6 @@ def bound_of(lease: bytes) -> float | None:
 
 
 def compare_job(job: Job, asked: Asked) -> Comparison:
-    """Compares the training of a submission with a requested training.
-
-    Args:
-        job: Job of the submission.
-        asked: The requested training.
-    """
+    """Compares the training of a submission with a requested training."""
     before = Identity.of(job.identity_parts)
     return compare(before, asked.identity, automatic=asked.repeats(job.generation))

@@ -16,11 +16,8 @@ from rankzero.run.status import RunStatus
 
 T = TypeVar("T")
 
-READ = 4 << 20
-"""Bytes of lines that a reader reads in one access."""
-
-PIECE = 1 << 20
-"""Bytes after which the next piece begins. Smaller pieces make more objects, larger ones are uploaded more often."""
+READ = 4 << 20  # Bytes of lines that a reader reads in one access
+PIECE = 1 << 20  # Bytes after which the next piece begins: smaller ones make more objects, larger ones more uploads
 
 
 class Position(NamedTuple):
@@ -67,17 +64,11 @@ class Stream:
         self.position = Position()
 
     def end(self, status: RunStatus) -> Position:
-        """Returns the current end.
-
-        Args:
-            status: A status that was just read, which has the end on an object store.
-        """
+        """Returns the current end, which a status that was just read has for an object store."""
         last = len(self._locations) - 1
         if self._read is _read_piece:
             return Position(last, *status.written.get(self._name, ()))
-        with contextlib.suppress(FileNotFoundError):
-            return Position(last, offset=self._call(lambda: store.size(self._locations[-1])))
-        return Position(last)
+        return Position(last, offset=self._call(functools.partial(_size, self._locations[-1])))
 
     def read(self, end: Position | None = None) -> list[str]:
         """Returns some complete lines, and moves the position behind them; no lines at the end.
@@ -99,11 +90,9 @@ class Stream:
         return lines
 
     def new(self, status: RunStatus | None = None) -> Iterator[str]:
-        """Yields the lines up to the present end, and moves the position.
+        """Yields the lines up to the end that a status shows, and moves the position.
 
-        Args:
-            status: A status that was just read; None yields all lines. So does a final one, since a driver that died
-                may have written more than it has recorded.
+        Without a status it yields all. So does it with a final one: a driver that died may have written more.
         """
         end = None if status is None or status.final else self.end(status)
         while lines := self.read(end):
@@ -122,6 +111,12 @@ class Stream:
             return False
         self.position, self._is_torn = target, offset > 0
         return True
+
+
+def _size(path: str) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return store.size(path)
+    return 0
 
 
 def _read_file(path: str, at: Position, end: Position | None) -> tuple[list[str], Position]:
@@ -179,7 +174,7 @@ class Appender:
         rest = memoryview(b"\n" + data if self._torn else data)
         while rest:
             written = self._file.write(rest)
-            self._torn = rest[written - 1] != _NEWLINE if written else self._torn
+            self._torn = rest[written - 1] != ord("\n") if written else self._torn
             rest = rest[written:]
 
     def close(self) -> None:
@@ -188,21 +183,13 @@ class Appender:
             self._file.close()
 
 
-_NEWLINE = ord("\n")
-
-WAITING_LIMIT = 64 << 20
-"""Most bytes of lines that wait in memory while the object store rejects them."""
+WAITING_LIMIT = 64 << 20  # Most bytes of lines that wait in memory while the object store rejects them
 
 
 class PieceWriter:
     """Appends lines to a growing file on an object store. One thread appends, and another one flushes."""
 
     def __init__(self, location: str) -> None:
-        """Makes a writer; `flush` accesses the store.
-
-        Args:
-            location: URL of the folder.
-        """
         self._location = location
         self._waiting: list[bytes] = []
         self._piece: int | None = None

@@ -14,7 +14,7 @@ from rankzero import store
 from rankzero.errors import RankZeroError, ResultError, error_from_json, located
 from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest, list_committed
-from rankzero.run.directory import Delivery, RunDirectory, Submission
+from rankzero.run.directory import Delivery, RunDirectory, Submission, bound_of
 from rankzero.run.growing import Stream
 from rankzero.run.lease import interval_of
 from rankzero.run.names import EVENTS, LINES
@@ -63,7 +63,6 @@ class RunHandle(Generic[R]):
         self.own = Submission(run, self.job)
         self._driver = driver
         self._observer = Observer(self.own, driver)
-        self._interval = SHORTEST_PACE
         self._is_ending = False
         self._follows = follows
         self._lease_bound: float | None = None
@@ -141,12 +140,7 @@ class RunHandle(Generic[R]):
 
         A run whose driver died is reported as failed, unless its end is recorded.
         """
-        return self._status(math.inf)
-
-    def _status(self, at_most: float) -> RunStatus:
-        status = self._observer.status(at_most)
-        self._interval = status.interval
-        return status
+        return self._observer.status()
 
     def driver_lives(self, status: RunStatus) -> bool | None:
         """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides."""
@@ -166,7 +160,7 @@ class RunHandle(Generic[R]):
     def _end(self, timeout: float | None) -> RunStatus | None:
         """Waits as `wait` does, and returns the status of the run that has ended; None if the timeout has passed."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not (status := self._status(deadline - time.monotonic())).final:
+        while not (status := self._observer.status(deadline - time.monotonic())).final:
             if time.monotonic() >= deadline:
                 return None
             self.pause(deadline - time.monotonic())
@@ -180,10 +174,10 @@ class RunHandle(Generic[R]):
         yield status
 
     def await_driver(self, timeout: float) -> None:
-        """Waits until the driver of an ended run has also finished its trackers and its report.
+        """Waits until the driver of an ended run has also finished its trackers and its report, if it is this process's.
 
         Args:
-            timeout: Seconds to wait at most. Returns immediately if another process started the driver.
+            timeout: Seconds to wait at most.
         """
         if self._driver is not None:
             self._driver.await_end(timeout)
@@ -193,7 +187,7 @@ class RunHandle(Generic[R]):
         """Returns the seconds after which the driver writes to an object store again; 0 on a disk."""
         if not self.own.is_remote:
             return 0.0
-        return min(self._interval, SHORTEST_PACE if self._is_ending else LONGEST_PACE)
+        return min(self._observer.interval, SHORTEST_PACE if self._is_ending else LONGEST_PACE)
 
     def pause(self, bound: float = math.inf) -> None:
         """Waits until the run is worth polling again: at most ``bound`` seconds, or until its driver has ended."""
@@ -218,11 +212,7 @@ class RunHandle(Generic[R]):
         self._observer.cancel(receiver, reason)
 
     def cancelled_for(self) -> dict[str, Any]:
-        """Returns the try for which the end of this submission was requested; empty if none, or for all tries.
-
-        Raises:
-            OSError: the store cannot be read.
-        """
+        """Returns the try for which the end of this submission was requested; empty if none, or for all tries."""
         return dict((self.own.cancel_request() or {}).get("receiver", {}))
 
     # -- the lease -------------------------------------------------------------------------------
@@ -234,20 +224,16 @@ class RunHandle(Generic[R]):
         return 0.0 if bound is None or not self._follows else interval_of(self.own, bound)
 
     def renew_lease(self) -> None:
-        """Reports to the driver that the run is followed, as methods that wait for the run or read its lines do.
-
-        Raises OSError if the store cannot be written.
-        """
+        """Reports to the driver that the run is followed, as methods that wait for the run or read its lines do."""
         if self._follows:
             # It keeps the bound that another follower has given it.
-            self._lease_bound = self._lease_bound or self.own.lease_bound()
+            self._lease_bound = self._lease_bound or bound_of(self.own.lease())
             self.own.renew_lease(self._lease_bound)
 
     def hold(self, bound: float) -> None:
         """Replaces the run's ``orphan_timeout``: it ends if this handle does not follow it for ``bound`` seconds.
 
         The last follower of a run calls this, since the run would otherwise wait its ``orphan_timeout`` for the next.
-        Raises OSError if the store cannot be written.
         """
         self._lease_bound = bound
         self.renew_lease()
@@ -305,7 +291,6 @@ class RunHandle(Generic[R]):
 
         Raises:
             RunNotFoundError: the run was removed.
-            OSError: the store cannot be written.
         """
         self._observer.patiently(self.own.status)
         self.own.record_delivery(Delivery(dict(receiver)))
@@ -319,7 +304,6 @@ class RunHandle(Generic[R]):
         Raises:
             ResultError: the run has no result yet, or has failed.
             RunNotFoundError: the run was removed.
-            OSError: the store cannot be written.
         """
         status = self.status()
         if status.result is None and status.state != "cancelled":
@@ -333,12 +317,7 @@ class RunHandle(Generic[R]):
         return list_committed([*self.own.earlier(), self.own.directory])
 
     def stream(self, name: str, *, earlier: bool = True) -> Stream:
-        """Returns a reader of a growing file of this training.
-
-        Args:
-            name: `LINES` or `EVENTS`.
-            earlier: False to leave out what earlier submissions of the training wrote.
-        """
+        """Returns a reader of `LINES` or `EVENTS` of this training; without ``earlier`` of this submission only."""
         return Stream([*(self.own.earlier() if earlier else ()), self.own.directory], name, self._read_as_follower)
 
     def _read_as_follower(self, read: Callable[[], T]) -> T:
@@ -349,7 +328,7 @@ class RunHandle(Generic[R]):
     def lines(
         self, ranks: Collection[int] | None = None, follow: bool = False, *, earlier: bool = True
     ) -> Iterator[Line]:
-        """Yields the lines that ranks of this training wrote, each with its time and rank. `logs` is built on this.
+        """Yields the lines of this training, each with its time and rank. `logs` is built on this.
 
         Args:
             ranks: The ranks; None for all. Notes about lines of all ranks are always yielded.

@@ -12,18 +12,13 @@ from dataclasses import dataclass
 
 from rankzero.run.status import FINAL_STATES
 
-DIGITS = 16
-"""Number of digits of a checksum that is shown to people."""
+DIGITS = 16  # Number of digits of a checksum that is shown to people
+RESISTS = "?"  # Beginning of the checksum of an argument that cannot be compared, which has another one each time
+_MOST_NAMED = 5  # Most names of differing parts that a message lists
 
 TRAIN, NUM_PROCESSES, CODE_VERSION, SENT_CODE = "train", "num_processes", "code_version", "working_dir and py_files"
 ARGUMENT, MODULE, DATASET, VARIABLE = "argument ", "module ", "dataset ", "env "
 """Prefixes of the names of parts."""
-
-RESISTS = "?"
-"""Beginning of the checksum of an argument that cannot be compared, which has another one each time."""
-
-_MOST_NAMED = 5
-"""Most names of differing parts that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +26,8 @@ class Identity:
     """Identifies a training by the checksums of its parts, equal in every process.
 
     Attributes:
-        parts: Name and checksum of each part: the function or script (``train``), each argument, each of the user's
-            modules that the code imports, each dataset, and the number of ranks. ``code_version`` replaces the code.
-            Environment variables are parts that `compare` only names.
+        parts: Name and checksum of each part: the function or script, each argument, each of the user's modules that
+            the code imports, each dataset, and the number of ranks; environment variables, which `compare` only names.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -52,7 +46,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing the training of a run with a requested training.
+    """Compares the training of a run with a requested training.
 
     Attributes:
         differing: Names of the parts that differ, which make the two different trainings.
@@ -121,16 +115,12 @@ def describe(names: tuple[str, ...]) -> str:
 
 
 class Decision(enum.Enum):
-    """The action on an existing run, as each of its members says."""
+    """The action on an existing run."""
 
-    ATTACH = "attach"
-    """Follow the living run."""
-    DELIVER = "deliver"
-    """Deliver the result."""
-    RESUME = "resume"
-    """Wait for the end of the run if it is ending, and submit it again from its last checkpoint."""
-    FRESH = "fresh"
-    """End the run if it is living, and submit it again from scratch."""
+    ATTACH = "attach"  # Follow the living run
+    DELIVER = "deliver"  # Deliver the result
+    RESUME = "resume"  # Wait for the end of the run if it is ending, and submit it again from its last checkpoint
+    FRESH = "fresh"  # End the run if it is living, and submit it again from scratch
 
 
 def decide(
@@ -161,15 +151,11 @@ def decide(
     Args:
         state: State of the run; ``"failed"`` if its driver died.
         same_training: The requested training is that of the run (`compare`).
-        acknowledged: The result of the run was delivered, and the receiver has acknowledged it.
+        acknowledged: The receiver of the result has acknowledged it.
         ending: The run is living and was asked to stop, or the process that owned it has exited.
         same_generation: An orchestrator, and not a user, repeats a step that had succeeded.
         by_name: The name of a run alone decides that it is continued, as in Ray Train.
         automatic: An orchestrator tries again by itself what it has asked for.
-
-    Example:
-        >>> decide("failed", same_training=True, acknowledged=False)
-        <Decision.RESUME: 'resume'>
     """
     follows = same_training or automatic
     if state not in FINAL_STATES:

@@ -21,10 +21,6 @@ def longest_delay(base: float, growth: float, bound: float = RETRY_DELAY_MAX) ->
         base: Seconds before the first retry.
         growth: Factor by which the last delay is longer; may be infinite.
         bound: Longest delay in seconds, if the delay grows.
-
-    Example:
-        >>> longest_delay(600, 4)
-        2400.0
     """
     return float(base if growth <= 1 else max(base, min(base * growth, bound) if base else 0.0))
 

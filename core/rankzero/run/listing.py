@@ -10,30 +10,22 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rankzero import store
-from rankzero.bounds import STORE_RETRY_INTERVAL
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.names import CLAIM
-from rankzero.run.observer import STORE_PATIENCE, Observer
+from rankzero.run.observer import Observer
 from rankzero.run.status import RunStatus
 
 T = TypeVar("T")
 
-LAST = "last"
-"""The name of the run that was submitted last."""
-
-UNKNOWN = "?"
-"""The state of a run that cannot be read; the table shows it in place of every unknown fact, too."""
+LAST = "last"  # The name of the run that was submitted last
+UNKNOWN = "?"  # The state of a run that cannot be read
+READERS = 16  # Runs of an object store that are read at the same time
+JOBS = 65536  # Most jobs that `list_runs` keeps, so that another listing reads only the status of a run
 
 _UNREADABLE = (RankZeroError, OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _NAMED = 5
-
-READERS = 16
-"""Runs of an object store that are read at the same time."""
-
-JOBS = 65536
-"""Most jobs that `list_runs` keeps in this process, so that another listing reads only the status of a run."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ def list_runs(location: str | os.PathLike[str]) -> Iterator[Listed]:
         InvalidJobError: the store cannot hold runs.
     """
     root = store.normalize(location)
-    return (one for one in _each(root, names_of(root), _listed) if one)
+    return _each(root, names_of(root), _listed)
 
 
 def find_run(name: str) -> str:
@@ -86,8 +78,7 @@ def find_run(name: str) -> str:
     root = store.normalize(store.root_of(parent))
     names = names_of(root)
     if part == LAST:
-        created = (found for found in _each(root, names, _created) if found)
-        if newest := max(created, default=None):
+        if newest := max(_each(root, names, _created), default=None):
             return newest[1]
         raise RunNotFoundError(f"there is no run in {root}")
     found = [part] if part in names else [one for one in names if part in one]
@@ -100,43 +91,34 @@ def find_run(name: str) -> str:
 
 
 def names_of(root: str) -> list[str]:
-    """Returns the names of the directories in a store that may be runs.
-
-    Args:
-        root: The store, normalized.
-
-    Raises:
-        FileNotFoundError: there is no such store, or nothing has been stored there yet.
-    """
+    """Returns the names of the directories in a store that may be runs. Raises FileNotFoundError if it is not there."""
     names = [name for name in store.list_names(root) if not name.startswith(".")]
     if not names and (store.is_url(root) or not os.path.isdir(root)):
         raise FileNotFoundError(f"there is no store at {root}: no run was ever stored there, or its name is wrong")
     return names
 
 
-def _each(root: str, names: list[str], read: Callable[[str], T]) -> Iterator[T]:
-    """Yields what a function returns for each directory; on an object store several are read at the same time."""
+def _each(root: str, names: list[str], read: Callable[[str], T | None]) -> Iterator[T]:
+    """Yields what a function returns for each directory, unless that is None; on an object store several at a time."""
     directories = [store.join(root, name) for name in names]
     if not store.is_url(root):
-        yield from map(read, directories)
+        yield from (found for found in map(read, directories) if found)
         return
     with ThreadPoolExecutor(READERS) as readers:
-        yield from readers.map(read, directories)
+        yield from (found for found in readers.map(read, directories) if found)
 
 
 def _listed(directory: str) -> Listed | None:
     """Returns a run, or None for a directory that is no run's, or whose submission is not written yet."""
     run, names = RunDirectory(directory), list[str]()
     try:
-        # An object store may fail for a moment; a file that cannot be read stays so.
-        read = _patiently if run.is_remote else _call
-        names = read(run.names)
+        names = run.names()
         number = max((int(found[1]) for name in names if (found := CLAIM.fullmatch(name))), default=-1)
         folders = tuple(name for name in names if name.startswith(f"{number}-"))
-        if not folders or not (job := read(lambda: _job(directory, number, folders))):
+        if not folders or not (job := _job(directory, number, folders)):
             return None
         own = Submission(run, job)
-        return Listed(run.directory, job, Observer(own).judged(read(own.status)))
+        return Listed(run.directory, job, Observer(own).judged(own.status()))
     except _UNREADABLE as error:
         try:
             is_broken = run.find_job() is not None
@@ -152,14 +134,6 @@ def _listed(directory: str) -> Listed | None:
 def _job(directory: str, number: int, _: tuple[str, ...]) -> Job | None:
     """Returns a job, which never changes while the folders of its number stay the same."""
     return RunDirectory(directory).job_of(number)
-
-
-def _patiently(read: Callable[[], T]) -> T:
-    return store.patiently(read, STORE_PATIENCE(), STORE_RETRY_INTERVAL(), store.is_missing)
-
-
-def _call(read: Callable[[], T]) -> T:
-    return read()
 
 
 def _created(directory: str) -> tuple[float, str] | None:

@@ -21,36 +21,16 @@ from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
 from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state, thread_lives
 from rankzero.run.directory import Submission
 from rankzero.run.names import DRIVER_LOG
-from rankzero.run.status import RunStatus
+from rankzero.run.status import SHORTEST_PACE, RunStatus
 
 CANCEL = signal.SIGUSR1
 """Signal to a driver process that the end of its run was requested. The request is in the store, soon or already."""
 
-
-def _signal_driver(status: RunStatus) -> None:
-    """Sends `CANCEL` to a driver that is a process of this machine, since it polls the run directory seldom.
-
-    A driver that is a thread polls: the process is its caller's. So does one whose start is not known, as on macOS:
-    another process may have its id.
-    """
-    pid, start = status.driver_pid, status.driver_start
-    if pid is None or start is None or status.driver_thread or status.driver_namespace != process_namespace():
-        return
-    if not status.final and process_state(pid, start):
-        signal_cancel(pid)
-
-
-def signal_cancel(pid: int) -> None:
-    """Sends `CANCEL` to a driver process, but not while it is just starting and has no handler yet."""
-    if CANCEL in (caught_signals(pid) or ()):
-        with contextlib.suppress(OSError):
-            os.kill(pid, CANCEL)
-
-
-T = TypeVar("T")
-
 STORE_PATIENCE = bounds.scaled(15.0)  # For which a follower retries to read a store that fails
 DRIVER_LOG_TAIL = 15  # Last lines of a dead driver's log that the error shows
+_MISSED = 3  # Number of heartbeats that a driver may miss
+
+T = TypeVar("T")
 
 
 class OwnDriver(Protocol):
@@ -77,17 +57,17 @@ class Observer:
     """Observes one submission of a run for one process."""
 
     def __init__(self, own: Submission, driver: OwnDriver | None = None) -> None:
-        """Makes an observer; `status` accesses the store.
-
-        Args:
-            own: The submission.
-            driver: Its driver, if this process has started it.
-        """
+        """Makes an observer. Its methods access the store, and know the driver if this process has started it."""
         self._own = own
         self._driver = driver
         self._pid = os.getpid()
         self._heartbeat = HeartbeatWatch()
         self._last: RunStatus | None = None
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two heartbeats of the driver, as far as is known."""
+        return self._last.interval if self._last else SHORTEST_PACE
 
     def cancel(self, receiver: Mapping[str, Any] | None, reason: str) -> None:
         """Requests the end of the run, as `RunHandle.cancel` describes."""
@@ -230,37 +210,55 @@ class HeartbeatWatch:
         return unchanged > bound or age > bound + CLOCK_SKEW
 
 
-def process_lives(status: RunStatus) -> bool | None:
-    """Returns whether the driver lives; None if its process cannot be queried and only the heartbeat decides.
-
-    A process that exists is alive even if the store rejects its heartbeats. The driver may be a thread of a process
-    that outlives it, such as a notebook, so the kernel is queried for the thread.
-    """
-    if status.driver_pid is None or status.driver_namespace != process_namespace():
-        return None
-    state = _process_state(status)
-    if state is None:
-        return False
-    if status.driver_thread is None:
-        # A stopped driver is left to its heartbeat. When that is too old, its agents have ended as well.
-        return None if state in STOPPED else True
-    return thread_lives(status.driver_pid, status.driver_thread)
-
-
-def _process_state(status: RunStatus) -> str | None:
-    """Returns the state of the driver's process; None if it has exited or is on another machine."""
-    if status.driver_pid is None or status.driver_namespace != process_namespace():
-        return None
-    return process_state(status.driver_pid, status.driver_start)
-
-
-_MISSED = 3
-"""Number of heartbeats that a driver may miss."""
-
-
 def dead_after(status: RunStatus) -> float:
     """Returns the seconds without a heartbeat after which the driver that wrote a status counts as dead.
 
     A driver that a cluster has not started yet has `RunStatus.queue_time` seconds until its first heartbeat.
     """
     return max(DRIVER_DEAD_AFTER(), _MISSED * status.interval, status.queue_time)
+
+
+def process_lives(status: RunStatus) -> bool | None:
+    """Returns whether the driver lives; None if its process cannot be queried and only the heartbeat decides.
+
+    A process that exists is alive even if the store rejects its heartbeats. The driver may be a thread of a process
+    that outlives it, such as a notebook, so the kernel is queried for the thread.
+    """
+    if status.driver_pid is None or not _is_here(status):
+        return None
+    state = _process_state(status)
+    if state is None:
+        return False
+    if status.driver_thread:
+        return thread_lives(status.driver_pid, status.driver_thread)
+    # A stopped driver is left to its heartbeat. When that is too old, its agents have ended as well.
+    return None if state in STOPPED else True
+
+
+def _is_here(status: RunStatus) -> bool:
+    return status.driver_pid is not None and status.driver_namespace == process_namespace()
+
+
+def _process_state(status: RunStatus) -> str | None:
+    """Returns the state of the driver's process; None if it has exited or is on another machine."""
+    if status.driver_pid is None or not _is_here(status):
+        return None
+    return process_state(status.driver_pid, status.driver_start)
+
+
+def _signal_driver(status: RunStatus) -> None:
+    """Sends `CANCEL` to a driver that is a process of this machine, since it polls the run directory seldom.
+
+    A driver that is a thread polls: the process is its caller's. So does one whose start is not known, as on macOS:
+    another process may have its id.
+    """
+    is_known = status.driver_start is not None and not status.driver_thread
+    if status.driver_pid is not None and is_known and not status.final and _process_state(status):
+        signal_cancel(status.driver_pid)
+
+
+def signal_cancel(pid: int) -> None:
+    """Sends `CANCEL` to a driver process, but not while it is just starting and has no handler yet."""
+    if CANCEL in (caught_signals(pid) or ()):
+        with contextlib.suppress(OSError):
+            os.kill(pid, CANCEL)

@@ -36,8 +36,8 @@ class Line(NamedTuple):
     """A line that a rank has written.
 
     Attributes:
-        stamp: The time at which the driver received the line, in UTC, as ISO 8601 with milliseconds. Of a line that is
-            stored without a time, that of the line before it; empty if there is none.
+        stamp: The time at which the driver received it, in UTC, as ISO 8601 with milliseconds. Of a line that is stored
+            without a time, that of the line before it; empty if there is none.
         rank: The rank; None for a note about lines of all ranks.
         text: The line.
     """

@@ -84,13 +84,8 @@ def collect(
 
     Removes runs that have ended, runs whose driver died, and directories in which a submission was begun but never
     made. A running run is kept, however old it is, and so is everything in the store that is not a run. From a kept
-    run, the files of submissions of that age are removed if the run was later submitted again from scratch.
-
-    The logs, checkpoints and result of a run are removed with its directory, so a `rankzero.ResultRef` of the run
-    cannot be loaded any more. To keep a result longer, copy it: ``ResultRef.save(ref.load(), directory)``.
-
-    Collectors may run concurrently, die at any time, and meet submissions of the same run ids. Of a removed run one
-    small file stays for an hour.
+    run, the files of submissions of that age are removed if the run was later submitted again from scratch. Collectors
+    may run concurrently, die at any time, and meet submissions of the same run ids.
 
     Args:
         location: Root of the run directories, a path or an fsspec URL. It need not exist.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from rankzero.bounds import HEARTBEAT_INTERVAL
@@ -26,36 +26,31 @@ class RunStatus:
     """A run's state at one moment.
 
     Attributes:
-        state: ``"pending"``, ``"starting"``, ``"running"``, ``"succeeded"``, ``"failed"`` or
-            ``"cancelled"``.
+        state: One of `STATES`.
         phase: State of the current attempt: ``"opening"``, ``"waiting for slots"``, ``"starting"``, ``"running"``,
             ``"ending"`` or ``"final"``; empty before the first one.
-        cancelling: True once the driver has decided to cancel the run without a request: a new submission of the same
-            training waits for the end, and resumes the run.
+        cancelling: The driver has decided to cancel the run without a request, so a new submission resumes the run.
         attempt: Number of the current attempt, from 0.
         preemptions: Number of preempted attempts of this submission.
-        submission: Number of the submission: how often the run id was submitted before.
+        submission: Number of the submission.
         heartbeat: Unix time at which the driver last wrote.
         interval: Seconds between two heartbeats.
-        queue_time: Seconds without a heartbeat after which a driver that a cluster has not started is dead; with 0
-            the interval decides.
+        queue_time: Seconds without a heartbeat after which a driver that a cluster has not started is dead; or 0.
         written: Ends of `EVENTS` and `LINES` on an object store, each as piece and offset.
         driver_host: Host of the driver, or None before it started.
         driver_pid: Process id of the driver.
         driver_namespace: Process namespace of ``driver_pid``.
         driver_start: Start time of that process, in clock ticks since the boot.
-        driver_thread: Id and start time of the driver's thread, if the driver is a thread of its caller's process,
-            which may outlive it; else None.
+        driver_thread: Id and start time of the driver's thread, if it is a thread of its caller's process; else None.
         started: Unix time at which every rank had started, or None.
         ended: Unix time of the end, or None.
         error: The error of a run that did not succeed, as JSON.
         result: Handle of the value, as JSON; set as soon as success is certain, before the run has ended.
         value: A list with the value itself if that is small and JSON; else empty.
-        metrics: The last values of the metrics that rank 0 reported in this training, of the first 1000 names. A
-            submission that resumes the training begins with those of the submissions before it.
+        metrics: The last values of the metrics that rank 0 reported in this training, of the first 1000 names.
         checkpoint: Id of the newest committed checkpoint, or None.
-        world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
         engine_url: Address of the engine's user interface, such as the Spark UI, during the run; or None.
+        world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
         held_seconds: Seconds for which ranks of ended attempts occupied their slots, summed over the ranks.
         held_since: Unix time since which the current attempt occupies its slots; None between attempts.
         ended_by: Identifies the process that has created the end of the submission.
@@ -110,34 +105,18 @@ class RunStatus:
 
     @classmethod
     def from_json(cls, data: bytes, path: str) -> RunStatus:
-        """Reads a status, which a later version of rankzero may have written with more fields.
-
-        Args:
-            data: The result of `to_json`.
-            path: The location of the file, for the error.
-
-        Raises:
-            RunNotFoundError: rankzero has not written this.
-        """
+        """Reads what `to_json` returned. Raises RunNotFoundError, with the path, if rankzero has not written this."""
         try:
             facts = json.loads(data)
             if found := strange(facts, {"state": str, "heartbeat": (int, float)}):
                 raise ValueError(found)
-            return cls(**{name: value for name, value in facts.items() if name in _FIELDS})
+            return cls(**{name: value for name, value in facts.items() if name in cls.__dataclass_fields__})
         except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"{path} was not written by rankzero: {error}") from None
 
 
-_FIELDS = frozenset(field.name for field in fields(RunStatus))
-
-
 def pace(age: float) -> float:
-    """Returns the seconds between two writes of a driver, or two polls of a follower: 1 % of the run's duration so far.
-
-    Followers are late by at most 1 % of the run, and a run of one day costs 9,000 polls instead of 86,400.
-
-    Args:
-        age: Seconds since the driver started.
+    """Returns the seconds between two writes of a driver, or two polls of a follower, from the run's duration so far.
 
     Example:
         >>> pace(20), pace(300), pace(86400)
