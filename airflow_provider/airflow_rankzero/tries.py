@@ -267,7 +267,7 @@ class TaskLog:
             if time.monotonic() - shown > PROGRESS_INTERVAL and (status := self._follower.status):
                 shown = time.monotonic()
                 self._log.info(
-                    "%s for %.0f s %s", status.state, time.time() - self._handle.created, status.metrics or ""
+                    "%s for %.0f s %s", status.state, time.time() - self._handle.job.created, status.metrics or ""
                 )
 
     def _pause(self) -> None:

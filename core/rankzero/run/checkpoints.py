@@ -39,31 +39,19 @@ _FILE = re.compile(rf"rank-[0-9]+\.[a-z.]+|{re.escape(PIECES)}|{DAMAGED}")  # In
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes a committed checkpoint.
+    """Describes a committed checkpoint."""
 
-    Attributes:
-        id: Name of the folder, made of attempt and number.
-        attempt: Number of the attempt that wrote the checkpoint.
-        index: Number of the checkpoint within that attempt, from 0.
-        time: Unix time of rank 0's report.
-        metrics: Metrics that rank 0 reported with the checkpoint.
-        world_size: Number of ranks of the attempt that wrote it.
-        sharded: True if every rank saved its own part; False if rank 0's part is the whole checkpoint.
-        parts: ``file``, ``format``, ``size`` and ``sha256`` of each part, by rank as text, since keys in JSON are text.
-        has_result: True if rank 0 had set the value of the run before the checkpoint: `rankzero.train.set_result`.
-        place: The folder of the submission that wrote it, which its file does not contain.
-    """
-
-    id: str
-    attempt: int
-    index: int
-    time: float
-    metrics: dict[str, Any]
-    world_size: int
-    sharded: bool
+    id: str  # Name of the folder, made of attempt and number
+    attempt: int  # Number of the attempt that wrote the checkpoint
+    index: int  # Number of the checkpoint within that attempt
+    time: float  # Unix time of rank 0's report
+    metrics: dict[str, Any]  # Metrics that rank 0 reported with the checkpoint
+    world_size: int  # Number of ranks of the attempt that wrote it
+    sharded: bool  # True if every rank saved its own part; False if rank 0's part is the whole checkpoint
+    # ``file``, ``format``, ``size`` and ``sha256`` of each part, by rank as text, since keys in JSON are text
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    has_result: bool = False
-    place: str = ""
+    has_result: bool = False  # True if rank 0 had set the value of the run before: `rankzero.train.set_result`
+    place: str = ""  # The folder of the submission that wrote it, which its file does not contain
 
     @classmethod
     def of_parts(cls, place: str, attempt: int, world_size: int, parts: Mapping[int, Mapping[str, Any]]) -> Manifest:
@@ -75,19 +63,12 @@ class Manifest:
             world_size: Number of ranks of the attempt.
             parts: The description of each part that its `CheckpointWriter` sent, by rank.
         """
-        lead = parts[min(parts)]
+        lead, kept = parts[min(parts)], ("file", "format", "size", "sha256")
         return cls(
-            id=lead["id"],
+            **{name: lead[name] for name in ("id", "index", "time", "metrics", "sharded")},
             attempt=attempt,
-            index=lead["index"],
-            time=lead["time"],
-            metrics=lead["metrics"],
             world_size=world_size,
-            sharded=lead["sharded"],
-            parts={
-                str(rank): {key: part[key] for key in ("file", "format", "size", "sha256")}
-                for rank, part in sorted(parts.items())
-            },
+            parts={str(rank): {key: part[key] for key in kept} for rank, part in sorted(parts.items())},
             has_result=lead.get("has_result", False),
             place=place,
         )

@@ -30,7 +30,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class RunHandle(Generic[R]):
+class RunHandle(Observer, Generic[R]):
     """A handle of one submission of a run, for any process that can read its directory.
 
     If the run id is submitted again, everything stays that of the handle's own submission.
@@ -60,12 +60,10 @@ class RunHandle(Generic[R]):
         self.directory = run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
         self.job = job or run.job()
-        self.own = Submission(run, self.job)
-        self._driver = driver
-        self._observer = Observer(self.own, driver)
-        self._is_ending = False
+        super().__init__(Submission(run, self.job), driver)
         self._follows = follows
-        self._lease_bound: float | None = None
+        self._held: float | None = None
+        self._lease = self.job.orphan_timeout
         self._renewed = 0.0
 
     @staticmethod
@@ -91,8 +89,7 @@ class RunHandle(Generic[R]):
     def params(self) -> dict[str, Any]:
         """Returns the arguments by name, as short plain values, for people and trackers.
 
-        A value other than a number, a text or a bool is replaced by the name of its type, and a value whose name looks
-        secret by ``***``. For a script, each ``--name value`` of the command line is an argument.
+        For a script, each ``--name value`` of the command line is an argument.
         """
         return dict(self.job.params)
 
@@ -100,7 +97,7 @@ class RunHandle(Generic[R]):
     def world_size(self) -> int:
         """Returns the number of ranks; of an elastic run that of its last attempt, or the most."""
         job = self.job
-        return (job.min_processes and self._observer.patiently(self.own.status).world_size) or job.num_processes
+        return (job.min_processes and self._patiently(self.own.status).world_size) or job.num_processes
 
     @property
     def submission(self) -> int:
@@ -117,11 +114,6 @@ class RunHandle(Generic[R]):
         """Returns the name of the training, which its first submission has given it, and which no other one has."""
         return self.job.earlier[0] if self.job.earlier else self.own.name
 
-    @property
-    def created(self) -> float:
-        """Returns the Unix time of the submission."""
-        return self.job.created
-
     def __repr__(self) -> str:
         return f"RunHandle({self.directory!r})"
 
@@ -133,18 +125,7 @@ class RunHandle(Generic[R]):
             return Card(self).html()
         return None
 
-    # -- the state of the run --------------------------------------------------------------------
-
-    def status(self) -> RunStatus:
-        """Returns the current state of the run.
-
-        A run whose driver died is reported as failed, unless its end is recorded.
-        """
-        return self._observer.status()
-
-    def driver_lives(self, status: RunStatus) -> bool | None:
-        """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides."""
-        return self._observer.driver_lives(status)
+    # -- the end of the run ----------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the run has ended, with any outcome.
@@ -160,7 +141,7 @@ class RunHandle(Generic[R]):
     def _end(self, timeout: float | None) -> RunStatus | None:
         """Waits as `wait` does, and returns the status of the run that has ended; None if the timeout has passed."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not (status := self._observer.status(deadline - time.monotonic())).final:
+        while not (status := self._status(deadline - time.monotonic())).final:
             if time.monotonic() >= deadline:
                 return None
             self.pause(deadline - time.monotonic())
@@ -174,7 +155,7 @@ class RunHandle(Generic[R]):
         yield status
 
     def await_driver(self, timeout: float) -> None:
-        """Waits until the driver of an ended run has also finished its trackers and its report, if it is this process's.
+        """Waits until the driver of an ended run has also finished its trackers and report, if it is this process's.
 
         Args:
             timeout: Seconds to wait at most.
@@ -187,7 +168,8 @@ class RunHandle(Generic[R]):
         """Returns the seconds after which the driver writes to an object store again; 0 on a disk."""
         if not self.own.is_remote:
             return 0.0
-        return min(self._observer.interval, SHORTEST_PACE if self._is_ending else LONGEST_PACE)
+        interval = self._last.interval if self._last else SHORTEST_PACE
+        return min(interval, SHORTEST_PACE if self._is_ending else LONGEST_PACE)
 
     def pause(self, bound: float = math.inf) -> None:
         """Waits until the run is worth polling again: at most ``bound`` seconds, or until its driver has ended."""
@@ -198,19 +180,6 @@ class RunHandle(Generic[R]):
         else:
             time.sleep(interval)
 
-    def cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
-        """Requests the end of the run; call `wait` for the end. Does nothing if the run has ended.
-
-        The request concerns only the submission that this handle was made for, and no later one.
-
-        Args:
-            receiver: The orchestrator's try whose end also ends the run, as in `offer`. Another try that follows the
-                run by then finds this in `cancelled_for`, and may submit the run again.
-            reason: The cause of the request, which the error of the run shows.
-        """
-        self._is_ending = True
-        self._observer.cancel(receiver, reason)
-
     def cancelled_for(self) -> dict[str, Any]:
         """Returns the try for which the end of this submission was requested; empty if none, or for all tries."""
         return dict((self.own.cancel_request() or {}).get("receiver", {}))
@@ -220,22 +189,22 @@ class RunHandle(Generic[R]):
     @property
     def renewal_interval(self) -> float:
         """Seconds after which a follower has to call `renew_lease` again; 0 if the run has no ``orphan_timeout``."""
-        bound = self._lease_bound or self.job.orphan_timeout
-        return 0.0 if bound is None or not self._follows else interval_of(self.own, bound)
+        return 0.0 if self._lease is None or not self._follows else interval_of(self.own, self._lease)
 
     def renew_lease(self) -> None:
         """Reports to the driver that the run is followed, as methods that wait for the run or read its lines do."""
         if self._follows:
             # It keeps the bound that another follower has given it.
-            self._lease_bound = self._lease_bound or bound_of(self.own.lease())
-            self.own.renew_lease(self._lease_bound)
+            bound = self._held or bound_of(self.own.lease())
+            self.own.renew_lease(bound)
+            self._lease = bound or self._lease
 
     def hold(self, bound: float) -> None:
         """Replaces the run's ``orphan_timeout``: it ends if this handle does not follow it for ``bound`` seconds.
 
         The last follower of a run calls this, since the run would otherwise wait its ``orphan_timeout`` for the next.
         """
-        self._lease_bound = bound
+        self._held = bound
         self.renew_lease()
 
     def _renew_if_due(self) -> None:
@@ -292,7 +261,7 @@ class RunHandle(Generic[R]):
         Raises:
             RunNotFoundError: the run was removed.
         """
-        self._observer.patiently(self.own.status)
+        self._patiently(self.own.status)
         self.own.record_delivery(Delivery(dict(receiver)))
 
     def acknowledge(self) -> None:
@@ -323,7 +292,7 @@ class RunHandle(Generic[R]):
     def _read_as_follower(self, read: Callable[[], T]) -> T:
         # Reading may take long.
         self._renew_if_due()
-        return self._observer.patiently(read)
+        return self._patiently(read)
 
     def lines(
         self, ranks: Collection[int] | None = None, follow: bool = False, *, earlier: bool = True

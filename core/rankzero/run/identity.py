@@ -46,16 +46,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares the training of a run with a requested training.
+    """Compares the training of a run with a requested training."""
 
-    Attributes:
-        differing: Names of the parts that differ, which make the two different trainings.
-        ignored: Names of parts that differ but are ignored: environment variables, and the code if an orchestrator
-            tries again by itself.
-    """
-
-    differing: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()  # Names of the parts that differ, which make the two different trainings
+    ignored: tuple[str, ...] = ()  # Names of parts that differ and are ignored: variables, and code for a retry
 
     @property
     def same(self) -> bool:
@@ -65,17 +59,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for a training, as far as it decides about an existing run.
-
-    Attributes:
-        identity: Identity of the requested training.
-        generation: Name of the chain of tries that the orchestrator starts by itself: `Job.generation`.
-        by_name: True if a run is continued because of its name alone, whatever it trained: `decide`.
-    """
+    """A request for a training, as far as it decides about an existing run."""
 
     identity: Identity
-    generation: str = ""
-    by_name: bool = False
+    generation: str = ""  # Name of the chain of tries that the orchestrator starts by itself: `Job.generation`
+    by_name: bool = False  # True if a run is continued because of its name alone, whatever it trained: `decide`
 
     def repeats(self, generation: str) -> bool:
         """Returns True if the orchestrator repeats a try of this generation by itself."""

@@ -30,18 +30,11 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Listed:
-    """Describes a run of a store.
-
-    Attributes:
-        directory: The run directory.
-        job: Job of the last submission.
-        status: Status of the run; its state is ``"failed"`` if the driver has died.
-        problem: Reason why the run cannot be read; job and status then have only its id and the state `UNKNOWN`.
-    """
+    """A run of a store. One that cannot be read has a problem, and of job and status only its id and `UNKNOWN`."""
 
     directory: str
-    job: Job
-    status: RunStatus
+    job: Job  # Of the last submission
+    status: RunStatus  # Its state is failed if the driver has died
     problem: str = ""
 
 
@@ -118,7 +111,7 @@ def _listed(directory: str) -> Listed | None:
         if not folders or not (job := _job(directory, number, folders)):
             return None
         own = Submission(run, job)
-        return Listed(run.directory, job, Observer(own).judged(own.status()))
+        return Listed(run.directory, job, Observer(own).status())
     except _UNREADABLE as error:
         try:
             is_broken = run.find_job() is not None

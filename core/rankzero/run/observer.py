@@ -1,4 +1,4 @@
-"""`Observer` reads a submission's status from a store that may fail, and determines whether its driver lives.
+"""`Observer` reads the status of a run from a store that may fail, and determines whether its driver lives.
 
 Why its process decides before its heartbeat: docs/architecture.md#a-process-that-can-be-queried-is-queried.
 """
@@ -21,7 +21,7 @@ from rankzero.errors import EngineError, RunCancelledError, RunNotFoundError
 from rankzero.host.processes import STOPPED, caught_signals, is_gone, process_namespace, process_state, thread_lives
 from rankzero.run.directory import Submission
 from rankzero.run.names import DRIVER_LOG
-from rankzero.run.status import SHORTEST_PACE, RunStatus
+from rankzero.run.status import RunStatus
 
 CANCEL = signal.SIGUSR1
 """Signal to a driver process that the end of its run was requested. The request is in the store, soon or already."""
@@ -54,23 +54,32 @@ class OwnDriver(Protocol):
 
 
 class Observer:
-    """Observes one submission of a run for one process."""
+    """Observes one submission of a run for one process: `rankzero.RunHandle` without what a follower needs.
+
+    Attributes:
+        own: The files of the submission.
+    """
 
     def __init__(self, own: Submission, driver: OwnDriver | None = None) -> None:
         """Makes an observer. Its methods access the store, and know the driver if this process has started it."""
-        self._own = own
+        self.own = own
         self._driver = driver
         self._pid = os.getpid()
         self._heartbeat = HeartbeatWatch()
         self._last: RunStatus | None = None
+        self._is_ending = False
 
-    @property
-    def interval(self) -> float:
-        """Seconds between two heartbeats of the driver, as far as is known."""
-        return self._last.interval if self._last else SHORTEST_PACE
+    def cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
+        """Requests the end of the run; call `wait` for the end. Does nothing if the run has ended.
 
-    def cancel(self, receiver: Mapping[str, Any] | None, reason: str) -> None:
-        """Requests the end of the run, as `RunHandle.cancel` describes."""
+        The request concerns only the submission that this handle was made for, and no later one.
+
+        Args:
+            receiver: The orchestrator's try whose end also ends the run, as in `offer`. Another try that follows the
+                run by then finds this in `cancelled_for`, and may submit the run again.
+            reason: The cause of the request, which the error of the run shows.
+        """
+        self._is_ending = True
         if self._driver and os.getpid() == self._pid:
             self._driver.cancel()
         if self._last:
@@ -80,67 +89,62 @@ class Observer:
         if status.final:
             return
         _signal_driver(status)
-        own = self._own
-        own.request_cancel(receiver, reason)
-        if "deploy_mode" in own.job.engine and not own.has_driver():
+        self.own.request_cancel(receiver, reason)
+        if "deploy_mode" in self.own.job.engine and not self.own.has_driver():
             # A driver that the cluster starts later finds the end, and exits.
             error = RunCancelledError("the run was cancelled before its driver started", requested=True)
-            own.finish(replace(status, state="cancelled", error=error.to_json()))
+            self.own.finish(replace(status, state="cancelled", error=error.to_json()))
 
-    def _read(self) -> RunStatus:
-        self._last = self._own.status()
-        return self._last
-
-    def status(self, at_most: float = math.inf) -> RunStatus:
-        """Returns the current status, from a store that may fail for a while: `patiently`.
+    def status(self) -> RunStatus:
+        """Returns the current state of the run.
 
         A run whose driver died is reported as failed, unless its end is recorded.
         """
-        return self.judged(self.patiently(self._read, at_most), at_most)
+        return self._status()
 
-    def judged(self, status: RunStatus, at_most: float = math.inf) -> RunStatus:
-        """Returns a status that was just read; the status of a run whose driver died as `status` reports it."""
+    def _read(self) -> RunStatus:
+        self._last = self.own.status()
+        return self._last
+
+    def _status(self, at_most: float = math.inf) -> RunStatus:
+        status = self._patiently(self._read, at_most)
         if status.final or not self._driver_died(status):
             return status
         # The driver may have written in the meantime, or this machine may have slept, so the status is read again.
-        before, status = status, self.patiently(self._read, at_most)
+        before, status = status, self._patiently(self._read, at_most)
         if status.final or status.heartbeat != before.heartbeat:
             return status
-        if end := self.patiently(self._own.end, at_most):
+        if end := self._patiently(self.own.end, at_most):
             return end
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
         died = "died without ending the run"
         if _process_state(status) in STOPPED:
             silence = f"it sent no heartbeat for {dead_after(status):.0f} s, and counts as dead"
             died = f"is stopped: {silence}. It has not ended the run"
-        text = f"the driver of run {self._own.job.run_id} ({who}) {died}, which was {status.shown}"
+        text = f"the driver of run {self.own.job.run_id} ({who}) {died}, which was {status.shown}"
         error = EngineError("\n".join([text, *self._driver_log_tail()]), code="RZ-2004")
         return replace(status, state="failed", error=error.to_json(), ended=status.heartbeat)
 
     def _driver_log_tail(self) -> list[str]:
         with contextlib.suppress(OSError):
-            if self._own.is_remote:
+            if self.own.is_remote:
                 output = self._driver.last_output() if self._driver else b""
             else:
-                output = store.read_bytes(self._own.path(DRIVER_LOG))
+                output = store.read_bytes(self.own.path(DRIVER_LOG))
             return [f"  {line}" for line in output.decode("utf-8", "replace").splitlines()[-DRIVER_LOG_TAIL:]]
         return []
 
-    def patiently(self, read: Callable[[], T], at_most: float = math.inf) -> T:
+    def _patiently(self, read: Callable[[], T], at_most: float = math.inf) -> T:
         """Reads a store that may fail for a while: longer for the owner of a living driver, whose error ends the run.
 
         Args:
             read: Reads the store.
             at_most: Seconds for which a failure is retried, but at least `STORE_PATIENCE`.
-
-        Raises:
-            RunNotFoundError: the directory holds no run.
-            Exception: the last error of the store.
         """
 
         def gives_up(error: Exception) -> bool:
             self._heartbeat.note_blindness()
-            return isinstance(error, RunNotFoundError)
+            return isinstance(error, (RunNotFoundError, PermissionError))
 
         owns = self._driver is not None and self._driver.poll() is None
         seconds = min(STORE_OUTAGE(), max(STORE_PATIENCE(), at_most)) if owns else STORE_PATIENCE()
@@ -169,7 +173,7 @@ class Observer:
 
     def _starting(self) -> dict[str, Any] | None:
         """Returns the process that is the driver or starts it, before the driver's first status; None if unknown."""
-        own = self._own
+        own = self.own
         if (found := own.starting()) or own.job.queue_time:
             # Nothing is known about a driver that a cluster starts, which may never happen.
             return found

@@ -33,17 +33,10 @@ def is_own(line: str) -> bool:
 
 
 class Line(NamedTuple):
-    """A line that a rank has written.
+    """A line that a rank has written."""
 
-    Attributes:
-        stamp: The time at which the driver received it, in UTC, as ISO 8601 with milliseconds. Of a line that is stored
-            without a time, that of the line before it; empty if there is none.
-        rank: The rank; None for a note about lines of all ranks.
-        text: The line.
-    """
-
-    stamp: str
-    rank: int | None
+    stamp: str  # When the driver received it or the line before it, in UTC, as ISO 8601 with milliseconds; or empty
+    rank: int | None  # None for a note about lines of all ranks
     text: str
 
     @property

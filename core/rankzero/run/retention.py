@@ -26,26 +26,19 @@ REMOVAL_CLAIM_TIMEOUT = 3600.0  # Seconds for which a submission may be unwritte
 
 logger = logging.getLogger(__name__)
 
-ABANDONED, HALF_REMOVED, REPLACED = "abandoned", "half-removed", "replaced"
-"""States of files without a run: begun but never submitted, left behind by a collector, or of an earlier submission."""
+ABANDONED, HALF_REMOVED, REPLACED, TOMBSTONE = "abandoned", "half-removed", "replaced", "tombstone"
+"""States of files without a run: begun but never submitted, left behind by a collector, of an earlier submission, or
+only the file that took the number."""
 
 
 @dataclass(frozen=True)
 class Removed:
-    """A run directory that was removed, or that a dry run would remove.
-
-    Attributes:
-        directory: Location of the directory.
-        state: State of the run; ``"abandoned"`` if it was claimed but never written, ``"half-removed"`` if an
-            earlier removal died, ``"replaced"`` for the folder of a submission.
-        size: Size of its files in bytes.
-        since: Unix time of its last activity.
-    """
+    """What was removed, or what a dry run would remove: a run directory, or the folder of a submission."""
 
     directory: str
-    state: str
-    size: int
-    since: float
+    state: str  # State of the run, or one of this module's
+    size: int  # Size of its files in bytes
+    since: float  # Unix time of its last activity
 
 
 @dataclass(frozen=True)
@@ -109,31 +102,32 @@ def collect(
     SECONDS.check("older_than", older_than)
     now = time.time() if now is None else now
     root = store.normalize(location)
-    found = Collection(dry_run=dry_run)
+    result = Collection(dry_run=dry_run)
     kept = 0
     for name in store.list_names(root):
         directory = store.join(root, name)
         run = RunDirectory(directory)
         try:
-            if (rest := _inspect(run)) is None:
+            if (found := _inspect(run)) is None:
                 continue
-            least = {HALF_REMOVED: REMOVAL_CLAIM_TIMEOUT, ABANDONED: max(older_than, REMOVAL_CLAIM_TIMEOUT)}
-            if rest.since is not None and now - rest.since > least.get(rest.state, older_than):
-                removed = Removed(directory, rest.state, store.tree_size(directory), rest.since)
-                if dry_run or _remove(run, rest):
-                    found.removed.extend([] if rest.is_tombstone else [removed])
+            state, since, last = found
+            least = {TOMBSTONE: REMOVAL_CLAIM_TIMEOUT, ABANDONED: max(older_than, REMOVAL_CLAIM_TIMEOUT)}
+            if since is not None and now - since > least.get(state, older_than):
+                removed = Removed(directory, state, store.tree_size(directory), since)
+                if dry_run or _remove(run, state, last):
+                    result.removed.extend([] if state == TOMBSTONE else [removed])
                     continue
-            kept += rest.state != HALF_REMOVED
-            if rest.state not in (ABANDONED, HALF_REMOVED):
-                found.replaced.extend(_remove_replaced(run, now - older_than, dry_run))
+            kept += state not in (HALF_REMOVED, TOMBSTONE)
+            if state not in (ABANDONED, HALF_REMOVED, TOMBSTONE):
+                result.replaced.extend(_remove_replaced(run, now - older_than, dry_run))
         except Exception as error:
             if isinstance(error, (FileNotFoundError, RunNotFoundError)) and not _is_run(run):
                 # Another collector was faster.
                 continue
             # Drivers of object stores raise their own types of exceptions.
             logger.debug("%s stays", directory, exc_info=True)
-            found.problems[directory] = f"{type(error).__name__}: {error}"
-    return replace(found, kept=kept)
+            result.problems[directory] = f"{type(error).__name__}: {error}"
+    return replace(result, kept=kept)
 
 
 def _is_run(run: RunDirectory) -> bool:
@@ -142,25 +136,11 @@ def _is_run(run: RunDirectory) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Rest:
-    """The facts that decide whether a directory is removed.
+def _inspect(run: RunDirectory) -> tuple[str, float | None, int] | None:
+    """Returns the state of a directory, the Unix time of its last activity, and the number of its last submission.
 
-    Attributes:
-        state: State of the run, ``"failed"`` if its driver died; `ABANDONED` or `HALF_REMOVED`.
-        since: Unix time of the last activity; None while a process may write there.
-        last: Number of the last submission, or of the removal.
-        is_tombstone: True if only the file that took a number for a removal is left.
+    Returns None for a directory that is not a run's. The time is None while a process may write there.
     """
-
-    state: str
-    since: float | None
-    last: int
-    is_tombstone: bool = False
-
-
-def _inspect(run: RunDirectory) -> _Rest | None:
-    """Returns the facts about a directory; None if it is not a run directory. Raises what the store raises."""
     if not run.is_remote and (os.path.islink(run.directory) or not os.path.isdir(run.directory)):
         return None
     if not (names := run.names()):
@@ -168,17 +148,16 @@ def _inspect(run: RunDirectory) -> _Rest | None:
     number, job = run.newest()
     if job:
         status = Observer(Submission(run, job)).status()
-        return _Rest(status.state, max(status.heartbeat, status.ended or 0.0) if status.final else None, number)
+        return status.state, max(status.heartbeat, status.ended or 0.0) if status.final else None, number
     if number >= 0:
-        is_tombstone = names == [f"{number}.json"] and store.list_names(run.directory) == [SUBMISSIONS]
-        since = store.modified(run.job_path(number)) if is_tombstone else 0.0
-        return _Rest(HALF_REMOVED, since, number, is_tombstone)
+        if names == [f"{number}.json"] and store.list_names(run.directory) == [SUBMISSIONS]:
+            return TOMBSTONE, store.modified(run.job_path(number)), number
+        return HALF_REMOVED, 0.0, number
     if run.strangers():
         return None
     files = [run.path(SUBMISSIONS, name) for name in store.list_files(run.path(SUBMISSIONS))]
-    since = max(map(store.modified, files), default=0.0)
     # The removal takes the number of what was begun.
-    return _Rest(ABANDONED, since, max(map(_number, names)) - 1)
+    return ABANDONED, max(map(store.modified, files), default=0.0), max(map(_number, names)) - 1
 
 
 def _number(name: str) -> int:
@@ -186,16 +165,16 @@ def _number(name: str) -> int:
     return int(name.partition(".")[0].partition("-")[0])
 
 
-def _remove(run: RunDirectory, rest: _Rest) -> bool:
+def _remove(run: RunDirectory, state: str, last: int) -> bool:
     """Removes a run; False if another process was faster. Raises OSError (or an error of its fsspec driver)."""
     store.prove(os.path.dirname(run.directory))
-    own = rest.last
-    if rest.state != HALF_REMOVED:
-        if rest.state != ABANDONED:
+    own = last
+    if state not in (HALF_REMOVED, TOMBSTONE):
+        if state != ABANDONED:
             # Its driver may only seem dead: from here on it stops. It may also have ended in another way by now.
             submission = run.current()
             status = Observer(submission).status()
-            if not status.final or submission.finish(status).state != rest.state:
+            if not status.final or submission.finish(status).state != state:
                 return False
         own += 1
         if not run.claim_removal(own):
@@ -214,7 +193,7 @@ def _remove(run: RunDirectory, rest: _Rest) -> bool:
     store.abort_uploads(run.path(""))
     if left():
         raise OSError(f"{run.directory} cannot be removed entirely: check the owner of its files")
-    if rest.is_tombstone:
+    if state == TOMBSTONE:
         store.remove(run.job_path(own))
         # A submitter may have begun to write there.
         with contextlib.suppress(OSError):

@@ -12,77 +12,46 @@ from rankzero.job import strange
 
 SHORTEST_PACE = 1.0  # Shortest interval in seconds between two writes to an object store, or polls of it
 LONGEST_PACE = 10.0  # The longest: a run older than a quarter of an hour may receive a cancel that late
+_SHARE = 0.01  # The interval between two of them, for each of which a store charges, as a share of the run's duration
 
 STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
-
-_SHARE = 0.01
-"""The interval between two writes to an object store, which charges requests, as a share of the run's duration."""
-
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run's state at one moment.
+    """A run's state at one moment. Times are Unix times."""
 
-    Attributes:
-        state: One of `STATES`.
-        phase: State of the current attempt: ``"opening"``, ``"waiting for slots"``, ``"starting"``, ``"running"``,
-            ``"ending"`` or ``"final"``; empty before the first one.
-        cancelling: The driver has decided to cancel the run without a request, so a new submission resumes the run.
-        attempt: Number of the current attempt, from 0.
-        preemptions: Number of preempted attempts of this submission.
-        submission: Number of the submission.
-        heartbeat: Unix time at which the driver last wrote.
-        interval: Seconds between two heartbeats.
-        queue_time: Seconds without a heartbeat after which a driver that a cluster has not started is dead; or 0.
-        written: Ends of `EVENTS` and `LINES` on an object store, each as piece and offset.
-        driver_host: Host of the driver, or None before it started.
-        driver_pid: Process id of the driver.
-        driver_namespace: Process namespace of ``driver_pid``.
-        driver_start: Start time of that process, in clock ticks since the boot.
-        driver_thread: Id and start time of the driver's thread, if it is a thread of its caller's process; else None.
-        started: Unix time at which every rank had started, or None.
-        ended: Unix time of the end, or None.
-        error: The error of a run that did not succeed, as JSON.
-        result: Handle of the value, as JSON; set as soon as success is certain, before the run has ended.
-        value: A list with the value itself if that is small and JSON; else empty.
-        metrics: The last values of the metrics that rank 0 reported in this training, of the first 1000 names.
-        checkpoint: Id of the newest committed checkpoint, or None.
-        engine_url: Address of the engine's user interface, such as the Spark UI, during the run; or None.
-        world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
-        held_seconds: Seconds for which ranks of ended attempts occupied their slots, summed over the ranks.
-        held_since: Unix time since which the current attempt occupies its slots; None between attempts.
-        ended_by: Identifies the process that has created the end of the submission.
-    """
-
-    state: str = "pending"
+    state: str = "pending"  # One of `STATES`
+    # Of the current attempt: opening, waiting for slots, starting, running, ending or final; empty before the first one
     phase: str = ""
-    cancelling: bool = False
-    attempt: int = 0
-    preemptions: int = 0
+    cancelling: bool = False  # The driver has decided to cancel the run without a request: a new submission resumes it
+    attempt: int = 0  # Number of the current attempt
+    preemptions: int = 0  # Number of preempted attempts of this submission
     submission: int = 0
-    heartbeat: float = 0.0
-    interval: float = HEARTBEAT_INTERVAL
-    queue_time: float = 0.0
-    written: dict[str, list[int]] = field(default_factory=dict)
-    driver_host: str | None = None
+    heartbeat: float = 0.0  # When the driver last wrote
+    interval: float = HEARTBEAT_INTERVAL  # Seconds between two heartbeats
+    queue_time: float = (
+        0.0  # Seconds without a heartbeat after which a driver that no cluster has started is dead; or 0
+    )
+    written: dict[str, list[int]] = field(default_factory=dict)  # Piece and offset of the ends of `EVENTS` and `LINES`
+    driver_host: str | None = None  # None before the driver has started
     driver_pid: int | None = None
-    driver_namespace: str | None = None
-    driver_start: str | None = None
-    driver_thread: str | None = None
-    started: float | None = None
+    driver_namespace: str | None = None  # Process namespace of the id
+    driver_start: str | None = None  # Start time of that process, in clock ticks since the boot
+    driver_thread: str | None = None  # Id and start time of the driver's thread, if it is one of its caller's process
+    started: float | None = None  # When every rank had started
     ended: float | None = None
-    error: dict[str, Any] | None = None
-    result: dict[str, Any] | None = None
-    value: list[Any] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    checkpoint: str | None = None
-    engine_url: str | None = None
-    world_size: int | None = None
-    held_seconds: float = 0.0
-    held_since: float | None = None
-    ended_by: str = ""
+    error: dict[str, Any] | None = None  # The error of a run that did not succeed, as JSON
+    result: dict[str, Any] | None = None  # Handle of the value, as JSON, once success is certain: before the end
+    value: list[Any] = field(default_factory=list)  # Holds the value itself if that is small and JSON
+    metrics: dict[str, Any] = field(default_factory=dict)  # The last values of rank 0's metrics in this training
+    checkpoint: str | None = None  # Id of the newest committed checkpoint
+    engine_url: str | None = None  # Address of the engine's user interface, such as the Spark UI, during the run
+    world_size: int | None = None  # Number of ranks of the current attempt of an elastic run; None if that is the job's
+    held_seconds: float = 0.0  # Seconds for which ranks of ended attempts occupied their slots, summed over the ranks
+    held_since: float | None = None  # When the current attempt occupied its slots; None between attempts
+    ended_by: str = ""  # Identifies the process that has created the end of the submission
 
     @property
     def shown(self) -> str:

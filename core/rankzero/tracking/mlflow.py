@@ -80,7 +80,7 @@ class MLflow(Tracker):
         self._id = found[0].info.run_id if found else None
         if self._id is None:
             tags = {TRAINING: training, DIRECTORY: run.directory, **_tags_of(run), **self.tags}
-            made = client.create_run(experiment, int(run.created * 1000), _cut(tags), run_name=run.id)
+            made = client.create_run(experiment, int(run.job.created * 1000), _cut(tags), run_name=run.id)
             self._id = made.info.run_id
         else:
             client.update_run(self._id, status="RUNNING")
