@@ -49,7 +49,7 @@ url = sys.argv[1]
 begun = threading.Event()
 
 def write(name, data):
-    with remote.ArrowClient.of(url).open_write(f"{url}/{name}") as file:
+    with remote.Client.of(url).open_write(f"{url}/{name}") as file:
         file.write(data)
 
 def produce(file):
@@ -68,7 +68,7 @@ begun.wait(20)
 status = in_child(lambda: write("child", b"child"))
 thread.join()
 names = "child", "slow/checkpoints/0/rank-0"
-print(status, *[remote.ArrowClient.of(url).open_read(f"{url}/{name}").size() for name in names])
+print(status, *[remote.Client.of(url).open_read(f"{url}/{name}").size() for name in names])
 """
     assert script(text, bucket) == f"0 5 {32 << 20}\n"
 
@@ -110,7 +110,7 @@ def hold():
 
 def refused():
     try:
-        remote.ArrowClient.of("s3://bucket/run")
+        remote.Client.of("s3://bucket/run")
     except RuntimeError as error:
         print(str(error).partition(" was forked ")[2], flush=True)
 
@@ -153,7 +153,7 @@ def test_workers_of_a_loader_read_rows_while_a_checkpoint_is_uploaded(
     from pyarrow import fs
 
     data = str(tmp_path / "rows") if is_local else f"{bucket}/rows"
-    filesystem, path = (fs.LocalFileSystem(), data) if is_local else (remote.ArrowClient.of(data).filesystem, data[5:])
+    filesystem, path = (fs.LocalFileSystem(), data) if is_local else (remote.Client.of(data).filesystem, data[5:])
     filesystem.create_dir(path)
     for number in range(2):
         rows = pa.table({"x": list(range(100))})
@@ -165,7 +165,7 @@ def test_workers_of_a_loader_read_rows_while_a_checkpoint_is_uploaded(
 
 @pytest.mark.parametrize("size", [10, 24 << 20])
 def test_a_part_that_a_removed_directory_refuses_does_not_appear(bucket: str, size: int) -> None:
-    client = remote.ArrowClient.of(bucket)
+    client = remote.Client.of(bucket)
 
     def upload() -> None:
         with remote.Upload(client, f"{bucket}/rank-0") as file:

@@ -34,7 +34,7 @@ def remove_unfinished(directory: str, *, deep: bool = True, folders: bool = Fals
     Args:
         directory: A path; an object store has no such files.
         deep: True to descend into the directories below it.
-        folders: True to remove also folders that `tempfile` has made with the prefix ``.writing-``, and their files.
+        folders: True to remove also folders of `tempfile` with the prefix ``.writing-``.
     """
     if is_url(directory):
         return

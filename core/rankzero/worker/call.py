@@ -120,13 +120,10 @@ def _path_of(ref: ResultRef, start: Start, fetch: Callable[[str], str]) -> str:
     assert name is not None
     if path is not None:
         return path
-    for client in remote.clients(ref.uri):
-        here = os.path.join(start.scratch, f"read-{name}")
-        try:
-            return remote.download(client, ref.uri, here)
-        except Exception:
-            # The driver's error is the one to report: it has the credentials that the run was given.
-            continue
+    if client := remote.find_client(ref.uri):
+        # The driver's error is the one to report: it has the credentials that the run was given.
+        with contextlib.suppress(Exception):
+            return remote.download(client, ref.uri, os.path.join(start.scratch, f"read-{name}"))
     return fetch(name)
 
 
