@@ -1,4 +1,4 @@
-"""``rankzero runs``, ``status``, ``logs``, ``report``, ``serve``: show runs in a terminal, in a browser, or as JSON."""
+"""Commands that show runs in a terminal, in a browser, or as JSON: runs, status, logs, explain, report, serve."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rankzero import store as stores
 from rankzero.cli import words
+from rankzero.errors import RankZeroError
+from rankzero.job import Job
+from rankzero.options import TABLE
 from rankzero.report import cost
 from rankzero.report import serve as served
 from rankzero.report.card import duration
+from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
 from rankzero.run.output import Line
@@ -30,11 +35,12 @@ WATCH_INTERVAL = 2.0  # Seconds between two listings of a store with --watch
 
 COLORS = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "blue", "starting": "cyan"}
 
+_LISTINGS = {"modules.zip": "modules.txt", "code.tar.gz": "code.txt"}  # Lists of what is in the files of a job
+MOST_FILES = 20  # Most files of one archive that are listed
 _HEADS = ("run", "state", "ranks", "submitted", "took", "used", "metrics")
 _METRICS = 4
 _LINES_OF_RUN = 2
-_LINES_AROUND = 3
-"""Lines of the header, the note about runs that are not shown, and the prompt."""
+_LINES_AROUND = 3  # The header, the note about runs that are not shown, and the prompt
 
 
 @click.command()
@@ -51,21 +57,18 @@ def report(run: str, output: str | None, as_json: bool) -> None:
     handle = RunHandle.attach(find_run(run), follows=False)
     if as_json:
         words.print_json(page.collect(handle))
-    elif output == "-":
-        click.echo(page.draw(handle), nl=False)
-    else:
-        text, output = page.draw(handle), output or "report.html"
-        with open(output, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
+        return
+    text, output = page.draw(handle), output or "report.html"
+    with click.open_file(output, "w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+    if output != "-":
         click.echo(output)
 
 
 @click.command()
-@click.argument("store", required=False, shell_complete=words.directories)
+@click.argument("store", required=False, type=click.Path())
 @click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True, help="0 for any free one.")
-@click.option(
-    "--host", default=served.HOST, show_default=True, help="Address to listen on, such as 0.0.0.0 in a container."
-)
+@click.option("--host", default=served.HOST, show_default=True, help="Address to listen on: 0.0.0.0 in a container.")
 def serve(store: str | None, port: int, host: str) -> None:
     """Show the runs of a STORE in a browser of this machine, until interrupted. Read only.
 
@@ -89,9 +92,7 @@ def status(run: str, as_json: bool) -> None:
     job = handle.job
     found = handle.status()
     if as_json:
-        used = _used(Listed(handle.directory, job, found))
-        own = {"id": handle.id, "directory": handle.directory}
-        words.print_json({**own, **asdict(found), "used": used})
+        words.print_json(_as_json(Listed(handle.directory, job, found)))
         return
     facts = {
         "run": handle.id,
@@ -168,15 +169,9 @@ def logs(
 
 
 @click.command()
-@click.argument("store", required=False, shell_complete=words.directories)
-@click.option(
-    "--state",
-    multiple=True,
-    type=click.Choice(STATES),
-    metavar="STATE",
-    help=f"Only runs in this state: {', '.join(STATES)}; may be given several times.",
-)
-@click.option("--label", multiple=True, callback=words.labels, help="Only runs with this label, NAME=VALUE.")
+@click.argument("store", required=False, type=click.Path())
+@click.option("--state", multiple=True, type=click.Choice(STATES), help="Only runs in one of these states.")
+@click.option("--label", multiple=True, callback=words.pairs, help="Only runs with this label, NAME=VALUE.")
 @click.option("--since", callback=words.seconds, metavar="TIME", help="Only runs submitted in the last 12h, 30d.")
 @click.option("--watch", "-w", is_flag=True, help="Refresh the table in a terminal every 2 s until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each run.")
@@ -215,21 +210,40 @@ def _as_json(one: Listed) -> dict[str, Any]:
     job = one.job
     own = {"id": job.run_id, "directory": one.directory, "name": job.name, "world": job.world, "created": job.created}
     facts = {"problem": one.problem} if one.problem else {}
-    return {**facts, **own, "labels": job.labels, **asdict(one.status), "used": _used(one)}
-
-
-def _used(one: Listed) -> dict[str, Any] | None:
-    found = cost.usage(one.job, one.status, time.time())
-    return None if found is None else asdict(found)
+    used = cost.usage(job, one.status, time.time())
+    return {**facts, **own, "labels": job.labels, **asdict(one.status), "used": used and asdict(used)}
 
 
 def _cells(one: Listed) -> tuple[str, ...]:
     """Returns the texts of a run's row: each is one printable line."""
-    job, state = one.job, one.status.state
+    job, status = one.job, one.status
     if one.problem:
-        return job.run_id, state, state, state, state, state, one.problem
-    cells = job.run_id, state, job.world, words.moment(job.created) or "", _took(one), _price_of(one), _metrics(one)
+        return job.run_id, *[status.state] * 5, one.problem
+    now = time.time()
+    took = "" if status.started is None else duration(round(max(0.0, (status.ended or now) - status.started), 1))
+    used = cost.usage(job, status, now)
+    # Two spaces before the price, if it is known.
+    price = "" if used is None else "  ".join(filter(None, (used.amount, used.price)))
+    numbers = {name: value for name, value in status.metrics.items() if type(value) in (int, float)}
+    shown = [f"{name}={_short(value)}" for name, value in numbers.items() if not name.startswith("total_")]
+    cells = (
+        job.run_id,
+        status.state,
+        job.world,
+        words.moment(job.created) or "",
+        took,
+        price,
+        " ".join(shown[:_METRICS]),
+    )
     return tuple("".join(char if char.isprintable() else repr(char)[1:-1] for char in cell) for cell in cells)
+
+
+def _short(number: float) -> str:
+    """Returns a number with four digits; ``?`` for an integer that is larger than any float."""
+    try:
+        return f"{number:.4g}"
+    except OverflowError:
+        return UNKNOWN
 
 
 def _show_table(find: Callable[[], Sequence[Listed]], *, watch: bool) -> None:
@@ -261,43 +275,55 @@ def _table(found: Sequence[Listed], most: int | None = None) -> RenderableType:
         table.add_column(head, no_wrap=True)
     for run, state, ranks, submitted, took, used, metrics in map(_cells, shown):
         # Text does not interpret a run's name as markup.
-        facts = Text(metrics, style="dim", no_wrap=True, overflow="ellipsis")
-        when = Text(submitted[5:16] or submitted)
-        when.append(f"\n{took}", style="dim")
-        hours, _, price = used.partition("  ")
-        table.add_row(
-            Group(Text(run), facts),
-            Text(state, style=COLORS.get(state, "")),
-            ranks,
-            when,
-            Text(f"{hours}\n{price}".rstrip()),
-        )
+        name = Group(Text(run), Text(metrics, style="dim", no_wrap=True, overflow="ellipsis"))
+        when = Text(submitted[5:16] or submitted).append(f"\n{took}", style="dim")
+        hours = Text(used.replace("  ", "\n"))
+        table.add_row(name, Text(state, style=COLORS.get(state, "")), ranks, when, hours)
     left_out = len(found) - len(shown)
     return Group(f"{left_out} older runs are not shown", table) if left_out else table
 
 
-def _took(one: Listed) -> str:
-    status = one.status
-    if status.started is None:
-        return ""
-    return duration(round(max(0.0, (status.ended or time.time()) - status.started), 1))
+@click.command()
+@click.argument("run", shell_complete=words.runs)
+@click.option("--json", "as_json", is_flag=True, help="A JSON object for each submission.")
+def explain(run: str, as_json: bool) -> None:
+    """Explain why each submission of a run resumed or began from scratch, with which options, and what was shipped.
+
+    Submissions that attached to a living run, or got an earlier result, are not recorded, since they wrote nothing.
+    """
+    directory, before = RunDirectory(find_run(run)), None
+    directory.job()
+    for job in filter(None, map(directory.job_of, directory.numbers())):
+        sentences = [job.beginning or "where it began is not recorded", *_changes(before, job)]
+        sentences += _shipped(Submission(directory, job))
+        before = job
+        if as_json:
+            words.print_json({"submission": job.submission, "created": job.created, "explanation": sentences})
+        else:
+            click.echo(f"submission {job.submission}, {words.moment(job.created)}: {sentences[0]}")
+            for sentence in sentences[1:]:
+                click.echo(f"  {sentence}")
 
 
-def _price_of(one: Listed) -> str:
-    """Returns the hours that a run has used, and two spaces before their price if it is known."""
-    found = cost.usage(one.job, one.status, time.time())
-    return "" if found is None else "  ".join(filter(None, (found.amount, found.price)))
+def _changes(before: Job | None, job: Job) -> Iterator[str]:
+    """Yields the options that were given, and those that the submission before had otherwise."""
+    names = [name for name in TABLE if name in vars(job) and name not in ("run_id", "engine", "checkpoints")]
+    given = {name: getattr(job, name) for name in names if getattr(job, name) not in (TABLE[name].default, {}, [])}
+    master = job.engine.get("master") or job.engine.get("server") or job.engine.get("kind")
+    yield f"options: {', '.join(f'{name}={value!r}' for name, value in {'engine': master, **given}.items())}"
+    if before and (other := [name for name in ("engine", *names) if getattr(before, name) != getattr(job, name)]):
+        yield f"options that differ from the submission before: {', '.join(other)}"
+    parts = [name for name in job.identity_parts if name not in TABLE]
+    if parts:
+        yield f"another training if one of these changes: {', '.join(parts)}"
 
 
-def _metrics(one: Listed) -> str:
-    numbers = {name: value for name, value in one.status.metrics.items() if type(value) in (int, float)}
-    shown = [f"{name}={_short(value)}" for name, value in numbers.items() if not name.startswith("total_")]
-    return " ".join(shown[:_METRICS])
-
-
-def _short(number: float) -> str:
-    """Returns a number with four digits; ``?`` for an integer that is larger than any float."""
-    try:
-        return f"{number:.4g}"
-    except OverflowError:
-        return UNKNOWN
+def _shipped(own: Submission) -> Iterator[str]:
+    for name, facts in own.job.files.items():
+        yield f"shipped: {name}, {facts.get('size')} bytes"
+        with contextlib.suppress(OSError, RankZeroError):
+            lists = [_LISTINGS[name]] if name in _LISTINGS else []
+            files = [line for path in lists for line in stores.read_bytes(own.path(path)).decode().splitlines()]
+            yield from (f"  {line}" for line in files[:MOST_FILES])
+            if len(files) > MOST_FILES:
+                yield f"  and {len(files) - MOST_FILES} more"
