@@ -55,14 +55,7 @@ class Manifest:
 
     @classmethod
     def of_parts(cls, place: str, attempt: int, world_size: int, parts: Mapping[int, Mapping[str, Any]]) -> Manifest:
-        """Returns the manifest of the parts that the ranks of an attempt have written.
-
-        Args:
-            place: The folder of the submission.
-            attempt: Number of the attempt.
-            world_size: Number of ranks of the attempt.
-            parts: The description of each part that its `CheckpointWriter` sent, by rank.
-        """
+        """Returns the manifest of the parts that the ranks of an attempt have written and described, by rank."""
         lead, kept = parts[min(parts)], ("file", "format", "size", "sha256")
         return cls(
             **{name: lead[name] for name in ("id", "index", "time", "metrics", "sharded")},
@@ -97,8 +90,7 @@ class Manifest:
 def list_committed(places: Iterable[str]) -> list[Manifest]:
     """Returns the committed checkpoints in the folders of a training's submissions, oldest first.
 
-    Raises:
-        OSError: the store cannot be read (or an error of its fsspec driver). So do the other functions here.
+    Like the other functions here, it raises OSError, or an error of its fsspec driver, if the store cannot be read.
     """
     return [manifest for place in places for manifest in read_manifests(place, list_folders(place))]
 
@@ -149,10 +141,7 @@ def up_to_whole(committed: list[Manifest]) -> list[Manifest]:
 def begun_file(table: str, rank: int, index: int) -> str:
     """Returns the name of the file, beside the tables of an attempt, by which a rank has begun to write rows.
 
-    Args:
-        table: Name of the table.
-        rank: The rank.
-        index: Number of checkpoints that the rank had reported before.
+    The index is the number of checkpoints that the rank had reported before.
     """
     return f"_begun-{table}-{rank:05d}-{index:06d}"
 

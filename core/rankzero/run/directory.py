@@ -62,8 +62,7 @@ class RunDirectory:
     def newest(self) -> tuple[int, Job | None]:
         """Returns the number of the last submission, and its job, which is None behind a removal; -1 if there is none.
 
-        Raises:
-            RunNotFoundError: there is a job that this version of rankzero cannot read.
+        Raises RunNotFoundError for a job that this version of rankzero cannot read.
         """
         while (number := max(self.numbers(), default=-1)) >= 0:
             # It may be removed meanwhile, perhaps with others.
@@ -98,8 +97,7 @@ class RunDirectory:
     def claim(self, job: Job) -> bool:
         """Makes this job the last submission, after its files were written; False if its number is taken.
 
-        Raises:
-            OSError: the store cannot be written, or the folder of the submission was removed meanwhile.
+        Raises OSError if the store cannot be written, or the folder of the submission was removed meanwhile.
         """
         # Beside the submission's own files: what was removed and submitted again has no such folder.
         folder = Submission(self, job).directory
@@ -132,23 +130,16 @@ def _is_own(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Records who has a result: until the acknowledgement, the next submission of the same training gets it.
+    """Records who has a result: until the acknowledgement, the next submission of the same training gets it."""
 
-    Attributes:
-        receiver: Identifies the receiver to its orchestrator: JSON values by name. Empty if the result was not offered.
-        acknowledged: True if the receiver has stored the result durably.
-    """
-
-    receiver: dict[str, Any] = field(default_factory=dict)
-    acknowledged: bool = False
+    receiver: dict[str, Any] = field(default_factory=dict)  # Identifies the receiver to its orchestrator; or empty
+    acknowledged: bool = False  # The receiver has stored the result durably
 
 
 class Submission:
     """Reads and writes the files of one submission. Methods raise OSError, or an error of the store's fsspec driver.
 
     Attributes:
-        run: The run directory.
-        job: The job of the submission.
         name: Name of its folder.
         directory: Path or URL of its folder.
         me: Identifies this object as the writer of `end`.
@@ -207,8 +198,7 @@ class Submission:
     def claim_driver(self, timeout: float = 0.0) -> bool:
         """Returns True to the first driver that claims this submission, and False to other drivers.
 
-        Args:
-            timeout: Seconds for which a store that fails is retried.
+        A store that fails is tried again for ``timeout`` seconds.
         """
         # The same bytes at each try: they show whether an earlier one was executed although it failed.
         text = json.dumps({"nonce": self.me, **this_process()}).encode()
@@ -242,8 +232,7 @@ class Submission:
     def status(self) -> RunStatus:
         """Returns the last status that the driver has written; the end if there is no status.
 
-        Raises:
-            RunNotFoundError: the run was removed.
+        Raises RunNotFoundError if the run was removed.
         """
         data = self._find("status.json")
         # A power failure may have emptied the file, and has also ended the driver.
@@ -269,11 +258,7 @@ class Submission:
     def finish(self, status: RunStatus) -> RunStatus:
         """Creates the end of the submission. Returns the end that counts, which is that of the first caller.
 
-        Args:
-            status: A final status.
-
-        Raises:
-            FileNotFoundError: the run was removed.
+        Raises FileNotFoundError if the run was removed.
         """
         ended = replace(status, ended=status.ended or time.time(), ended_by=self.me)
         if not store.create(self.path("end.json"), ended.to_json(), durable=True):
@@ -292,12 +277,7 @@ class Submission:
     # -- followers -------------------------------------------------------------------------------
 
     def request_cancel(self, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
-        """Stores a request to end the submission, which its driver polls for.
-
-        Args:
-            receiver: The orchestrator's try for which the end is requested; None if it is requested for all.
-            reason: The cause of the request, for the error of the run.
-        """
+        """Stores a request to end the submission, which its driver polls for: see `RunHandle.cancel`."""
         request = {"receiver": receiver or {}, "reason": reason}
         store.write_bytes(self.path("cancel"), json.dumps(request).encode())
 

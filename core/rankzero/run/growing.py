@@ -21,13 +21,7 @@ PIECE = 1 << 20  # Bytes after which the next piece begins: smaller ones make mo
 
 
 class Position(NamedTuple):
-    """A position in a stream.
-
-    Attributes:
-        submission: Which of the stream's submissions, from 0.
-        piece: The piece of its growing file; 0 on a disk.
-        offset: The offset in bytes.
-    """
+    """A position in a stream: which of its submissions, which piece of the growing file, and its offset in bytes."""
 
     submission: int = 0
     piece: int = 0
@@ -42,20 +36,13 @@ class Call(Protocol):
 
 
 class Stream:
-    """Reads the growing files of one name in the folders of submissions, one after the other.
+    """Reads the growing files of one name in the folders of submissions, the last of which alone may still grow.
 
-    Attributes:
-        position: The position from which `read` continues.
+    `read` continues from its ``position``.
     """
 
     def __init__(self, places: Sequence[str], name: str, call: Call) -> None:
-        """Prepares to read from the beginning, and reads nothing yet.
-
-        Args:
-            places: The folders of the submissions, the last one last. Files of earlier ones do not grow any more.
-            name: Name of the growing file.
-            call: Calls the functions that read the store.
-        """
+        """Prepares to read from the beginning, by functions that ``call`` calls, and reads nothing yet."""
         self._name = name
         self._locations = [store.join(place, name) for place in places]
         self._read = _read_piece if store.is_url(places[-1]) else _read_file
@@ -73,8 +60,7 @@ class Stream:
     def read(self, end: Position | None = None) -> list[str]:
         """Returns some complete lines, and moves the position behind them; no lines at the end.
 
-        Args:
-            end: The position at which to stop, which saves requests to an object store; None finds the end.
+        An end at which to stop saves requests to an object store.
         """
         while True:
             at = self.position
@@ -156,10 +142,7 @@ def _lines(data: bytes) -> list[str]:
 
 
 class Appender:
-    """Appends lines to a growing file on a disk, whose folder must exist.
-
-    A line that is incomplete, since the disk was full, is ended before the next one.
-    """
+    """Appends lines to a growing file on a disk, and ends one that is incomplete, since the disk was full, before."""
 
     def __init__(self, path: str) -> None:
         self._path = path

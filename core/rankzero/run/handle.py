@@ -45,16 +45,9 @@ class RunHandle(Observer, Generic[R]):
     def __init__(
         self, directory: str, driver: OwnDriver | None = None, *, job: Job | None = None, follows: bool = True
     ) -> None:
-        """Makes a handle, and reads the store only without a job.
+        """Makes a handle of ``job``, whose driver this process may have started; without a job, of the last submission.
 
-        Args:
-            directory: The run directory.
-            driver: The driver of ``job``, if this process has started it.
-            job: Job of the handle's submission; None for the last one.
-            follows: False for a reader that does not keep the run alive.
-
-        Raises:
-            RunNotFoundError: the directory holds no run.
+        One that does not follow does not keep the run alive.
         """
         run = RunDirectory(directory)
         self.directory = run.directory
@@ -297,12 +290,9 @@ class RunHandle(Observer, Generic[R]):
     def lines(
         self, ranks: Collection[int] | None = None, follow: bool = False, *, earlier: bool = True
     ) -> Iterator[Line]:
-        """Yields the lines of this training, each with its time and rank. `logs` is built on this.
+        """Yields the lines of these ranks, each with its time and rank, and notes about lines of all ranks.
 
-        Args:
-            ranks: The ranks; None for all. Notes about lines of all ranks are always yielded.
-            follow: Continues until the run ends.
-            earlier: False to leave out lines of earlier submissions.
+        `logs` is built on this. Without ``earlier`` it leaves out lines of earlier submissions.
         """
         stream = self.stream(LINES, earlier=earlier)
         for status in self._polls() if follow else [None]:

@@ -23,13 +23,10 @@ ARGUMENT, MODULE, DATASET, VARIABLE = "argument ", "module ", "dataset ", "env "
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies a training by the checksums of its parts, equal in every process.
+    """Identifies a training by the checksums of its parts, equal in every process."""
 
-    Attributes:
-        parts: Name and checksum of each part: the function or script, each argument, each of the user's modules that
-            the code imports, each dataset, and the number of ranks; environment variables, which `compare` only names.
-    """
-
+    # Name and checksum of each part: the function or script, each argument, each of the user's modules that the code
+    # imports, each dataset, and the number of ranks; environment variables, which `compare` only names
     parts: tuple[tuple[str, str], ...]
 
     @classmethod
@@ -75,11 +72,6 @@ def compare(before: Identity, now: Identity, *, automatic: bool = False) -> Comp
 
     If an orchestrator tries again by itself (``automatic``), only arguments, datasets and ranks count, since a
     deployment between two tries must not end a training. An argument that cannot be compared counts as unchanged then.
-
-    Example:
-        >>> before, now = Identity.of({"module a": "1", "train": "2"}), Identity.of({"module a": "3", "train": "2"})
-        >>> compare(before, now).same, compare(before, now, automatic=True).same
-        (False, True)
     """
     olds, news = dict(before.parts), dict(now.parts)
     names = [name for name in sorted(olds.keys() | news.keys()) if olds.get(name) != news.get(name)]
@@ -136,14 +128,7 @@ def decide(
     ended                     any other                              FRESH
     ========================  =====================================  ========
 
-    Args:
-        state: State of the run; ``"failed"`` if its driver died.
-        same_training: The requested training is that of the run (`compare`).
-        acknowledged: The receiver of the result has acknowledged it.
-        ending: The run is living and was asked to stop, or the process that owned it has exited.
-        same_generation: An orchestrator, and not a user, repeats a step that had succeeded.
-        by_name: The name of a run alone decides that it is continued, as in Ray Train.
-        automatic: An orchestrator tries again by itself what it has asked for.
+    A run whose driver died has failed. It is ending if it was asked to stop, or the process that owned it has exited.
     """
     follows = same_training or automatic
     if state not in FINAL_STATES:

@@ -15,12 +15,9 @@ LAST_LEASE = 60.0  # Seconds for which a run outlives its last try: longer than 
 
 
 def longest_delay(base: float, growth: float, bound: float = RETRY_DELAY_MAX) -> float:
-    """Returns the longest delay between two tries in seconds.
+    """Returns the longest delay between two tries in seconds, which grow from ``base``, each by a factor.
 
-    Args:
-        base: Seconds before the first retry.
-        growth: Factor by which the last delay is longer; may be infinite.
-        bound: Longest delay in seconds, if the delay grows.
+    If the delay grows, it has a bound.
     """
     return float(base if growth <= 1 else max(base, min(base * growth, bound) if base else 0.0))
 

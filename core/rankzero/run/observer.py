@@ -9,7 +9,6 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -54,11 +53,7 @@ class OwnDriver(Protocol):
 
 
 class Observer:
-    """Observes one submission of a run for one process: `rankzero.RunHandle` without what a follower needs.
-
-    Attributes:
-        own: The files of the submission.
-    """
+    """Observes one submission of a run for one process: `rankzero.RunHandle` without what a follower needs."""
 
     def __init__(self, own: Submission, driver: OwnDriver | None = None) -> None:
         """Makes an observer. Its methods access the store, and know the driver if this process has started it."""
@@ -137,9 +132,7 @@ class Observer:
     def _patiently(self, read: Callable[[], T], at_most: float = math.inf) -> T:
         """Reads a store that may fail for a while: longer for the owner of a living driver, whose error ends the run.
 
-        Args:
-            read: Reads the store.
-            at_most: Seconds for which a failure is retried, but at least `STORE_PATIENCE`.
+        Then it is tried again for ``at_most`` seconds, but at least for `STORE_PATIENCE`.
         """
 
         def gives_up(error: Exception) -> bool:
@@ -151,22 +144,12 @@ class Observer:
         return store.patiently(read, seconds, bounds.STORE_RETRY_INTERVAL(), gives_up)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
-        """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides.
-
-        A driver that this process started is a child process or a thread, whose end is known. Its training therefore
-        continues even if the store rejects its heartbeats for minutes.
-        """
+        """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides."""
         if self._driver is not None and os.getpid() == self._pid:
-            # The host is compared by its name, since followers do this often, and the process namespace costs more.
-            ours = (socket.gethostname(), self._driver.pid)
-            # Otherwise it has delegated the run to a driver in its stage.
-            if status.driver_pid is None or (status.driver_host, status.driver_pid) == ours:
-                if self._driver.poll() is not None:
-                    return False
-                # The agents of a driver process that is stopped for long end themselves. A driver thread stops only
-                # together with this code.
-                is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
-                return None if is_stopped else True
+            # It also removes a child process that has exited.
+            lives = self._driver.poll() is None
+            if status.driver_pid is None:
+                return lives
         if status.driver_pid is None and (process := self._starting()):
             status = replace(status, **{f"driver_{fact}": process[fact] for fact in ("pid", "start", "namespace")})
         return process_lives(status)

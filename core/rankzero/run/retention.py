@@ -43,22 +43,13 @@ class Removed:
 
 @dataclass(frozen=True)
 class Collection:
-    """The result of `collect`.
+    """The result of `collect`."""
 
-    Attributes:
-        removed: The removed directories, in the order of their names.
-        kept: Number of run directories that were kept.
-        problems: Error messages of directories that could not be read or removed, by directory.
-        dry_run: True if no directory was removed.
-        replaced: The files of submissions that were removed from run directories that were kept: the run was later
-            submitted again from scratch.
-    """
-
-    removed: list[Removed] = field(default_factory=list)
-    kept: int = 0
-    problems: dict[str, str] = field(default_factory=dict)
-    dry_run: bool = False
-    replaced: list[Removed] = field(default_factory=list)
+    removed: list[Removed] = field(default_factory=list)  # The removed directories, in the order of their names
+    kept: int = 0  # Number of run directories that were kept
+    problems: dict[str, str] = field(default_factory=dict)  # Errors of what could not be read or removed, by directory
+    dry_run: bool = False  # True if nothing was removed
+    replaced: list[Removed] = field(default_factory=list)  # Submissions of kept runs that later ones have replaced
 
     @property
     def size(self) -> int:
@@ -87,8 +78,7 @@ def collect(
         dry_run: Removes nothing, and returns what would be removed.
         now: Unix time from which ages are measured; None is the current time.
 
-    Returns:
-        The removed directories, and the errors of others. An error in one directory does not stop the collection.
+    An error in one directory does not stop the collection.
 
     Raises:
         InvalidJobError: ``older_than`` is not a positive number of seconds.

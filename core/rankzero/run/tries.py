@@ -61,11 +61,7 @@ def detaching(
 ) -> Iterator[None]:
     """Context manager around starting and following a run: detaches the run or ends it when the block is interrupted.
 
-    Args:
-        find: Returns the run, or None if it has not been submitted.
-        caller: The try of the pipeline step.
-        stop_grace: Seconds between SIGTERM and SIGKILL for the ranks.
-        log: Logger of the step.
+    ``find`` returns the run, or None if it has not been submitted.
     """
     try:
         yield
@@ -92,13 +88,9 @@ def detaching(
 
 
 def end(handle: RunHandle[Any], stop_grace: float, receiver: Mapping[str, Any] | None = None, reason: str = "") -> None:
-    """Cancels a run and waits for its end. A run that cannot be cancelled now ends when its lease expires.
+    """Cancels a run, as `RunHandle.cancel` does, and waits for its end.
 
-    Args:
-        handle: The run.
-        stop_grace: Seconds between SIGTERM and SIGKILL for the ranks.
-        receiver: The try whose end this is: see `RunHandle.cancel`.
-        reason: The cause of the end, which the error of the run shows.
+    A run that cannot be cancelled now ends when its lease expires.
     """
     with contextlib.suppress(OSError, RankZeroError):
         handle.cancel(receiver, reason)
