@@ -11,15 +11,10 @@ from rankzero.run.names import LINES
 from rankzero.run.output import parsed
 from rankzero.run.status import RunStatus
 
-BEHIND_BYTES = 1 << 20
-"""Bytes of lines, of all ranks together, by which a follower may be behind; it skips older lines.
-
-A follower shows lines only as fast as its orchestrator stores them, about a hundred a second. A rank may print a
-thousand times as many. Without the limit, the follower would still show lines long after the training has ended.
-"""
-
-LAST_BYTES = 256 << 10
-"""The limit for a follower that attaches, and after the end of the run, when the result waits for the follower."""
+# A follower shows lines only as fast as its orchestrator stores them, about a hundred a second, and a rank may print a
+# thousand times as many. Without a limit it would still show lines long after the training has ended.
+BEHIND_BYTES = 1 << 20  # Bytes of lines of all ranks by which a follower may be behind; it skips older lines
+LAST_BYTES = 256 << 10  # The same for one that attaches, and after the end, when the result waits for it
 
 
 class LineWritten(NamedTuple):

@@ -60,7 +60,7 @@ class Observer:
         self.own = own
         self._driver = driver
         self._pid = os.getpid()
-        self._heartbeat = HeartbeatWatch()
+        self._beat = self._beat_seen = self._blind_until = 0.0
         self._last: RunStatus | None = None
         self._is_ending = False
 
@@ -136,7 +136,7 @@ class Observer:
         """
 
         def gives_up(error: Exception) -> bool:
-            self._heartbeat.note_blindness()
+            self._blind_until = time.monotonic()
             return isinstance(error, (RunNotFoundError, PermissionError))
 
         owns = self._driver is not None and self._driver.poll() is None
@@ -165,32 +165,22 @@ class Observer:
         return own.job.owner or (submitter if submitter and not own.is_remote and is_gone(submitter) else None)
 
     def _driver_died(self, status: RunStatus) -> bool:
-        is_silent = self._heartbeat.is_silent(status)
+        is_silent = self._is_silent(status)
         lives = self.driver_lives(status)
         # A slow disk may delay the heartbeat of a living driver, so the process decides if it can be queried.
         return is_silent if lives is None else not lives
 
-
-class HeartbeatWatch:
-    """Watches a driver's heartbeat for one reader, with a monotonic clock, which stops while the machine sleeps."""
-
-    def __init__(self) -> None:
-        self._last = self._last_seen = self._blind_until = 0.0
-
-    def note_blindness(self) -> None:
-        """Records that the status could not be read until now, so that this time does not count against the driver."""
-        self._blind_until = time.monotonic()
-
-    def is_silent(self, status: RunStatus) -> bool:
+    def _is_silent(self, status: RunStatus) -> bool:
         """Returns True if the heartbeat has not changed for so long that its driver counts as dead.
 
-        The wall clock advances while a laptop or a VM sleeps, and a driver there does not. It is therefore used here
-        only for the first status, and only if the driver's process is not visible.
+        The clock is monotonic, since the wall clock advances while a laptop or a VM sleeps, and a driver there does
+        not. The wall clock is used only for the first status, and only if the driver's process is not visible.
         """
-        is_first = not self._last_seen
-        if status.heartbeat != self._last:
-            self._last, self._last_seen = status.heartbeat, time.monotonic()
-        unchanged = time.monotonic() - max(self._last_seen, self._blind_until)
+        is_first = not self._beat_seen
+        if status.heartbeat != self._beat:
+            self._beat, self._beat_seen = status.heartbeat, time.monotonic()
+        # While the status could not be read, the time does not count against the driver.
+        unchanged = time.monotonic() - max(self._beat_seen, self._blind_until)
         age = time.time() - status.heartbeat if is_first and not _process_state(status) else 0.0
         bound = dead_after(status)
         # The clocks of the two hosts may differ.
@@ -211,25 +201,19 @@ def process_lives(status: RunStatus) -> bool | None:
     A process that exists is alive even if the store rejects its heartbeats. The driver may be a thread of a process
     that outlives it, such as a notebook, so the kernel is queried for the thread.
     """
-    if status.driver_pid is None or not _is_here(status):
-        return None
     state = _process_state(status)
-    if state is None:
-        return False
+    if not state or status.driver_pid is None:
+        return False if state is None else None
     if status.driver_thread:
         return thread_lives(status.driver_pid, status.driver_thread)
     # A stopped driver is left to its heartbeat. When that is too old, its agents have ended as well.
     return None if state in STOPPED else True
 
 
-def _is_here(status: RunStatus) -> bool:
-    return status.driver_pid is not None and status.driver_namespace == process_namespace()
-
-
 def _process_state(status: RunStatus) -> str | None:
-    """Returns the state of the driver's process; None if it has exited or is on another machine."""
-    if status.driver_pid is None or not _is_here(status):
-        return None
+    """Returns the state of the driver's process; None if it has exited, empty if it is on another machine."""
+    if status.driver_pid is None or status.driver_namespace != process_namespace():
+        return ""
     return process_state(status.driver_pid, status.driver_start)
 
 

@@ -67,18 +67,18 @@ def collect(
     """Removes the directories of runs that ended longer ago than ``older_than``.
 
     Removes runs that have ended, runs whose driver died, and directories in which a submission was begun but never
-    made. A running run is kept, however old it is, and so is everything in the store that is not a run. From a kept
-    run, the files of submissions of that age are removed if the run was later submitted again from scratch. Collectors
-    may run concurrently, die at any time, and meet submissions of the same run ids.
+    made. A running run is kept, and so is everything in the store that is not a run. From a kept run, the files of
+    submissions of that age are removed if the run was later submitted again from scratch. Collectors may run
+    concurrently, die at any time, and meet submissions of the same run ids.
 
     Args:
         location: Root of the run directories, a path or an fsspec URL. It need not exist.
-        older_than: Seconds for which a run is kept after its end; for one whose driver died, after its
-            last heartbeat.
+        older_than: Seconds for which a run is kept after its end, or the last heartbeat of a driver that died.
         dry_run: Removes nothing, and returns what would be removed.
         now: Unix time from which ages are measured; None is the current time.
 
-    An error in one directory does not stop the collection.
+    Returns:
+        The removed directories, and the errors of others. An error in one directory does not stop the collection.
 
     Raises:
         InvalidJobError: ``older_than`` is not a positive number of seconds.
@@ -201,18 +201,15 @@ def _remove_replaced(run: RunDirectory, before: float, dry_run: bool) -> list[Re
     for name in run.names():
         if CLAIM.fullmatch(name) or name in last.earlier or name == f"{last.submission}-{last.nonce}":
             continue
-        folder = run.path(SUBMISSIONS, name)
-        owner = run.job_of(_number(name))
+        folder, owner = run.path(SUBMISSIONS, name), run.job_of(_number(name))
         if owner is None:
             # A submitter may be writing there.
             continue
-        if name != f"{owner.submission}-{owner.nonce}":
-            if not dry_run:
-                store.remove(folder)
-            continue
-        end = Submission(run, owner).end()
-        if owner.submission < last.submission and end and (end.ended or 0.0) < before:
+        if name == f"{owner.submission}-{owner.nonce}":
+            end = Submission(run, owner).end()
+            if not end or (end.ended or 0.0) >= before:
+                continue
             removed.append(Removed(folder, REPLACED, store.tree_size(folder), end.ended or 0.0))
-            if not dry_run:
-                store.remove(folder)
+        if not dry_run:
+            store.remove(folder)
     return removed
