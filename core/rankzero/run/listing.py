@@ -111,7 +111,7 @@ def _listed(directory: str) -> Listed | None:
         if not folders or not (job := _job(directory, number, folders)):
             return None
         own = Submission(run, job)
-        return Listed(run.directory, job, Observer(own).status())
+        return Listed(run.directory, job, Observer(own).judged(own.status()))
     except _UNREADABLE as error:
         try:
             is_broken = run.find_job() is not None

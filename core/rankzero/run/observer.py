@@ -102,7 +102,10 @@ class Observer:
         return self._last
 
     def _status(self, at_most: float = math.inf) -> RunStatus:
-        status = self._patiently(self._read, at_most)
+        return self.judged(self._patiently(self._read, at_most), at_most)
+
+    def judged(self, status: RunStatus, at_most: float = math.inf) -> RunStatus:
+        """Returns a status that was just read; that of a run whose driver died as `status` reports it."""
         if status.final or not self._driver_died(status):
             return status
         # The driver may have written in the meantime, or this machine may have slept, so the status is read again.
@@ -137,7 +140,7 @@ class Observer:
 
         def gives_up(error: Exception) -> bool:
             self._blind_until = time.monotonic()
-            return isinstance(error, (RunNotFoundError, PermissionError))
+            return isinstance(error, RunNotFoundError)
 
         owns = self._driver is not None and self._driver.poll() is None
         seconds = min(STORE_OUTAGE(), max(STORE_PATIENCE(), at_most)) if owns else STORE_PATIENCE()

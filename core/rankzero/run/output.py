@@ -72,13 +72,7 @@ def parsed(stored: Iterable[str]) -> Iterator[Line]:
 
 
 def tails(lines: Iterable[Line], ranks: Iterable[int], room: int) -> dict[int, tuple[list[Line], bool]]:
-    """Returns the last lines of some ranks, and whether earlier ones were left out, by rank.
-
-    Args:
-        lines: The lines of all ranks.
-        ranks: The ranks.
-        room: Most characters for each rank.
-    """
+    """Returns the last ``room`` characters of the lines of each of some ranks, and whether some were left out."""
     kept: dict[int, deque[Line]] = {rank: deque() for rank in ranks}
     left, cut = dict.fromkeys(kept, room), set[int]()
     for line in lines:

@@ -111,19 +111,14 @@ def collect(
             if state not in (ABANDONED, HALF_REMOVED, TOMBSTONE):
                 result.replaced.extend(_remove_replaced(run, now - older_than, dry_run))
         except Exception as error:
-            if isinstance(error, (FileNotFoundError, RunNotFoundError)) and not _is_run(run):
-                # Another collector was faster.
-                continue
+            with contextlib.suppress(Exception):
+                if isinstance(error, (FileNotFoundError, RunNotFoundError)) and not run.is_own():
+                    # Another collector was faster.
+                    continue
             # Drivers of object stores raise their own types of exceptions.
             logger.debug("%s stays", directory, exc_info=True)
             result.problems[directory] = f"{type(error).__name__}: {error}"
     return replace(result, kept=kept)
-
-
-def _is_run(run: RunDirectory) -> bool:
-    with contextlib.suppress(Exception):
-        return run.is_own()
-    return True
 
 
 def _inspect(run: RunDirectory) -> tuple[str, float | None, int] | None:

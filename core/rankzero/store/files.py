@@ -60,11 +60,10 @@ def tree_size(location: str) -> int:
         filesystem, path = _current(location)
         return int(filesystem.du(path))
     total = 0
-    for directory, _, names in os.walk(location):
-        for name in names:
-            # A file may be removed meanwhile.
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(directory, name)).st_size
+    for name in list_files(location):
+        # A file may be removed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            total += os.lstat(os.path.join(location, name)).st_size
     return total
 
 
@@ -125,8 +124,8 @@ def sizes(location: str) -> dict[str, int]:
         return {}
     filesystem, path = _current(location)
     with contextlib.suppress(FileNotFoundError):
-        found = filesystem.ls(path, detail=True)
-        return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in found if entry["type"] == "file"}
+        files = [entry for entry in filesystem.ls(path, detail=True) if entry["type"] == "file"]
+        return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in files}
     return {}
 
 
