@@ -70,7 +70,7 @@ class RunTrigger(BaseTrigger):
         event = {"directory": self.directory, "nonce": self.nonce}
         try:
             handle = await self._in_thread(self._attach)
-            leaseholder = RunHandle[Any](self.directory)
+            leaseholder = await self._in_thread(RunHandle[Any], self.directory)
             # A triggerer that cannot write there cannot keep the run alive: its task has to follow.
             await self._in_thread(leaseholder.renew_lease)
             interval = await self._in_thread(lambda: leaseholder.renewal_interval)
