@@ -86,7 +86,7 @@ def tails(lines: Iterable[Line], ranks: Iterable[int], room: int) -> dict[int, t
 
 
 def events_of(stored: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yields stored events."""
+    """Yields events from the lines that hold them."""
     for line in stored:
         # A line that was cut by a full disk is not JSON.
         with contextlib.suppress(ValueError):

@@ -33,7 +33,7 @@ only the file that took the number."""
 
 @dataclass(frozen=True)
 class Removed:
-    """What was removed, or what a dry run would remove: a run directory, or the folder of a submission."""
+    """Describes what was removed, or would be: a run directory, or the folder of a submission."""
 
     directory: str
     state: str  # State of the run, or one of this module's
