@@ -141,12 +141,6 @@ def test_lines_have_times_and_are_chosen_by_them(store: Path) -> None:
     assert rankzero("logs", "last", "-t", "--rank", "0").stdout.startswith("2001")
 
 
-def test_a_label_has_one_value(store: Path) -> None:
-    done = rankzero("runs", "--label", "a=1", "--label", "b=1", "--label", "a=2")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "a run has one value of a label" in " ".join(done.stderr.split())
-
-
 def test_an_unexpected_error_is_one_line_and_debug_shows_it(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoCredentialsError(Exception):
         """As botocore's, which is neither an OSError nor rankzero's."""
