@@ -23,7 +23,7 @@ from rankzero.errors import RunNotFoundError
 from rankzero.host.processes import this_process
 from rankzero.job import Job
 from rankzero.run.identity import Asked, Comparison, Identity, compare
-from rankzero.run.names import CLAIM, DATASETS, FOLDER, REPORT_FILE, SUBMISSIONS
+from rankzero.run.names import DATASETS, OF_SUBMISSION, REPORT_FILE, SUBMISSIONS
 from rankzero.run.status import RunStatus
 from rankzero.values.pickled import Part
 
@@ -52,12 +52,12 @@ class RunDirectory:
     def names(self) -> list[str]:
         """Returns the names of all jobs and folders of submissions."""
         with contextlib.suppress(NotADirectoryError):
-            return [name for name in store.list_names(self.path(SUBMISSIONS)) if _is_own(name)]
+            return [name for name in store.list_names(self.path(SUBMISSIONS)) if OF_SUBMISSION.fullmatch(name)]
         return []
 
     def numbers(self) -> list[int]:
         """Returns the numbers of the submissions, and of the removal of the run, in order."""
-        return sorted(int(found[1]) for name in self.names() if (found := CLAIM.fullmatch(name)))
+        return sorted(int(name[: -len(".json")]) for name in self.names() if name.endswith(".json"))
 
     def newest(self) -> tuple[int, Job | None]:
         """Returns the number of the last submission, and its job, which is None behind a removal; -1 if there is none.
@@ -117,15 +117,11 @@ class RunDirectory:
         known = {SUBMISSIONS, REPORT_FILE}
         names = [name for name in store.list_names(self.directory) if not (name in known or store.is_unfinished(name))]
         below = [name for name in store.list_names(self.path(SUBMISSIONS)) if not store.is_unfinished(name)]
-        return names + [f"{SUBMISSIONS}/{name}" for name in below if not _is_own(name)]
+        return names + [f"{SUBMISSIONS}/{name}" for name in below if not OF_SUBMISSION.fullmatch(name)]
 
     def is_own(self) -> bool:
         """Returns True if rankzero has made this directory."""
         return bool(self.names())
-
-
-def _is_own(name: str) -> bool:
-    return CLAIM.fullmatch(name) is not None or FOLDER.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

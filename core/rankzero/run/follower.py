@@ -107,9 +107,7 @@ class Follower:
             most, self._most = LAST_BYTES if status.final else self._most, BEHIND_BYTES
             if self._stream.skip(self._stream.end(status), most):
                 yield f"(older lines were left out: rankzero logs {self._handle.directory})"
-            for line in parsed(self._stream.new(status)):
-                if self._ranks is None or line.rank is None or line.rank in self._ranks:
-                    yield line.prefixed
+            yield from (line.prefixed for line in parsed(self._stream.new(status), self._ranks))
         error = error_from_json(status.error) if status.error else None
         if isinstance(error, WorkerFailedError) and self._ranks is not None and error.rank not in (None, *self._ranks):
             yield from (f"[{error.rank}] {line}" for line in error.log_tail or [])

@@ -296,9 +296,7 @@ class RunHandle(Observer, Generic[R]):
         """
         stream = self.stream(LINES, earlier=earlier)
         for status in self._polls() if follow else [None]:
-            for line in parsed(stream.new(status)):
-                if ranks is None or line.rank is None or line.rank in ranks:
-                    yield line
+            yield from parsed(stream.new(status), ranks)
 
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         """Yields the lines that the ranks of this training wrote, in every attempt.

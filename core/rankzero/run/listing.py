@@ -13,7 +13,6 @@ from rankzero import store
 from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.names import CLAIM
 from rankzero.run.observer import Observer
 from rankzero.run.status import RunStatus
 
@@ -106,7 +105,7 @@ def _listed(directory: str) -> Listed | None:
     run, names = RunDirectory(directory), list[str]()
     try:
         names = run.names()
-        number = max((int(found[1]) for name in names if (found := CLAIM.fullmatch(name))), default=-1)
+        number = max((int(name.split(".")[0]) for name in names if "." in name), default=-1)
         folders = tuple(name for name in names if name.startswith(f"{number}-"))
         if not folders or not (job := _job(directory, number, folders)):
             return None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 SUBMISSIONS = "submissions"  # The folder of all submissions
-CLAIM = re.compile(r"([0-9]+)\.json")  # The job of a submission there, which is its claim
-FOLDER = re.compile(r"([0-9]+)-[0-9a-f]+")  # The folder of a submission's files there
+OF_SUBMISSION = re.compile(r"([0-9]+)(?:\.json|-[0-9a-f]+)")  # The job there, which is its claim, and its folder
 REPORT_FILE = "report.html"  # The report, which shows the run in a browser, in the run directory itself
 
 # In the folder of a submission:

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -59,8 +59,8 @@ def stamped(lines: Iterable[str], when: float) -> list[str]:
     return [f"{stamp}Z\t{line}" for line in lines]
 
 
-def parsed(stored: Iterable[str]) -> Iterator[Line]:
-    """Yields stored lines, each of which begins with its ``[rank]``, except notes about lines of all ranks."""
+def parsed(stored: Iterable[str], ranks: Collection[int] | None = None) -> Iterator[Line]:
+    """Yields the stored lines of some ranks, or of all, and notes about all ranks, which begin with no ``[rank]``."""
     stamp = ""
     for line in stored:
         rank = None
@@ -68,7 +68,8 @@ def parsed(stored: Iterable[str]) -> Iterator[Line]:
             rank, line = int(found[1]), line[found.end() :]
         if found := _STAMP.match(line):
             stamp, line = found[0][:-1], line[found.end() :]
-        yield Line(stamp, rank, line)
+        if ranks is None or rank is None or rank in ranks:
+            yield Line(stamp, rank, line)
 
 
 def tails(lines: Iterable[Line], ranks: Iterable[int], room: int) -> dict[int, tuple[list[Line], bool]]:

@@ -19,7 +19,7 @@ from rankzero import store
 from rankzero.errors import RunNotFoundError
 from rankzero.kinds import SECONDS
 from rankzero.run.directory import RunDirectory, Submission
-from rankzero.run.names import CLAIM, SUBMISSIONS
+from rankzero.run.names import SUBMISSIONS
 from rankzero.run.observer import Observer
 
 REMOVAL_CLAIM_TIMEOUT = 3600.0  # Seconds for which a submission may be unwritten: the upload of its payload takes time
@@ -194,7 +194,7 @@ def _remove_replaced(run: RunDirectory, before: float, dry_run: bool) -> list[Re
     """
     last, removed = run.job(), list[Removed]()
     for name in run.names():
-        if CLAIM.fullmatch(name) or name in last.earlier or name == f"{last.submission}-{last.nonce}":
+        if "." in name or name in last.earlier or name == f"{last.submission}-{last.nonce}":
             continue
         folder, owner = run.path(SUBMISSIONS, name), run.job_of(_number(name))
         if owner is None:
