@@ -104,14 +104,10 @@ class _Feed(threading.Thread):
         status = self._handle.status()
         end = None if status.final else self._stream.end(status)
         while True:
-            before = self._stream.position
-            lines = self._stream.read(end)
-            try:
-                tracker.add(self._handle, list(events_of(lines)))
-            except Exception:
-                if tracker.is_idempotent:
-                    self._stream.position = before
-                raise
+            before, lines, after = self._stream.position, self._stream.read(end), self._stream.position
+            self._stream.position = before if tracker.is_idempotent else after
+            tracker.add(self._handle, list(events_of(lines)))
+            self._stream.position = after
             if not lines:
                 return
 

@@ -26,17 +26,10 @@ from rankzero.run.output import parsed, tails
 from rankzero.run.reports import TOTALS, is_number
 from rankzero.run.status import RunStatus
 
-TAIL = 8 << 20
-"""Bytes of the last lines of all ranks that a report reads."""
-
-LOG_CHARACTERS = 2_000_000
-"""Characters of the lines of all ranks together that a report holds; of each rank the last ones."""
-
-LINE_CHARACTERS = 2_000
-"""A longer line is cut."""
-
-LOGGED_RANKS = 256
-"""Ranks whose lines a report holds, the rank that failed and the lowest ones: a file has to be opened for each."""
+TAIL = 8 << 20  # Bytes of the last lines of all ranks that are read
+LOG_CHARACTERS = 2_000_000  # Of the lines of all ranks together; of each rank the last ones are held
+LINE_CHARACTERS = 2_000  # A longer line is cut
+LOGGED_RANKS = 256  # The rank that failed and the lowest ones: a file has to be opened for each
 
 HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 """Headers of every response."""
