@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import until
-from tests.runs import submitted
+from tests.runs import job, submitted
 
 from rankzero import Launcher, RunHandle
 from rankzero.run.directory import Submission
@@ -164,7 +164,7 @@ def test_a_trigger_does_not_follow_another_run_of_the_same_name(tmp_path: Path) 
 
 
 def test_a_run_that_cannot_be_found_is_an_event_for_the_task(tmp_path: Path) -> None:
-    handle = RunHandle[Any](str(tmp_path / "nothing"))
+    handle = RunHandle[Any](str(tmp_path / "nothing"), job=job())
     event = asyncio.run(asyncio.wait_for(first(make_trigger(handle, "of a run")), 60))
     assert event["directory"] == str(tmp_path / "nothing")
     assert "RunNotFoundError" in event["error"]
