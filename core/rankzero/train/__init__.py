@@ -23,13 +23,14 @@ from rankzero.train.model import (
     accumulate,
     autocast,
     clip_grad_norm,
+    full_optimizer_state_dict,
     full_state_dict,
     grad_scaler,
+    load_full_optimizer_state_dict,
     load_full_state_dict,
     prepare_model,
     unwrap_model,
 )
-from rankzero.train.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
 from rankzero.train.process_group import (
     all_gather_object,
     barrier,

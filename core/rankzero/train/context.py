@@ -122,7 +122,6 @@ class _Session:
     scratch: str | None = None
     parts: Parts | None = None
     shards: dict[str, Any] = field(default_factory=dict)
-    positions: dict[str, Any] = field(default_factory=dict)
     row_schemas: dict[str, Any] = field(default_factory=dict)
     row_files: itertools.count[int] = field(default_factory=itertools.count)
     unremoved: dict[str, Callable[[str], object]] = field(default_factory=dict)
@@ -136,10 +135,6 @@ class _Session:
             self._own_directory = tempfile.TemporaryDirectory(prefix="rankzero-rank-", ignore_cleanup_errors=True)
             return self._own_directory.name
         return self.scratch
-
-    def note_position(self, state: Mapping[str, Any]) -> None:
-        """Records the state of a dataset, which the next checkpoint may hold: all ranks have to be at the same one."""
-        self.positions[str(state["rows"])] = [state["epoch"], state["consumed"]]
 
     def count_progress(self) -> int:
         """Returns a number that rises with each sign of progress, such as each call while a checkpoint is written."""
@@ -306,10 +301,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
         shown = (f"{name}={value:.6g}" if type(value) is float else f"{name}={value}" for name, value in values.items())
         print(f"report {session.progress}:", *shown, flush=True)
     if checkpoint is not None and session.writer is not None:
-        session.writer.write(
-            checkpoint, values, now, sharded=sharded, has_result=session.has_result, positions=session.positions
-        )
-        session.positions = {}
+        session.writer.write(checkpoint, values, now, sharded=sharded, has_result=session.has_result)
         session.checkpoints += 1
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from rankzero.data.columns import Columns
-    from rankzero.train.batches import BatchDataset, Cut
+    from rankzero.train.batches import BatchDataset
 
 DEFAULT = "train"
 """Name of a dataset that the launcher was given without one."""
@@ -70,7 +70,7 @@ def _manifests(session: Any) -> dict[str, Manifest]:
         return from_bytes(file.read())
 
 
-class DatasetShard:
+class DatasetShard(Epochs):
     """A rank's share of a dataset.
 
     The shares of two ranks differ by one row at most, and have the same number of batches. Every iteration is a new
@@ -85,15 +85,10 @@ class DatasetShard:
             world: The rank and the world size.
             name: Name of the dataset.
         """
+        super().__init__()
         self._manifest = manifest
         self._world = world
         self._name = name
-        self._epochs = Epochs()
-
-    @property
-    def epoch(self) -> int:
-        """Returns the number of the epoch that is running or, between two, comes next; from 0."""
-        return self._epochs.number
 
     @property
     def num_rows(self) -> int:
@@ -111,13 +106,6 @@ class DatasetShard:
 
         low, high = split(self.num_rows, self._world.world_size, self._world.rank)
         return high - low
-
-    def __getitem__(self, index: object) -> Any:
-        """Raises TypeError: a share is no sequence of rows, for a loop or a ``DataLoader``."""
-        raise TypeError(
-            f"the share of {self._name!r} is no sequence of rows: call iter_batches(batch_size), or "
-            "to_torch(batch_size) for a DataLoader with batch_size=None"
-        )
 
     def iter_batches(
         self,
@@ -161,8 +149,10 @@ class DatasetShard:
                 an array of another length, which a tensor cannot hold.
             ResultError: while iterating: a file was removed or changed, or this host does not see it.
         """
-        cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, prefetch, pad)
-        return self._iterate(cut, device)
+        data = self.to_torch(
+            batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, columns=columns, collate=collate, pad=pad
+        )
+        return self._iterate(data, device, COUNT.check("prefetch", prefetch))
 
     def to_torch(
         self,
@@ -193,67 +183,9 @@ class DatasetShard:
         Raises:
             InvalidJobError: no such column, or a batch size that is not a positive integer.
         """
-        from rankzero.train.batches import BatchDataset
-
-        cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, 0, pad)
-        return BatchDataset(self._manifest, self._world, cut)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one.
-
-        A position that was loaded belongs to its epoch: that one is resumed, any other epoch begins at its first batch.
-        """
-        self._epochs.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the epoch, for a checkpoint that resumes inside of it.
-
-        Every rank takes it at the same batch.
-        """
-        from rankzero.data.shares import Stretch
-
-        at = self._epochs.position()
-        consumed = [stretch.to_json() for stretch in at.consumed]
-        if at.cut and at.done:
-            now = Stretch(self._world.world_size, at.cut.batch_size, at.cut.drop_last, at.done)
-            consumed.append(now.to_json())
-        state = {"epoch": at.epoch, "consumed": consumed, "rows": self.num_rows, **at.order}
-        context.current().note_position(state)
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes at the position of ``state``, with any number of ranks: the next iteration yields the rest.
-
-        Raises:
-            ValueError: the state belongs to another dataset. The next iteration raises it if it has another order of
-                the rows, or the ranks have loaded different positions.
-        """
-        from rankzero.data.shares import Stretch
-
-        if state["rows"] != self.num_rows:
-            raise ValueError(
-                f"the state is that of a dataset of {state['rows']} rows; {self._name!r} has {self.num_rows}"
-            )
-        context.current().resumed = True
-        consumed = [Stretch.from_json(values) for values in state["consumed"]]
-        order = {"seed": state["seed"]} if "seed" in state else {}
-        self._epochs.start_at(Position(state["epoch"], consumed=consumed, order=order))
-
-    def _cut(
-        self,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-        columns: Sequence[str] | None,
-        collate: Callable[[Columns], Any] | None,
-        prefetch: int,
-        pad: bool,
-    ) -> Cut:
-        from rankzero.train.batches import Cut
+        from rankzero.train.batches import BatchDataset, Cut
 
         batch_size = COUNT_FROM_ONE.check("batch_size", batch_size)
-        prefetch = COUNT.check("prefetch", prefetch)
         known = self.columns
         for column in columns if columns is not None else ():
             if column not in known:
@@ -261,21 +193,35 @@ class DatasetShard:
         if columns is not None and (isinstance(columns, str) or not columns):
             raise InvalidJobError(f"columns is {columns!r}; give a list of names, or None for all columns")
         names = None if columns is None else tuple(columns)
-        return Cut(batch_size, seed if shuffle else None, drop_last, names, collate, prefetch, pad)
+        cut = Cut(batch_size, seed if shuffle else None, drop_last, names, collate, pad)
+        return BatchDataset(self._manifest, self._world, cut)
 
-    def _iterate(self, cut: Cut, device: torch.device | str | None) -> Iterator[Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position in the epoch, for a checkpoint that resumes inside of it.
+
+        Every rank takes it at the same batch.
+        """
+        at = self._at
+        if at.data is not None:
+            return at.data.state(at)  # type: ignore[no-any-return]
+        return dict(at.loaded or {"epoch": at.epoch, "consumed": [], "rows": self.num_rows})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes at the position of ``state``, with any number of ranks: the next iteration yields the rest.
+
+        Raises:
+            ValueError: the next iteration raises it for the state of another dataset, or of another order of the rows.
+        """
+        self._at = Position(state["epoch"], state)
+
+    def _iterate(self, data: BatchDataset, device: torch.device | str | None, prefetch: int) -> Iterator[Any]:
         import torch
 
-        from rankzero.data.shares import remaining
-        from rankzero.train.batches import batches_of, check_order
         from rankzero.train.data_loader import on_device
 
         place = self._world.device if device is None else torch.device(device)
-        at = self._epochs.begin()
-        check_order({**at.order, "consumed": at.consumed}, cut.seed)
-        at.cut, at.order = cut, {"seed": cut.seed}
-        left = remaining(self.num_rows, at.consumed)
-        batches = batches_of(self._manifest, self._world, cut, at.epoch, left)
-        if place.type != "cpu":
-            batches = on_device(batches, place, ahead=place.type == "cuda")
-        yield from self._epochs.count(at, batches)
+        at = self._begin(data)
+        data.set_epoch(at.epoch)
+        data.start_at(at.loaded)
+        batches = data.batches(prefetch=prefetch)
+        yield from self._count(at, batches if place.type == "cpu" else on_device(batches, place))

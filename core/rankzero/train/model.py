@@ -1,16 +1,14 @@
-"""Moves a model to its rank's device, wraps it for parallel training, and gathers and restores its whole state."""
+"""Moves a model to its rank's device, wraps it for parallel training, and gathers and restores whole states."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
 from rankzero.train.process_group import broadcast_object, ensure_process_group
-from rankzero.train.snapshot import is_plain
 
 if TYPE_CHECKING:
     import torch
@@ -181,8 +179,7 @@ def full_state_dict(model: nn.Module) -> State:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    state = get_model_state_dict(model, options=state_options())
-    return copied_on_rank_zero(state, state.values(), itertools.chain(model.parameters(), model.buffers()))
+    return _on_rank_zero(get_model_state_dict(model, options=_options()))
 
 
 def load_full_state_dict(model: nn.Module, state: State) -> None:
@@ -198,61 +195,93 @@ def load_full_state_dict(model: nn.Module, state: State) -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     ensure_process_group()
-    own: State = get_model_state_dict(model)
-    shapes = broadcast_object(shapes_of(state))
+    own = _shapes(get_model_state_dict(model))
+    given: dict[str, Any] = broadcast_object(_shapes(state))
     # torch broadcasts a tensor of another shape into a sharded parameter, and only some ranks notice other names.
-    differ = unlike(shapes, {name: tensor for name, tensor in own.items() if _is_part(tensor)})
-    if get_context().world_size > 1:
-        differ += [f"the weights lack {name!r}" for name in own if name not in shapes]
-        differ += [f"the model has no {name!r}" for name in shapes if name not in own]
+    differ = [f"the weights lack {name!r}" for name in own if name not in given]
+    differ += [f"the model has no {name!r}" for name in given if name not in own]
+    differ += [
+        f"{name!r} has the shape {given[name]}, and {shape} here"
+        for name, shape in own.items()
+        if given.get(name, shape) != shape
+    ]
     if differ:
         raise RuntimeError(f"the weights do not fit the model by {len(differ)} tensors: {'; '.join(differ[:3])}")
     # torch renames the keys of the dict that it is given.
-    set_model_state_dict(model, kept_on_rank_zero(dict(state)), options=state_options(loading=True))
+    set_model_state_dict(model, dict(state) if get_context().rank == 0 else {}, options=_options(loading=True))
 
 
-def state_options(*, loading: bool = False) -> Any:
+def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Returns a copy of an optimizer's whole state on rank 0's CPU, by the names of the plain module's parameters.
+
+    Every rank must call it.
+
+    Args:
+        model: The model whose parameters the optimizer trains.
+        optimizer: Made after `prepare_model`.
+
+    Returns:
+        ``{"state": ..., "param_groups": ...}``, which later steps do not change; empty on other ranks.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    has_state = bool(optimizer.state)
+    state = _on_rank_zero(get_optimizer_state_dict(model, optimizer, options=_options()))
+    if not has_state:
+        # torch has made one by a step at a learning rate of 0, which would count as the first step.
+        optimizer.state.clear()
+        if state:
+            state["state"] = {}
+    return state
+
+
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Sets the state of an optimizer from what `full_optimizer_state_dict` returned. Every rank must call it.
+
+    Args:
+        model: The model whose parameters the optimizer trains.
+        optimizer: Made after `prepare_model`, with the same groups of parameters as before. Its previous state and its
+            gradients are discarded.
+        state: The optimizer's state. Only rank 0's is used: the other ranks may pass the same dict or an empty one.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    ensure_process_group()
+    is_stateless = "state" in state and not state["state"]
+    groups = broadcast_object(state["param_groups"] if is_stateless else None)
+    optimizer.state.clear()
+    if groups is not None:
+        # torch refuses a state without tensors, such as that of plain SGD.
+        saved = {name: group for group in groups for name in group["params"]}
+        own = get_optimizer_state_dict(model, optimizer)["param_groups"]
+        optimizer.state.clear()
+        for group, named in zip(optimizer.param_groups, own, strict=True):
+            group.update({**saved[named["params"][0]], "params": group["params"]})
+        return
+    # torch makes the tensors to load into by a step, which it skips if there are gradients.
+    optimizer.zero_grad(set_to_none=True)
+    given = state if get_context().rank == 0 else {}
+    set_optimizer_state_dict(model, optimizer, given, options=_options(loading=True))
+
+
+def _options(*, loading: bool = False) -> Any:
     """Returns torch's options for whole states, which are on rank 0: on its CPU if they are not for loading."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    return StateDictOptions(full_state_dict=True, cpu_offload=not loading, broadcast_from_rank0=loading)
+    # A parameter that was never used has no state.
+    return StateDictOptions(
+        full_state_dict=True, cpu_offload=not loading, broadcast_from_rank0=loading, strict=not loading
+    )
 
 
-def kept_on_rank_zero(state: State) -> State:
-    """Returns a state on rank 0, and an empty one on every other rank."""
-    return state if get_context().rank == 0 else {}
+def _on_rank_zero(state: Any) -> State:
+    """Returns a copy of a state on rank 0, and an empty one on every other rank."""
+    return copy.deepcopy(state) if get_context().rank == 0 else {}
 
 
-def copied_on_rank_zero(state: State, tensors: Iterable[Any], live: Iterable[Any]) -> State:
-    """Returns a copy of a state on rank 0, whose shared tensors stay shared, and an empty one on every other rank.
-
-    Args:
-        state: The state.
-        tensors: Values of the state. The tensors that share no memory with live ones, such as those that were gathered
-            or come from a GPU, are copies already and are not copied again.
-        live: The tensors that training changes.
-    """
-    if get_context().rank != 0:
-        return {}
-    whole = [tensor.to_local() if _is_part(tensor) else tensor for tensor in live]
-    used = {tensor.untyped_storage().data_ptr() for tensor in whole if is_plain(tensor)}
-    plain = [tensor for tensor in tensors if is_plain(tensor)]
-    copies = [tensor for tensor in plain if tensor.untyped_storage().data_ptr() not in used]
-    return copy.deepcopy(state, {id(tensor): tensor for tensor in copies})
-
-
-def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+def _shapes(state: Mapping[str, Any]) -> dict[str, list[int] | None]:
     """Returns the whole shape of each tensor by its name; None for other values."""
-    return {name: tuple(value.shape) if hasattr(value, "shape") else None for name, value in state.items()}
-
-
-def unlike(shapes: Mapping[str, tuple[int, ...] | None], own: Mapping[str, Any]) -> list[str]:
-    """Returns a sentence about each tensor that has another shape than the one of that name in ``shapes``."""
-    return [
-        f"{name!r} has the shape {list(given)}, and {list(shape)} here"
-        for name, shape in shapes_of(own).items()
-        if shape is not None and (given := shapes.get(name, shape)) is not None and given != shape
-    ]
+    return {name: list(value.shape) if hasattr(value, "shape") else None for name, value in state.items()}
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

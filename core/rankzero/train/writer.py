@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from rankzero import bounds, store
@@ -122,7 +121,6 @@ class CheckpointWriter:
         *,
         sharded: bool,
         has_result: bool = False,
-        positions: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Copies a checkpoint, which is written and committed while training continues.
 
@@ -132,7 +130,6 @@ class CheckpointWriter:
             when: Unix time of its report.
             sharded: Whether every rank gives a part.
             has_result: Whether this rank has set the value of the run in this attempt.
-            positions: Positions in datasets that the checkpoint may hold.
 
         Raises:
             TypeError: the checkpoint is neither a directory nor a dict.
@@ -158,7 +155,6 @@ class CheckpointWriter:
             self._start_thread()
             self._await_room()
             facts = {"sharded": sharded, "metrics": metrics, "time": when, "has_result": has_result or self.had_result}
-            facts["positions"] = dict(positions)
             taken = self._take(index, value, directory, facts)
         except NotTakenError as error:
             self._send(messages.PartFailed(index))
