@@ -154,6 +154,7 @@ def test_weights_of_other_names_and_shapes_are_refused_on_every_rank(launcher: L
     assert re.search(r"0\.weight.* shape .*\[1, 3\]", narrow)
     assert "the weights lack '0.weight'" in renamed
 
+
 OPTIMIZERS = [
     kind
     for name, kind in inspect.getmembers(torch.optim, inspect.isclass)

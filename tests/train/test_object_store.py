@@ -86,7 +86,7 @@ def rows():
     import slow
     yield 1
 
-items = ahead(rows, 1)
+items = ahead(rows(), 1)
 next(items)
 begun.event.wait(20)
 items.close()
@@ -131,16 +131,14 @@ print(in_child(forks.check))
 def evaluate() -> int:
     """Reports a checkpoint and, while it is uploaded, reads rows in the worker processes of a loader."""
     import torch
-    from torch.utils.data import DataLoader
 
     import rankzero.train as rt
+    from rankzero.compat.torch_distributor import _get_spark_partition_data_loader
 
     seen = 0
     for epoch in range(2):
         rt.report({"epoch": epoch}, checkpoint={"weights": torch.zeros(4_000_000)})
-        shard = rt.get_dataset_shard()
-        for batch in rt.prepare_data_loader(DataLoader(shard.to_torch(10), batch_size=None, num_workers=2)):
-            seen += len(batch["x"])
+        seen += sum(len(x) for [x] in _get_spark_partition_data_loader(200, 10, num_workers=2))
     return seen
 
 

@@ -156,16 +156,16 @@ def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
     sent: list[Any] = []
     parts = Parts(Start(str(tmp_path / "run"), run_token="", shared=False, scratch=str(tmp_path)), str)
     writer = CheckpointWriter(parts, 0, 0, 2, sent.append)
-    for step in range(3):
+    for step in range(2):
         writer.write({"step": step}, {}, 0.0, sharded=True)
         writer.finish()
-    assert [message.index for message in sent if message.kind == "checkpoint-failed"] == [2]
-    assert "0000-000002 of rank 0 is left out: after 0.06 s 0000-000000, 0000-000001 is" in capsys.readouterr().out
+    assert [message.index for message in sent if message.kind == "checkpoint-failed"] == [1]
+    assert "0000-000001 of rank 0 is left out: after 0.06 s 0000-000000 is not committed" in capsys.readouterr().out
     # The peers have reported at last.
-    writer.on_message(decode({"type": "checkpoint-lost", "index": 1}))
-    writer.write({"step": 3}, {}, 0.0, sharded=True)
+    writer.on_message(decode({"type": "checkpoint-lost", "index": 0}))
+    writer.write({"step": 2}, {}, 0.0, sharded=True)
     writer.finish()
-    assert sent[-1].index == 3
+    assert sent[-1].index == 2
 
 
 def test_a_report_returns_when_the_agent_has_the_part_before(tmp_path: Path) -> None:

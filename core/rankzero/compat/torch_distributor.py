@@ -180,7 +180,7 @@ def _get_spark_partition_data_loader(
     from rankzero.train.batches import SampleDataset
     from rankzero.train.dataset import get_dataset_shard
 
-    data = SampleDataset(get_dataset_shard().to_torch(batch_size), num_samples, batch_size)
+    data = SampleDataset(get_dataset_shard(), num_samples, batch_size)
     ahead = prefetch_factor if num_workers else None
     return DataLoader(data, batch_size=None, num_workers=num_workers, prefetch_factor=ahead)
 

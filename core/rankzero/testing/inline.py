@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from rankzero import store
+from rankzero.channel import messages
+from rankzero.run.checkpoints import PIECES, Manifest
 from rankzero.train import context
-from rankzero.train.standalone import open_writer
+from rankzero.train.parts import Parts
+from rankzero.train.writer import CheckpointWriter
 
 if TYPE_CHECKING:
     from rankzero.train.checkpoint import Checkpoint
@@ -77,18 +81,19 @@ def run_inline(
 
     home = tempfile.TemporaryDirectory(prefix="rankzero-inline-", ignore_cleanup_errors=True)
     had_group, is_over = dist.is_initialized(), False
-    # This process keeps the store open, so that the rank does not have to guess a free port.
-    store: list[Any] = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
+    # This process keeps it open, so that the rank does not have to guess a free port.
+    rendezvous: list[Any] = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
     variables = {
         **dict(env or {}),
         "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(store[0].port),
+        "MASTER_PORT": str(rendezvous[0].port),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1"),
         **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"), "0"),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": f"inline-{secrets.token_hex(4)}",
     }
     metrics: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
 
     def note(row: str) -> None:
         reported, when = json.loads(row)
@@ -97,12 +102,14 @@ def run_inline(
     before = context._session
     try:
         if checkpoint is not None:
-            seed = open_writer(home.name, "the directory of this run")
+            seed = _writer(home.name, 0, kept)
             seed.write(checkpoint, {}, time.time(), sharded=False)
             seed.finish()
         with patch.dict(os.environ, variables):
             world = context.TrainContext(0, 1, 0, 1, run_id="inline", backend="gloo", storage_path=home.name)
-            writer = open_writer(home.name, "the directory of this run")
+            writer = _writer(home.name, 1, kept)
+            for manifest in kept[:]:
+                writer.committed(manifest)
             session = context._session = context._Session(world, note, writer, scratch=home.name)
             value = train(*args, **dict(kwargs or {}))
             for function in session.at_return:
@@ -113,8 +120,26 @@ def run_inline(
         context._session = before
         if dist.is_initialized() and not had_group:
             dist.destroy_process_group()
-        store.clear()
+        rendezvous.clear()
         if not is_over:
             # The exception's traceback would keep it.
             home.cleanup()
     return InlineRun(session.result if value is None else value, metrics, writer.last, home)
+
+
+def _writer(home: str, attempt: int, kept: list[dict[str, Any]]) -> CheckpointWriter:
+    """Returns a writer in a directory, whose checkpoints count when they are written; their manifests go to a list."""
+
+    def send(message: messages.Message) -> None:
+        if isinstance(message, messages.Part):
+            manifest = Manifest.of_parts(home, attempt, 1, {0: message.facts()})
+            if message.pieces is not None:
+                store.write_bytes(store.join(manifest.folder, PIECES), message.pieces.encode())
+            kept.append(manifest.for_ranks([0]))
+            writer.committed(kept[-1])
+        elif isinstance(message, messages.PartFailed):
+            writer.on_message(messages.NotCommitted(message.index))
+
+    start = messages.Start(run_directory=home, run_token="", shared=True, scratch=home)
+    writer = CheckpointWriter(Parts(start, str), attempt, 0, 1, send)
+    return writer

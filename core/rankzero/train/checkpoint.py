@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from rankzero.errors import ResultError
 from rankzero.values import formats, sharded
 
 if TYPE_CHECKING:
-    from rankzero.train.parts import ListedParts, Part, Parts
+    from rankzero.train.parts import Part, Parts
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Checkpoint:
     sharded: bool
     _rank: int = field(repr=False)
     _present_world_size: int = field(repr=False)
-    _parts: ListedParts = field(repr=False)
+    _manifest: Mapping[str, Any] = field(repr=False)
     _files: Parts = field(repr=False)
     _note_damage: Callable[[], None] = field(repr=False)
 
@@ -68,13 +69,13 @@ class Checkpoint:
             >>> if checkpoint := rt.get_checkpoint():
             ...     state = checkpoint.load(into={"model": model.state_dict()})
         """
-        name, part = self._part(rank)
-        if part["format"] in (formats.DIRECTORY, formats.DISTRIBUTED):
-            raise ResultError(f"checkpoint {self.id} is a directory: use as_directory() or to_directory(path)")
         with self._still_there():
+            name, part = self._part(rank)
+            if part["format"] in (formats.DIRECTORY, formats.DISTRIBUTED):
+                raise ResultError(f"checkpoint {self.id} is a directory: use as_directory() or to_directory(path)")
             if part["format"] == formats.SHARDS:
-                indexes = self._files.indexes(self.id, self._parts)
-                with sharded.ShardedState(name, self._parts, indexes, self._open) as state:
+                indexes = self._files.indexes(self.id, self._all)
+                with sharded.ShardedState(name, self._all, indexes, self._open) as state:
                     return state.load(into)
             found = formats.read(self._path(name), part["format"], part["sha256"])
         return found if into is None else sharded.fill(into, found)
@@ -96,14 +97,14 @@ class Checkpoint:
             ResultError: the file is damaged or cannot be reached, or the checkpoint is a state; ranks of another world
                 size wrote parts that cannot be resharded.
         """
-        name, part = self._part(rank)
-        if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
-            raise ResultError(f"checkpoint {self.id} is a state, not a directory: use load()")
         target = os.fspath(path)
-        os.makedirs(target, exist_ok=True)
         with self._still_there():
-            for each in self._parts if rank is None and self._is_reshardable else [name]:
-                formats.read_directory(self._path(each), self._parts[each]["sha256"], target)
+            name, part = self._part(rank)
+            if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
+                raise ResultError(f"checkpoint {self.id} is a state, not a directory: use load()")
+            os.makedirs(target, exist_ok=True)
+            for each in self._all if rank is None and self._is_reshardable else [name]:
+                formats.read_directory(self._path(each), self._all[each]["sha256"], target)
         return target
 
     @contextlib.contextmanager
@@ -131,17 +132,21 @@ class Checkpoint:
                 f"checkpoint {self.id} was deleted, since it is not kept: call get_checkpoint() for the newest one"
             ) from None
 
+    @functools.cached_property
+    def _all(self) -> Mapping[str, Part]:
+        return self._files.all_of(self._manifest)
+
     @property
     def _is_reshardable(self) -> bool:
         """Returns True if a world of any size can read the checkpoint."""
-        return not self._parts.formats.isdisjoint((formats.SHARDS, formats.DISTRIBUTED))
+        return not {formats.SHARDS, formats.DISTRIBUTED}.isdisjoint(self._manifest["formats"])
 
     def _part(self, rank: int | None) -> tuple[str, Part]:
         """Returns the rank, as text, and the facts of the part that ``load(rank)`` reads."""
         if not self.sharded:
-            return "0", self._parts["0"]
+            return "0", self._all["0"]
         if rank is None and self._is_reshardable:
-            rank = self._rank if str(self._rank) in self._parts else 0
+            rank = self._rank if self._rank < self.world_size else 0
         elif rank is None and self.world_size != self._present_world_size:
             raise ResultError(
                 f"checkpoint {self.id} has a part of each of {self.world_size} ranks, and this world has "
@@ -149,24 +154,14 @@ class Checkpoint:
                 "which a world of any size can load"
             )
         name = str(self._rank if rank is None else rank)
-        if name not in self._parts:
+        if name in (known := self._manifest["parts"]):
+            return name, known[name]
+        if name not in self._all:
             raise ResultError(f"checkpoint {self.id} of {self.world_size} ranks has no part of rank {name}")
-        return name, self._parts[name]
+        return name, self._all[name]
 
     def _path(self, name: str) -> str:
-        return self._files.path(self.id, name, self._parts[name])
+        return self._files.path(self.id, name, self._part(int(name))[1])
 
     def _open(self, name: str) -> Any:
-        return self._files.open(self.id, name, self._parts[name])
-
-
-def as_directory(value: object) -> str | None:
-    """Returns the path of a reported checkpoint that is a directory; None for a dict. Raises TypeError for neither."""
-    if isinstance(value, (str, os.PathLike)):
-        path = os.fspath(value)
-        if not isinstance(path, str) or not os.path.isdir(path):
-            raise TypeError(f"checkpoint is {value!r}; there is no such directory")
-        return path
-    if isinstance(value, dict):
-        return None
-    raise TypeError(f"checkpoint is of type {type(value).__name__}; give a directory or a dict of tensors and values")
+        return self._files.open(self.id, name, self._all[name])

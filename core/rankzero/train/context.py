@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 REPORT_LIMIT = 1 << 20
 """Most bytes that the metrics of one report take as JSON."""
 
-STORAGE = "RANKZERO_STORAGE"
-"""Environment variable: local directory for the checkpoints of a script that is started by hand. Without it no
-checkpoint is stored, so that a forgotten one cannot change what a script does."""
-
 RANK_PROCESS = "RANKZERO_RANK_PROCESS"
 """Environment variable: process id of the rank, set in the rank and in the processes that it starts."""
 
@@ -49,7 +45,7 @@ class TrainContext:
         attempt: Number of this attempt of the run, from 0; under ``torchrun`` its restart count.
         use_gpu: Whether this worker owns a GPU.
         backend: ``"nccl"`` (on Intel's GPUs ``"xccl"``), ``"gloo"`` or None, as resolved from the launcher's.
-        storage_path: The run directory, if this host sees it; outside of a run ``$RANKZERO_STORAGE``; else None.
+        storage_path: The run directory, if this host sees it; else None.
         labels: `Launcher.labels`; in a task of Airflow its names, and ``partition_key`` if the DAG run has one.
     """
 
@@ -124,7 +120,6 @@ class _Session:
     shards: dict[str, Any] = field(default_factory=dict)
     row_schemas: dict[str, Any] = field(default_factory=dict)
     row_files: itertools.count[int] = field(default_factory=itertools.count)
-    unremoved: dict[str, Callable[[str], object]] = field(default_factory=dict)
     resumed: bool = False
     has_reported: bool = False
 
@@ -160,13 +155,7 @@ def current() -> _Session:
     """Returns the session of this process; outside of a run one from ``torchrun``'s environment variables."""
     global _session
     if _session is None:
-        context = _from_environment()
-        writer = None
-        if context.storage_path is not None:
-            from rankzero.train import standalone
-
-            writer = standalone.open_writer(context.storage_path, STORAGE)
-        _session = _Session(context, writer=writer)
+        _session = _Session(_from_environment())
     return _session
 
 
@@ -209,8 +198,6 @@ def _from_environment() -> TrainContext:
         attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
         use_gpu=kind is not None,
         backend=_BACKENDS.get(kind, "gloo"),
-        # Without a driver no process would give several ranks the same checkpoint.
-        storage_path=os.environ.get(STORAGE) or None if number("WORLD_SIZE", 1) == 1 else None,
     )
 
 
@@ -251,8 +238,7 @@ def get_context() -> TrainContext:
 def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bool = False) -> None:
     """Reports metrics of this rank, and optionally a checkpoint. Counts as progress for ``hang_timeout``.
 
-    Outside of a run rank 0 prints the metrics. There a checkpoint is stored only by a world of one rank, in the
-    directory that the environment variable ``RANKZERO_STORAGE`` names.
+    Outside of a run rank 0 prints the metrics, and no checkpoint is stored.
 
     The call never waits for other ranks. A thread writes and commits a copy of the checkpoint while training continues;
     the next report with a checkpoint waits until this one is written. When all parts are stored, the checkpoint is the

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from rankzero.train.batches import BatchDataset, SampleDataset
 from rankzero.train.context import get_context
 from rankzero.train.epochs import Epochs, Position
 from rankzero.train.process_group import broadcast_object
@@ -61,18 +60,16 @@ class PreparedDataLoader(Epochs):
 
     def _from(self, at: Position) -> Iterator[Any]:
         """Returns the batches behind the position at which an iteration begins."""
-        if isinstance(data := self.loader.dataset, BatchDataset):
-            if data.start_at(at.loaded):
-                # The loader's persistent processes would not see the change.
-                self.loader._iterator = None
+        shape = self._shape()
+        if at.loaded:
+            at.done = self._consumed(at.loaded, shape)
+        own = at.loaded.get("loader") if at.loaded and shape.items() <= at.loaded.items() else None
+        self._skips = own is None and at.done > 0
+        if own is not None:
+            self.loader.load_state_dict(own)  # type: ignore[attr-defined]
+        if not self._skips:
             return iter(self.loader)
-        at.done = self._consumed(at.loaded) if at.loaded else 0
-        self._skips = at.done > 0
-        if at.loaded and "loader" in at.loaded and self._is_like(at.loaded):
-            self._skips = False
-            self.loader.load_state_dict(at.loaded["loader"])  # type: ignore[attr-defined]
-            return iter(self.loader)
-        if not self._skips or self.loader.batch_sampler is None or self._is_stateful:
+        if self.loader.batch_sampler is None or hasattr(self.loader, "load_state_dict"):
             return islice(self.loader, at.done, None)
         # The rows of the batches that are skipped are not loaded.
         rest = copy.copy(self.loader)
@@ -84,11 +81,9 @@ class PreparedDataLoader(Epochs):
         at = self._at
         if at.data is None and at.loaded is not None:
             return dict(at.loaded)
-        if isinstance(data := self.loader.dataset, BatchDataset):
-            return data.state(at)
         state = {"epoch": at.epoch, "batches": at.done, **self._shape()}
-        if self._is_stateful and at.data is not None and not self._skips:
-            # The loader's own state does not contain batches that were skipped.
+        if at.data is not None and hasattr(self.loader, "load_state_dict") and not self._skips:
+            # A loader of torchdata, whose workers and data set have a state, but not without batches that were skipped.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
 
@@ -96,21 +91,12 @@ class PreparedDataLoader(Epochs):
         rows = len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else None
         return {"world_size": get_context().world_size, "batch_size": self.loader.batch_size, "rows": rows}
 
-    def _is_like(self, state: Mapping[str, Any]) -> bool:
-        return self._is_stateful and all(state[name] == value for name, value in self._shape().items())
-
-    @property
-    def _is_stateful(self) -> bool:
-        """Returns True for a loader of torchdata, whose workers and data set have a state."""
-        return hasattr(self.loader, "load_state_dict")
-
-    def _consumed(self, state: Mapping[str, Any]) -> int:
+    def _consumed(self, state: Mapping[str, Any], now: Mapping[str, Any]) -> int:
         """Returns the number of this rank's batches that were consumed in an epoch, perhaps by another world."""
-        now = self._shape()
         if state["rows"] != now["rows"]:
             print(f"rankzero: the data set had {state['rows']} rows before; its epoch begins at its first batch")
             return 0
-        # A batch sampler makes batches of any size.
+        # Batches of a batch sampler have no size.
         before, size = (state["batch_size"] or 1, now["batch_size"] or 1)
         return int(state["batches"] * state["world_size"] * before // (now["world_size"] * size))
 
@@ -118,8 +104,7 @@ class PreparedDataLoader(Epochs):
         """Resumes at the position of ``state``: the next iteration yields the rest of that epoch, which may be empty.
 
         After a change of the world size or of the batch size the ranks resume at the same position of the epoch,
-        rounded down to whole batches. The data and their order have to be the same: that many batches are skipped. With
-        the data of `DatasetShard.to_torch` every row is used exactly once.
+        rounded down to whole batches. The data and their order have to be the same: that many batches are skipped.
         """
         self._at = Position(state["epoch"], state)
 
@@ -136,8 +121,8 @@ def prepare_data_loader(
     * Another sampler is drawn on rank 0, once for each epoch, and every rank gets its part of that order. The batches
       of a custom batch sampler are distributed in the same way. Random numbers of torch are seeded for it.
     * A sampler with the attributes ``num_replicas`` and ``rank`` yields this rank's share already, and is kept, as is a
-      batch sampler of it. The data of `DatasetShard.to_torch` is this rank's share, too.
-    * Another iterable data set must yield its items in the same order on every rank; each rank gets every n-th item.
+      batch sampler of it.
+    * An iterable data set must yield its items in the same order on every rank; each rank gets every n-th item.
 
     Args:
         loader: The loader of the whole data; its ``batch_size`` is that of one rank.
@@ -170,7 +155,7 @@ def prepare_data_loader(
     # A copy with another sampler keeps attributes that a constructor may not accept, such as those of a subclass.
     mine = copy.copy(loader)
     _replace(mine, _iterator=None)
-    if shard and not isinstance(loader.dataset, (BatchDataset, SampleDataset)):
+    if shard:
         if seed is None and loader.generator is not None:
             # The sum with the number of an epoch must remain a seed.
             seed = broadcast_object(loader.generator.initial_seed() % 2**63)
@@ -221,7 +206,9 @@ def _samplers_of(loader: DataLoader[Any], share: Share) -> dict[str, Any]:
     batches: Any = loader.batch_sampler
     if batches is not None and loader.batch_size is None:
         # The user has passed a batch sampler.
-        return {} if _is_share(getattr(batches, "sampler", None)) else {"batch_sampler": DrawnByRankZero(batches, share)}
+        return (
+            {} if _is_share(getattr(batches, "sampler", None)) else {"batch_sampler": DrawnByRankZero(batches, share)}
+        )
     if _is_share(sampler):
         return {}
     # torchdata has a class of its own of this name.

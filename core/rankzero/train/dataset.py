@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from rankzero.data.columns import Columns
-    from rankzero.train.batches import BatchDataset
+    from rankzero.train.batches import Cut
 
 DEFAULT = "train"
 """Name of a dataset that the launcher was given without one."""
@@ -149,43 +149,9 @@ class DatasetShard(Epochs):
                 an array of another length, which a tensor cannot hold.
             ResultError: while iterating: a file was removed or changed, or this host does not see it.
         """
-        data = self.to_torch(
-            batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, columns=columns, collate=collate, pad=pad
-        )
-        return self._iterate(data, device, COUNT.check("prefetch", prefetch))
+        from rankzero.train.batches import Cut
 
-    def to_torch(
-        self,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        columns: Sequence[str] | None = None,
-        collate: Callable[[Columns], Any] | None = None,
-        pad: bool = True,
-    ) -> BatchDataset:
-        """Returns the batches as an ``IterableDataset``, for a ``DataLoader(..., batch_size=None, num_workers=...)``.
-
-        Each process of the loader makes its part of the batches; the loader yields them in the order of `iter_batches`.
-        Wrap the loader with `rankzero.train.prepare_data_loader`, which counts epochs and batches: its ``state_dict``
-        then resumes inside an epoch with any number of ranks. Without it, call ``set_epoch`` before each epoch.
-
-        Args:
-            batch_size: Rows of a batch of one rank.
-            shuffle: Whether each epoch has a new random order, as in `iter_batches`.
-            seed: Seed of the orders.
-            drop_last: Whether to leave out the last batch if it is smaller.
-            columns: Names of the columns to read; None for all.
-            collate: Makes a batch from the dict of columns.
-            pad: Whether every rank gets the same number of batches, as in `iter_batches`.
-
-        Raises:
-            InvalidJobError: no such column, or a batch size that is not a positive integer.
-        """
-        from rankzero.train.batches import BatchDataset, Cut
-
-        batch_size = COUNT_FROM_ONE.check("batch_size", batch_size)
+        batch_size, prefetch = COUNT_FROM_ONE.check("batch_size", batch_size), COUNT.check("prefetch", prefetch)
         known = self.columns
         for column in columns if columns is not None else ():
             if column not in known:
@@ -194,7 +160,7 @@ class DatasetShard(Epochs):
             raise InvalidJobError(f"columns is {columns!r}; give a list of names, or None for all columns")
         names = None if columns is None else tuple(columns)
         cut = Cut(batch_size, seed if shuffle else None, drop_last, names, collate, pad)
-        return BatchDataset(self._manifest, self._world, cut)
+        return self._iterate(cut, device, prefetch)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch, for a checkpoint that resumes inside of it.
@@ -202,9 +168,12 @@ class DatasetShard(Epochs):
         Every rank takes it at the same batch.
         """
         at = self._at
-        if at.data is not None:
-            return at.data.state(at)  # type: ignore[no-any-return]
-        return dict(at.loaded or {"epoch": at.epoch, "consumed": [], "rows": self.num_rows})
+        if at.data is None:
+            return dict(at.loaded or {"epoch": at.epoch, "consumed": [], "rows": self.num_rows})
+        consumed = list(at.loaded["consumed"]) if at.loaded else []
+        if at.done:
+            consumed.append([self._world.world_size, at.data.batch_size, int(at.data.drop_last), at.done])
+        return {"epoch": at.epoch, "consumed": consumed, "rows": self.num_rows, "seed": at.data.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes at the position of ``state``, with any number of ranks: the next iteration yields the rest.
@@ -214,14 +183,25 @@ class DatasetShard(Epochs):
         """
         self._at = Position(state["epoch"], state)
 
-    def _iterate(self, data: BatchDataset, device: torch.device | str | None, prefetch: int) -> Iterator[Any]:
+    def _iterate(self, cut: Cut, device: torch.device | str | None, prefetch: int) -> Iterator[Any]:
         import torch
 
+        from rankzero.data.shares import Stretch
+        from rankzero.train.batches import batches_of
         from rankzero.train.data_loader import on_device
 
         place = self._world.device if device is None else torch.device(device)
-        at = self._begin(data)
-        data.set_epoch(at.epoch)
-        data.start_at(at.loaded)
-        batches = data.batches(prefetch=prefetch)
+        at = self._begin(cut)
+        state = at.loaded or {"consumed": [], "rows": self.num_rows}
+        if state["rows"] != self.num_rows:
+            raise ValueError(f"the state is that of a dataset of {state['rows']} rows; this one has {self.num_rows}")
+        seeds = (state.get("seed", cut.seed), cut.seed)
+        if state["consumed"] and seeds[0] != seeds[1]:
+            was, now = ("the order of the files" if seed is None else f"shuffle=True, seed={seed}" for seed in seeds)
+            raise ValueError(
+                f"the position is one in another order of the rows ({was}) than that of this iteration ({now}): some "
+                "rows would come twice, and some never. Give the same shuffle and seed in every attempt"
+            )
+        consumed = [Stretch.from_json(values) for values in state["consumed"]]
+        batches = batches_of(self._manifest, self._world, cut, at.epoch, consumed, prefetch)
         yield from self._count(at, batches if place.type == "cpu" else on_device(batches, place))

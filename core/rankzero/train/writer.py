@@ -15,16 +15,10 @@ from rankzero import bounds, store
 from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.train import snapshot
-from rankzero.train.checkpoint import Checkpoint, as_directory
+from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.parts import NotTakenError, Parts, copy_file
 from rankzero.values import formats
 from rankzero.values import sharded as sharding
-
-MAX_STAGED = 2
-"""Checkpoints that may wait on this host to be sent to the driver; the next one waits until there are fewer."""
-
-KEPT_STAGED = 2
-"""Committed checkpoints of this rank that stay on a host that does not see the store."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +27,12 @@ class _Taken:
 
     Attributes:
         index: Number of the checkpoint in this attempt.
-        name: Id of the checkpoint.
         state: A copy of the state; None for a directory.
         path: The archive of a directory; None for a state.
-        facts: Facts for the message to the driver, except those about the file.
+        facts: Facts for the message to the driver.
     """
 
     index: int
-    name: str
     state: Any
     path: str | None
     facts: dict[str, Any]
@@ -50,7 +42,7 @@ class CheckpointWriter:
     """Writes this rank's parts and knows which checkpoint was committed last.
 
     Training waits only until the state is copied in memory; a thread writes the copy. There is one copy at a time: the
-    next report waits until the previous copy is written.
+    next report waits until the previous copy is written, and until the driver has it if it passes through the driver.
     """
 
     def __init__(
@@ -80,9 +72,8 @@ class CheckpointWriter:
         self._flush = flush
         self._next = 0
         self._settled = -1
+        self._staged = -1
         self._sharded: bool | None = None
-        self._staged: set[int] = set()
-        self._kept: deque[str] = deque()
         self._waiting: deque[_Taken] = deque()
         self._writing = 0
         self._failure: ResultError | None = None
@@ -114,13 +105,7 @@ class CheckpointWriter:
         self._next += 1
 
     def write(
-        self,
-        value: object,
-        metrics: dict[str, Any],
-        when: float,
-        *,
-        sharded: bool,
-        has_result: bool = False,
+        self, value: object, metrics: dict[str, Any], when: float, *, sharded: bool, has_result: bool = False
     ) -> None:
         """Copies a checkpoint, which is written and committed while training continues.
 
@@ -136,7 +121,7 @@ class CheckpointWriter:
             ValueError: sharded and whole checkpoints in one run.
             ResultError: the checkpoint cannot be pickled, or the disk has refused it or the previous one.
         """
-        directory = as_directory(value)
+        directory = _directory(value)
         sharded = sharded or (directory is None and sharding.has_sharded(value))
         if self._sharded is None:
             self._sharded = sharded
@@ -148,25 +133,26 @@ class CheckpointWriter:
             self.follow()
             return
         index, self._next = self._next, self._next + 1
+        facts = {"id": self._name(index), "index": index, "sharded": sharded, "metrics": metrics, "time": when}
+        facts["has_result"] = has_result or self.had_result
         # From here on the agent gives this process its grace to finish, however the attempt ends.
         self._send(messages.PartBegun(index))
         self._busy = True
         try:
-            self._start_thread()
             self._await_room()
-            facts = {"sharded": sharded, "metrics": metrics, "time": when, "has_result": has_result or self.had_result}
             taken = self._take(index, value, directory, facts)
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
+                thread.start()
+                self._thread = thread
         except NotTakenError as error:
-            self._send(messages.PartFailed(index))
-            self._note_not_taken(self._name(index), error)
+            self._fail(index, error)
             return
         except BaseException as error:
             self._send(messages.PartFailed(index))
             if not isinstance(error, OSError):
                 raise
-            raise ResultError(
-                f"checkpoint {self._name(index)} of rank {self._rank} cannot be written: {error}"
-            ) from error
+            raise ResultError(f"checkpoint {facts['id']} of rank {self._rank} cannot be written: {error}") from error
         finally:
             self._busy = False
         with self._changed:
@@ -190,48 +176,52 @@ class CheckpointWriter:
         """
         self._busy = True
         try:
-            with self._changed:
-                if not self._changed.wait_for(
-                    lambda: self._settled >= self._next - 1, bounds.CHECKPOINT_COMMIT_TIMEOUT()
-                ):
-                    name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT()
-                    print(f"rankzero: checkpoint {name} is not complete after {bound:.0f} s, no longer awaited")
+            if not self._await(self._next - 1):
+                name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT()
+                print(f"rankzero: checkpoint {name} is not complete after {bound:.0f} s, no longer awaited")
         finally:
             self._busy = False
+
+    def _await(self, index: int) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._settled >= index, bounds.CHECKPOINT_COMMIT_TIMEOUT())
 
     def _name(self, index: int) -> str:
         return f"{self._attempt:04d}-{index:06d}"
 
+    def _await_room(self) -> None:
+        """Waits until the previous copy is written, and until the driver has it if it passes through the driver.
+
+        Raises:
+            NotTakenError: the driver has not committed it within `CHECKPOINT_COMMIT_TIMEOUT` seconds.
+            ResultError: the previous copy could not be written.
+        """
+        self._await_written()
+        if not self._await(self._staged):
+            raise NotTakenError(
+                f"after {bounds.CHECKPOINT_COMMIT_TIMEOUT():g} s {self._name(self._staged)} is not committed, and this "
+                "host holds no more: every rank has to report each sharded checkpoint, and the driver has to reach the "
+                "store"
+            )
+
     def _take(self, index: int, value: Any, directory: str | None, facts: dict[str, Any]) -> _Taken:
-        name = self._name(index)
         if directory is None:
             state, has_shards = snapshot.take(value)
             file_format = formats.SHARDS if has_shards else formats.choose(state)
-            return _Taken(index, name, state, None, {**facts, "format": file_format})
+            return _Taken(index, state, None, {**facts, "format": file_format, "file": self._file(file_format)})
         # The training function may delete the directory when `report` returns.
         is_distributed = facts["sharded"] and formats.is_distributed(directory)
         file_format = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
-        path = self._parts.local_path(name, self._file(file_format))
-        writing = store.temporary_beside(path)
-        try:
+        file = self._file(file_format)
+        with self._parts.local_file(facts["id"], file) as writing:
             size, sha256 = formats.write_directory(directory, writing)
-            self._parts.check_directory()
-            os.replace(writing, path)
-        except (OSError, ResultError):
-            store.remove(writing)
-            raise
-        return _Taken(index, name, None, path, {**facts, "format": file_format, "size": size, "sha256": sha256})
+        path = os.path.join(self._parts.folder(facts["id"]), file)
+        return _Taken(index, None, path, {**facts, "format": file_format, "file": file, "size": size, "sha256": sha256})
 
     def _file(self, file_format: str) -> str:
         return f"rank-{self._rank}.{file_format}"
 
     # -- the thread ------------------------------------------------------------------------------
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
-            thread.start()
-            self._thread = thread
 
     def _work(self) -> None:
         while True:
@@ -244,19 +234,15 @@ class CheckpointWriter:
             return self._waiting.popleft()
 
     def _write(self, taken: _Taken) -> None:
-        file = self._file(taken.facts["format"])
         try:
-            facts = self._write_part(taken, file)
+            facts = {**taken.facts, **self._written(taken)}
             if not facts["shared"]:
-                with self._changed:
-                    self._staged.add(taken.index)
-            self._send(messages.Part(id=taken.name, index=taken.index, file=file, **{**taken.facts, **facts}))
-        except Exception as error:
-            self._send(messages.PartFailed(taken.index))
-            self._note_failure(taken, error)
-        else:
+                self._staged = taken.index
+            self._send(messages.Part(**facts))
             # This part is not lost if the process is killed once the next report has returned.
             self._flush()
+        except Exception as error:
+            self._fail(taken.index, error)
         finally:
             # Freed before the next report may copy, since there would be two copies in memory.
             del taken
@@ -264,47 +250,29 @@ class CheckpointWriter:
                 self._writing -= 1
                 self._changed.notify_all()
 
-    def _write_part(self, taken: _Taken, file: str) -> dict[str, Any]:
+    def _written(self, taken: _Taken) -> dict[str, Any]:
+        """Writes a copy, and returns the facts about the file."""
+        name, file = taken.facts["id"], taken.facts["file"]
         if taken.path is None:
             produce = functools.partial(snapshot.write_to, taken.state, taken.facts["format"])
-            return self._parts.write(taken.name, file, produce)
+            return self._parts.write(name, file, produce)
         if self._parts.shared or not self._parts.client():
             return {"path": taken.path, "shared": self._parts.shared}
-        facts = {key: taken.facts[key] for key in ("size", "sha256")}
-        written = {**facts, **self._parts.write(taken.name, file, functools.partial(copy_file, taken.path))}
+        written = self._parts.write(name, file, functools.partial(copy_file, taken.path))
         if written["path"] != taken.path:
             store.remove(taken.path)
         return written
 
-    def _note_failure(self, taken: _Taken, error: Exception) -> None:
+    def _fail(self, index: int, error: Exception) -> None:
+        """Reports a part that failed to the driver, and to the next report unless it may be written next time."""
+        self._send(messages.PartFailed(index))
+        name = f"checkpoint {self._name(index)} of rank {self._rank}"
         if isinstance(error, NotTakenError):
-            self._note_not_taken(taken.name, error)
-            return
-        text = f"checkpoint {taken.name} of rank {self._rank} cannot be written: {error}"
-        with self._changed:
-            self._failure = error if isinstance(error, ResultError) else ResultError(text)
-
-    def _note_not_taken(self, name: str, error: NotTakenError) -> None:
-        print(f"rankzero: checkpoint {name} of rank {self._rank} is left out: {error}; the previous one is complete")
-
-    def _await_room(self) -> None:
-        """Waits until the previous copy is written, and until the scratch disk holds fewer than `MAX_STAGED` copies.
-
-        Raises:
-            NotTakenError: the copies were not committed within `CHECKPOINT_COMMIT_TIMEOUT` seconds.
-            ResultError: the previous copy could not be written.
-        """
-        self._await_written()
-        if self._parts.shared:
-            return
-        bound = bounds.CHECKPOINT_COMMIT_TIMEOUT()
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._staged) < MAX_STAGED, bound):
-                waiting = ", ".join(map(self._name, sorted(self._staged)))
-                raise NotTakenError(
-                    f"after {bound:g} s {waiting} is not committed, and this host holds no more: every rank has to "
-                    "report each sharded checkpoint, and the driver has to reach the store"
-                )
+            print(f"rankzero: {name} is left out: {error}; the previous one is complete")
+        elif isinstance(error, ResultError):
+            self._failure = error
+        else:
+            self._failure = ResultError(f"{name} cannot be written: {error}")
 
     def _await_written(self) -> None:
         with self._changed:
@@ -320,7 +288,7 @@ class CheckpointWriter:
         if isinstance(message, messages.Committed):
             self.committed(message.manifest)
         elif isinstance(message, messages.NotCommitted):
-            self._forget(message.index)
+            self._settle(message.index)
 
     def committed(self, manifest: Mapping[str, Any]) -> None:
         """Records the newest committed checkpoint, or the one that the attempt starts from.
@@ -331,7 +299,6 @@ class CheckpointWriter:
         Args:
             manifest: The facts from `rankzero.run.checkpoints.Manifest.for_ranks` for this task.
         """
-        own = manifest["attempt"] == self._attempt
         self._last = Checkpoint(
             manifest["id"],
             manifest["metrics"],
@@ -339,26 +306,34 @@ class CheckpointWriter:
             manifest["sharded"],
             self._rank,
             self._world_size,
-            self._parts.listed(manifest),
+            manifest,
             self._parts,
             functools.partial(self._send, messages.Damaged(manifest["id"])),
         )
-        if not own:
+        if manifest["attempt"] != self._attempt:
             self._first = self._last
             self.had_result = manifest.get("has_result", False)
-        if own:
+        else:
             # At the end, since it lets `await_settled` return, after which the rank may ask for this checkpoint.
-            self._forget(manifest["index"])
+            self._settle(manifest["index"])
 
-    def _forget(self, index: int) -> None:
-        """Forgets the staged copies up to a checkpoint that is committed or has failed."""
+    def _settle(self, index: int) -> None:
+        """Records that the checkpoints up to a number are committed or have failed."""
         with self._changed:
             self._settled = max(self._settled, index)
-            for number in [number for number in self._staged if number <= index]:
-                self._staged.discard(number)
-                if not self._parts.shared:
-                    # The newest ones stay for `get_checkpoint`; the previous one may be open at the moment.
-                    self._kept.append(self._parts.folder(self._name(number)))
-                    while len(self._kept) > KEPT_STAGED:
-                        shutil.rmtree(self._kept.popleft(), ignore_errors=True)
+            if not self._parts.shared:
+                # The newest one stays for `get_checkpoint`; the previous one may be open at the moment.
+                shutil.rmtree(self._parts.folder(self._name(index - 2)), ignore_errors=True)
             self._changed.notify_all()
+
+
+def _directory(value: object) -> str | None:
+    """Returns the path of a reported checkpoint that is a directory; None for a dict. Raises TypeError for neither."""
+    if isinstance(value, (str, os.PathLike)):
+        path = os.fspath(value)
+        if not isinstance(path, str) or not os.path.isdir(path):
+            raise TypeError(f"checkpoint is {value!r}; there is no such directory")
+        return path
+    if isinstance(value, dict):
+        return None
+    raise TypeError(f"checkpoint is of type {type(value).__name__}; give a directory or a dict of tensors and values")
