@@ -45,11 +45,10 @@ def rows() -> torch.Tensor:
 
 def step(model: nn.Module, optimizer: Any, batches: torch.Tensor, clip: float | None = None) -> None:
     """One optimizer step over some batches, whose gradients add up."""
-    for index, batch in enumerate(batches):
-        with rt.accumulate(model, sync=index == len(batches) - 1):
-            model(batch).pow(2).mean().backward()
+    for batch in batches:
+        model(batch).pow(2).mean().backward()
     if clip:
-        rt.clip_grad_norm(model, clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -213,55 +212,10 @@ def test_the_settings_of_a_group_are_those_of_its_parameters(own_group: None, st
     assert [group["lr"] for group in other.param_groups] == [0.25, 0.5]
 
 
-def add_up(model: Any, in_no_sync: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Gradients of four small batches, and how many reductions over ranks each of their backward passes made."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    buckets: list[int] = []
-    if hasattr(model, "register_comm_hook"):
-        model.register_comm_hook(
-            None, lambda state, bucket: buckets.append(bucket.index()) or allreduce_hook(None, bucket)
-        )
-    reductions = []
-    mine = rows().chunk(2, dim=1)[rt.get_context().rank]
-    for index, batch in enumerate(mine):
-        is_last = index == len(mine) - 1
-        with model.no_sync() if in_no_sync and not is_last else rt.accumulate(model, sync=is_last):
-            loss = model(batch).pow(2).mean() / len(mine)
-            buckets.clear()
-            with CommDebugMode() as traffic:
-                loss.backward()
-        scatters = [times for kind, times in traffic.get_comm_counts().items() if "reduce_scatter" in str(kind)]
-        reductions.append(len(buckets) + sum(scatters))
-    gradients = {name: parameter.grad for name, parameter in rt.unwrap_model(model).named_parameters()}
-    return {name: getattr(grad, "full_tensor", lambda g=grad: g)() for name, grad in gradients.items()}, reductions
-
-
-def test_batches_that_add_up_are_one_large_batch_and_reduced_once(launcher: Launcher) -> None:
-    def train() -> Any:
-        import rankzero.train as rt
-
-        return {
-            "no_sync of DDP": add_up(rt.prepare_model(build(0)), in_no_sync=True),
-            "DDP": add_up(rt.prepare_model(build(0)), in_no_sync=False),
-            "FSDP2": add_up(rt.prepare_model(build(0), "fsdp"), in_no_sync=False),
-        }
-
-    found = launcher.run(train)
-    whole = build(0)
-    whole(rows().flatten(0, 1)).pow(2).mean().backward()
-    for how, (gradients, reductions) in found.items():
-        assert reductions[:3] == [0, 0, 0], f"{how}: not before the last batch"
-        assert reductions[3] > 0, how
-        for name, parameter in whole.named_parameters():
-            torch.testing.assert_close(gradients[name], parameter.grad)
-
-
 def test_units_are_sharded_apart_and_compute_in_their_type(launcher: Launcher) -> None:
     def train() -> Any:
         import torch
-        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
         import rankzero.train as rt
 
@@ -269,18 +223,19 @@ def test_units_are_sharded_apart_and_compute_in_their_type(launcher: Launcher) -
             model = rt.prepare_model(build(0), "fsdp", **kwargs)
             return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
-        half = rt.prepare_model(build(0), "fsdp", mixed_precision=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        half = rt.prepare_model(build(0), "fsdp", mp_policy=policy)
         return {
             "members of lists": sharded(),
             "classes": sharded(units=[torch.nn.Linear]),
-            "test": sharded(units=lambda module: False),
+            "none": sharded(units=[]),
             "types": [str(half(torch.ones(1, 6)).dtype), str(next(half.parameters()).dtype)],
         }
 
     assert launcher.run(train) == {
         "members of lists": ["", "blocks.0", "blocks.1"],
         "classes": ["", "blocks.0", "blocks.1", "head"],
-        "test": [""],
+        "none": [""],
         "types": ["torch.bfloat16", "torch.float32"],
     }
 
@@ -305,16 +260,11 @@ def test_a_frozen_model_and_no_strategy_are_only_moved(launcher: Launcher) -> No
     assert launcher.run(train) == ["Net", "Net"]
 
 
-def test_float16_is_scaled_and_bfloat16_is_not() -> None:
-    assert rt.grad_scaler(torch.float16).is_enabled()
-    assert not rt.grad_scaler().is_enabled()
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda model: rt.prepare_model(model, "zero"), "'ddp', 'fsdp' or None"),
-        (lambda model: rt.prepare_model(model, mixed_precision=torch.bfloat16), "rt.autocast"),
+        (lambda model: rt.prepare_model(model, units=[nn.Linear]), "belongs to strategy='fsdp'"),
         (lambda model: rt.prepare_model(nn.DataParallel(model)), "wrapped already, in DataParallel"),
     ],
 )

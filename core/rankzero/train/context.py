@@ -68,23 +68,11 @@ class TrainContext:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of this worker: its GPU if the job asked for GPUs, else the CPU.
-
-        Raises:
-            RuntimeError: the job asked for GPUs, but torch in this worker cannot use them.
-        """
+        """Returns the device of this worker: its GPU if the job asked for GPUs, else the CPU."""
         import torch
 
-        if not self.use_gpu:
-            return torch.device("cpu")
-        kind = accelerator()
-        if kind is None:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            raise RuntimeError(
-                f"use_gpu=True and this task was given the GPUs {visible!r}, but torch "
-                f"{torch.__version__} cannot use CUDA here: install a CUDA build of torch and a driver"
-            )
-        return torch.device(kind, self.local_rank)
+        # Without a GPU that torch can use, its own error says so when the device is used.
+        return torch.device(accelerator() or "cuda", self.local_rank) if self.use_gpu else torch.device("cpu")
 
 
 def accelerator() -> str | None:
@@ -103,7 +91,14 @@ _BACKENDS: dict[str | None, str] = {"cuda": "nccl", "xpu": "xccl"}
 
 @dataclass
 class _Session:
-    """State of a rank's process, which the worker installs before it calls the user's code."""
+    """State of a rank's process, which the worker installs before it calls the user's code.
+
+    Attributes:
+        send_report: Sends the metrics of a report, given as JSON; None outside of a run.
+        datasets: Path of the file that describes the datasets of the run; None if there are none.
+        scratch: Directory of this task.
+        row_schemas: By the name of a table, the columns that `write_rows` has written.
+    """
 
     context: TrainContext
     pid: int = field(default_factory=os.getpid, kw_only=True)
@@ -209,16 +204,7 @@ def install(
     datasets: str | None,
     scratch: str,
 ) -> _Session:
-    """Makes this process a worker of a run. Called by the worker, not by users.
-
-    Args:
-        context: Identity of the rank.
-        send_report: Sends the metrics of a report, given as JSON.
-        writer: Writes checkpoints.
-        parts: Reads and writes files of the run directory.
-        datasets: Path of the file that describes the datasets of the run; None if there are none.
-        scratch: Directory of this task.
-    """
+    """Makes this process a worker of a run. Called by the worker, not by users."""
     global _session
     _session = _Session(context, send_report, writer, datasets=datasets, scratch=scratch, parts=parts)
     return _session
@@ -240,10 +226,9 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
 
     Outside of a run rank 0 prints the metrics, and no checkpoint is stored.
 
-    The call never waits for other ranks. A thread writes and commits a copy of the checkpoint while training continues;
-    the next report with a checkpoint waits until this one is written. When all parts are stored, the checkpoint is the
-    one that `get_checkpoint` returns and from which a restart resumes. Until then, or if a part fails, the previous one
-    is used.
+    The call never waits for other ranks. A thread writes a copy of the checkpoint while training continues; the next
+    report with a checkpoint waits until this one is written. When all parts are stored, `get_checkpoint` returns the
+    checkpoint, and a restart resumes from it. Until then, or if a part fails, the previous one is used.
 
     Args:
         metrics: Name to value. Numbers, strings, and one-element tensors or arrays. An integer of more than 2048 bits

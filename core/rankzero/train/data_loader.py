@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from rankzero.train.context import get_context
@@ -45,9 +44,9 @@ class PreparedDataLoader(Epochs):
 
     def __iter__(self) -> Iterator[Any]:
         sampler, batch_sampler, data = self.loader.sampler, self.loader.batch_sampler, self.loader.dataset
-        if (chosen := getattr(sampler, "epoch", self._sampled)) != self._sampled:
-            # The training function has set the epoch of its sampler.
-            self.set_epoch(chosen)
+        if isinstance(sampler, DistributedSampler) and sampler.epoch != self._sampled:
+            # The training function has set it.
+            self.set_epoch(sampler.epoch)
         at = self._begin(data)
         for part in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), data):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -159,11 +158,11 @@ def prepare_data_loader(
         if seed is None and loader.generator is not None:
             # The sum with the number of an epoch must remain a seed.
             seed = broadcast_object(loader.generator.initial_seed() % 2**63)
-        share = Share(context.rank, context.world_size, pad, seed or 0)
+        share = context.rank, context.world_size, pad, seed or 0
         if isinstance(loader.dataset, IterableDataset):
-            _replace(mine, dataset=ShardedIterable(loader.dataset, share))
+            _replace(mine, dataset=_ShareOf(loader.dataset, *share))
         else:
-            _replace(mine, **_samplers_of(loader, share))
+            _replace(mine, **_samplers_of(loader, *share))
     device = context.device if move else None
     return PreparedDataLoader(mine, None if device is None or device.type == "cpu" else device)
 
@@ -174,49 +173,23 @@ def _replace(loader: DataLoader[Any], **attributes: Any) -> None:
         object.__setattr__(loader, name, value)
 
 
-@dataclass(frozen=True)
-class Share:
-    """Computes which items of the data are a rank's: every ``world_size``-th one, starting at ``rank``.
-
-    Attributes:
-        rank: The rank.
-        world_size: Number of ranks.
-        pad: Whether every rank has the same number of items.
-        seed: Seed of the order.
-    """
-
-    rank: int
-    world_size: int
-    pad: bool
-    seed: int
-
-    def count(self, total: int) -> int:
-        """Returns the number of this rank's items of ``total``."""
-        return -(-total // self.world_size) if self.pad else len(range(self.rank, total, self.world_size))
-
-    def of(self, items: list[Any]) -> list[Any]:
-        """Returns this rank's items; with ``pad`` repeats the first items."""
-        missing = -len(items) % self.world_size if self.pad else 0
-        return [*items, *islice(cycle(items), missing)][self.rank :: self.world_size]
-
-
-def _samplers_of(loader: DataLoader[Any], share: Share) -> dict[str, Any]:
+def _samplers_of(loader: DataLoader[Any], rank: int, world_size: int, pad: bool, seed: int) -> dict[str, Any]:
     """Returns the sampler and batch sampler of this rank, for a data set with indices."""
     sampler: Any = loader.sampler
     batches: Any = loader.batch_sampler
     if batches is not None and loader.batch_size is None:
         # The user has passed a batch sampler.
-        return (
-            {} if _is_share(getattr(batches, "sampler", None)) else {"batch_sampler": DrawnByRankZero(batches, share)}
-        )
+        is_share = _is_share(getattr(batches, "sampler", None))
+        return {} if is_share else {"batch_sampler": _ShareOf(batches, rank, world_size, pad, seed)}
     if _is_share(sampler):
         return {}
     # torchdata has a class of its own of this name.
     shuffles = type(sampler).__name__ == "RandomSampler" and not sampler.replacement
-    if share.pad and (shuffles or type(sampler) is SequentialSampler) and len(sampler) == len(loader.dataset):  # type: ignore[arg-type]
-        sampler = DistributedSampler(loader.dataset, share.world_size, share.rank, shuffle=shuffles, seed=share.seed)
+    is_plain = (shuffles or type(sampler) is SequentialSampler) and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    if is_plain and pad:
+        sampler = DistributedSampler(loader.dataset, world_size, rank, shuffle=shuffles, seed=seed)
     else:
-        sampler = DrawnByRankZero(sampler, share)
+        sampler = _ShareOf(sampler, rank, world_size, pad, seed)
     plain = None if batches is None else BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
     return {"sampler": sampler, "batch_sampler": plain}
 
@@ -226,63 +199,58 @@ def _is_share(sampler: Any) -> bool:
     return hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
 
 
-class DrawnByRankZero(Sampler[Any]):
-    """Yields this rank's part of the indices, or batches, that rank 0's sampler yields."""
+class _ShareOf(IterableDataset[Any]):
+    """Every n-th item of an iterable data set, or of what a sampler or batch sampler yields on rank 0.
 
-    def __init__(self, sampler: Any, share: Share) -> None:
-        self._sampler = sampler
-        self._share = share
-        self._length = share.count(len(sampler))
-        self.epoch = 0
+    Other attributes are those of the source: a ``worker_init_fn`` may set the bounds of its part.
+    """
 
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch, which has an order of its own."""
-        self.epoch = epoch
-        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
-            set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        # Not before the first item, since a loader with processes makes two iterators and reads one.
-        yield from self._share.of(broadcast_object(self._draw() if self._share.rank == 0 else []))
-
-    def _draw(self) -> list[Any]:
-        """Returns the order of this epoch, which is the same when training resumes inside the epoch."""
-        seed = self._share.seed + self.epoch
-        if isinstance(getattr(self._sampler, "generator", None), torch.Generator):
-            self._sampler.generator = torch.Generator().manual_seed(seed)
-        with torch.random.fork_rng(devices=[]):
-            # Unlike torch.manual_seed it leaves the random numbers of GPUs unchanged, such as those of dropout.
-            torch.default_generator.manual_seed(seed)
-            return list(self._sampler)
-
-
-class ShardedIterable(IterableDataset[Any]):
-    """Yields every n-th item of a data set, in each loader process. All attributes are those of the data set."""
-
-    def __init__(self, data: IterableDataset[Any], share: Share) -> None:
-        self._data = data
-        self._share = share
+    def __init__(self, source: Any, rank: int, world_size: int, pad: bool, seed: int) -> None:
+        self._source = source
+        self._rank = rank
+        self._world_size = world_size
+        self._pad = pad
+        self._seed = seed
+        self._epoch = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._data, name)
+        return getattr(self._source, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A worker_init_fn may set the bounds of its part.
-        target = self if name.startswith("_") else self._data
-        object.__setattr__(target, name, value)
+        object.__setattr__(self if name.startswith("_") else self._source, name, value)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch, which has an order of its own."""
+        self._epoch = epoch
+        if callable(set_epoch := getattr(self._source, "set_epoch", None)):
+            set_epoch(epoch)
 
     def __len__(self) -> int:
-        return self._share.count(len(self._data))  # type: ignore[arg-type]
+        total = len(self._source)
+        return -(-total // self._world_size) if self._pad else len(range(self._rank, total, self._world_size))
 
     def __iter__(self) -> Iterator[Any]:
-        items = iter(self._data)
-        while found := list(islice(items, self._share.world_size)):
-            yield from self._share.of(found)
+        # Not drawn before the first item, since a loader with processes makes two iterators and reads one.
+        is_data = isinstance(self._source, IterableDataset)
+        items = iter(self._source if is_data else broadcast_object(self._drawn() if self._rank == 0 else []))
+        first: list[Any] = []
+        while found := list(islice(items, self._world_size)):
+            first = first or found
+            if self._pad:
+                found += islice(cycle(first), self._world_size - len(found))
+            yield from found[self._rank : self._rank + 1]
+
+    def _drawn(self) -> list[Any]:
+        """Returns the order of this epoch, which is the same when training resumes inside the epoch."""
+        seed = self._seed + self._epoch
+        if isinstance(getattr(self._source, "generator", None), torch.Generator):
+            self._source.generator = torch.Generator().manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):
+            # Unlike torch.manual_seed it leaves the random numbers of GPUs unchanged, such as those of dropout.
+            torch.default_generator.manual_seed(seed)
+            return list(self._source)
 
 
 def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:

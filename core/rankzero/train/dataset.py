@@ -52,17 +52,6 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
     return shards[name]  # type: ignore[no-any-return]
 
 
-def dataset_names() -> list[str]:
-    """Returns the names of the datasets that the launcher was given.
-
-    Example:
-        >>> import rankzero.train as rt
-        >>> rt.dataset_names()
-        []
-    """
-    return sorted(_manifests(context.current()))
-
-
 def _manifests(session: Any) -> dict[str, Manifest]:
     if not session.datasets:
         return {}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Units = Callable[["nn.Module"], bool] | Iterable[type]
 State = dict[str, Any]
 
 
@@ -22,8 +20,7 @@ def prepare_model(
     model: nn.Module,
     strategy: Literal["ddp", "fsdp"] | None = "ddp",
     *,
-    units: Units | None = None,
-    mixed_precision: torch.dtype | None = None,
+    units: Iterable[type] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """Moves a model to this rank's device and makes it train in parallel with the other ranks' copies.
@@ -35,13 +32,10 @@ def prepare_model(
         strategy: ``"ddp"`` (`torch.nn.parallel.DistributedDataParallel`; a world of one rank, or a model without
             trainable parameters, is only moved), ``"fsdp"`` (`torch.distributed.fsdp.fully_shard`, in place), or None:
             only moved.
-        units: For ``"fsdp"``: the modules whose parameters are gathered together, as classes or as a test of a module.
-            None: the members of each `torch.nn.ModuleList`, and the classes that a Hugging Face model names in
+        units: For ``"fsdp"``: the classes of the modules whose parameters are gathered together. None: the members of each `torch.nn.ModuleList`, and the classes that a Hugging Face model names in
             ``_no_split_modules``.
-        mixed_precision: For ``"fsdp"``: type of parameters in forward and backward; gradients are reduced in float32.
-        kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard``; they override the values set here. A
-            tensor-parallel model (torch's ``parallelize_module``) needs ``"fsdp"`` and ``mesh``, the mesh of its
-            replicas.
+        kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard`` (such as ``mp_policy``). A tensor-parallel
+            model (torch's ``parallelize_module``) needs ``"fsdp"`` and ``mesh``, the mesh of its replicas.
 
     Returns:
         The model to train with.
@@ -60,8 +54,8 @@ def prepare_model(
 
     if strategy not in ("ddp", "fsdp", None):
         raise ValueError(f"strategy is {strategy!r}; it must be 'ddp', 'fsdp' or None")
-    if strategy != "fsdp" and (units is not None or mixed_precision is not None):
-        raise ValueError(f"units= and mixed_precision= belong to strategy='fsdp', not to {strategy!r}; see rt.autocast")
+    if strategy != "fsdp" and units is not None:
+        raise ValueError(f"units= belongs to strategy='fsdp', not to {strategy!r}")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
     if unwrap_model(model) is not model and not _is_compiled(model):
@@ -72,7 +66,7 @@ def prepare_model(
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     if strategy == "fsdp":
-        return _shard(model, device, units, mixed_precision, kwargs)
+        return _shard(model, device, units, kwargs)
     model = model.to(device)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if strategy is None or get_context().world_size == 1 or not is_trained:
@@ -82,26 +76,20 @@ def prepare_model(
     return torch.nn.parallel.DistributedDataParallel(model, **{**own, **kwargs})
 
 
-def _shard(
-    model: nn.Module, device: torch.device, units: Units | None, dtype: torch.dtype | None, kwargs: dict[str, Any]
-) -> nn.Module:
-    import torch
+def _shard(model: nn.Module, device: torch.device, units: Iterable[type] | None, kwargs: dict[str, Any]) -> nn.Module:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     ensure_process_group()
     if "mesh" not in kwargs:
         kwargs = {**kwargs, "mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
-    if dtype is not None:
-        kwargs = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32), **kwargs}
     if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         model = model.to(device)
         # `fully_shard` fills the shard of each rank from that rank's parameters.
         for tensor in [*model.parameters(), *model.buffers()]:
             _broadcast(tensor.data, kwargs["mesh"])
-    is_unit = _unit_test(model, units)
-    for module in reversed([module for module in model.modules() if module is not model and is_unit(module)]):
+    for module in reversed(_units_of(model, units)):
         fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
     return model
@@ -124,17 +112,17 @@ def _is_part(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _unit_test(model: nn.Module, units: Units | None) -> Callable[[nn.Module], bool]:
-    if callable(units):
-        return units
-    if units is not None:
-        classes = tuple(units)
-        return lambda module: isinstance(module, classes)
+def _units_of(model: nn.Module, classes: Iterable[type] | None) -> list[nn.Module]:
+    """Returns the modules whose parameters are gathered together, the inner ones last."""
     import torch
 
+    if classes is not None:
+        chosen = tuple(classes)
+        return [module for module in model.modules() if isinstance(module, chosen) and module is not model]
     members = {id(part) for module in model.modules() if isinstance(module, torch.nn.ModuleList) for part in module}
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return lambda module: id(module) in members or type(module).__name__ in names
+    modules = (module for module in model.modules() if module is not model)
+    return [module for module in modules if id(module) in members or type(module).__name__ in names]
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -253,7 +241,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
     if groups is not None:
         # torch refuses a state without tensors, such as that of plain SGD.
         saved = {name: group for group in groups for name in group["params"]}
-        own = get_optimizer_state_dict(model, optimizer)["param_groups"]
+        own: Any = get_optimizer_state_dict(model, optimizer)["param_groups"]
         optimizer.state.clear()
         for group, named in zip(optimizer.param_groups, own, strict=True):
             group.update({**saved[named["params"][0]], "params": group["params"]})
@@ -282,93 +270,3 @@ def _on_rank_zero(state: Any) -> State:
 def _shapes(state: Mapping[str, Any]) -> dict[str, list[int] | None]:
     """Returns the whole shape of each tensor by its name; None for other values."""
     return {name: list(value.shape) if hasattr(value, "shape") else None for name, value in state.items()}
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scales the gradients so that their norm over the whole model, all shards together, is at most ``max_norm``.
-
-    With a gradient scaler, call ``scaler.unscale_(optimizer)`` before.
-
-    Args:
-        model: Plain, in ``DistributedDataParallel``, or sharded.
-        max_norm: Largest norm, in the units of the gradients.
-        norm_type: Order of the norm.
-
-    Returns:
-        The norm before scaling, a tensor of one element.
-
-    Example:
-        >>> import torch
-        >>> import rankzero.train as rt
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> model(torch.full((1, 1), 3.0)).sum().backward()
-        >>> rt.clip_grad_norm(model, 1.0)
-        tensor(3.)
-    """
-    import torch
-
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-@contextlib.contextmanager
-def accumulate(model: nn.Module, *, sync: bool) -> Iterator[None]:
-    """Makes backward passes in the block reduce gradients over ranks only if ``sync``; else each rank sums its own.
-
-    Args:
-        model: The model that `prepare_model` returned.
-        sync: True for the last backward pass before the optimizer's step.
-
-    Example:
-        >>> import torch
-        >>> import rankzero.train as rt
-        >>> model = rt.prepare_model(torch.nn.Linear(4, 2))
-        >>> for step in range(4):
-        ...     with rt.accumulate(model, sync=step % 2 == 1):
-        ...         model(torch.ones(3, 4)).sum().backward()
-    """
-    set_sync = getattr(model, "set_requires_gradient_sync", None)
-    no_sync = getattr(model, "no_sync", None)
-    if set_sync is not None:
-        set_sync(sync)
-        try:
-            yield
-        finally:
-            set_sync(True)
-    elif no_sync is not None and not sync:
-        with no_sync():
-            yield
-    else:
-        yield
-
-
-def autocast(dtype: torch.dtype | None = None, *, enabled: bool = True) -> torch.autocast:
-    """Returns `torch.autocast` for this rank's device: mixed precision inside its block.
-
-    Args:
-        dtype: Type of the operations; None for bfloat16.
-        enabled: False turns mixed precision off.
-
-    Example:
-        >>> import torch
-        >>> import rankzero.train as rt
-        >>> with rt.autocast():
-        ...     torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype
-        torch.bfloat16
-    """
-    import torch
-
-    return torch.autocast(get_context().device.type, dtype=dtype or torch.bfloat16, enabled=enabled)
-
-
-def grad_scaler(dtype: torch.dtype | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Returns a gradient scaler for this rank's device, which is enabled only for float16.
-
-    Args:
-        dtype: The type that was passed to `autocast`; None for bfloat16.
-        kwargs: Passed to `torch.amp.GradScaler`.
-    """
-    import torch
-
-    kwargs.setdefault("enabled", dtype == torch.float16)
-    return torch.amp.GradScaler(get_context().device.type, **kwargs)

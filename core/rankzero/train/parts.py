@@ -46,12 +46,7 @@ class Parts:
     """
 
     def __init__(self, start: Start, fetch: Callable[[str], str]) -> None:
-        """Prepares the access without connecting to a store.
-
-        Args:
-            start: The agent's message.
-            fetch: Has the agent fetch a file that the driver offers; returns its path, or raises ResultError.
-        """
+        """Prepares the access without connecting to a store; ``fetch`` has the agent fetch a file of the driver."""
         self.shared = start.shared
         self.run_directory = start.run_directory
         self._token = start.run_token
@@ -62,7 +57,8 @@ class Parts:
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
         self._connect_at: float | None = 0.0
-        self._readers = 0
+        self.is_being_read = False
+        """True while training waits for a part."""
 
     def client(self) -> remote.Client | None:
         """Returns this rank's client of the object store; None if it has none."""
@@ -74,12 +70,7 @@ class Parts:
             return self._client
 
     def check_directory(self) -> None:
-        """Checks that the run directory, if this rank writes to it, was not removed or given to another run.
-
-        Raises:
-            ResultError: the directory was removed, and may be another run's by now.
-            Exception: the store cannot be read.
-        """
+        """Raises ResultError if the run directory, to which this rank writes, was removed or given to another run."""
         client = None if self.shared else self.client()
         if not self._token or not (self.shared or client):
             return
@@ -105,15 +96,9 @@ class Parts:
     def write(self, checkpoint: str, file: str, produce: Produce) -> dict[str, Any]:
         """Writes a part atomically: its file exists completely or not at all.
 
-        Args:
-            checkpoint: Id of the checkpoint.
-            file: Name of the part's file.
-            produce: Writes the part; returns its ``size``, its ``sha256`` and more. Called again after an error of the
-                store.
-
         Returns:
-            The facts from ``produce``, ``path``, and ``shared``: True if the file is in the run directory and need not
-            be sent to the driver.
+            The facts from ``produce``, which is called again after an error of the store; ``path``; and ``shared``:
+            True if the file is in the run directory and need not be sent to the driver.
 
         Raises:
             NotTakenError: the store has refused the part for `PART_UPLOAD_TIMEOUT` seconds.
@@ -140,12 +125,7 @@ class Parts:
 
     @contextlib.contextmanager
     def local_file(self, checkpoint: str, file: str) -> Iterator[str]:
-        """Yields the temporary path of a part, which gets its name and appears if the block raises nothing.
-
-        Raises:
-            OSError: the disk cannot hold the part.
-            ResultError: the run directory was removed.
-        """
+        """Yields the temporary path of a part, which gets its name if the block raises nothing."""
         self.check_directory()
         folder = self.folder(checkpoint)
         os.makedirs(folder, exist_ok=True)
@@ -159,15 +139,7 @@ class Parts:
             raise
 
     def upload_value(self, path: str, name: str) -> str | None:
-        """Copies rank 0's value to the object store.
-
-        Args:
-            path: The local file.
-            name: Name of the file among the run's results.
-
-        Returns:
-            The URL of the complete copy; None if this rank cannot write to the store, and the driver must.
-        """
+        """Copies rank 0's value to the store and returns its URL; None if this rank cannot, and the driver must."""
         if (client := self.client()) is None:
             return None
         url = store.join(self.run_directory, "result", name)
@@ -197,21 +169,14 @@ class Parts:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    @property
-    def is_being_read(self) -> bool:
-        """Returns True while training waits for a part."""
-        return self._readers > 0
-
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Marks the block as one that reads parts, which may be slow and is no hang."""
-        with self._lock:
-            self._readers += 1
+        self.is_being_read = True
         try:
             yield
         finally:
-            with self._lock:
-                self._readers -= 1
+            self.is_being_read = False
 
     def all_of(self, manifest: Mapping[str, Any]) -> Mapping[str, Part]:
         """Returns all parts of a checkpoint by rank, as text, of which its manifest here has this task's. Reads one."""

@@ -70,10 +70,12 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     try:
         for batch in [batches] if is_one else batches:
             writer.add(batch)
-        writer.close()
+        writer.write()
     except BaseException:
-        writer.discard()
+        with contextlib.suppress(Exception):
+            writer.files.__exit__(*sys.exc_info())
         raise
+    writer.close()
     return Table(writer.folder)
 
 
@@ -99,8 +101,8 @@ class _TableWriter:
         self._has_begun = self._schema is not None
         self._waiting: list[Any] = []
         self._size = 0
-        self._paths: list[str] = []
-        self._files = contextlib.ExitStack()
+        self.files = contextlib.ExitStack()
+        """The open files, which appear when it is closed, and never after an exception."""
         self._writers: dict[str, tuple[Any, IO[bytes]]] = {}
 
     def add(self, batch: Any) -> None:
@@ -115,44 +117,30 @@ class _TableWriter:
         self._waiting.append(_owned(table))
         self._size += table.nbytes
         if self._size >= GROUP_BYTES:
-            self._write()
+            self.write()
 
     def close(self) -> None:
         """Completes all files. Raises ResultError and TypeError as `write_rows`."""
-        if self._waiting:
-            self._write()
         with self._storing():
-            self._files.close()
-        if self._paths and self._session.context.world_size > 1:
-            with self._storing():
-                others = read_schemas(self.folder)
-            # Of two ranks whose columns do not fit together, the one that completes its rows last finds out.
-            self._unify(*others.values())
+            self.files.close()
+            others = read_schemas(self.folder) if self._writers and self._session.context.world_size > 1 else {}
+        # Of two ranks whose columns do not fit together, the one that completes its rows last finds out.
+        self._unify(*others.values())
         if self._schema is not None:
             self._session.row_schemas[self._name] = self._schema
-
-    def discard(self) -> None:
-        """Removes the files of the call, while an exception is being handled."""
-        with contextlib.suppress(Exception):
-            self._files.__exit__(*sys.exc_info())
-        for path in self._paths:
-            try:
-                self._check()
-                self._client.remove(path) if self._client else store.remove(path)
-            except FileNotFoundError:
-                pass
-            except Exception as error:
-                raise ResultError(f"rows of a call that raised cannot be removed: {path}: {error}") from error
 
     def _unify(self, *found: Any) -> None:
         """Adds columns to the schema of this rank's rows. Raises TypeError if they do not fit together."""
         try:
-            self._schema = schemas.unify_written([*([self._schema] if self._schema else []), *found])
+            known = [] if self._schema is None else [self._schema]
+            self._schema = schemas.unify_written([*known, *found]) if known or found else None
         except TypeError as error:
             raise TypeError(f"rows do not fit into the table {self._name!r}: {error}") from error
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Writes the buffered rows as one row group."""
+        if not self._waiting:
+            return
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -166,9 +154,8 @@ class _TableWriter:
             if columns not in self._writers:
                 number = next(self._session.row_files)
                 path = store.join(self.folder, file_of(self._session.context.rank, number, table.schema))
-                self._paths.append(path)
-                file = self._files.enter_context(self._opened(path))
-                self._writers[columns] = self._files.enter_context(pq.ParquetWriter(file, table.schema)), file
+                file = self.files.enter_context(self._opened(path))
+                self._writers[columns] = self.files.enter_context(pq.ParquetWriter(file, table.schema)), file
             writer, file = self._writers[columns]
             writer.write_table(table)
             # The iterable may fork, and no request may be in flight then (see `rankzero.host.forks`).
@@ -189,12 +176,11 @@ class _TableWriter:
         if self._client is not None:
             file = self._client.open_write(path)
             try:
-                try:
-                    yield file
-                finally:
-                    self._check()
+                yield file
+                self._check()
             except BaseException as error:
-                remote.discard(file, error)
+                # After this error the file never appears.
+                remote.discard(file, ResultError(str(error)))
                 raise
             file.close()
             return

@@ -23,16 +23,8 @@ from rankzero.values import sharded as sharding
 
 @dataclass(frozen=True)
 class _Taken:
-    """A copied checkpoint, which shares no memory with the training.
+    """A copy of a state, or the path of the archive of a directory, with the facts for the message to the driver."""
 
-    Attributes:
-        index: Number of the checkpoint in this attempt.
-        state: A copy of the state; None for a directory.
-        path: The archive of a directory; None for a state.
-        facts: Facts for the message to the driver.
-    """
-
-    index: int
     state: Any
     path: str | None
     facts: dict[str, Any]
@@ -54,16 +46,7 @@ class CheckpointWriter:
         send: Callable[[messages.Message], None],
         flush: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepares the writer of one attempt.
-
-        Args:
-            parts: Writes and reads parts.
-            attempt: Number of the attempt.
-            rank: Global rank.
-            world_size: Number of ranks.
-            send: Sends a message to the agent, perhaps later.
-            flush: Waits until the agent has all messages.
-        """
+        """Prepares the writer of one attempt; ``flush`` waits until the agent has all messages that were sent."""
         self._parts = parts
         self._attempt = attempt
         self._rank = rank
@@ -107,7 +90,7 @@ class CheckpointWriter:
     def write(
         self, value: object, metrics: dict[str, Any], when: float, *, sharded: bool, has_result: bool = False
     ) -> None:
-        """Copies a checkpoint, which is written and committed while training continues.
+        """Copies a checkpoint, which is written and committed while training continues. Raises like `report`.
 
         Args:
             value: The checkpoint.
@@ -115,11 +98,6 @@ class CheckpointWriter:
             when: Unix time of its report.
             sharded: Whether every rank gives a part.
             has_result: Whether this rank has set the value of the run in this attempt.
-
-        Raises:
-            TypeError: the checkpoint is neither a directory nor a dict.
-            ValueError: sharded and whole checkpoints in one run.
-            ResultError: the checkpoint cannot be pickled, or the disk has refused it or the previous one.
         """
         directory = _directory(value)
         sharded = sharded or (directory is None and sharding.has_sharded(value))
@@ -140,7 +118,7 @@ class CheckpointWriter:
         self._busy = True
         try:
             self._await_room()
-            taken = self._take(index, value, directory, facts)
+            taken = self._take(value, directory, facts)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
                 thread.start()
@@ -190,12 +168,7 @@ class CheckpointWriter:
         return f"{self._attempt:04d}-{index:06d}"
 
     def _await_room(self) -> None:
-        """Waits until the previous copy is written, and until the driver has it if it passes through the driver.
-
-        Raises:
-            NotTakenError: the driver has not committed it within `CHECKPOINT_COMMIT_TIMEOUT` seconds.
-            ResultError: the previous copy could not be written.
-        """
+        """Waits until the previous copy is written, and until the driver has it if it passes through the driver."""
         self._await_written()
         if not self._await(self._staged):
             raise NotTakenError(
@@ -204,11 +177,11 @@ class CheckpointWriter:
                 "store"
             )
 
-    def _take(self, index: int, value: Any, directory: str | None, facts: dict[str, Any]) -> _Taken:
+    def _take(self, value: Any, directory: str | None, facts: dict[str, Any]) -> _Taken:
         if directory is None:
             state, has_shards = snapshot.take(value)
             file_format = formats.SHARDS if has_shards else formats.choose(state)
-            return _Taken(index, state, None, {**facts, "format": file_format, "file": self._file(file_format)})
+            return _Taken(state, None, {**facts, "format": file_format, "file": self._file(file_format)})
         # The training function may delete the directory when `report` returns.
         is_distributed = facts["sharded"] and formats.is_distributed(directory)
         file_format = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
@@ -216,7 +189,7 @@ class CheckpointWriter:
         with self._parts.local_file(facts["id"], file) as writing:
             size, sha256 = formats.write_directory(directory, writing)
         path = os.path.join(self._parts.folder(facts["id"]), file)
-        return _Taken(index, None, path, {**facts, "format": file_format, "file": file, "size": size, "sha256": sha256})
+        return _Taken(None, path, {**facts, "format": file_format, "file": file, "size": size, "sha256": sha256})
 
     def _file(self, file_format: str) -> str:
         return f"rank-{self._rank}.{file_format}"
@@ -237,12 +210,12 @@ class CheckpointWriter:
         try:
             facts = {**taken.facts, **self._written(taken)}
             if not facts["shared"]:
-                self._staged = taken.index
+                self._staged = facts["index"]
             self._send(messages.Part(**facts))
             # This part is not lost if the process is killed once the next report has returned.
             self._flush()
         except Exception as error:
-            self._fail(taken.index, error)
+            self._fail(taken.facts["index"], error)
         finally:
             # Freed before the next report may copy, since there would be two copies in memory.
             del taken
@@ -295,9 +268,6 @@ class CheckpointWriter:
 
         Rank 0's checkpoint may be committed before another rank's report of the same number. That rank has the
         checkpoint once its own report returns.
-
-        Args:
-            manifest: The facts from `rankzero.run.checkpoints.Manifest.for_ranks` for this task.
         """
         self._last = Checkpoint(
             manifest["id"],
