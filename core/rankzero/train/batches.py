@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,8 +16,7 @@ from rankzero.data.columns import Columns, joined, part, rows_of, tensors
 from rankzero.data.manifest import Manifest
 from rankzero.data.order import Order
 from rankzero.data.reader import Reader
-from rankzero.data.shares import Batches, Spans, Stretch, length, remaining, share
-from rankzero.data.shares import cut as part_of
+from rankzero.data.shares import Batches, Spans, Stretch, cut, length, remaining, share
 from rankzero.host import forks
 
 if TYPE_CHECKING:
@@ -32,67 +31,52 @@ PIECE = 16 << 20
 """Approximate number of bytes of shuffled rows that are gathered at a time."""
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The options with which `DatasetShard.iter_batches` iterates over a dataset.
-
-    Attributes:
-        batch_size: Rows of a batch.
-        seed: Seed of the order; None for the order of the files.
-        drop_last: Whether to leave out a last batch that is smaller.
-        columns: Names of the columns that are read; None for all.
-        collate: Makes a batch from the dict of columns; None: the dict is the batch.
-        pad: Whether a rank that has no row for a last batch gets one a second time, so that all ranks have the same
-            number of batches.
-    """
-
-    batch_size: int
-    seed: int | None
-    drop_last: bool
-    columns: tuple[str, ...] | None
-    collate: Callable[[Columns], Any] | None
-    pad: bool
-
-
 def batches_of(
-    manifest: Manifest, world: TrainContext, cut: Cut, epoch: int, consumed: list[Stretch], prefetch: int
+    manifest: Manifest,
+    world: TrainContext,
+    epoch: int,
+    consumed: list[Stretch],
+    *,
+    batch_size: int,
+    seed: int | None,
+    drop_last: bool,
+    columns: Sequence[str] | None,
+    collate: Callable[[Columns], Any] | None,
+    pad: bool,
+    prefetch: int,
 ) -> Iterator[Any]:
-    """Yields the batches of one rank in the rest of an epoch.
+    """Yields the batches of one rank in an epoch of which worlds of any sizes have consumed parts.
 
-    Args:
-        manifest: The dataset.
-        world: The rank and the world size.
-        cut: The options of the iteration.
-        epoch: Number of the epoch.
-        consumed: Parts of the epoch that were consumed before, by worlds of any sizes.
-        prefetch: Pieces that a thread reads ahead.
+    The other arguments are those of `DatasetShard.iter_batches`; ``seed`` is None for the order of the files.
     """
     left = remaining(manifest.rows, consumed)
     total = length(left)
-    plan = Batches.of(total, world.world_size, world.rank, cut.batch_size, drop_last=cut.drop_last)
+    plan = Batches.of(total, world.world_size, world.rank, batch_size, drop_last=drop_last)
     sizes = [plan.done(number + 1) - plan.done(number) for number in range(plan.count)]
-    mine = part_of(share(left, world.world_size, world.rank), 0, plan.done(plan.count))
-    pieces = ahead(_pieces(manifest, cut, epoch, mine), prefetch)
-    for batch in _rebatched(pieces, sizes if cut.pad else [size for size in sizes if size]):
+    read = functools.partial(_pieces, manifest, columns, seed, epoch, batch_size)
+    mine = cut(share(left, world.world_size, world.rank), 0, plan.done(plan.count))
+    for batch in _rebatched(ahead(read(mine), prefetch), sizes if pad else [size for size in sizes if size]):
         if batch is None:
             # The row at the last position, the same on every rank, for a batch without rows.
-            batch = next(_pieces(manifest, cut, epoch, part_of(left, total - 1, total) or [(0, 1)]))
-        yield batch if cut.collate is None else cut.collate(batch)
+            batch = next(read(cut(left, total - 1, total) or [(0, 1)]))
+        yield batch if collate is None else collate(batch)
 
 
-def _pieces(manifest: Manifest, cut: Cut, epoch: int, spans: Spans) -> Iterator[Columns]:
+def _pieces(
+    manifest: Manifest, columns: Sequence[str] | None, seed: int | None, epoch: int, least: int, spans: Spans
+) -> Iterator[Columns]:
     """Yields the rows at some positions of the epoch: those of row groups, or pieces of shuffled windows."""
     import pyarrow as pa
 
-    reader = Reader(manifest, cut.columns)
-    if cut.seed is None:
+    reader = Reader(manifest, columns)
+    if seed is None:
         for batch in reader.rows(spans):
             yield tensors(batch, manifest.lengths)
         return
     # A few columns out of many take less memory, so a piece has more rows.
     size = manifest.row_size * len(reader.columns) / len(manifest.arrow_schema().names)
-    count = max(cut.batch_size, int(PIECE / max(1.0, size)))
-    for window, places in Order(manifest, cut.seed, epoch).parts(spans):
+    count = max(least, int(PIECE / max(1.0, size)))
+    for window, places in Order(manifest, seed, epoch).parts(spans):
         batch = reader.window(window)
         for part_of_window in torch.split(places, count):
             yield tensors(batch.take(pa.array(part_of_window.numpy())), manifest.lengths)

@@ -22,10 +22,8 @@ class Checkpoint:
     """A committed checkpoint of this run, whatever the world size of the attempt that wrote it.
 
     A whole checkpoint (rank 0's) is the same for every rank of any world. A sharded checkpoint can be read by a world
-    of any size if it consists of states with DTensors or of a directory of ``torch.distributed.checkpoint``: each rank
-    reads the pieces that it needs. Other sharded checkpoints are read by a world of the same size, or part by part with
-    ``rank=``: ``world_size`` is the number of ranks that wrote them, and `rankzero.train.get_context` has the number of
-    ranks now.
+    of any size if it consists of states with DTensors or of directories of ``torch.distributed.checkpoint``: each rank
+    reads the pieces that it needs. Other sharded checkpoints are read by a world of the same size, or part by part.
 
     Attributes:
         id: Name of the checkpoint.
@@ -80,7 +78,7 @@ class Checkpoint:
             found = formats.read(self._path(name), part["format"], part["sha256"])
         return found if into is None else sharded.fill(into, found)
 
-    def to_directory(self, path: str | os.PathLike[str], rank: int | None = None) -> str:
+    def to_directory(self, path: str | os.PathLike[str]) -> str:
         """Copies a checkpoint that was reported as a directory to ``path``, which is created if it does not exist.
 
         A checkpoint that ``torch.distributed.checkpoint`` saved gets the files of all ranks, so that its ``load`` finds
@@ -88,7 +86,6 @@ class Checkpoint:
 
         Args:
             path: Local directory.
-            rank: The rank whose part of a sharded checkpoint is copied; None for this rank's.
 
         Returns:
             The directory.
@@ -99,21 +96,21 @@ class Checkpoint:
         """
         target = os.fspath(path)
         with self._still_there():
-            name, part = self._part(rank)
+            name, part = self._part()
             if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
                 raise ResultError(f"checkpoint {self.id} is a state, not a directory: use load()")
             os.makedirs(target, exist_ok=True)
-            for each in self._all if rank is None and self._is_reshardable else [name]:
-                formats.read_directory(self._path(each), self._all[each]["sha256"], target)
+            for each in self._all if part["format"] == formats.DISTRIBUTED else [name]:
+                formats.read_directory(self._path(each), self._facts(each)["sha256"], target)
         return target
 
     @contextlib.contextmanager
-    def as_directory(self, rank: int | None = None) -> Iterator[str]:
+    def as_directory(self) -> Iterator[str]:
         """Yields a temporary local copy as `to_directory` makes it, and removes it at the end of the block."""
         # The agent has checked that this directory has room.
         scratch = os.environ.get("RANKZERO_SCRATCH")
         with tempfile.TemporaryDirectory(prefix="rankzero-checkpoint-", dir=scratch) as directory:
-            yield self.to_directory(directory, rank)
+            yield self.to_directory(directory)
 
     @contextlib.contextmanager
     def _still_there(self) -> Iterator[None]:
@@ -136,32 +133,24 @@ class Checkpoint:
     def _all(self) -> Mapping[str, Part]:
         return self._files.all_of(self._manifest)
 
-    @property
-    def _is_reshardable(self) -> bool:
-        """Returns True if a world of any size can read the checkpoint."""
-        return not {formats.SHARDS, formats.DISTRIBUTED}.isdisjoint(self._manifest["formats"])
-
-    def _part(self, rank: int | None) -> tuple[str, Part]:
+    def _part(self, rank: int | None = None) -> tuple[str, Part]:
         """Returns the rank, as text, and the facts of the part that ``load(rank)`` reads."""
-        if not self.sharded:
-            return "0", self._all["0"]
-        if rank is None and self._is_reshardable:
-            rank = self._rank if self._rank < self.world_size else 0
-        elif rank is None and self.world_size != self._present_world_size:
+        is_resharded = not {formats.SHARDS, formats.DISTRIBUTED}.isdisjoint(self._manifest["formats"])
+        if rank is None and self.sharded and not is_resharded and self.world_size != self._present_world_size:
             raise ResultError(
                 f"checkpoint {self.id} has a part of each of {self.world_size} ranks, and this world has "
                 f"{self._present_world_size}: choose one, load(rank=...); or report states with DTensors (FSDP2), "
                 "which a world of any size can load"
             )
-        name = str(self._rank if rank is None else rank)
-        if name in (known := self._manifest["parts"]):
-            return name, known[name]
-        if name not in self._all:
-            raise ResultError(f"checkpoint {self.id} of {self.world_size} ranks has no part of rank {name}")
-        return name, self._all[name]
+        chosen = self._rank if rank is None else rank
+        name = str(chosen) if self.sharded and chosen < self.world_size else "0"
+        return name, self._facts(name)
+
+    def _facts(self, name: str) -> Part:
+        return self._manifest["parts"].get(name) or self._all[name]  # type: ignore[no-any-return]
 
     def _path(self, name: str) -> str:
-        return self._files.path(self.id, name, self._part(int(name))[1])
+        return self._files.path(self.id, name, self._facts(name))
 
     def _open(self, name: str) -> Any:
-        return self._files.open(self.id, name, self._all[name])
+        return self._files.open(self.id, name, self._facts(name))

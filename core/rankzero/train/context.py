@@ -175,25 +175,20 @@ def own(call: str) -> _Session:
 
 def _from_environment() -> TrainContext:
     """Returns the context outside of a run, from ``torchrun``'s environment variables; without them one rank."""
-
-    def number(name: str, default: int) -> int:
-        return int(os.environ.get(name, default))
-
-    try:
+    names = {
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "local_world_size": "LOCAL_WORLD_SIZE",
+        "node_rank": "GROUP_RANK",
+        "attempt": "TORCHELASTIC_RESTART_COUNT",
+    }
+    numbers: Any = {field: int(os.environ[name]) for field, name in names.items() if name in os.environ}
+    kind = None
+    with contextlib.suppress(ImportError):
         kind = accelerator()
-    except ImportError:
-        kind = None
-    return TrainContext(
-        rank=number("RANK", 0),
-        world_size=number("WORLD_SIZE", 1),
-        local_rank=number("LOCAL_RANK", 0),
-        local_world_size=number("LOCAL_WORLD_SIZE", 1),
-        node_rank=number("GROUP_RANK", 0),
-        run_id=os.environ.get("TORCHELASTIC_RUN_ID", "no-run"),
-        attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
-        use_gpu=kind is not None,
-        backend=_BACKENDS.get(kind, "gloo"),
-    )
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "no-run")
+    return TrainContext(run_id=run_id, use_gpu=kind is not None, backend=_BACKENDS.get(kind, "gloo"), **numbers)
 
 
 def install(
@@ -211,13 +206,7 @@ def install(
 
 
 def get_context() -> TrainContext:
-    """Returns the context of this worker; outside of a run ``torchrun``'s world, or a world of one rank.
-
-    Example:
-        >>> import rankzero.train as rt
-        >>> rt.get_context().world_size
-        1
-    """
+    """Returns the context of this worker; outside of a run ``torchrun``'s world, or a world of one rank."""
     return current().context
 
 

@@ -5,6 +5,7 @@ The module imports torch, so `rankzero.train` imports it late.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from itertools import cycle, islice
@@ -87,7 +88,9 @@ class PreparedDataLoader(Epochs):
         return state
 
     def _shape(self) -> dict[str, Any]:
-        rows = len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else None
+        rows = None
+        with contextlib.suppress(TypeError):
+            rows = len(self.loader.dataset)  # type: ignore[arg-type]
         return {"world_size": get_context().world_size, "batch_size": self.loader.batch_size, "rows": rows}
 
     def _consumed(self, state: Mapping[str, Any], now: Mapping[str, Any]) -> int:

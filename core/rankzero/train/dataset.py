@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from rankzero.data.columns import Columns
-    from rankzero.train.batches import Cut
 
 DEFAULT = "train"
 """Name of a dataset that the launcher was given without one."""
@@ -28,7 +27,7 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
         name: Name of the dataset; a dataset that was given without a name is ``"train"``.
 
     Returns:
-        The share; every call with the same name returns the same object.
+        The share; the same object for the same name.
 
     Raises:
         InvalidJobError: the launcher was given no dataset of this name.
@@ -67,13 +66,7 @@ class DatasetShard(Epochs):
     """
 
     def __init__(self, manifest: Manifest, world: context.TrainContext, name: str) -> None:
-        """Prepares the share without opening a file.
-
-        Args:
-            manifest: Manifest of the dataset.
-            world: The rank and the world size.
-            name: Name of the dataset.
-        """
+        """Prepares the share without opening a file."""
         super().__init__()
         self._manifest = manifest
         self._world = world
@@ -138,18 +131,22 @@ class DatasetShard(Epochs):
                 an array of another length, which a tensor cannot hold.
             ResultError: while iterating: a file was removed or changed, or this host does not see it.
         """
-        from rankzero.train.batches import Cut
-
-        batch_size, prefetch = COUNT_FROM_ONE.check("batch_size", batch_size), COUNT.check("prefetch", prefetch)
         known = self.columns
         for column in columns if columns is not None else ():
             if column not in known:
                 raise InvalidJobError(f"the dataset {self._name!r} has no column {column!r}; it has {', '.join(known)}")
         if columns is not None and (isinstance(columns, str) or not columns):
             raise InvalidJobError(f"columns is {columns!r}; give a list of names, or None for all columns")
-        names = None if columns is None else tuple(columns)
-        cut = Cut(batch_size, seed if shuffle else None, drop_last, names, collate, pad)
-        return self._iterate(cut, device, prefetch)
+        options = {
+            "batch_size": COUNT_FROM_ONE.check("batch_size", batch_size),
+            "seed": seed if shuffle else None,
+            "drop_last": drop_last,
+            "columns": columns,
+            "collate": collate,
+            "pad": pad,
+            "prefetch": COUNT.check("prefetch", prefetch),
+        }
+        return self._iterate(options, device)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch, for a checkpoint that resumes inside of it.
@@ -161,8 +158,8 @@ class DatasetShard(Epochs):
             return dict(at.loaded or {"epoch": at.epoch, "consumed": [], "rows": self.num_rows})
         consumed = list(at.loaded["consumed"]) if at.loaded else []
         if at.done:
-            consumed.append([self._world.world_size, at.data.batch_size, int(at.data.drop_last), at.done])
-        return {"epoch": at.epoch, "consumed": consumed, "rows": self.num_rows, "seed": at.data.seed}
+            consumed.append([self._world.world_size, at.data["batch_size"], int(at.data["drop_last"]), at.done])
+        return {"epoch": at.epoch, "consumed": consumed, "rows": self.num_rows, "seed": at.data["seed"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes at the position of ``state``, with any number of ranks: the next iteration yields the rest.
@@ -172,7 +169,7 @@ class DatasetShard(Epochs):
         """
         self._at = Position(state["epoch"], state)
 
-    def _iterate(self, cut: Cut, device: torch.device | str | None, prefetch: int) -> Iterator[Any]:
+    def _iterate(self, options: dict[str, Any], device: torch.device | str | None) -> Iterator[Any]:
         import torch
 
         from rankzero.data.shares import Stretch
@@ -180,11 +177,11 @@ class DatasetShard(Epochs):
         from rankzero.train.data_loader import on_device
 
         place = self._world.device if device is None else torch.device(device)
-        at = self._begin(cut)
+        at = self._begin(options)
         state = at.loaded or {"consumed": [], "rows": self.num_rows}
         if state["rows"] != self.num_rows:
             raise ValueError(f"the state is that of a dataset of {state['rows']} rows; this one has {self.num_rows}")
-        seeds = (state.get("seed", cut.seed), cut.seed)
+        seeds = (state.get("seed", options["seed"]), options["seed"])
         if state["consumed"] and seeds[0] != seeds[1]:
             was, now = ("the order of the files" if seed is None else f"shuffle=True, seed={seed}" for seed in seeds)
             raise ValueError(
@@ -192,5 +189,5 @@ class DatasetShard(Epochs):
                 "rows would come twice, and some never. Give the same shuffle and seed in every attempt"
             )
         consumed = [Stretch.from_json(values) for values in state["consumed"]]
-        batches = batches_of(self._manifest, self._world, cut, at.epoch, consumed, prefetch)
+        batches = batches_of(self._manifest, self._world, at.epoch, consumed, **options)
         yield from self._count(at, batches if place.type == "cpu" else on_device(batches, place))

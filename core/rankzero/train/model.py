@@ -32,8 +32,8 @@ def prepare_model(
         strategy: ``"ddp"`` (`torch.nn.parallel.DistributedDataParallel`; a world of one rank, or a model without
             trainable parameters, is only moved), ``"fsdp"`` (`torch.distributed.fsdp.fully_shard`, in place), or None:
             only moved.
-        units: For ``"fsdp"``: the classes of the modules whose parameters are gathered together. None: the members of each `torch.nn.ModuleList`, and the classes that a Hugging Face model names in
-            ``_no_split_modules``.
+        units: For ``"fsdp"``: classes of the modules whose parameters are gathered together. None: the members of each
+            `torch.nn.ModuleList`, and the classes that a Hugging Face model names in ``_no_split_modules``.
         kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard`` (such as ``mp_policy``). A tensor-parallel
             model (torch's ``parallelize_module``) needs ``"fsdp"`` and ``mesh``, the mesh of its replicas.
 

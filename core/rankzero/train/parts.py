@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from rankzero.errors import ResultError
 from rankzero.host import forks
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
+from rankzero.values import formats
 from rankzero.values.digest import Writable
 
 REFUSAL_PAUSE = bounds.scaled(300.0)  # For which checkpoints go to the driver once the object store has refused one
@@ -93,50 +95,51 @@ class Parts:
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def write(self, checkpoint: str, file: str, produce: Produce) -> dict[str, Any]:
+    def archive(self, directory: str) -> tuple[str, int, str]:
+        """Archives a directory on this host; returns the path of the file, its size and its sha256."""
+        handle, path = tempfile.mkstemp(prefix="archive-", dir=self._scratch or None)
+        os.close(handle)
+        try:
+            return path, *formats.write_directory(directory, path)
+        except BaseException:
+            store.remove(path)
+            raise
+
+    def write(self, checkpoint: str, file: str, produce: Produce, archive: str | None = None) -> dict[str, Any]:
         """Writes a part atomically: its file exists completely or not at all.
 
+        Args:
+            checkpoint: Id of the checkpoint.
+            file: Name of the part's file.
+            produce: Writes the part, and returns facts about it. Called again after an error of the store.
+            archive: Path of a file from which ``produce`` copies, which is removed.
+
         Returns:
-            The facts from ``produce``, which is called again after an error of the store; ``path``; and ``shared``:
-            True if the file is in the run directory and need not be sent to the driver.
+            The facts from ``produce``; ``path``; and ``shared``: True if the file is in the run directory and need not
+            be sent to the driver.
 
         Raises:
             NotTakenError: the store has refused the part for `PART_UPLOAD_TIMEOUT` seconds.
             OSError: the disk cannot hold the part.
         """
-        if client := self.client():
-            url = store.join(self.run_directory, FOLDER, checkpoint, file)
-            try:
-                return self._upload(client, url, produce, PART_UPLOAD_TIMEOUT())
-            except ResultError:
-                raise
-            except Exception as error:
-                if not remote.is_refusal(error):
-                    raise NotTakenError(f"the store does not accept it: {error}") from error
-                print(f"rankzero: the store refuses checkpoints of this rank, which sends them to the driver: {error}")
-                with self._lock:
-                    # Credentials that have expired may be renewed.
-                    self._client, self._connect_at = None, time.monotonic() + REFUSAL_PAUSE()
-        with self.local_file(checkpoint, file) as path, open(path, "wb") as writing:
-            facts = produce(writing)
-            writing.flush()
-            os.fsync(writing.fileno())
-        return {**facts, "path": os.path.join(self.folder(checkpoint), file), "shared": self.shared}
-
-    @contextlib.contextmanager
-    def local_file(self, checkpoint: str, file: str) -> Iterator[str]:
-        """Yields the temporary path of a part, which gets its name if the block raises nothing."""
-        self.check_directory()
-        folder = self.folder(checkpoint)
-        os.makedirs(folder, exist_ok=True)
-        writing = store.temporary_beside(os.path.join(folder, file))
         try:
-            yield writing
+            if client := self.client():
+                url = store.join(self.run_directory, FOLDER, checkpoint, file)
+                if uploaded := self._upload(client, url, produce, PART_UPLOAD_TIMEOUT()):
+                    return uploaded
             self.check_directory()
-            os.replace(writing, os.path.join(folder, file))
-        except BaseException:
-            store.remove(writing)
-            raise
+            folder = self.folder(checkpoint)
+            os.makedirs(folder, exist_ok=True)
+            path = os.path.join(folder, file)
+            with store.atomic_file(path) as local:
+                facts = produce(local)
+                local.flush()
+                os.fsync(local.fileno())
+                self.check_directory()
+            return {**facts, "path": path, "shared": self.shared}
+        finally:
+            if archive is not None:
+                store.remove(archive)
 
     def upload_value(self, path: str, name: str) -> str | None:
         """Copies rank 0's value to the store and returns its URL; None if this rank cannot, and the driver must."""
@@ -144,13 +147,13 @@ class Parts:
             return None
         url = store.join(self.run_directory, "result", name)
         try:
-            self._upload(client, url, functools.partial(copy_file, path), STORE_OUTAGE())
+            return url if self._upload(client, url, functools.partial(copy_file, path), STORE_OUTAGE()) else None
         except Exception as error:
-            print(f"rankzero: the store refuses the value of this rank, which sends it to the driver: {error}")
+            print(f"rankzero: the store does not take the value of this rank, which sends it to the driver: {error}")
             return None
-        return url
 
-    def _upload(self, client: remote.Client, url: str, produce: Produce, timeout: float) -> dict[str, Any]:
+    def _upload(self, client: remote.Client, url: str, produce: Produce, timeout: float) -> dict[str, Any] | None:
+        """Uploads a file and returns the facts about it; None if the store refuses files of this rank."""
         deadline: float | None = None
         while True:
             try:
@@ -161,10 +164,15 @@ class Parts:
             except ResultError:
                 raise
             except Exception as error:
+                if remote.is_refusal(error):
+                    print(f"rankzero: the store refuses files of this rank, which sends them to the driver: {error}")
+                    # Credentials that have expired may be renewed.
+                    self._client, self._connect_at = None, time.monotonic() + REFUSAL_PAUSE()
+                    return None
                 # Counted from the first failure, since a large part alone may take longer.
                 deadline = deadline or time.monotonic() + timeout
-                if remote.is_refusal(error) or time.monotonic() > deadline:
-                    raise
+                if time.monotonic() > deadline:
+                    raise NotTakenError(f"the store does not accept it: {error}") from error
             time.sleep(bounds.WRITE_RETRY_INTERVAL())
 
     # -- reading ---------------------------------------------------------------------------------

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rankzero import bounds, store
+from rankzero import bounds
 from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.train import snapshot
@@ -19,15 +19,6 @@ from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.parts import NotTakenError, Parts, copy_file
 from rankzero.values import formats
 from rankzero.values import sharded as sharding
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """A copy of a state, or the path of the archive of a directory, with the facts for the message to the driver."""
-
-    state: Any
-    path: str | None
-    facts: dict[str, Any]
 
 
 class CheckpointWriter:
@@ -57,7 +48,7 @@ class CheckpointWriter:
         self._settled = -1
         self._staged = -1
         self._sharded: bool | None = None
-        self._waiting: deque[_Taken] = deque()
+        self._waiting: deque[tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = deque()
         self._writing = 0
         self._failure: ResultError | None = None
         self._thread: threading.Thread | None = None
@@ -115,14 +106,20 @@ class CheckpointWriter:
         facts["has_result"] = has_result or self.had_result
         # From here on the agent gives this process its grace to finish, however the attempt ends.
         self._send(messages.PartBegun(index))
-        self._busy = True
         try:
-            self._await_room()
-            taken = self._take(value, directory, facts)
-            if self._thread is None:
-                thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
-                thread.start()
-                self._thread = thread
+            with self._blocking():
+                self._await_written()
+                if not self._await(self._staged):
+                    raise NotTakenError(
+                        f"{self._name(self._staged)} is not committed after {bounds.CHECKPOINT_COMMIT_TIMEOUT():g} s, "
+                        "and this host holds no more: every rank has to report each sharded checkpoint, and the driver "
+                        "has to reach the store"
+                    )
+                writing = self._take(value, directory, facts)
+                if self._thread is None:
+                    thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
+                    thread.start()
+                    self._thread = thread
         except NotTakenError as error:
             self._fail(index, error)
             return
@@ -131,20 +128,31 @@ class CheckpointWriter:
             if not isinstance(error, OSError):
                 raise
             raise ResultError(f"checkpoint {facts['id']} of rank {self._rank} cannot be written: {error}") from error
-        finally:
-            self._busy = False
         with self._changed:
             # Only what is in the queue counts as waiting: a signal handler may have reported or raised before.
-            self._waiting.append(taken)
+            self._waiting.append((facts, writing))
             self._changed.notify_all()
+
+    def _take(self, value: Any, directory: str | None, facts: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+        """Copies a checkpoint, adds facts about it, and returns the function that writes the copy."""
+        archive = None
+        if directory is None:
+            state, has_shards = snapshot.take(value)
+            facts["format"] = formats.SHARDS if has_shards else formats.choose(state)
+            produce = functools.partial(snapshot.write_to, state, facts["format"])
+        else:
+            # The training function may delete the directory when `report` returns.
+            is_distributed = facts["sharded"] and formats.is_distributed(directory)
+            facts["format"] = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
+            archive, facts["size"], facts["sha256"] = self._parts.archive(directory)
+            produce = functools.partial(copy_file, archive)
+        facts["file"] = f"rank-{self._rank}.{facts['format']}"
+        return functools.partial(self._parts.write, facts["id"], facts["file"], produce, archive)
 
     def finish(self) -> None:
         """Waits until all copied checkpoints are written. Raises ResultError if the disk has refused one."""
-        self._busy = True
-        try:
+        with self._blocking():
             self._await_written()
-        finally:
-            self._busy = False
 
     def await_settled(self) -> None:
         """Waits until the last checkpoint that this rank has reported is committed or has failed.
@@ -152,11 +160,16 @@ class CheckpointWriter:
         With whole checkpoints, other ranks than 0 wait for the one that rank 0 reports in its call of the same number.
         The wait lasts as long as the driver tries to store the checkpoint, at most `CHECKPOINT_COMMIT_TIMEOUT` seconds.
         """
-        self._busy = True
-        try:
+        with self._blocking():
             if not self._await(self._next - 1):
                 name, bound = self._name(self._next - 1), bounds.CHECKPOINT_COMMIT_TIMEOUT()
                 print(f"rankzero: checkpoint {name} is not complete after {bound:.0f} s, no longer awaited")
+
+    @contextlib.contextmanager
+    def _blocking(self) -> Iterator[None]:
+        self._busy = True
+        try:
+            yield
         finally:
             self._busy = False
 
@@ -164,77 +177,44 @@ class CheckpointWriter:
         with self._changed:
             return self._changed.wait_for(lambda: self._settled >= index, bounds.CHECKPOINT_COMMIT_TIMEOUT())
 
+    def _await_written(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._waiting or self._writing))
+            failure, self._failure = self._failure, None
+        if failure:
+            raise failure
+
     def _name(self, index: int) -> str:
         return f"{self._attempt:04d}-{index:06d}"
-
-    def _await_room(self) -> None:
-        """Waits until the previous copy is written, and until the driver has it if it passes through the driver."""
-        self._await_written()
-        if not self._await(self._staged):
-            raise NotTakenError(
-                f"after {bounds.CHECKPOINT_COMMIT_TIMEOUT():g} s {self._name(self._staged)} is not committed, and this "
-                "host holds no more: every rank has to report each sharded checkpoint, and the driver has to reach the "
-                "store"
-            )
-
-    def _take(self, value: Any, directory: str | None, facts: dict[str, Any]) -> _Taken:
-        if directory is None:
-            state, has_shards = snapshot.take(value)
-            file_format = formats.SHARDS if has_shards else formats.choose(state)
-            return _Taken(state, None, {**facts, "format": file_format, "file": self._file(file_format)})
-        # The training function may delete the directory when `report` returns.
-        is_distributed = facts["sharded"] and formats.is_distributed(directory)
-        file_format = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
-        file = self._file(file_format)
-        with self._parts.local_file(facts["id"], file) as writing:
-            size, sha256 = formats.write_directory(directory, writing)
-        path = os.path.join(self._parts.folder(facts["id"]), file)
-        return _Taken(None, path, {**facts, "format": file_format, "file": file, "size": size, "sha256": sha256})
-
-    def _file(self, file_format: str) -> str:
-        return f"rank-{self._rank}.{file_format}"
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while True:
-            self._write(self._next_waiting())
+            self._write(*self._next_waiting())
 
-    def _next_waiting(self) -> _Taken:
+    def _next_waiting(self) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
             self._writing += 1
             return self._waiting.popleft()
 
-    def _write(self, taken: _Taken) -> None:
+    def _write(self, facts: dict[str, Any], writing: Callable[[], dict[str, Any]]) -> None:
         try:
-            facts = {**taken.facts, **self._written(taken)}
+            facts |= writing()
             if not facts["shared"]:
                 self._staged = facts["index"]
             self._send(messages.Part(**facts))
             # This part is not lost if the process is killed once the next report has returned.
             self._flush()
         except Exception as error:
-            self._fail(taken.facts["index"], error)
+            self._fail(facts["index"], error)
         finally:
             # Freed before the next report may copy, since there would be two copies in memory.
-            del taken
+            del writing
             with self._changed:
                 self._writing -= 1
                 self._changed.notify_all()
-
-    def _written(self, taken: _Taken) -> dict[str, Any]:
-        """Writes a copy, and returns the facts about the file."""
-        name, file = taken.facts["id"], taken.facts["file"]
-        if taken.path is None:
-            produce = functools.partial(snapshot.write_to, taken.state, taken.facts["format"])
-            return self._parts.write(name, file, produce)
-        if self._parts.shared or not self._parts.client():
-            return {"path": taken.path, "shared": self._parts.shared}
-        written = self._parts.write(name, file, functools.partial(copy_file, taken.path))
-        if written["path"] != taken.path:
-            store.remove(taken.path)
-        return written
 
     def _fail(self, index: int, error: Exception) -> None:
         """Reports a part that failed to the driver, and to the next report unless it may be written next time."""
@@ -242,17 +222,9 @@ class CheckpointWriter:
         name = f"checkpoint {self._name(index)} of rank {self._rank}"
         if isinstance(error, NotTakenError):
             print(f"rankzero: {name} is left out: {error}; the previous one is complete")
-        elif isinstance(error, ResultError):
-            self._failure = error
         else:
-            self._failure = ResultError(f"{name} cannot be written: {error}")
-
-    def _await_written(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not (self._waiting or self._writing))
-            failure, self._failure = self._failure, None
-        if failure:
-            raise failure
+            own = isinstance(error, ResultError)
+            self._failure = error if own else ResultError(f"{name} cannot be written: {error}")  # type: ignore[assignment]
 
     # -- the driver ------------------------------------------------------------------------------
 
