@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,14 +132,20 @@ print(in_child(forks.check))
 def evaluate() -> int:
     """Reports a checkpoint and, while it is uploaded, reads rows in the worker processes of a loader."""
     import torch
+    from torch.utils.data import DataLoader, IterableDataset
 
     import rankzero.train as rt
-    from rankzero.compat.torch_distributor import _get_spark_partition_data_loader
+
+    shard = rt.get_dataset_shard()
+
+    class Rows(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return shard.iter_batches(10, device="cpu", prefetch=0)
 
     seen = 0
     for epoch in range(2):
         rt.report({"epoch": epoch}, checkpoint={"weights": torch.zeros(4_000_000)})
-        seen += sum(len(x) for [x] in _get_spark_partition_data_loader(200, 10, num_workers=2))
+        seen += sum(len(batch["x"]) for batch in DataLoader(Rows(), batch_size=None, num_workers=1))
     return seen
 
 

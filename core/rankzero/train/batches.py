@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
 from rankzero.data.columns import Columns, joined, part, rows_of, tensors
 from rankzero.data.manifest import Manifest
@@ -21,7 +19,6 @@ from rankzero.host import forks
 
 if TYPE_CHECKING:
     from rankzero.train.context import TrainContext
-    from rankzero.train.dataset import DatasetShard
 
 T = TypeVar("T")
 
@@ -124,25 +121,3 @@ def ahead(items: Iterator[T], count: int) -> Iterator[T]:
             yield item
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-class SampleDataset(IterableDataset[Any]):
-    """Yields ``num_samples`` rows of a rank's share as lists of columns; after the last row it restarts."""
-
-    def __init__(self, shard: DatasetShard, num_samples: int, batch_size: int) -> None:
-        self._shard = shard
-        self._batch_size = batch_size
-        self._sizes = [min(batch_size, num_samples - low) for low in range(0, num_samples, batch_size)]
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        # Each process of the loader makes all batches and yields its own: a batch may continue in the next round.
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        shard, size = self._shard, self._batch_size
-        rounds = (shard.iter_batches(size, device="cpu", prefetch=0) for _ in itertools.count())
-        batches = _rebatched(itertools.chain.from_iterable(rounds), self._sizes)
-        for batch in itertools.islice(batches, first, None, step):
-            yield list((batch or {}).values())
