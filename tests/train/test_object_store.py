@@ -53,17 +53,22 @@ def write(name, data):
     with remote.ArrowClient.of(url).open_write(f"{url}/{name}") as file:
         file.write(data)
 
-def produce(file):
-    for number in range(4):
-        file.write(bytes(8 << 20))
-        if number == 1:
+class Slow:
+    at = 0
+
+    def seek(self, at):
+        self.at = at
+
+    def read(self, count):
+        if self.at == 2:
             # The first 10 MiB are being sent.
             begun.set()
-    return {}
+        self.at += 1
+        return bytes(8 << 20) if self.at <= 4 else b""
 
 write("slow/driver", b"token")
 start = SimpleNamespace(shared=False, run_directory=f"{url}/slow", run_token="token", scratch="", checkpoint=None)
-thread = threading.Thread(target=Parts(start, str).write, args=("0", "rank-0", produce), daemon=True)
+thread = threading.Thread(target=Parts(start, str).write, args=("0", "rank-0", Slow()), daemon=True)
 thread.start()
 begun.wait(20)
 status = in_child(lambda: write("child", b"child"))

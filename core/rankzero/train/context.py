@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankzero.errors import ResultError
 from rankzero.values.plain import metric_name, scalar
 
 if TYPE_CHECKING:
@@ -311,15 +310,13 @@ def set_result(value: object) -> None:
 
 def _copied(value: object) -> object:
     """Returns a copy of a value; the value itself if it is sharded, or cannot be pickled, which its commit reports."""
-    if "torch" not in sys.modules:
-        return value
-    from rankzero.train import snapshot
+    from rankzero.values import pickled
 
     try:
-        copy, is_sharded = snapshot.take({"value": value})
-    except ResultError:
+        data = bytearray().join(pickled.pickled(value))
+        return pickled.unpack(memoryview(data), pickled.Loader)
+    except Exception:
         return value
-    return value if is_sharded else copy["value"]
 
 
 def at_return(function: Callable[[], object]) -> None:

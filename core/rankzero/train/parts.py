@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -32,7 +31,6 @@ READ_AHEAD = 4 << 20
 _COPY_CHUNK = 8 << 20
 
 Part = Mapping[str, Any]
-Produce = Callable[[Writable], dict[str, Any]]
 
 
 class NotTakenError(Exception):
@@ -95,51 +93,35 @@ class Parts:
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def archive(self, directory: str) -> tuple[str, int, str]:
-        """Archives a directory on this host; returns the path of the file, its size and its sha256."""
-        handle, path = tempfile.mkstemp(prefix="archive-", dir=self._scratch or None)
-        os.close(handle)
-        try:
-            return path, *formats.write_directory(directory, path)
-        except BaseException:
-            store.remove(path)
-            raise
+    def archive(self, directory: str) -> tuple[IO[bytes], int, str]:
+        """Archives a directory on this host; returns the file, which its end deletes, its size and its sha256."""
+        file = tempfile.NamedTemporaryFile(prefix="archive-", dir=self._scratch or None)
+        return file, *formats.write_directory(directory, file.name)  # type: ignore[return-value]
 
-    def write(self, checkpoint: str, file: str, produce: Produce, archive: str | None = None) -> dict[str, Any]:
-        """Writes a part atomically: its file exists completely or not at all.
-
-        Args:
-            checkpoint: Id of the checkpoint.
-            file: Name of the part's file.
-            produce: Writes the part, and returns facts about it. Called again after an error of the store.
-            archive: Path of a file from which ``produce`` copies, which is removed.
+    def write(self, checkpoint: str, file: str, source: IO[bytes]) -> dict[str, Any]:
+        """Copies an open file to a part, which exists completely or not at all.
 
         Returns:
-            The facts from ``produce``; ``path``; and ``shared``: True if the file is in the run directory and need not
-            be sent to the driver.
+            ``path``, and ``shared``: True if the part is in the run directory and need not be sent to the driver.
 
         Raises:
             NotTakenError: the store has refused the part for `PART_UPLOAD_TIMEOUT` seconds.
             OSError: the disk cannot hold the part.
         """
-        try:
-            if client := self.client():
-                url = store.join(self.run_directory, FOLDER, checkpoint, file)
-                if uploaded := self._upload(client, url, produce, PART_UPLOAD_TIMEOUT()):
-                    return uploaded
+        if client := self.client():
+            url = store.join(self.run_directory, FOLDER, checkpoint, file)
+            if self._upload(client, url, source, PART_UPLOAD_TIMEOUT()):
+                return {"path": url, "shared": True}
+        self.check_directory()
+        folder = self.folder(checkpoint)
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, file)
+        with store.atomic_file(path) as local:
+            _copy(source, local)
+            local.flush()
+            os.fsync(local.fileno())
             self.check_directory()
-            folder = self.folder(checkpoint)
-            os.makedirs(folder, exist_ok=True)
-            path = os.path.join(folder, file)
-            with store.atomic_file(path) as local:
-                facts = produce(local)
-                local.flush()
-                os.fsync(local.fileno())
-                self.check_directory()
-            return {**facts, "path": path, "shared": self.shared}
-        finally:
-            if archive is not None:
-                store.remove(archive)
+        return {"path": path, "shared": self.shared}
 
     def upload_value(self, path: str, name: str) -> str | None:
         """Copies rank 0's value to the store and returns its URL; None if this rank cannot, and the driver must."""
@@ -147,20 +129,21 @@ class Parts:
             return None
         url = store.join(self.run_directory, "result", name)
         try:
-            return url if self._upload(client, url, functools.partial(copy_file, path), STORE_OUTAGE()) else None
+            with open(path, "rb") as file:
+                return url if self._upload(client, url, file, STORE_OUTAGE()) else None
         except Exception as error:
             print(f"rankzero: the store does not take the value of this rank, which sends it to the driver: {error}")
             return None
 
-    def _upload(self, client: remote.Client, url: str, produce: Produce, timeout: float) -> dict[str, Any] | None:
-        """Uploads a file and returns the facts about it; None if the store refuses files of this rank."""
+    def _upload(self, client: remote.Client, url: str, source: IO[bytes], timeout: float) -> bool:
+        """Uploads an open file; returns False if the store refuses files of this rank."""
         deadline: float | None = None
         while True:
             try:
                 with forks.held(), remote.Upload(client, url) as upload:
-                    facts = produce(upload)
+                    _copy(source, upload)
                     self.check_directory()
-                return {**facts, "path": url, "shared": True}
+                return True
             except ResultError:
                 raise
             except Exception as error:
@@ -168,7 +151,7 @@ class Parts:
                     print(f"rankzero: the store refuses files of this rank, which sends them to the driver: {error}")
                     # Credentials that have expired may be renewed.
                     self._client, self._connect_at = None, time.monotonic() + REFUSAL_PAUSE()
-                    return None
+                    return False
                 # Counted from the first failure, since a large part alone may take longer.
                 deadline = deadline or time.monotonic() + timeout
                 if time.monotonic() > deadline:
@@ -236,9 +219,7 @@ class Parts:
         return next(filter(os.path.exists, paths), None)
 
 
-def copy_file(path: str, file: Writable) -> dict[str, Any]:
-    """Copies a local file into an open one."""
-    with open(path, "rb") as source:
-        while chunk := source.read(_COPY_CHUNK):
-            file.write(chunk)
-    return {}
+def _copy(source: IO[bytes], file: Writable) -> None:
+    source.seek(0)
+    while chunk := source.read(_COPY_CHUNK):
+        file.write(chunk)

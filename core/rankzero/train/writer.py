@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 from rankzero import bounds
 from rankzero.channel import messages
 from rankzero.errors import ResultError
-from rankzero.train import snapshot
 from rankzero.train.checkpoint import Checkpoint
-from rankzero.train.parts import NotTakenError, Parts, copy_file
+from rankzero.train.parts import NotTakenError, Parts
 from rankzero.values import formats
 from rankzero.values import sharded as sharding
 
@@ -48,7 +48,7 @@ class CheckpointWriter:
         self._settled = -1
         self._staged = -1
         self._sharded: bool | None = None
-        self._waiting: deque[tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = deque()
+        self._waiting: deque[tuple[dict[str, Any], IO[bytes]]] = deque()
         self._writing = 0
         self._failure: ResultError | None = None
         self._thread: threading.Thread | None = None
@@ -115,7 +115,7 @@ class CheckpointWriter:
                         "and this host holds no more: every rank has to report each sharded checkpoint, and the driver "
                         "has to reach the store"
                     )
-                writing = self._take(value, directory, facts)
+                source = self._take(value, directory, facts)
                 if self._thread is None:
                     thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
                     thread.start()
@@ -130,24 +130,24 @@ class CheckpointWriter:
             raise ResultError(f"checkpoint {facts['id']} of rank {self._rank} cannot be written: {error}") from error
         with self._changed:
             # Only what is in the queue counts as waiting: a signal handler may have reported or raised before.
-            self._waiting.append((facts, writing))
+            self._waiting.append((facts, source))
             self._changed.notify_all()
 
-    def _take(self, value: Any, directory: str | None, facts: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-        """Copies a checkpoint, adds facts about it, and returns the function that writes the copy."""
-        archive = None
-        if directory is None:
-            state, has_shards = snapshot.take(value)
-            facts["format"] = formats.SHARDS if has_shards else formats.choose(state)
-            produce = functools.partial(snapshot.write_to, state, facts["format"])
-        else:
+    def _take(self, value: Any, directory: str | None, facts: dict[str, Any]) -> IO[bytes]:
+        """Returns a copy of a checkpoint as an open file, and adds facts about it."""
+        source: IO[bytes] = io.BytesIO()
+        if directory is not None:
             # The training function may delete the directory when `report` returns.
             is_distributed = facts["sharded"] and formats.is_distributed(directory)
             facts["format"] = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
-            archive, facts["size"], facts["sha256"] = self._parts.archive(directory)
-            produce = functools.partial(copy_file, archive)
+            source, facts["size"], facts["sha256"] = self._parts.archive(directory)
+        elif sharding.has_sharded(value):
+            facts |= {"format": formats.SHARDS, **sharding.write_to(value, source)}
+        else:
+            facts["format"] = formats.choose(value)
+            facts["size"], facts["sha256"] = formats.write_to(value, facts["format"], source)
         facts["file"] = f"rank-{self._rank}.{facts['format']}"
-        return functools.partial(self._parts.write, facts["id"], facts["file"], produce, archive)
+        return source
 
     def finish(self) -> None:
         """Waits until all copied checkpoints are written. Raises ResultError if the disk has refused one."""
@@ -193,15 +193,16 @@ class CheckpointWriter:
         while True:
             self._write(*self._next_waiting())
 
-    def _next_waiting(self) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    def _next_waiting(self) -> tuple[dict[str, Any], IO[bytes]]:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
             self._writing += 1
             return self._waiting.popleft()
 
-    def _write(self, facts: dict[str, Any], writing: Callable[[], dict[str, Any]]) -> None:
+    def _write(self, facts: dict[str, Any], source: IO[bytes]) -> None:
         try:
-            facts |= writing()
+            with source:
+                facts |= self._parts.write(facts["id"], facts["file"], source)
             if not facts["shared"]:
                 self._staged = facts["index"]
             self._send(messages.Part(**facts))
@@ -210,8 +211,6 @@ class CheckpointWriter:
         except Exception as error:
             self._fail(facts["index"], error)
         finally:
-            # Freed before the next report may copy, since there would be two copies in memory.
-            del writing
             with self._changed:
                 self._writing -= 1
                 self._changed.notify_all()
