@@ -407,8 +407,6 @@ def test_bad_arguments_are_named(parquet: Path, tmp_path: Path) -> None:
         shard.iter_batches(0)
     with pytest.raises(InvalidJobError, match="batch_size is True"):
         shard.iter_batches(True)
-    with pytest.raises(ValueError, match="of a dataset of 5 rows; 'train' has 1003"):
-        shard.load_state_dict({"epoch": 0, "consumed": [], "rows": 5})
     with pytest.raises(InvalidJobError, match=r"was given no dataset 'train'"):
         rt.get_dataset_shard()
 

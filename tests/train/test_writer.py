@@ -32,8 +32,8 @@ def test_later_changes_are_no_part_of_it(tmp_path: Path) -> None:
     array[:] = 0
     steps.append(2)
     writer.finish()
-    parts = [message for message in sent if message.kind == "checkpoint"]
-    first, second = (formats.read(part.path, part.format, part.sha256) for part in parts)
+    written = [message for message in sent if message.kind == "checkpoint"]
+    first, second = (formats.read(part.path, part.format, part.sha256) for part in written)
     assert first["w"].tolist() == second["w"].tolist() == second["array"].tolist() == [1.0, 1.0, 1.0]
     assert first["steps"] == second["same"] == [1]
     assert first["w"].data_ptr() == first["again"].data_ptr()
@@ -106,7 +106,7 @@ def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
         writer.write({"step": step}, {}, 0.0, sharded=True)
         writer.finish()
     assert [message.index for message in sent if message.kind == "checkpoint-failed"] == [1]
-    assert "0000-000001 of rank 0 is left out: after 0.06 s 0000-000000 is not committed" in capsys.readouterr().out
+    assert "0000-000001 of rank 0 is left out: 0000-000000 is not committed after 0.06 s" in capsys.readouterr().out
     # The peers have reported at last.
     writer.on_message(decode({"type": "checkpoint-lost", "index": 0}))
     writer.write({"step": 2}, {}, 0.0, sharded=True)

@@ -45,8 +45,8 @@ class Checkpoint:
     def load(self, rank: int | None = None, *, into: dict[Any, Any] | None = None) -> Any:
         """Returns the state that was passed to `rankzero.train.report`, with tensors on the CPU.
 
-        A DTensor is returned as a whole tensor, unless ``into`` has a DTensor for it. All other values of a sharded
-        state are those of this rank, or of rank 0 if the checkpoint has no part of this rank.
+        A DTensor is returned whole, unless ``into`` has a DTensor for it. All other values of a sharded state are those
+        of this rank, or of rank 0 if the checkpoint has no part of this rank.
 
         Args:
             rank: The rank whose part of a sharded checkpoint is loaded; None for this rank's.
@@ -56,9 +56,8 @@ class Checkpoint:
                 they hold DTensors.
 
         Raises:
-            ResultError: the file is damaged or cannot be reached, or the checkpoint is a directory; ranks of another
-                world size wrote parts that cannot be resharded; ``into`` lacks values that the checkpoint has, or has
-                tensors that the checkpoint lacks.
+            ResultError: the file is damaged or cannot be reached, the checkpoint is a directory or was written by
+                another world and cannot be resharded, or ``into`` has other tensors.
 
         Example:
             >>> import torch
@@ -78,7 +77,7 @@ class Checkpoint:
             found = formats.read(self._path(name), part["format"], part["sha256"])
         return found if into is None else sharded.fill(into, found)
 
-    def to_directory(self, path: str | os.PathLike[str]) -> str:
+    def to_directory(self, path: str | os.PathLike[str], rank: int | None = None) -> str:
         """Copies a checkpoint that was reported as a directory to ``path``, which is created if it does not exist.
 
         A checkpoint that ``torch.distributed.checkpoint`` saved gets the files of all ranks, so that its ``load`` finds
@@ -86,21 +85,19 @@ class Checkpoint:
 
         Args:
             path: Local directory.
-
-        Returns:
-            The directory.
+            rank: The rank whose part of a sharded checkpoint is copied; None for this rank's.
 
         Raises:
-            ResultError: the file is damaged or cannot be reached, or the checkpoint is a state; ranks of another world
-                size wrote parts that cannot be resharded.
+            ResultError: the file is damaged or cannot be reached, the checkpoint is a state, or it was written by
+                another world and cannot be resharded.
         """
         target = os.fspath(path)
         with self._still_there():
-            name, part = self._part()
+            name, part = self._part(rank)
             if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
                 raise ResultError(f"checkpoint {self.id} is a state, not a directory: use load()")
             os.makedirs(target, exist_ok=True)
-            for each in self._all if part["format"] == formats.DISTRIBUTED else [name]:
+            for each in self._all if rank is None and part["format"] == formats.DISTRIBUTED else [name]:
                 formats.read_directory(self._path(each), self._facts(each)["sha256"], target)
         return target
 
@@ -114,9 +111,9 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _still_there(self) -> Iterator[None]:
+        self._files.is_being_read = True
         try:
-            with self._files.reading():
-                yield
+            yield
         except ResultError as error:
             if error.is_damage:
                 self._note_damage()
@@ -128,6 +125,8 @@ class Checkpoint:
             raise ResultError(
                 f"checkpoint {self.id} was deleted, since it is not kept: call get_checkpoint() for the newest one"
             ) from None
+        finally:
+            self._files.is_being_read = False
 
     @functools.cached_property
     def _all(self) -> Mapping[str, Part]:
@@ -147,7 +146,7 @@ class Checkpoint:
         return name, self._facts(name)
 
     def _facts(self, name: str) -> Part:
-        return self._manifest["parts"].get(name) or self._all[name]  # type: ignore[no-any-return]
+        return self._manifest["parts"].get(name) or self._all[name]
 
     def _path(self, name: str) -> str:
         return self._files.path(self.id, name, self._facts(name))

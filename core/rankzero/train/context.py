@@ -90,14 +90,7 @@ _BACKENDS: dict[str | None, str] = {"cuda": "nccl", "xpu": "xccl"}
 
 @dataclass
 class _Session:
-    """State of a rank's process, which the worker installs before it calls the user's code.
-
-    Attributes:
-        send_report: Sends the metrics of a report, given as JSON; None outside of a run.
-        datasets: Path of the file that describes the datasets of the run; None if there are none.
-        scratch: Directory of this task.
-        row_schemas: By the name of a table, the columns that `write_rows` has written.
-    """
+    """State of a rank's process, which the worker installs before it calls the user's code."""
 
     context: TrainContext
     pid: int = field(default_factory=os.getpid, kw_only=True)
@@ -115,7 +108,6 @@ class _Session:
     row_schemas: dict[str, Any] = field(default_factory=dict)
     row_files: itertools.count[int] = field(default_factory=itertools.count)
     resumed: bool = False
-    has_reported: bool = False
 
     @functools.cached_property
     def directory(self) -> str:
@@ -133,13 +125,13 @@ class _Session:
 
     def note_report(self) -> None:
         """Prints a line with the first report of a training that has not asked for the checkpoint to resume from."""
-        offered = self.writer.last if self.writer and not self.has_reported and not self.resumed else None
+        offered = self.writer.last if self.writer and not self.resumed else None
+        self.resumed = True
         if offered and self.context.rank == 0:
             # The function may have closed its output.
             with contextlib.suppress(OSError, ValueError):
                 what = f"get_checkpoint() was not called, so nothing resumes from checkpoint {offered.id}"
                 print(f"rankzero: {what}", flush=True)
-        self.has_reported = True
 
 
 _session: _Session | None = None
@@ -231,8 +223,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
             neither a directory nor a dict.
         RuntimeError: this process is not the rank, but one that the rank has started.
         ValueError: sharded and whole checkpoints in one run, or metrics of more than 1 MiB as JSON.
-        ResultError: the checkpoint, or the one before it, cannot be written here (a full disk, a value that cannot be
-            pickled).
+        ResultError: the checkpoint, or the one before it, cannot be pickled or written here.
 
     Example:
         >>> import rankzero.train as rt
@@ -267,8 +258,8 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
 def await_checkpoint() -> None:
     """Waits until the last checkpoint that this rank has reported is committed, or has failed with a log message.
 
-    If rank 0's checkpoints are the whole ones, every rank that has reported as often waits for the same checkpoint, and
-    no rank waits for one that rank 0 did not report. After ten minutes the call returns anyway, with a log message.
+    With whole checkpoints, every rank that has reported as often as rank 0 waits for the same one. After ten minutes
+    the call returns anyway, with a log message.
     """
     session = own("await_checkpoint")
     if session.writer is not None:
@@ -279,7 +270,7 @@ def get_checkpoint() -> Checkpoint | None:
     """Returns the last committed checkpoint of this run, of this attempt or an earlier one; None if there is none.
 
     Every rank of a new attempt gets the same checkpoint. A rank that has reported no checkpoint in this attempt keeps
-    the one that it started from; with whole checkpoints, which rank 0 writes, these are all other ranks.
+    the one that it started from.
 
     Example:
         >>> import rankzero.train as rt

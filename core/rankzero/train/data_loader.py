@@ -17,16 +17,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.distributed import DistributedSampler
 
 from rankzero.train.context import get_context
-from rankzero.train.epochs import Epochs, Position
+from rankzero.train.dataset import Epochs, Position
 from rankzero.train.process_group import broadcast_object
 
 
 class PreparedDataLoader(Epochs):
-    """A loader of this rank's share, as `prepare_data_loader` returns it. It has the attributes of the original loader.
-
-    Attributes:
-        loader: The loader of this rank's share.
-    """
+    """A loader of this rank's share, as `prepare_data_loader` returns it. It has the attributes of ``loader``."""
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
         super().__init__()
@@ -120,23 +116,17 @@ def prepare_data_loader(
     the batch sampler and the data set is called automatically.
 
     * A sequential or shuffling loader gets a `torch.utils.data.distributed.DistributedSampler`.
-    * Another sampler is drawn on rank 0, once for each epoch, and every rank gets its part of that order. The batches
-      of a custom batch sampler are distributed in the same way. Random numbers of torch are seeded for it.
-    * A sampler with the attributes ``num_replicas`` and ``rank`` yields this rank's share already, and is kept, as is a
-      batch sampler of it.
+    * Another sampler, or batch sampler, is drawn on rank 0, once for each epoch, with seeded random numbers of torch,
+      and every rank gets its part. One with the attributes ``num_replicas`` and ``rank`` is kept.
     * An iterable data set must yield its items in the same order on every rank; each rank gets every n-th item.
 
     Args:
         loader: The loader of the whole data; its ``batch_size`` is that of one rank.
         shard: False if the data is this rank's share already: the loader's own samplers are kept.
-        move: Whether batches are moved to the rank's device; tensors in pinned memory are copied while training
-            continues.
+        move: Whether batches are moved to the rank's device.
         pad: Whether every rank gets the same number of items, so that no rank blocks in a collective. A few items then
             come twice. False: every item comes exactly once; see ``DistributedDataParallel.join``.
         seed: Seed of the order. None: the seed of the loader's ``generator``, that of rank 0 for all ranks; else 0.
-
-    Returns:
-        The loader to iterate over.
 
     Raises:
         TypeError: not a DataLoader, or a sampler without a length.
@@ -178,14 +168,14 @@ def _replace(loader: DataLoader[Any], **attributes: Any) -> None:
 
 def _samplers_of(loader: DataLoader[Any], rank: int, world_size: int, pad: bool, seed: int) -> dict[str, Any]:
     """Returns the sampler and batch sampler of this rank, for a data set with indices."""
-    sampler: Any = loader.sampler
     batches: Any = loader.batch_sampler
-    if batches is not None and loader.batch_size is None:
-        # The user has passed a batch sampler.
-        is_share = _is_share(getattr(batches, "sampler", None))
-        return {} if is_share else {"batch_sampler": _ShareOf(batches, rank, world_size, pad, seed)}
-    if _is_share(sampler):
+    is_own = batches is not None and loader.batch_size is None
+    sampler: Any = getattr(batches, "sampler", None) if is_own else loader.sampler
+    if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+        # It yields one rank's share, as torch's DistributedSampler does.
         return {}
+    if is_own:
+        return {"batch_sampler": _ShareOf(batches, rank, world_size, pad, seed)}
     # torchdata has a class of its own of this name.
     shuffles = type(sampler).__name__ == "RandomSampler" and not sampler.replacement
     is_plain = (shuffles or type(sampler) is SequentialSampler) and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
@@ -195,11 +185,6 @@ def _samplers_of(loader: DataLoader[Any], rank: int, world_size: int, pad: bool,
         sampler = _ShareOf(sampler, rank, world_size, pad, seed)
     plain = None if batches is None else BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
     return {"sampler": sampler, "batch_sampler": plain}
-
-
-def _is_share(sampler: Any) -> bool:
-    """Returns True for a sampler of one rank's share: torch's, or another one with its attributes."""
-    return hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
 
 
 class _ShareOf(IterableDataset[Any]):
@@ -215,6 +200,9 @@ class _ShareOf(IterableDataset[Any]):
         self._pad = pad
         self._seed = seed
         self._epoch = 0
+        if not isinstance(source, IterableDataset):
+            # Raises TypeError for an order without end.
+            len(source)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

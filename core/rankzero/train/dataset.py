@@ -1,15 +1,15 @@
-"""`DatasetShard`: a rank's share of the rows of a dataset that the launcher was given."""
+"""`DatasetShard`: a rank's share of the rows of a dataset that the launcher was given; and what counts its epochs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero.data.manifest import Manifest, from_bytes
 from rankzero.errors import InvalidJobError
 from rankzero.kinds import COUNT, COUNT_FROM_ONE
 from rankzero.train import context
-from rankzero.train.epochs import Epochs, Position
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +25,6 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
 
     Args:
         name: Name of the dataset; a dataset that was given without a name is ``"train"``.
-
-    Returns:
-        The share; the same object for the same name.
 
     Raises:
         InvalidJobError: the launcher was given no dataset of this name.
@@ -58,6 +55,60 @@ def _manifests(session: Any) -> dict[str, Manifest]:
         return from_bytes(file.read())
 
 
+@dataclass(eq=False)
+class Position:
+    """A position in an epoch, which an iteration moves.
+
+    Attributes:
+        epoch: Number of the epoch.
+        loaded: State of the checkpoint at which the iteration begins; None for the beginning of the epoch.
+        done: Batches of this iteration that were consumed.
+        data: The data of the iteration; None before it begins.
+    """
+
+    epoch: int = 0
+    loaded: Mapping[str, Any] | None = None
+    done: int = 0
+    data: Any = None
+
+
+class Epochs:
+    """The epochs of a loader or dataset: each iteration is a new one."""
+
+    def __init__(self) -> None:
+        self._at = Position()
+
+    @property
+    def epoch(self) -> int:
+        """Returns the number of the epoch that is running, was left before its end or, between two, comes next."""
+        return self._at.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one.
+
+        A position that was loaded belongs to its epoch: that one is resumed, any other epoch begins at its first batch.
+        """
+        if epoch != self._at.epoch or self._at.data is not None:
+            self._at = Position(epoch)
+
+    def _begin(self, data: Any) -> Position:
+        """Returns the position of an iteration over some data that begins now."""
+        if self._at.data is not None:
+            # The loop has left its epoch.
+            self._at = Position(self._at.epoch + 1)
+        self._at.data = data
+        return self._at
+
+    def _count(self, at: Position, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches of an iteration, and moves its position."""
+        for batch in batches:
+            at.done += 1
+            # A loop within the loop, such as an evaluation, does not count.
+            self._at = at
+            yield batch
+        self._at = Position(at.epoch + 1)
+
+
 class DatasetShard(Epochs):
     """A rank's share of a dataset.
 
@@ -66,7 +117,7 @@ class DatasetShard(Epochs):
     """
 
     def __init__(self, manifest: Manifest, world: context.TrainContext, name: str) -> None:
-        """Prepares the share without opening a file."""
+        """Prepares the share of a rank of this world without opening a file."""
         super().__init__()
         self._manifest = manifest
         self._world = world
@@ -105,9 +156,8 @@ class DatasetShard(Epochs):
         """Yields the batches of the next epoch: dicts with a tensor, or another value by its type, for each column.
 
         ``docs/data.md`` lists the value for each type of a column. Every rank gets the same number of batches, and
-        every row is used once in an epoch. The last batches of some ranks may therefore be smaller by one row. Only if
-        a rank has fewer rows than batches (as in a last batch of a single row), one row is used twice, unless
-        ``pad=False``.
+        every row is used once in an epoch. Only if a rank has fewer rows than batches (as in a last batch of a single
+        row), one row is used twice, unless ``pad=False``.
 
         Args:
             batch_size: Rows of a batch of one rank.
@@ -119,12 +169,8 @@ class DatasetShard(Epochs):
             collate: Makes a batch from the dict of columns.
             device: Device of the tensors; None for the rank's device.
             prefetch: Row groups, or pieces of about 16 MiB of a window, that a thread reads ahead; 0 for no thread.
-                With 8, a window is decoded while the one before is consumed.
             pad: False for scoring, where ranks do not wait for each other: no row is used twice, and a rank may have
                 one batch less.
-
-        Returns:
-            An iterator of dicts, or of the values that ``collate`` returns.
 
         Raises:
             InvalidJobError: no such column, or a batch size that is not a positive integer; while iterating: a null or
@@ -149,10 +195,7 @@ class DatasetShard(Epochs):
         return self._iterate(options, device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the epoch, for a checkpoint that resumes inside of it.
-
-        Every rank takes it at the same batch.
-        """
+        """Returns the position in the epoch, for a checkpoint. Every rank takes it at the same batch."""
         at = self._at
         if at.data is None:
             return dict(at.loaded or {"epoch": at.epoch, "consumed": [], "rows": self.num_rows})

@@ -37,9 +37,6 @@ def prepare_model(
         kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard`` (such as ``mp_policy``). A tensor-parallel
             model (torch's ``parallelize_module``) needs ``"fsdp"`` and ``mesh``, the mesh of its replicas.
 
-    Returns:
-        The model to train with.
-
     Raises:
         TypeError: the model is wrapped already.
         ValueError: an unknown strategy, an argument of another strategy, or a tensor-parallel model without ``mesh``.
@@ -78,6 +75,7 @@ def prepare_model(
 
 def _shard(model: nn.Module, device: torch.device, units: Iterable[type] | None, kwargs: dict[str, Any]) -> nn.Module:
     import torch.distributed as dist
+    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -89,8 +87,12 @@ def _shard(model: nn.Module, device: torch.device, units: Iterable[type] | None,
         # `fully_shard` fills the shard of each rank from that rank's parameters.
         for tensor in [*model.parameters(), *model.buffers()]:
             _broadcast(tensor.data, kwargs["mesh"])
-    for module in reversed(_units_of(model, units)):
-        fully_shard(module, **kwargs)
+    members = {id(part) for module in model.modules() if isinstance(module, nn.ModuleList) for part in module}
+    names, classes = set(getattr(model, "_no_split_modules", None) or ()), tuple(units or ())
+    for module in reversed(list(model.modules())[1:]):
+        is_default = id(module) in members or type(module).__name__ in names
+        if isinstance(module, classes) if units is not None else is_default:
+            fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
     return model
 
@@ -112,38 +114,13 @@ def _is_part(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _units_of(model: nn.Module, classes: Iterable[type] | None) -> list[nn.Module]:
-    """Returns the modules whose parameters are gathered together, the inner ones last."""
-    import torch
-
-    if classes is not None:
-        chosen = tuple(classes)
-        return [module for module in model.modules() if isinstance(module, chosen) and module is not model]
-    members = {id(part) for module in model.modules() if isinstance(module, torch.nn.ModuleList) for part in module}
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    modules = (module for module in model.modules() if module is not model)
-    return [module for module in modules if id(module) in members or type(module).__name__ in names]
-
-
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Returns the user's module without the wrappers of ``DistributedDataParallel`` and ``torch.compile``.
-
-    Example:
-        >>> import torch
-        >>> import rankzero.train as rt
-        >>> model = torch.nn.Linear(4, 2)
-        >>> rt.unwrap_model(rt.prepare_model(model)) is model
-        True
-    """
+    """Returns the user's module without the wrappers of ``DistributedDataParallel`` and ``torch.compile``."""
     import torch
 
-    while True:
-        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
-            model = model.module
-        elif _is_compiled(model):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+    if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+        return unwrap_model(model.module)
+    return unwrap_model(model._orig_mod) if _is_compiled(model) else model  # type: ignore[arg-type]
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -158,12 +135,6 @@ def full_state_dict(model: nn.Module) -> State:
 
     Returns:
         Name to tensor, which later steps do not change; empty on other ranks.
-
-    Example:
-        >>> import torch
-        >>> import rankzero.train as rt
-        >>> sorted(rt.full_state_dict(rt.prepare_model(torch.nn.Linear(4, 2))))
-        ['bias', 'weight']
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 

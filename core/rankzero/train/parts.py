@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any
 
 from rankzero import bounds, store
@@ -58,7 +57,7 @@ class Parts:
         self._client: remote.Client | None = None
         self._connect_at: float | None = 0.0
         self.is_being_read = False
-        """True while training waits for a part."""
+        """True while training waits for a part, which may be slow and is no hang."""
 
     def client(self) -> remote.Client | None:
         """Returns this rank's client of the object store; None if it has none."""
@@ -96,7 +95,7 @@ class Parts:
     def archive(self, directory: str) -> tuple[IO[bytes], int, str]:
         """Archives a directory on this host; returns the file, which its end deletes, its size and its sha256."""
         file = tempfile.NamedTemporaryFile(prefix="archive-", dir=self._scratch or None)
-        return file, *formats.write_directory(directory, file.name)  # type: ignore[return-value]
+        return file, *formats.write_directory(directory, file.name)
 
     def write(self, checkpoint: str, file: str, source: IO[bytes]) -> dict[str, Any]:
         """Copies an open file to a part, which exists completely or not at all.
@@ -159,15 +158,6 @@ class Parts:
             time.sleep(bounds.WRITE_RETRY_INTERVAL())
 
     # -- reading ---------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Marks the block as one that reads parts, which may be slow and is no hang."""
-        self.is_being_read = True
-        try:
-            yield
-        finally:
-            self.is_being_read = False
 
     def all_of(self, manifest: Mapping[str, Any]) -> Mapping[str, Part]:
         """Returns all parts of a checkpoint by rank, as text, of which its manifest here has this task's. Reads one."""

@@ -29,18 +29,15 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     """Writes rows of this rank, of any number, into a table to which all ranks write.
 
     Every rank may call it, also several times; it does not wait for other ranks. The table is complete when the run has
-    succeeded, and its handle then reads all rows: return the handle, so that it is the run's result.
-
-    The rows of an attempt that fails are removed, and the next attempt writes them again: it starts from the last
-    checkpoint that ranks reported before they began to write rows. So write rows behind the training.
+    succeeded: return its handle, so that it is the run's result. The rows of an attempt that fails are removed, and the
+    next attempt starts from the last checkpoint before them: write rows behind the training.
 
     Args:
         batches: An iterable of batches, or one batch: a dict of columns (tensors, arrays, lists, `Ragged`), a
-            ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. At most about 64 MiB of a generator's rows are
-            in memory. A tensor of two dimensions is a column of arrays of one length. Batches and ranks may have
-            different columns: the table has all of them, and nulls where a batch lacks a column. A column has one type
-            in all batches and on all ranks; one without any value is in no table. Times are stored in microseconds and
-            half precision as float32, since Spark cannot read other units and types.
+            ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. A tensor of two dimensions is a column of
+            arrays of one length. Batches and ranks may have different columns: the table has all of them, and nulls
+            where a batch lacks a column. A column has one type in all batches and on all ranks. Times are stored in
+            microseconds and half precision as float32, since Spark cannot read other units and types.
         name: Name of the table.
 
     Returns:
@@ -48,8 +45,7 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
 
     Raises:
         InvalidJobError: the name cannot be the name of a directory.
-        ResultError: this host reaches the run's store neither as a path nor with a client; or the store refuses the
-            rows (a full disk).
+        ResultError: this host does not reach the run's store, or the store refuses the rows (a full disk).
         TypeError: a batch has an unknown type; a column has several types, in batches or on ranks; or two columns have
             one name as text, or differ only in case.
         Exception: the iterable's exception; the table keeps no row of this call.
@@ -177,7 +173,7 @@ class _TableWriter:
             file = self._client.open_write(path)
             try:
                 yield file
-                self._check()
+                self._parts.check_directory()
             except BaseException as error:
                 # After this error the file never appears.
                 remote.discard(file, ResultError(str(error)))
@@ -189,15 +185,11 @@ class _TableWriter:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            self._check()
+            if self._parts is not None:
+                self._parts.check_directory()
         # Up to the run directory.
         for folder in itertools.islice(pathlib.PurePath(path).parents, 4):
             store.sync_directory(str(folder))
-
-    def _check(self) -> None:
-        """Raises ResultError if the run directory was removed, or is another run's by now."""
-        if self._parts is not None:
-            self._parts.check_directory()
 
     @contextlib.contextmanager
     def _storing(self) -> Iterator[None]:

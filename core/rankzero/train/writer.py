@@ -191,18 +191,20 @@ class CheckpointWriter:
 
     def _work(self) -> None:
         while True:
-            self._write(*self._next_waiting())
-
-    def _next_waiting(self) -> tuple[dict[str, Any], IO[bytes]]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting)
-            self._writing += 1
-            return self._waiting.popleft()
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                self._writing += 1
+                facts, source = self._waiting.popleft()
+            # Closing it frees the memory before the next report may copy.
+            with source:
+                self._write(facts, source)
+            with self._changed:
+                self._writing -= 1
+                self._changed.notify_all()
 
     def _write(self, facts: dict[str, Any], source: IO[bytes]) -> None:
         try:
-            with source:
-                facts |= self._parts.write(facts["id"], facts["file"], source)
+            facts |= self._parts.write(facts["id"], facts["file"], source)
             if not facts["shared"]:
                 self._staged = facts["index"]
             self._send(messages.Part(**facts))
@@ -210,10 +212,6 @@ class CheckpointWriter:
             self._flush()
         except Exception as error:
             self._fail(facts["index"], error)
-        finally:
-            with self._changed:
-                self._writing -= 1
-                self._changed.notify_all()
 
     def _fail(self, index: int, error: Exception) -> None:
         """Reports a part that failed to the driver, and to the next report unless it may be written next time."""

@@ -73,7 +73,7 @@ def has_sharded(state: Any) -> bool:
 
 
 def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
-    """Writes this rank's part of a state that shares no memory with the training.
+    """Writes this rank's part of a state.
 
     Returns:
         The file's ``size``, the ``sha256`` of its index, and the index as the text ``pieces``.
