@@ -74,7 +74,7 @@ class Checkpoint:
                 indexes = self._files.indexes(self.id, self._all)
                 with sharded.ShardedState(name, self._all, indexes, self._open) as state:
                     return state.load(into)
-            found = formats.read(self._path(name), part["format"], part["sha256"])
+            found = formats.read(self._files.path(self.id, name, part), part["format"], part["sha256"])
         return found if into is None else sharded.fill(into, found)
 
     def to_directory(self, path: str | os.PathLike[str], rank: int | None = None) -> str:
@@ -98,7 +98,8 @@ class Checkpoint:
                 raise ResultError(f"checkpoint {self.id} is a state, not a directory: use load()")
             os.makedirs(target, exist_ok=True)
             for each in self._all if rank is None and part["format"] == formats.DISTRIBUTED else [name]:
-                formats.read_directory(self._path(each), self._facts(each)["sha256"], target)
+                part = self._facts(each)
+                formats.read_directory(self._files.path(self.id, each, part), part["sha256"], target)
         return target
 
     @contextlib.contextmanager
@@ -147,9 +148,6 @@ class Checkpoint:
 
     def _facts(self, name: str) -> Part:
         return self._manifest["parts"].get(name) or self._all[name]
-
-    def _path(self, name: str) -> str:
-        return self._files.path(self.id, name, self._facts(name))
 
     def _open(self, name: str) -> Any:
         return self._files.open(self.id, name, self._facts(name))

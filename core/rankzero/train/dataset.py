@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,19 +41,12 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
     session = context.current()
     shards = session.shards
     if name not in shards:
-        manifests = _manifests(session)
+        manifests = from_bytes(pathlib.Path(session.datasets).read_bytes()) if session.datasets else {}
         if name not in manifests:
             known = ", ".join(sorted(manifests)) or "none"
             raise InvalidJobError(f"the launcher was given no dataset {name!r}; Launcher(dataset=...) has: {known}")
         shards[name] = DatasetShard(manifests[name], session.context, name)
     return shards[name]  # type: ignore[no-any-return]
-
-
-def _manifests(session: Any) -> dict[str, Manifest]:
-    if not session.datasets:
-        return {}
-    with open(session.datasets, "rb") as file:
-        return from_bytes(file.read())
 
 
 @dataclass(eq=False)
