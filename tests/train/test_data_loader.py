@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 import rankzero.train as rt
 from rankzero import Launcher
-from rankzero.train import context, data_loader
+from rankzero.train import batches, context
 
 ROWS = 23
 
@@ -379,7 +379,7 @@ def test_nested_batches_keep_their_types_and_packed_sequences_their_sizes() -> N
     pair = namedtuple("pair", "x y")
     packed = pack_sequence([torch.zeros(1), torch.zeros(3)], enforce_sorted=False)
     batch = pair({"a": torch.zeros(1)}, [(torch.zeros(1), "text"), None, packed])
-    [moved] = data_loader.on_device(iter([batch]), torch.device("meta"))
+    [moved] = batches.on_device(iter([batch]), torch.device("meta"))
     assert type(moved) is pair
     assert moved.x["a"].is_meta
     assert (moved.y[0][0].is_meta, moved.y[0][1], moved.y[1]) == (True, "text", None)

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map
 
 from rankzero.data.columns import Columns, joined, part, rows_of, tensors
 from rankzero.data.manifest import Manifest
@@ -121,3 +122,14 @@ def ahead(items: Iterator[T], count: int) -> Iterator[T]:
             yield item
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Yields each batch with the tensors in it on the device; objects with a method ``to`` move themselves."""
+
+    def move(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part.to(device, non_blocking=True)
+        return part.to(device) if hasattr(part, "to") else part
+
+    return (tree_map(move, batch, is_leaf=lambda part: hasattr(part, "to")) for batch in batches)

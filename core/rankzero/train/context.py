@@ -67,11 +67,13 @@ class TrainContext:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of this worker: its GPU if the job asked for GPUs, else the CPU."""
+        """Returns the device of this worker: its GPU if the job asked for GPUs, else the CPU. Raises RuntimeError."""
         import torch
 
-        # Without a GPU that torch can use, its own error says so when the device is used.
-        return torch.device(accelerator() or "cuda", self.local_rank) if self.use_gpu else torch.device("cpu")
+        kind = accelerator() if self.use_gpu else "cpu"
+        if kind is None:
+            raise RuntimeError("use_gpu=True, but torch cannot use CUDA here: install a CUDA build of it and a driver")
+        return torch.device(kind, self.local_rank) if self.use_gpu else torch.device("cpu")
 
 
 def accelerator() -> str | None:

@@ -12,10 +12,10 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from rankzero.train.batches import on_device
 from rankzero.train.context import get_context
 from rankzero.train.dataset import Epochs, Position
 from rankzero.train.process_group import broadcast_object
@@ -242,14 +242,3 @@ class _ShareOf(IterableDataset[Any]):
             # Unlike torch.manual_seed it leaves the random numbers of GPUs unchanged, such as those of dropout.
             torch.default_generator.manual_seed(seed)
             return list(self._source)
-
-
-def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Yields each batch with the tensors in it on the device; objects with a method ``to`` move themselves."""
-
-    def move(part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            return part.to(device, non_blocking=True)
-        return part.to(device) if hasattr(part, "to") else part
-
-    return (tree_map(move, batch, is_leaf=lambda part: hasattr(part, "to")) for batch in batches)

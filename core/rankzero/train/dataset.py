@@ -210,8 +210,7 @@ class DatasetShard(Epochs):
         import torch
 
         from rankzero.data.shares import Stretch
-        from rankzero.train.batches import batches_of
-        from rankzero.train.data_loader import on_device
+        from rankzero.train.batches import batches_of, on_device
 
         place = self._world.device if device is None else torch.device(device)
         at = self._begin(options)

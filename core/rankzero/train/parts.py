@@ -90,8 +90,6 @@ class Parts:
         """Returns the local folder in which this host writes its parts of a checkpoint."""
         return os.path.join(self.run_directory if self.shared else self._scratch, FOLDER, checkpoint)
 
-    # -- writing ---------------------------------------------------------------------------------
-
     def archive(self, directory: str) -> tuple[IO[bytes], int, str]:
         """Archives a directory on this host; returns the file, which its end deletes, its size and its sha256."""
         file = tempfile.NamedTemporaryFile(prefix="archive-", dir=self._scratch or None)
@@ -156,8 +154,6 @@ class Parts:
                 if time.monotonic() > deadline:
                     raise NotTakenError(f"the store does not accept it: {error}") from error
             time.sleep(bounds.WRITE_RETRY_INTERVAL())
-
-    # -- reading ---------------------------------------------------------------------------------
 
     def all_of(self, manifest: Mapping[str, Any]) -> Mapping[str, Part]:
         """Returns all parts of a checkpoint by rank, as text, of which its manifest here has this task's. Reads one."""

@@ -187,8 +187,6 @@ class CheckpointWriter:
     def _name(self, index: int) -> str:
         return f"{self._attempt:04d}-{index:06d}"
 
-    # -- the thread ------------------------------------------------------------------------------
-
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -222,8 +220,6 @@ class CheckpointWriter:
         else:
             own = isinstance(error, ResultError)
             self._failure = error if own else ResultError(f"{name} cannot be written: {error}")  # type: ignore[assignment]
-
-    # -- the driver ------------------------------------------------------------------------------
 
     def on_message(self, message: messages.Message) -> None:
         """Handles a message of the driver about a checkpoint."""
