@@ -94,18 +94,6 @@ def test_an_epoch_with_a_limit_of_batches_is_ended_by_set_epoch(source: Callable
     assert [cut_short(again), cut_short(again)] == expected[1:]
 
 
-def test_a_checkpoint_within_the_loop_is_that_of_its_batch(source: Callable[..., Source]) -> None:
-    first, seen, state = source(), [], {}
-    for row in first:
-        seen.append(row)
-        if len(seen) == 5:
-            state = first.data.state_dict()
-            break
-    again = source(state)
-    assert sorted([*seen, *again]) == list(range(ROWS))
-    assert again.data.epoch == 1
-
-
 def raises(source: Source) -> None:
     for number, _ in enumerate(source, 1):
         if number == 5:
