@@ -93,7 +93,6 @@ def run_inline(
         "TORCHELASTIC_RUN_ID": f"inline-{secrets.token_hex(4)}",
     }
     metrics: list[dict[str, Any]] = []
-    kept: list[dict[str, Any]] = []
 
     def note(row: str) -> None:
         reported, when = json.loads(row)
@@ -101,15 +100,12 @@ def run_inline(
 
     before = context._session
     try:
+        writer = _writer(home.name)
         if checkpoint is not None:
-            seed = _writer(home.name, 0, kept)
-            seed.write(checkpoint, {}, time.time(), sharded=False)
-            seed.finish()
+            writer.write(checkpoint, {}, time.time(), sharded=False)
+            writer.finish()
         with patch.dict(os.environ, variables):
             world = context.TrainContext(0, 1, 0, 1, run_id="inline", backend="gloo", storage_path=home.name)
-            writer = _writer(home.name, 1, kept)
-            for manifest in kept[:]:
-                writer.committed(manifest)
             session = context._session = context._Session(world, note, writer, scratch=home.name)
             value = train(*args, **dict(kwargs or {}))
             for function in session.at_return:
@@ -127,19 +123,17 @@ def run_inline(
     return InlineRun(session.result if value is None else value, metrics, writer.last, home)
 
 
-def _writer(home: str, attempt: int, kept: list[dict[str, Any]]) -> CheckpointWriter:
-    """Returns a writer in a directory, whose checkpoints count when they are written; their manifests go to a list."""
+def _writer(home: str) -> CheckpointWriter:
+    """Returns a writer in a directory, whose checkpoints count as soon as they are written."""
 
     def send(message: messages.Message) -> None:
         if isinstance(message, messages.Part):
-            manifest = Manifest.of_parts(home, attempt, 1, {0: message.facts()})
-            if message.pieces is not None:
-                store.write_bytes(store.join(manifest.folder, PIECES), message.pieces.encode())
-            kept.append(manifest.for_ranks([0]))
-            writer.committed(kept[-1])
+            manifest = Manifest.of_parts(home, 0, 1, {0: message.facts()})
+            store.write_bytes(store.join(manifest.folder, PIECES), (message.pieces or "").encode())
+            writer.committed(manifest.for_ranks([0]))
         elif isinstance(message, messages.PartFailed):
             writer.on_message(messages.NotCommitted(message.index))
 
     start = messages.Start(run_directory=home, run_token="", shared=True, scratch=home)
-    writer = CheckpointWriter(Parts(start, str), attempt, 0, 1, send)
+    writer = CheckpointWriter(Parts(start, str), 0, 0, 1, send)
     return writer

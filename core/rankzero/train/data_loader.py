@@ -129,7 +129,7 @@ def prepare_data_loader(
         seed: Seed of the order. None: the seed of the loader's ``generator``, that of rank 0 for all ranks; else 0.
 
     Raises:
-        TypeError: not a DataLoader, or a sampler without a length.
+        TypeError: not a DataLoader, a sampler without a length, or Horovod's ``ElasticSampler``.
 
     Example:
         >>> import torch
@@ -143,6 +143,11 @@ def prepare_data_loader(
         return loader
     if not isinstance(loader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader, not a {type(loader).__name__}")
+    if hasattr(loader.sampler, "processed_num"):
+        raise TypeError(
+            f"the sampler {type(loader.sampler).__name__} shares out the indices and keeps the position itself, which "
+            "the epochs of a prepared loader would clear: use the loader as it is"
+        )
     context = get_context()
     # A copy with another sampler keeps attributes that a constructor may not accept, such as those of a subclass.
     mine = copy.copy(loader)
