@@ -66,8 +66,11 @@ def test_a_rank_that_reports_late_has_the_checkpoint_that_was_committed_before(t
     writer.committed({**facts, "id": "0001-000000", "attempt": 1, "index": 0})
     assert writer.last is not None
     assert writer.last.id == "0000-000003"
+    writer.committed({**facts, "id": "0001-000001", "attempt": 1, "index": 1})
     writer.write({"step": 4}, {}, 0.0, sharded=False)
-    assert writer.last.id == "0001-000000"
+    assert writer.last.id == "0001-000000", "not the one that rank 0 alone has reported"
+    writer.write({"step": 5}, {}, 0.0, sharded=False)
+    assert writer.last.id == "0001-000001"
 
 
 def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(

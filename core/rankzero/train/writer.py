@@ -54,8 +54,9 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._busy = False
         self._changed = threading.Condition()
-        self._first: Checkpoint | None = None
         self._last: Checkpoint | None = None
+        # Ranks report in step, so few of rank 0's are ahead.
+        self._coming: deque[tuple[int, Checkpoint]] = deque(maxlen=8)
         self.had_result = False
         """True if rank 0 had set the value of the run before the checkpoint that this attempt started from."""
 
@@ -66,8 +67,10 @@ class CheckpointWriter:
 
     @property
     def last(self) -> Checkpoint | None:
-        """Returns the last committed checkpoint, or the one of the start until this rank has reported one."""
-        return self._last if self._next > 0 else self._first
+        """Returns the last committed checkpoint that this rank has reported, too, or the one of the start."""
+        while self._coming and self._coming[0][0] < self._next:
+            self._last = self._coming.popleft()[1]
+        return self._last
 
     @property
     def count(self) -> int:
@@ -229,12 +232,11 @@ class CheckpointWriter:
             self._settle(message.index)
 
     def committed(self, manifest: Mapping[str, Any]) -> None:
-        """Records the newest committed checkpoint, or the one that the attempt starts from.
+        """Records a committed checkpoint, or the one that the attempt starts from.
 
-        Rank 0's checkpoint may be committed before another rank's report of the same number. That rank has the
-        checkpoint once its own report returns.
+        Rank 0's may be committed before another rank's report of the same number, which then has it.
         """
-        self._last = Checkpoint(
+        found = Checkpoint(
             manifest["id"],
             manifest["metrics"],
             manifest["world_size"],
@@ -246,9 +248,10 @@ class CheckpointWriter:
             functools.partial(self._send, messages.Damaged(manifest["id"])),
         )
         if manifest["attempt"] != self._attempt:
-            self._first = self._last
+            self._last = found
             self.had_result = manifest.get("has_result", False)
         else:
+            self._coming.append((manifest["index"], found))
             # At the end, since it lets `await_settled` return, after which the rank may ask for this checkpoint.
             self._settle(manifest["index"])
 
