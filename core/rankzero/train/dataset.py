@@ -106,8 +106,7 @@ class Epochs:
 class DatasetShard(Epochs):
     """A rank's share of a dataset.
 
-    The shares of two ranks differ by one row at most, and have the same number of batches. Every iteration is a new
-    epoch. No epoch needs Spark.
+    The shares of ranks differ by one row at most, and have the same number of batches. Every iteration is an epoch.
     """
 
     def __init__(self, manifest: Manifest, world: context.TrainContext, name: str) -> None:
