@@ -5,7 +5,6 @@ import os
 import re
 import textwrap
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import rankzero.train as rt
 from rankzero import EngineError, InvalidJobError, TorchDistributor, WorkerFailedError
 from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
-from rankzero.compat.torch_distributor import _get_spark_partition_data_loader
 
 
 @pytest.fixture(autouse=True)
@@ -125,26 +123,6 @@ def test_the_guides(
     assert "Got a=--learning-rate=1e-3, b=--batch-size=64, c=--my-key=my-value" in capsys.readouterr().out
 
 
-def batches(num_samples: int, workers: int, is_prepared: bool = False) -> list[Any]:
-    loader: Any = _get_spark_partition_data_loader(num_samples, 3, num_workers=workers)
-    if is_prepared:
-        loader = rt.prepare_data_loader(loader)
-    return [[batch[0].tolist(), list(batch[1].shape)] for batch in loader]
-
-
-def test_rows_of_a_dataframe_for_each_thread_its_own(session: Any) -> None:
-    with pytest.raises(InvalidJobError, match=r"local_mode to False"):
-        TorchDistributor(use_gpu=False)._train_on_dataframe(batches, session.range(5), 3, 0)
-    distributor = TorchDistributor(1, local_mode=False, use_gpu=False)
-    frames = [session.range(0, rows, 1, 1).selectExpr("id", "array(id, id) AS x") for rows in (5, 2)]
-    runs = [(frames[0], 3, 0), (frames[1], 3, 1), (frames[1], 3, 0, True)]
-    with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda run: distributor._train_on_dataframe(batches, *run), runs))
-    assert found == [[[[0, 1, 2], [3, 2]]], *[[[[0, 1, 0], [3, 2]]]] * 2]
-    with pytest.raises(WorkerFailedError, match="dataset"):
-        distributor.run(batches, 3, 0)
-
-
 def test_a_file_that_fails_is_no_success() -> None:
     Path("fails.py").write_text("raise SystemExit(7)")
     distributor = TorchDistributor(num_processes=2, local_mode=True, use_gpu=False)
@@ -216,8 +194,6 @@ CONFIG: Any = {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
 def flags_of() -> Any:
     import json
     import sys
-
-    import rankzero.train as rt
 
     *_, path = flags = sys.argv[1:]
     rt.set_result((flags, json.loads(Path(path).read_text()) if os.path.exists(path) else None))

@@ -11,7 +11,6 @@ the place and the sha256 of each, goes to the driver, which stores the indexes o
 from __future__ import annotations
 
 import base64
-import copy
 import ctypes
 import hashlib
 import pickle
@@ -73,17 +72,8 @@ def has_sharded(state: Any) -> bool:
     return False
 
 
-def copy_of(tensor: Any) -> Any:
-    """Returns a copy of a sharded tensor on the CPU. Raises ResultError for partial placements."""
-    if hasattr(tensor, "local_shards"):
-        return copy.deepcopy(tensor)
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise ResultError(f"a DTensor with the placements {tensor.placements} cannot be saved: redistribute() it first")
-    return tensor.detach().to("cpu", copy=True)
-
-
 def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
-    """Writes this rank's part of a state that shares no memory with the training.
+    """Writes this rank's part of a state.
 
     Returns:
         The file's ``size``, the ``sha256`` of its index, and the index as the text ``pieces``.
@@ -156,6 +146,8 @@ def _plan(flat: dict[str, Any]) -> tuple[Any, list[Any], Any]:
 
 def _is_written_here(name: str, tensor: Any) -> bool:
     """Returns True on one of the ranks with the same pieces, which differs from tensor to tensor."""
+    if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+        raise ResultError(f"a DTensor with the placements {tensor.placements} cannot be saved: redistribute() it first")
     mesh: Any = getattr(tensor, "device_mesh", None)
     place = mesh and mesh.get_coordinate()
     return place is None or all(

@@ -174,17 +174,12 @@ def prepare_data_loader(
         data_loader: The loader. An ``IterableDataset`` is left alone: it yields the rows of its worker by itself.
         add_dist_sampler: False keeps the loader's own sampler, which each worker draws with its own random numbers.
         move_to_device: Whether batches are moved to the worker's device.
-        auto_transfer: Accepted for compatibility; the next batch for a GPU is always copied in advance.
+        auto_transfer: Accepted for compatibility; a batch in pinned memory is always copied while training continues.
     """
     from torch.utils.data import IterableDataset
 
-    from rankzero.train.data_loader import prepared
-    from rankzero.train.share import Share
-
-    context = rt.get_context()
     is_shared = add_dist_sampler and not isinstance(getattr(data_loader, "dataset", None), IterableDataset)
-    share = Share(*((context.rank, context.world_size) if is_shared else (0, 1)), pad=True, drop=False)
-    return prepared(data_loader, share, move=move_to_device, seed=0 if add_dist_sampler else None)
+    return rt.prepare_data_loader(data_loader, shard=is_shared, move=move_to_device, seed=0)
 
 
 def get_device() -> torch.device:
