@@ -28,8 +28,8 @@ __version__ = "0.28.1"
 """The version of Horovod whose interface this package has."""
 
 _TORCH = """
-    common common.exceptions common.process_sets common.util torch torch.functions torch.mpi_ops torch.optimizer
-    torch.sync_batch_norm
+    common common.exceptions common.process_sets common.util torch torch.compression torch.functions torch.mpi_ops
+    torch.optimizer torch.sync_batch_norm
 """
 _ELASTIC = "common.elastic torch.elastic torch.elastic.sampler torch.elastic.state"
 
@@ -39,7 +39,6 @@ _MODULES = {
     "horovod": "",
     "horovod.runner": ".runner",
     "horovod.spark": ".spark",
-    "horovod.torch.compression": ".torch.compression",
     **{f"horovod.{name}": ".torch" for name in _TORCH.split()},
     **{f"horovod.{name}": ".torch.elastic" for name in _ELASTIC.split()},
 }
@@ -90,7 +89,8 @@ def enter_rank(context: Mapping[str, Any]) -> None:
 
 _INSTALLED = _Finder("horovod", "sparkdl")
 
-# The last importer, for Horovod's names without a file here: ``rankzero.compat.horovod.torch.mpi_ops``.
+# For Horovod's names without a file here: ``rankzero.compat.horovod.torch.mpi_ops``. All of ``common`` is ``torch``.
+sys.meta_path.insert(0, _Finder(f"{__name__}.common"))
 sys.meta_path.append(_Finder(__name__))
 
 # Loaded lazily, since a rank imports this package and launches no run.

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from rankzero.compat.horovod.torch.compression import Compression
 from rankzero.compat.horovod.torch.requests import AVERAGE, MAX, MIN, PRODUCT, SUM, Meta, Request
 from rankzero.compat.horovod.torch.world import ProcessSet
 from rankzero.compat.horovod.torch.world import global_process_set as WORLD
@@ -16,6 +15,36 @@ _OPS = Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
 Adasum = "Adasum"
 Tensors = Sequence[torch.Tensor]
 Splits = torch.Tensor | Sequence[int] | None
+
+
+class Compressor:
+    """The interface of a compression, and the compression that sends tensors unchanged."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Returns the tensor to send, and the context that `decompress` needs: the original type, or None."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        """Returns the received tensor in its original type."""
+        return tensor if context is None else tensor.to(context)
+
+
+class FP16Compressor(Compressor):
+    """Sends floating-point tensors as float16."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Returns the tensor to send, and its type."""
+        return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
+
+
+class Compression:
+    """The compressions that the operations accept: ``none`` and ``fp16``."""
+
+    none, fp16 = Compressor, FP16Compressor
+
 
 _REDUCIBLE = {
     torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -68,9 +97,9 @@ def issue(
             raise ValueError(f"{kind} takes tensors with a first dimension, not a scalar")
         # Numbers of rows may differ between ranks.
         shape = tuple(tensor.shape)[1 if kind in ("allgather", "alltoall") else 0 :]
-        metas.append(Meta(kind, tensor.dtype, shape, *options, tensor.device.type))
+        metas.append(Meta(kind, str(tensor.dtype), shape, *options, tensor.device.type))
     if not metas:
-        (nothing := Request(kind, [], [], finish)).begin()
+        (nothing := Request(kind, [], [], finish)).end()
         return nothing
     sent = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
     return group.coordinator.issue(kind, name, metas, sent, finish, splits)

@@ -6,23 +6,26 @@ import contextlib
 import ctypes
 import math
 import os
-import weakref
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rankzero.compat.horovod.torch.requests import AVERAGE, Collective, Meta, Request, await_event
+from rankzero.compat.horovod.torch.requests import AVERAGE, Meta, Request
 
 LARGE = 1 << 20
 """Bytes from which a tensor is reduced alone, since copying it into a fused buffer would take longer than a message."""
 
+SHORT = 1 << 10
+"""Bytes of a message of a cycle; what is longer needs a second one."""
+
 FUSION_LIMIT = 64 << 20
 """Bytes of smaller tensors that are reduced together."""
 
-Part = tuple[Meta, torch.Tensor, Request]
+Part = tuple[Meta, torch.Tensor]
 """A tensor of a request, and its properties."""
 
 
@@ -38,8 +41,6 @@ class Connections:
         # Ranks that are no members must create it, too.
         self._accelerated: Any = dist.new_group(ranks, timeout=limit) if dist.get_backend() != "gloo" else None
         self._streams: dict[torch.device, Any] = {}
-        self._users: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
-        """The operation that has begun last on each memory; earlier ones have ended."""
         if rank < 0:
             return
         gloo: Any = dist.ProcessGroupGloo
@@ -56,9 +57,6 @@ class Connections:
         gloo joins its threads when nothing refers to the group any more. They end before Python finalizes, since one
         that frees a tensor of Python after that aborts the process ("terminate called without an active exception").
         """
-        for request in self._users.values() if is_failed else ():
-            for collective in request.collectives:
-                collective.work = None
         self.gloo = None
         accelerated, self._accelerated = self._accelerated, None
         if accelerated is not None and dist.is_initialized():
@@ -67,142 +65,134 @@ class Connections:
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(accelerated)
 
-    def begin(self, requests: Sequence[Request]) -> None:
-        """Begins the collectives of operations that all ranks have issued, in one order."""
-        moved = [request for request in requests if request.metas[0].kind in ("allgather", "alltoall")]
-        for request in requests:
-            before = [found for found in map(self._users.get, request.memory) if found is not None]
-            for tensor in request.tensors:
-                with self._stream(tensor.device):
-                    for collective in (one for earlier in before for one in earlier.collectives):
-                        collective.wait()
-                    await_event(request.event, [tensor])
-        for parts in _fused(requests):
-            with self._stream(parts[0][1].device):
-                collective = self._reduce(parts)
-            for _, _, request in parts:
-                request.collectives.append(collective)
-        for request in requests:
-            if request.metas[0].kind == "broadcast":
-                with self._stream(request.tensors[0].device):
-                    request.collectives.append(self._broadcast(request))
-        counts = self._count(moved) if moved else []
-        for request in moved:
-            begin = self._alltoall if request.metas[0].kind == "alltoall" else self._allgather
-            for index, tensor in enumerate(request.tensors):
-                request.rows.append(counts.pop(0))
-                with self._stream(tensor.device):
-                    request.collectives.append(begin(request, index, request.rows[-1]))
-        for request in requests:
-            self._users.update(dict.fromkeys(request.memory, request))
+    def execute(self, requests: Sequence[Request], end: Callable[[Request], None]) -> None:
+        """Executes operations that all ranks have issued, in one order, and calls ``end`` for each.
 
-    def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Returns the bytes of all ranks."""
-        sizes = [int(size) for size in self._gather(torch.tensor([len(mine)], device="cpu"))]
-        found = self._gather(torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8))
-        return [to_bytes(part)[:size] for part, size in zip(found, sizes, strict=True)]
+        All of them begin before the first one is awaited.
+        """
+        tensors = [tensor for request in requests for tensor in request.tensors]
+        with self._stream(next((tensor.device for tensor in tensors if tensor.is_cuda), None)):
+            for request in requests:
+                request.await_tensors()
+            finishes = [self._reduce(parts) for parts in _fused(requests)]
+            finishes += [self._broadcast(request) for request in requests if request.metas[0].kind == "broadcast"]
+            finishes += self._move([one for one in requests if one.metas[0].kind in ("allgather", "alltoall")])
+            for finish in finishes:
+                finish()
+            for request in requests:
+                end(request)
 
-    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Returns the bytes of all ranks: by one message if each has few, else by two."""
+        sent = len(mine).to_bytes(8, "little") + mine
+        found = self._gather(sent[:SHORT].ljust(SHORT))
+        sizes = [int.from_bytes(each[:8], "little") for each in found]
+        if max(sizes) > SHORT - 8:
+            found = self._gather(sent.ljust(8 + max(sizes)))
+        return [each[8 : 8 + size] for each, size in zip(found, sizes, strict=True)]
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = mine.new_empty(self.size * len(mine))
         self.gloo._allgather_base(found, mine).wait()
-        return list(found.view(self.size, -1))
+        return [to_bytes(each) for each in found.view(self.size, -1)]
 
-    @contextlib.contextmanager
-    def _stream(self, device: torch.device) -> Iterator[None]:
-        """Makes the set's own stream of a GPU the current one; does nothing for other devices."""
-        if device.type == "cuda" and device not in self._streams:
+    def _stream(self, device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which the set's own stream of a GPU is the current one."""
+        if device is None:
+            return contextlib.nullcontext()
+        if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._streams[device]) if device.type == "cuda" else contextlib.nullcontext():
-            yield
+        return torch.cuda.stream(self._streams[device])
 
     def _group(self, tensor: torch.Tensor) -> Any:
         return self._accelerated if tensor.is_cuda and self._accelerated is not None else self.gloo
 
-    def _reduce(self, parts: list[Part]) -> Collective:
-        meta, tensors = parts[0][0], [tensor for _, tensor, _ in parts]
+    def _reduce(self, parts: list[Part]) -> Callable[[], None]:
+        meta, tensors = parts[0][0], [tensor for _, tensor in parts]
         is_one = len(tensors) == 1 and tensors[0].is_contiguous()
-        flat = tensors[0].view(-1) if is_one else torch.cat([tensor.reshape(-1) for tensor in tensors])
-        is_whole = not (flat.is_floating_point() or flat.is_complex())
-        if meta.before != 1.0:
-            is_one, flat = False, ((flat.double() if is_whole else flat) * meta.before).to(flat.dtype)
-        options, sent = dist.AllreduceOptions(), torch.view_as_real(flat) if flat.is_complex() else flat
+        mode = torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
+        with mode:
+            flat = tensors[0].view(-1) if is_one else torch.cat([tensor.reshape(-1) for tensor in tensors])
+            _scale(flat, meta.before, 1)
+            options, sent = dist.AllreduceOptions(), torch.view_as_real(flat) if flat.is_complex() else flat
         options.reduceOp = getattr(dist.ReduceOp, "SUM" if meta.op == AVERAGE else meta.op.upper())
+        work = self._group(flat).allreduce([sent], options)
 
-        @torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
+        @mode
         def finish() -> None:
-            divisor = self.size if meta.op == AVERAGE else 1
-            if is_whole and meta.after != 1.0:
-                # Integers are scaled in float64 and cut off once.
-                flat.copy_(flat.double() * meta.after / divisor)
-            elif divisor > 1:
-                flat.div_(divisor, rounding_mode="trunc" if is_whole else None)
-            if not is_whole and meta.after != 1.0:
-                flat.mul_(meta.after)
+            work.wait()
+            _scale(flat, meta.after, self.size if meta.op == AVERAGE else 1)
             if not is_one:
                 results = torch.split(flat, [tensor.numel() for tensor in tensors])
                 for tensor, part in zip(tensors, results, strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
-        return Collective(self._group(flat).allreduce([sent], options), finish, [flat])
+        return finish
 
-    def _broadcast(self, request: Request) -> Collective:
+    def _broadcast(self, request: Request) -> Callable[[], None]:
         (tensor,), options = request.tensors, dist.BroadcastOptions()
         options.rootRank, data = request.metas[0].root, _bytes(tensor)
+        work = self._group(data).broadcast([data], options)
 
         @torch.inference_mode(tensor.is_inference())
         def finish() -> None:
+            work.wait()
             if data.data_ptr() != tensor.data_ptr():
                 tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
-        return Collective(self._group(data).broadcast([data], options), finish, [data])
+        return finish
 
-    def _count(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Returns how many rows come from each rank, for each tensor of gathers and alltoalls; one message for all."""
-        counts: list[int] = []
-        for request in requests:
-            gathered = [len(tensor) for tensor in request.tensors for _ in range(self.size)]
-            counts += request.splits if request.metas[0].kind == "alltoall" else gathered
-        every = torch.stack(self._gather(torch.tensor(counts, dtype=torch.int64, device="cpu")))
-        received: list[list[int]] = every.view(self.size, -1, self.size)[:, :, self.rank].t().tolist()
-        return received
+    def _move(self, requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
+        """Begins alltoalls, and gathers as alltoalls of copies; one message for all has the numbers of rows."""
+        parts = [(request, index) for request in requests for index in range(len(request.tensors))]
+        if not parts:
+            return
+        splits = [request.splits or [len(request.tensors[index])] * self.size for request, index in parts]
+        every = [pickle.loads(each) for each in self.gather(pickle.dumps(splits))]
+        for number, (request, index) in enumerate(parts):
+            tensor, rows = request.tensors[index], [of[number][self.rank] for of in every]
+            request.rows.append(rows)
+            mine = _bytes(tensor) if request.splits else _bytes(tensor).repeat(self.size)
+            row = math.prod(tensor.shape[1:]) * tensor.element_size()
+            output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+            arriving, leaving = [count * row for count in rows], [count * row for count in splits[number]]
+            work = self._group(mine).alltoall_base(_bytes(output), mine, arriving, leaving)
 
-    def _allgather(self, request: Request, index: int, rows: list[int]) -> Collective:
-        tensor = request.tensors[index]
-        row, mine = _row_bytes(tensor), _bytes(tensor)
-        if len(mine) < (longest := max(rows) * row):
-            mine = torch.cat([mine, mine.new_zeros(longest - len(mine))])
-        found = [torch.empty_like(mine) for _ in rows]
+            def finish(request: Request = request, index: int = index, work: Any = work, output: Any = output) -> None:
+                work.wait()
+                request.tensors[index] = output
 
-        def finish() -> None:
-            whole = torch.cat([part[: count * row] for part, count in zip(found, rows, strict=True)])
-            request.tensors[index] = whole.view(tensor.dtype).view(sum(rows), *tensor.shape[1:])
-
-        return Collective(self._group(mine).allgather([found], [mine]), finish, [mine, *found])
-
-    def _alltoall(self, request: Request, index: int, rows: list[int]) -> Collective:
-        tensor, row = request.tensors[index], _row_bytes(request.tensors[index])
-        mine, output = _bytes(tensor), tensor.new_empty((sum(rows), *tensor.shape[1:]))
-        arriving, leaving, filled = [count * row for count in rows], [n * row for n in request.splits], _bytes(output)
-        work = self._group(mine).alltoall_base(filled, mine, arriving, leaving)
-        return Collective(work, lambda: request.tensors.__setitem__(index, output), [mine, output])
+            yield finish
 
 
 def _fused(requests: Sequence[Request]) -> Iterator[list[Part]]:
     """Yields the tensors to reduce together. All ranks yield the same, since only facts that all have decide."""
     kinds: dict[Any, list[Part]] = {}
-    for request in requests:
-        for meta, tensor in zip(request.metas, request.tensors, strict=True):
-            if meta.kind not in ("allreduce", "reducescatter"):
-                continue
-            kind = (meta.dtype, *meta[3:])
-            together = kinds.get(kind, [])
-            if sum(other.nbytes for _, other, _ in together) + tensor.nbytes > FUSION_LIMIT and together:
-                yield kinds.pop(kind)
-            if tensor.nbytes >= LARGE:
-                yield [(meta, tensor, request)]
-            else:
-                kinds.setdefault(kind, []).append((meta, tensor, request))
+    for meta, tensor in (part for one in requests for part in zip(one.metas, one.tensors, strict=True)):
+        if meta.kind not in ("allreduce", "reducescatter"):
+            continue
+        if tensor.nbytes >= LARGE:
+            yield [(meta, tensor)]
+            continue
+        kind = (meta.dtype, *meta[3:])
+        if sum(other.nbytes for _, other in kinds.get(kind, [])) + tensor.nbytes > FUSION_LIMIT:
+            yield kinds.pop(kind)
+        kinds.setdefault(kind, []).append((meta, tensor))
     yield from kinds.values()
+
+
+def _scale(flat: torch.Tensor, factor: float, divisor: int) -> None:
+    """Scales in place. Integers are scaled in float64 and cut off once."""
+    if flat.is_floating_point() or flat.is_complex():
+        if divisor > 1:
+            flat.div_(divisor)
+        if factor != 1.0:
+            flat.mul_(factor)
+    elif factor != 1.0:
+        flat.copy_(flat.double() * factor / divisor)
+    elif divisor > 1:
+        flat.div_(divisor, rounding_mode="trunc")
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
@@ -215,7 +205,3 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     whole = tensor.detach().contiguous()
     # `view` fails for a single element with an arbitrary stride.
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
-
-
-def _row_bytes(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape[1:]) * tensor.element_size()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
-import sys
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -18,25 +17,19 @@ from torch.utils.data import Sampler
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch import world
-from rankzero.compat.horovod.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from rankzero.compat.horovod.torch.functions import broadcast_object, broadcast_state
 from rankzero.compat.horovod.torch.world import init, shutdown
 from rankzero.train.context import await_checkpoint
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "shutdown"]
 
-_NAME = "rankzero.compat.horovod.torch.elastic"
-
 __path__: list[str] = []
 """Makes this module a package for the import system: Horovod's submodules ``state`` and ``sampler`` are this one."""
 
-if __name__ != _NAME:
-    # ``rankzero.compat.horovod.common.elastic``, which the import system finds by this file, too.
-    sys.modules[__name__] = importlib.import_module(_NAME)
-
 R = TypeVar("R")
 
-_numbered: tuple[Any, int] = (None, 0)
-"""The current attempt, and the number of its last state."""
+_numbers = itertools.count(1)
+"""Numbers of the states of this process, which are made in the same order in each attempt."""
 
 
 class ElasticSampler(Sampler[int]):
@@ -95,13 +88,16 @@ class State:
     attempt sets them and calls `restore`. ``bcast_object`` and ``get_rank`` are hvd's functions by default.
     """
 
-    _number = 0
+    _is_used = False
+    """Whether this attempt has committed or resumed the state, which then is newer than the last checkpoint."""
+
     _parts: Mapping[str, Any] = {}
     """The attributes that `save` keeps, by name: their values or the values of their ``state_dict``."""
 
     def __init__(
         self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
+        self._number = next(_numbers)
         self._bcast_object, self._rank = bcast_object or broadcast_object, get_rank or world.rank
         self._reset_callbacks: list[Callable[[], Any]] = []
 
@@ -124,8 +120,8 @@ class State:
         Returns on every rank once the checkpoint is durable, whatever happens to any rank after that. If the store
         refuses the checkpoint, a message is logged and the previous commit stays.
         """
-        self._is_new()
         self.save()
+        self._is_used = True
         internal = {"_reset_callbacks", "_bcast_object", "_rank", *self._parts}
         own = {"_number": self._number, "_parts": self._parts} if type(self).save is ObjectState.save else vars(self)
         kept = {name: value for name, value in own.items() if name not in internal and not _has_state(value)}
@@ -135,7 +131,8 @@ class State:
 
     def resume(self) -> None:
         """Restores the last commit of this state in an earlier attempt, unless this attempt has used the state."""
-        if not self._is_new() or (checkpoint := rt.get_checkpoint()) is None:
+        is_used, self._is_used = self._is_used, True
+        if is_used or (checkpoint := rt.get_checkpoint()) is None:
             return
         saved = checkpoint.load()
         kept = saved.get("elastic", {}) if isinstance(saved, Mapping) else {}
@@ -145,16 +142,6 @@ class State:
         vars(self).update(kept)
         self.restore()
         self.on_reset()
-
-    def _is_new(self) -> bool:
-        """Returns True for the first use. States are numbered in its order, which is the same in each attempt."""
-        global _numbered
-        if self._number:
-            return False
-        context, (before, count) = rt.get_context(), _numbered
-        self._number = count + 1 if before == context else 1
-        _numbered = context, self._number
-        return True
 
     def check_host_updates(self) -> None:
         """Does nothing, since the world changes only between attempts."""
@@ -192,32 +179,26 @@ class ObjectState(State):
 
     def save(self) -> None:
         """Saves copies of the attributes, or of their ``state_dict``, in memory."""
-        self._parts = {name: copy.deepcopy(_state_of(getattr(self, name))) for name in self._parts}
+        self._parts = copy.deepcopy(self._states())
 
     def restore(self) -> None:
         """Restores the attributes from the last `save`."""
-        for name, saved in self._parts.items():
-            if _has_state(value := getattr(self, name)):
-                value.load_state_dict(copy.deepcopy(saved))
-            else:
-                setattr(self, name, copy.deepcopy(saved))
+        self._load(copy.deepcopy(self._parts))
 
     def sync(self) -> None:
         """Sends rank 0's attributes to every rank, and saves them."""
-        values = {name: getattr(self, name) for name in self._parts}
-        for value in values.values():
-            if isinstance(value, torch.nn.Module):
-                broadcast_parameters(value.state_dict())
-            elif isinstance(value, torch.optim.Optimizer):
-                broadcast_optimizer_state(value)
-        large = torch.nn.Module, torch.optim.Optimizer
-        rest = {name: _state_of(value) for name, value in values.items() if not isinstance(value, large)}
-        for name, value in broadcast_object(rest, name="elastic.values").items():
-            if _has_state(values[name]):
-                values[name].load_state_dict(value)
-            else:
-                setattr(self, name, value)
+        self._load(broadcast_state(self._states(), 0, "elastic.values"))
         self.save()
+
+    def _states(self) -> dict[str, Any]:
+        return {name: _state_of(getattr(self, name)) for name in self._parts}
+
+    def _load(self, states: Mapping[str, Any]) -> None:
+        for name, state in states.items():
+            if _has_state(value := getattr(self, name)):
+                value.load_state_dict(state)
+            else:
+                setattr(self, name, state)
 
 
 class TorchState(ObjectState):

@@ -19,8 +19,8 @@ from rankzero.train.context import at_return
 
 logger = logging.getLogger(__name__)
 
-STALL_WARNING_AFTER, STALL_TIMEOUT, STALL_TIMEOUT_MAX = 60.0, 1800.0, 30 * 24 * 3600.0
-"""Horovod's own defaults of its variables for warnings and shutdowns, and the largest value of both, in seconds."""
+STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": 60.0, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": 1800.0}
+"""Horovod's variables for the seconds until a stall is warned of and until it is an error, and their defaults."""
 
 
 class ProcessSet:
@@ -54,31 +54,18 @@ class ProcessSet:
         return self.coordinator.rank >= 0
 
     def _open(self, number: int) -> None:
-        warn_after = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", STALL_WARNING_AFTER)
-        timeout = _seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", STALL_TIMEOUT)
-        self._coordinator = Coordinator(next(_opened), self.ranks, timeout, warn_after)
+        warn_after, timeout = (float(os.environ.get(name) or 0) or default for name, default in STALLS.items())
+        self._coordinator = Coordinator(next(_opened), self.ranks, warn_after, timeout)
         self.process_set_id = number
         _sets[number] = self
 
     def _close(self) -> None:
-        if self._coordinator is not None:
-            self._coordinator.close()
-        _sets.pop(self.process_set_id or 0, None)
+        self.coordinator.close()
+        del _sets[self.process_set_id or 0]
         self._coordinator = self.process_set_id = None
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name) or "0"
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1
-    if not 0 <= found <= STALL_TIMEOUT_MAX:
-        raise ValueError(f"{name} is {text!r}; give seconds, or 0 for {default:.0f}")
-    return found or default
 
 
 global_process_set = ProcessSet([])
