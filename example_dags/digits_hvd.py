@@ -1,7 +1,4 @@
-"""The digits training, written for Horovod years ago: not even an import is changed.
-
-``RANKZERO_HOROVOD=1`` in the ranks' environment makes ``import horovod.torch`` find `rankzero.compat.horovod.torch`.
-"""
+"""The digits training, written for Horovod years ago: only its import is changed."""
 
 from typing import Any
 
@@ -17,10 +14,11 @@ def train(data: dict[str, Any], epochs: int = 25) -> dict[str, Any]:
         The model's state dict.
     """
     import digits
-    import horovod.torch as hvd
     import torch
     from torch.utils.data import DataLoader, TensorDataset
     from torch.utils.data.distributed import DistributedSampler
+
+    import rankzero.compat.horovod.torch as hvd
 
     hvd.init()
     torch.manual_seed(digits.SEED)

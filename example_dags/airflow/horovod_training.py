@@ -39,7 +39,6 @@ def horovod_training() -> None:
         train=digits_hvd.train,
         op_kwargs={"data": data, "epochs": "{{ params.epochs }}"},
         num_processes=2,
-        env={"RANKZERO_HOROVOD": "1"},
         conn_id=os.environ.get("DIGITS_CONN_ID"),
     )
     evaluate(data, train.output)

@@ -1,4 +1,4 @@
-"""A training that was written for Horovod, as an asset: only its environment says that Horovod is here.
+"""A training that was written for Horovod, as an asset: only its import is changed.
 
 dagster dev -f example_dags/dagster/horovod_training.py -d example_dags
 """
@@ -19,7 +19,7 @@ def horovod_scans() -> dict[str, Any]:
     return digits.prepare()
 
 
-@torch_asset(kinds={"pytorch", "spark"}, num_processes=2, options={"env": {"RANKZERO_HOROVOD": "1"}})
+@torch_asset(kinds={"pytorch", "spark"}, num_processes=2)
 def horovod_model(horovod_scans: dict[str, Any]) -> dict[str, Any]:
     """The weights that Horovod's function returns on rank 0."""
     return digits_hvd.train(horovod_scans, epochs=5)

@@ -11,7 +11,7 @@ from tests.conftest import free_port
 
 import rankzero.compat.horovod.torch as hvd
 from rankzero import HangError, Launcher, WorkerFailedError
-from rankzero.compat.horovod.torch import connections, requests, world
+from rankzero.compat.horovod.torch import operations
 from rankzero.driver.hangs import is_waiting
 
 LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
@@ -50,12 +50,13 @@ def disagreements() -> Any:
     assert hvd.synchronize(good).tolist() == [2, 2]
     # A rank that has joined has nothing to gather.
     if rank == 1:
-        with pytest.raises(hvd.MismatchError, match="allgather needs rank .0., which has joined"):
-            hvd.allgather(torch.ones(3), name="x")
-        with pytest.raises(hvd.MismatchError, match="only sums and averages"):
-            hvd.allreduce(torch.ones(300), name="y", op=hvd.Min)
-        with pytest.raises(hvd.MismatchError, match="process_set needs rank .0., which has joined"):
-            hvd.add_process_set([1])
+        for call in (
+            lambda: hvd.allgather(torch.ones(3), name="x"),
+            lambda: hvd.allreduce(torch.ones(300), name="y", op=hvd.Min),
+            lambda: hvd.add_process_set([1]),
+        ):
+            with pytest.raises(hvd.MismatchError, match="rank .0. has joined, which only sums and averages allow"):
+                call()
         hvd.barrier()
     assert hvd.join() == 1
     return hvd.allgather_object(found)
@@ -85,11 +86,10 @@ def wrong_calls() -> None:
     for error, message, call in [
         (NotImplementedError, "Adasum is not supported", lambda: hvd.allreduce(one, op=hvd.Adasum)),
         (ValueError, "not both", lambda: hvd.allreduce(one, average=True, op=hvd.Sum)),
-        (TypeError, "takes a torch.Tensor, not a list", lambda: hvd.allreduce([1.0])),
         (TypeError, "does not reduce tensors of torch.uint16", lambda: hvd.allreduce(many.to(torch.uint16))),
         (TypeError, "torch.bool has no average", lambda: hvd.allreduce(one.bool())),
         (TypeError, "op is hvd.Min.* torch.complex64 ", lambda: hvd.allreduce(many.to(torch.complex64), op=hvd.Min)),
-        (TypeError, "takes a dense tensor", lambda: hvd.allreduce(torch.eye(2).to_sparse())),
+        (NotImplementedError, "Sparse", lambda: hvd.allreduce(torch.eye(2).to_sparse())),
         (ValueError, "share their memory", lambda: hvd.allreduce_(one.expand(4))),
         (ValueError, "inference_mode", lambda: hvd.allreduce_(frozen)),
         (ValueError, "root_rank is 7", lambda: hvd.broadcast(one, 7)),
@@ -110,9 +110,6 @@ def wrong_calls() -> None:
     hvd.synchronize(late if hvd.rank() == 0 else hvd.allreduce_async(one, name="late"))
     assert not hvd.mpi_built()
     assert hvd.gloo_built()
-    assert bool(hvd.nccl_built()) == torch.distributed.is_nccl_available()
-    hvd.start_timeline("timeline.json")
-    hvd.stop_timeline()
 
 
 def test_wrong_calls_are_refused(launcher: Launcher) -> None:
@@ -196,11 +193,6 @@ def again_and_again() -> Any:
         return hvd.allreduce(torch.ones(300), name=name, **options)
 
     def raises() -> None:
-        if hvd.rank() == 1:
-            raise ValueError("no data")
-        reduce("lost")
-
-    def raises_with_operations_under_way() -> None:
         both = [hvd.allreduce_async(torch.ones(300), name=f"{index}") for index in range(100)]
         if hvd.rank() == 0:
             hvd.allreduce_async(torch.ones(300), name="own")
@@ -208,28 +200,25 @@ def again_and_again() -> Any:
         assert hvd.synchronize(both)[99][0].item() == 1
         hvd.barrier()
 
-    def fails(in_rank: int | None) -> None:
-        of, usual = connections.Connections, connections.Connections._reduce
-        if in_rank in (None, hvd.rank()):
+    def fails() -> None:
+        of, usual = operations.Connections, operations.Connections._reduce
+        if hvd.rank() == 1:
 
             def out_of_memory(*_: Any) -> None:
                 raise RuntimeError("out of memory")
 
-            of._reduce = out_of_memory  # type: ignore[method-assign]
+            of._reduce = out_of_memory  # type: ignore[assignment, method-assign]
         try:
-            with pytest.raises(hvd.HorovodInternalError) as first:
+            with pytest.raises(hvd.HorovodInternalError, match="rank 1 failed: RuntimeError: out of memory") as first:
                 reduce("large")
             with pytest.raises(hvd.HorovodInternalError) as second:
                 reduce("next")
             assert str(first.value) == str(second.value)
         finally:
             of._reduce = usual  # type: ignore[method-assign]
-        assert f"rank {hvd.rank() if in_rank is None else in_rank} failed: RuntimeError: out of memory" in str(
-            first.value
-        )
         raise first.value
 
-    def fails_in_a_set() -> None:
+    def raises_in_a_set() -> None:
         both = hvd.add_process_set([0, 1])
         if hvd.rank() == 1:
             raise ValueError("no data")
@@ -238,8 +227,7 @@ def again_and_again() -> Any:
 
     found, files = [], []
     hvd.init()
-    kinds = (raises, raises_with_operations_under_way, lambda: fails(None), lambda: fails(1), fails_in_a_set)
-    for kind in kinds * 3:
+    for kind in (raises, fails, raises_in_a_set) * 3:
         try:
             kind()
         except (ValueError, hvd.HorovodInternalError) as error:
@@ -250,8 +238,7 @@ def again_and_again() -> Any:
         files.append(len(os.listdir("/proc/self/fd")))
         hvd.init()
         assert reduce("again", op=hvd.Sum)[0].item() == 3
-        assert hvd.broadcast_object(hvd.rank(), 1) == 1
-    assert min(files[10:]) <= max(files[:5]), f"connections stay open: {files}"
+    assert min(files[6:]) <= max(files[:3]), f"connections stay open: {files}"
     torch.distributed.destroy_process_group()
     hvd.shutdown()
     hvd.init()
@@ -260,10 +247,9 @@ def again_and_again() -> Any:
 
 def test_ranks_continue_after_each_kind_of_failure(tmp_path: Path) -> None:
     zero, one, two = Launcher(3, store=tmp_path, env=LIMIT).run(again_and_again)
-    failed = ["HorovodInternalError"] * 2
-    assert zero == ["StallError", "ValueError", *failed, "StallError"] * 3
-    assert one == ["ValueError", "StallError", *failed, "ValueError"] * 3
-    assert two == ["StallError", "StallError", *failed] * 3
+    assert zero == ["ValueError", "HorovodInternalError", "StallError"] * 3
+    assert one == ["StallError", "HorovodInternalError", "ValueError"] * 3
+    assert two == ["StallError", "HorovodInternalError"] * 3
 
 
 PROGRAM = """
@@ -344,17 +330,17 @@ def begins_late() -> None:
     import torch
 
     hvd.init()
-    reduce, begins = connections.Connections._reduce, threading.Event()
+    reduce, begins = operations.Connections._reduce, threading.Event()
 
     def slow(*args: Any) -> Any:
         begins.set()
         time.sleep(5)
         return reduce(*args)
 
-    connections.Connections._reduce = slow  # type: ignore[method-assign]
+    operations.Connections._reduce = slow  # type: ignore[method-assign]
     first = hvd.allreduce_async(torch.ones(300), name="slow")
     begins.wait()
-    connections.Connections._reduce = reduce  # type: ignore[method-assign]
+    operations.Connections._reduce = reduce  # type: ignore[method-assign]
     hvd.synchronize([first, hvd.allreduce_async(torch.ones(3), name="later")])
 
 
@@ -363,4 +349,4 @@ def test_what_all_ranks_have_issued_does_not_stall(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_waits_in_hvd_counts_as_waiting() -> None:
-    assert is_waiting(f'  File "{requests.__file__}", line 1 in wait\n')
+    assert is_waiting(f'  File "{operations.__file__}", line 1 in wait\n')

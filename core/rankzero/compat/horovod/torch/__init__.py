@@ -22,14 +22,13 @@ from rankzero.compat.horovod.torch.functions import (
     allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters,
 )  # fmt: skip
 from rankzero.compat.horovod.torch.optimizer import DistributedOptimizer
-from rankzero.compat.horovod.torch.requests import (
+from rankzero.compat.horovod.torch.operations import (
     HorovodInternalError, HostsUpdatedInterrupt, MismatchError, StallError,
 )  # fmt: skip
 from rankzero.compat.horovod.torch.world import (
     ProcessSet, add_process_set, ccl_built, cross_rank, cross_size, cuda_built, ddl_built, global_process_set,
     gloo_built, gloo_enabled, init, is_homogeneous, is_initialized, local_rank, local_size, mpi_built, mpi_enabled,
-    mpi_threads_supported, nccl_built, process_set_ids, rank, remove_process_set, rocm_built, shutdown, size,
-    start_timeline, stop_timeline,
+    mpi_threads_supported, nccl_built, rank, remove_process_set, rocm_built, shutdown, size,
 )  # fmt: skip
 
 compression = mpi_ops = sys.modules[__name__]
@@ -46,6 +45,6 @@ __all__ = [
     "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
     "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
     "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
-    "nccl_built", "poll", "process_set_ids", "rank", "reducescatter", "reducescatter_async", "remove_process_set",
-    "rocm_built", "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
+    "nccl_built", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set",
+    "rocm_built", "shutdown", "size", "sparse_allreduce_async", "synchronize",
 ]  # fmt: skip

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from rankzero.bounds import stretched
-from rankzero.compat.horovod.torch.connections import Connections
-from rankzero.compat.horovod.torch.requests import (
-    AVERAGE, MAX, MIN, PRODUCT, SUM, HorovodInternalError, Meta, MismatchError, Request, StallError,
+from rankzero.compat.horovod.torch.operations import (
+    AVERAGE, MAX, MIN, PRODUCT, SUM, Connections, HorovodInternalError, Meta, MismatchError, Request, StallError,
 )  # fmt: skip
 
 JOIN = "join.all"
@@ -243,7 +242,7 @@ class Coordinator:
             if request is None and error is None:
                 # This rank has joined.
                 metas = [Meta(*each) for each in first.metas]
-                request = Request(name, metas, [self._zeros(meta) for meta in metas])
+                request = Request(name, metas, [meta.zeros(self._device) for meta in metas])
             numbers = [one.number for one in of.values() if one.number is not None]
             if request is None:
                 continue
@@ -276,11 +275,6 @@ class Coordinator:
             self._mine.pop(request.name, None)
         request.end(error)
 
-    def _zeros(self, meta: Meta) -> torch.Tensor:
-        """Returns the zeros that a rank which has joined adds to a sum, on its GPU if the others' are on theirs."""
-        device = self._device if meta.device == "cuda" else meta.device
-        return torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype.removeprefix("torch.")), device=device)
-
     def _refusal(self, name: str, of: dict[int, _Issued]) -> Exception | None:
         """Returns the error of an operation that differs between ranks, or that some lack; None if it is executed."""
         first, *others = (one.metas for one in of.values())
@@ -296,9 +290,7 @@ class Coordinator:
         if all(meta.kind == "barrier" or meta.op in (SUM, AVERAGE) for meta in metas):
             return None
         joined = [self.ranks[rank] for rank in missing]
-        if metas[0].kind == "allreduce":
-            return MismatchError(f"{name!r}: rank {joined} has joined, which only sums and averages allow: {metas[0]}")
-        return MismatchError(f"{name!r}: {metas[0].kind} needs rank {joined}, which has joined")
+        return MismatchError(f"{name!r}: rank {joined} has joined, which only sums and averages allow: {metas[0]}")
 
     def _lacking(self, name: str) -> str:
         issued = self._table.get(name, {})

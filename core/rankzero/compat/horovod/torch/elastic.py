@@ -10,23 +10,19 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch import world
-from rankzero.compat.horovod.torch.functions import broadcast_object, broadcast_state
+from rankzero.compat.horovod.torch.collectives import barrier
+from rankzero.compat.horovod.torch.functions import broadcast_state
 from rankzero.compat.horovod.torch.world import init, shutdown
 from rankzero.train.context import await_checkpoint
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "shutdown"]
-
-__path__: list[str] = []
-"""Makes this module a package for the import system: Horovod's submodules ``state`` and ``sampler`` are this one."""
-
-R = TypeVar("R")
 
 _numbers = itertools.count(1)
 """Numbers of the states of this process, which are made in the same order in each attempt."""
@@ -81,25 +77,18 @@ class ElasticSampler(Sampler[int]):
         return self.num_samples
 
 
-class State:
-    """A state from which a training resumes. Subclasses define how it is saved, restored and sent to all ranks.
+class ObjectState:
+    """A state of the named attributes, from which a training resumes.
 
-    A subclass keeps what it saves in attributes. A commit stores all attributes without a ``state_dict``; the next
-    attempt sets them and calls `restore`. ``bcast_object`` and ``get_rank`` are hvd's functions by default.
+    A value with a ``state_dict``, such as a scheduler, is saved by it. The first two arguments are unused.
     """
 
-    _is_used = False
-    """Whether this attempt has committed or resumed the state, which then is newer than the last checkpoint."""
-
-    _parts: Mapping[str, Any] = {}
-    """The attributes that `save` keeps, by name: their values or the values of their ``state_dict``."""
-
-    def __init__(
-        self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None
-    ) -> None:
-        self._number = next(_numbers)
-        self._bcast_object, self._rank = bcast_object or broadcast_object, get_rank or world.rank
+    def __init__(self, bcast_object: Any = None, get_rank: Any = None, **kwargs: Any) -> None:
+        self._number, self._is_used = next(_numbers), False
         self._reset_callbacks: list[Callable[[], Any]] = []
+        self._parts: Mapping[str, Any] = dict.fromkeys(kwargs)
+        vars(self).update(kwargs)
+        self.save()
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
         """Registers functions to call when the world may have changed, before the training resumes."""
@@ -114,68 +103,8 @@ class State:
     def reset(self) -> None:
         """Adapts a subclass to a world that may have changed; does nothing by default."""
 
-    def commit(self) -> None:
-        """Saves the state, and makes it the checkpoint that the next attempt starts from.
-
-        Returns on every rank once the checkpoint is durable, whatever happens to any rank after that. If the store
-        refuses the checkpoint, a message is logged and the previous commit stays.
-        """
-        self.save()
-        self._is_used = True
-        internal = {"_reset_callbacks", "_bcast_object", "_rank", *self._parts}
-        own = {"_number": self._number, "_parts": self._parts} if type(self).save is ObjectState.save else vars(self)
-        kept = {name: value for name, value in own.items() if name not in internal and not _has_state(value)}
-        rt.report({}, checkpoint={"elastic": kept} if world.rank() == 0 else None)
-        await_checkpoint()
-        broadcast_object(None, name="elastic.committed")
-
-    def resume(self) -> None:
-        """Restores the last commit of this state in an earlier attempt, unless this attempt has used the state."""
-        is_used, self._is_used = self._is_used, True
-        if is_used or (checkpoint := rt.get_checkpoint()) is None:
-            return
-        saved = checkpoint.load()
-        kept = saved.get("elastic", {}) if isinstance(saved, Mapping) else {}
-        if kept.get("_number") != self._number or kept.get("_parts", {}).keys() != self._parts.keys():
-            print("rankzero: an elastic state starts afresh: the last checkpoint is not its commit", flush=True)
-            return
-        vars(self).update(kept)
-        self.restore()
-        self.on_reset()
-
     def check_host_updates(self) -> None:
         """Does nothing, since the world changes only between attempts."""
-
-    def save(self) -> None:
-        """Saves the state in memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Restores the state from the last `save`."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Sends rank 0's state to every rank."""
-        raise NotImplementedError
-
-
-class ObjectState(State):
-    """A state of the named attributes; a value with a ``state_dict``, such as a scheduler, is saved by it."""
-
-    def __init__(
-        self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(bcast_object, get_rank)
-        vars(self).update(kwargs, _parts=dict.fromkeys(kwargs))
-        # The method of this class, since a subclass has no attributes yet.
-        ObjectState.save(self)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        is_other = name in self._parts and (_has_state(value) or _has_state(getattr(self, name)))
-        super().__setattr__(name, value)
-        if is_other:
-            # `restore` sets it as it is now.
-            self._parts = {**self._parts, name: copy.deepcopy(_state_of(value))}
 
     def save(self) -> None:
         """Saves copies of the attributes, or of their ``state_dict``, in memory."""
@@ -190,6 +119,33 @@ class ObjectState(State):
         self._load(broadcast_state(self._states(), 0, "elastic.values"))
         self.save()
 
+    def commit(self) -> None:
+        """Saves the state, and makes it the checkpoint that the next attempt starts from.
+
+        Returns on every rank once the checkpoint is durable, whatever happens to any rank after that. If the store
+        refuses the checkpoint, a message is logged and the previous commit stays.
+        """
+        self.save()
+        self._is_used = True
+        kept = {"number": self._number, "parts": self._parts}
+        rt.report({}, checkpoint={"elastic": kept} if world.rank() == 0 else None)
+        await_checkpoint()
+        barrier()
+
+    def resume(self) -> None:
+        """Restores the last commit of this state in an earlier attempt, unless this attempt has used the state."""
+        is_used, self._is_used = self._is_used, True
+        if is_used or (checkpoint := rt.get_checkpoint()) is None:
+            return
+        saved = checkpoint.load()
+        kept = saved.get("elastic", {}) if isinstance(saved, Mapping) else {}
+        if kept.get("number") != self._number or kept["parts"].keys() != self._parts.keys():
+            print("rankzero: an elastic state starts afresh: the last checkpoint is not its commit", flush=True)
+            return
+        self._parts = kept["parts"]
+        self.restore()
+        self.on_reset()
+
     def _states(self) -> dict[str, Any]:
         return {name: _state_of(getattr(self, name)) for name in self._parts}
 
@@ -199,6 +155,10 @@ class ObjectState(State):
                 value.load_state_dict(state)
             else:
                 setattr(self, name, state)
+
+
+State = ObjectState
+"""Horovod's name of the class of all states."""
 
 
 class TorchState(ObjectState):
@@ -216,7 +176,7 @@ def _state_of(value: Any) -> Any:
     return value.state_dict() if _has_state(value) else value
 
 
-def run(function: Callable[..., R]) -> Callable[..., R]:
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates ``train(state, ...)`` to start from the last commit of an earlier attempt.
 
     A failure ends the attempt. With ``max_restarts`` the next attempt starts from the last ``state.commit()``, with
@@ -224,7 +184,7 @@ def run(function: Callable[..., R]) -> Callable[..., R]:
     """
 
     @functools.wraps(function)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         state.resume()
         state.sync()
         return function(state, *args, **kwargs)

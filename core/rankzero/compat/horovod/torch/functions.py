@@ -11,7 +11,7 @@ import cloudpickle
 import torch
 
 from rankzero.compat.horovod.torch.collectives import allgather_async, broadcast_, broadcast_async_, synchronize
-from rankzero.compat.horovod.torch.connections import to_bytes
+from rankzero.compat.horovod.torch.operations import to_bytes
 from rankzero.compat.horovod.torch.world import ProcessSet
 from rankzero.compat.horovod.torch.world import global_process_set as WORLD
 

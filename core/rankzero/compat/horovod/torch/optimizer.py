@@ -18,7 +18,7 @@ from rankzero.compat.horovod.torch.collectives import (
     checked_op,
     sparse_allreduce_async,
 )
-from rankzero.compat.horovod.torch.requests import AVERAGE, HorovodInternalError, Request
+from rankzero.compat.horovod.torch.operations import AVERAGE, HorovodInternalError, Request
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
 BUNCH = 16 << 20
@@ -124,7 +124,6 @@ class _Reducer:
         """Those of them that are issued, with the context of their compression."""
         self._due = 0
         """Bytes of the others."""
-        self._sparse_dims: dict[torch.Tensor, int] = {}
         self._hooked: set[torch.Tensor] = set()
         self._has_peers = group.size() > 1 and group.included()
 
@@ -263,17 +262,12 @@ class _Reducer:
         gradient = parameter.grad
         if gradient is None:
             # Another rank may have a gradient of this parameter.
-            gradient = torch.zeros_like(parameter)
-            if dims := self._sparse_dims.get(parameter):
-                gradient = gradient.to_sparse(dims)
-            parameter.grad = gradient
+            parameter.grad = gradient = torch.zeros_like(parameter)
         if gradient.requires_grad:
             raise AssertionError(
                 f"the gradient of {self._names[parameter]!r} requires a gradient itself, which other ranks do not "
                 "know of: for create_graph=True call torch.autograd.grad"
             )
-        if gradient.is_sparse:
-            self._sparse_dims[parameter] = gradient.sparse_dim()
         self._sent[parameter] = gradient, gradient._version
         self._due += parameter.nbytes
         if self._due >= BUNCH:

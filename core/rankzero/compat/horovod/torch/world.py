@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +13,8 @@ import torch.distributed as dist
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch.coordinator import Coordinator
-from rankzero.compat.horovod.torch.requests import Meta
+from rankzero.compat.horovod.torch.operations import Meta
 from rankzero.train.context import at_return
-
-logger = logging.getLogger(__name__)
 
 STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": 60.0, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": 1800.0}
 """Horovod's variables for the seconds until a stall is warned of and until it is an error, and their defaults."""
@@ -37,8 +34,7 @@ class ProcessSet:
     def coordinator(self) -> Coordinator:
         """Returns the coordinator that executes the set's operations. Raises ValueError before it is created."""
         if self._coordinator is None:
-            is_world, text = self is global_process_set, "Horovod has not been initialized; use hvd.init()."
-            raise ValueError(text if is_world else "give it to hvd.add_process_set first")
+            raise ValueError("Horovod has not been initialized; use hvd.init(), and hvd.add_process_set for other sets")
         return self._coordinator
 
     def size(self) -> int:
@@ -54,18 +50,14 @@ class ProcessSet:
         return self.coordinator.rank >= 0
 
     def _open(self, number: int) -> None:
-        warn_after, timeout = (float(os.environ.get(name) or 0) or default for name, default in STALLS.items())
-        self._coordinator = Coordinator(next(_opened), self.ranks, warn_after, timeout)
-        self.process_set_id = number
-        _sets[number] = self
+        limits = (float(os.environ.get(name) or 0) or default for name, default in STALLS.items())
+        self._coordinator = Coordinator(next(_opened), self.ranks, *limits)
+        self.process_set_id, _sets[number] = number, self
 
     def _close(self) -> None:
         self.coordinator.close()
         del _sets[self.process_set_id or 0]
         self._coordinator = self.process_set_id = None
-
-    def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
 global_process_set = ProcessSet([])
@@ -142,11 +134,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def process_set_ids() -> list[int]:
-    """Returns the ids of all process sets."""
-    return list(_sets)
-
-
 def rank() -> int:
     """Returns the global rank of this process."""
     return global_process_set.coordinator.rank
@@ -158,7 +145,7 @@ def size() -> int:
 
 
 def _answer(text: str, value: Callable[[], Any]) -> Callable[[], int]:
-    """Returns a function that answers a question about the rank or about torch."""
+    """Returns a function that answers a question about the rank or about torch by a number."""
 
     def answer() -> int:
         return int(value())
@@ -180,12 +167,4 @@ gloo_built = gloo_enabled = _answer("1 if torch has gloo, else 0", dist.is_gloo_
 nccl_built = _answer("1 if torch has NCCL, else 0", dist.is_nccl_available)
 cuda_built = _answer("1 if torch has CUDA, else 0", lambda: torch.version.cuda is not None)
 rocm_built = _answer("1 if torch has ROCm, else 0", lambda: torch.version.hip is not None)
-mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answer("0: it is not supported", int)
-
-
-def start_timeline(file_path: str = "", mark_cycles: bool = False) -> None:
-    """Only logs a warning: use `torch.profiler` instead."""
-    logger.warning("hvd.start_timeline and stop_timeline write no timeline: use torch.profiler.profile")
-
-
-stop_timeline = start_timeline
+mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _answer("0: it is not supported", lambda: 0)
