@@ -81,15 +81,11 @@ def test_a_commit_is_gone_on_from_by_fewer_ranks_and_by_more(tmp_path: Path, mon
 
 def test_a_sampler_shares_out_what_is_left() -> None:
     sampler = hvd.elastic.ElasticSampler(range(5), shuffle=False)
-    assert (sampler.num_replicas, sampler.rank) == (1, 0)
     sampler.record_batch(0, 2)
     assert list(sampler) == [0, 1, 2, 3, 4], "until the next reset"
-    sampler.reset()
-    assert (sampler.remaining_indices, sampler.indices) == ([2, 3, 4], [2, 3, 4])
-    assert (sampler.num_samples, sampler.total_size, len(sampler)) == (3, 3, 3)
     other = hvd.elastic.ElasticSampler(range(5), shuffle=False)
     other.load_state_dict(sampler.state_dict())
-    assert list(other) == [2, 3, 4]
+    assert (other.remaining_indices, other.indices, len(other)) == ([2, 3, 4], [2, 3, 4], 3)
     other.num_replicas = 2
     other.record_batch(0, 1)
     assert other.processed_num == 4, "the other rank has the same pace"
@@ -135,17 +131,11 @@ def several_parts() -> Any:
 
 
 def loops_of_two_states() -> Any:
-    """Two loops: the first state is never committed; the second one, of the same names, is."""
+    """The first state is never committed; the second one, of the same names, is."""
     hvd.init()
-
-    @hvd.elastic.run
-    def loop(state: Any, step: int) -> Any:
-        before, state.step = state.step, step
-        return before
-
+    loop = hvd.elastic.run(lambda state, step: (state.step, setattr(state, "step", step))[0])
     first, second = (hvd.elastic.ObjectState(step=0) for _ in range(2))
-    seen = [loop(first, 1), loop(first, 2), first.step]
-    seen += [loop(second, 7), loop(second, 8)]
+    seen = [loop(first, 1), loop(first, 2), first.step, loop(second, 7), loop(second, 8)]
     if rt.get_context().attempt == 1:
         return hvd.allgather_object(seen)
     second.commit()

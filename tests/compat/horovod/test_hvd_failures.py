@@ -1,5 +1,6 @@
 """Ranks that disagree, skip, fail, or die: every rank gets an error that names the operation and the ranks."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from tests.conftest import free_port
 import rankzero.compat.horovod.torch as hvd
 from rankzero import HangError, Launcher, WorkerFailedError
 from rankzero.compat.horovod.torch import operations
-from rankzero.driver.hangs import is_waiting
 
 LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
 """A wait that no test means fails, and does not last half an hour."""
@@ -34,7 +34,6 @@ def disagreements() -> Any:
         "type": lambda name: hvd.allreduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank]), name=name),
         "op": lambda name: hvd.allreduce(torch.ones(2), op=[hvd.Sum, hvd.Min][rank], name=name),
         "scale": lambda name: hvd.allreduce(torch.ones(2), prescale_factor=1.0 + rank, name=name),
-        "number": lambda name: hvd.allreduce(torch.ones(1 + rank), name=name),
         "group": lambda name: hvd.grouped_allreduce([torch.ones(2)] * (1 + rank), name=name),
         "root": lambda name: hvd.broadcast(torch.ones(2), rank, name=name),
         "tail": lambda name: hvd.allgather(torch.ones(2, 1 + rank), name=name),
@@ -70,7 +69,7 @@ def test_what_differs_between_ranks_is_named_on_every_rank(launcher: Launcher) -
         "rank 1: allreduce Average torch.float32 [3]"
     )
     parts = {"type": "torch.int64", "op": "Min", "scale": "prescale 2", "root": "of rank 1", "tail": "[2]"}
-    for name, part in {**parts, "number": "[1]", "group": ", allreduce", "set": "process_set [1]"}.items():
+    for name, part in {**parts, "group": ", allreduce", "set": "process_set [1]"}.items():
         assert part in ours[name]
 
 
@@ -85,15 +84,11 @@ def wrong_calls() -> None:
         frozen = torch.ones(4)
     for error, message, call in [
         (NotImplementedError, "Adasum is not supported", lambda: hvd.allreduce(one, op=hvd.Adasum)),
-        (ValueError, "not both", lambda: hvd.allreduce(one, average=True, op=hvd.Sum)),
         (TypeError, "does not reduce tensors of torch.uint16", lambda: hvd.allreduce(many.to(torch.uint16))),
         (TypeError, "torch.bool has no average", lambda: hvd.allreduce(one.bool())),
         (TypeError, "op is hvd.Min.* torch.complex64 ", lambda: hvd.allreduce(many.to(torch.complex64), op=hvd.Min)),
-        (NotImplementedError, "Sparse", lambda: hvd.allreduce(torch.eye(2).to_sparse())),
         (ValueError, "share their memory", lambda: hvd.allreduce_(one.expand(4))),
         (ValueError, "inference_mode", lambda: hvd.allreduce_(frozen)),
-        (ValueError, "root_rank is 7", lambda: hvd.broadcast(one, 7)),
-        (ValueError, "needs splits", lambda: hvd.alltoall(torch.ones(3))),
         (ValueError, "add up to 2 rows", lambda: hvd.alltoall(torch.ones(2), splits=[1, 2])),
         (ValueError, "not a scalar", lambda: hvd.allgather(torch.tensor(1.0))),
         (ValueError, "use hvd.Average or hvd.Sum", lambda: hvd.reducescatter(many, op=hvd.Max)),
@@ -108,8 +103,6 @@ def wrong_calls() -> None:
             hvd.allreduce_async(one, name="late")
     hvd.broadcast_object("refused")
     hvd.synchronize(late if hvd.rank() == 0 else hvd.allreduce_async(one, name="late"))
-    assert not hvd.mpi_built()
-    assert hvd.gloo_built()
 
 
 def test_wrong_calls_are_refused(launcher: Launcher) -> None:
@@ -118,7 +111,6 @@ def test_wrong_calls_are_refused(launcher: Launcher) -> None:
 
 def ends(how: str) -> None:
     """Rank 0 waits for something that rank 1 never does."""
-    import os
     import time
 
     import torch
@@ -129,13 +121,9 @@ def ends(how: str) -> None:
         if how == "join":
             hvd.join()
         hvd.allreduce(torch.ones(2), name="gradient", process_set=pair)
-    elif hvd.rank() == 1:
-        if how == "dies":
-            os._exit(9)
-        if how == "goes on":
-            while True:
-                hvd.allreduce_async(torch.ones(2), name="others")
-                time.sleep(600)
+    while hvd.rank() == 1 and how == "goes on":
+        hvd.allreduce_async(torch.ones(2), name="others")
+        time.sleep(600)
 
 
 NEVER = "'allreduce.gradient' was issued by rank [0], but rank"
@@ -160,12 +148,6 @@ def test_what_a_rank_waits_for_in_vain_is_named(tmp_path: Path, how: str, ranks:
         assert [line for line in handle.logs(0) if "rankzero: rank 0 has waited" in line and NEVER in line]
 
 
-def test_a_rank_that_dies_is_the_first_cause(launcher: Launcher) -> None:
-    with pytest.raises(WorkerFailedError) as failure:
-        launcher.run(ends, "dies")
-    assert (failure.value.rank, failure.value.exit_code) == (1, 9)
-
-
 def test_a_rank_that_hangs_is_seen_while_its_peer_waits_for_it_to_shut_down(launcher: Launcher) -> None:
     def train() -> None:
         import time
@@ -184,7 +166,6 @@ def test_a_rank_that_hangs_is_seen_while_its_peer_waits_for_it_to_shut_down(laun
 
 def again_and_again() -> Any:
     """After each kind of failure the same processes shut down, initialize and continue, as a loop by hand does."""
-    import os
     import threading
 
     import torch
@@ -218,16 +199,9 @@ def again_and_again() -> Any:
             of._reduce = usual  # type: ignore[method-assign]
         raise first.value
 
-    def raises_in_a_set() -> None:
-        both = hvd.add_process_set([0, 1])
-        if hvd.rank() == 1:
-            raise ValueError("no data")
-        if both.included():
-            reduce("left", process_set=both)
-
     found, files = [], []
     hvd.init()
-    for kind in (raises, fails, raises_in_a_set) * 3:
+    for kind in (raises, fails) * 3:
         try:
             kind()
         except (ValueError, hvd.HorovodInternalError) as error:
@@ -237,8 +211,8 @@ def again_and_again() -> Any:
         assert "rankzero-horovod" not in [thread.name for thread in threading.enumerate()]
         files.append(len(os.listdir("/proc/self/fd")))
         hvd.init()
-        assert reduce("again", op=hvd.Sum)[0].item() == 3
-    assert min(files[6:]) <= max(files[:3]), f"connections stay open: {files}"
+        assert reduce("again", op=hvd.Sum)[0].item() == 2
+    assert min(files[4:]) <= max(files[:2]), f"connections stay open: {files}"
     torch.distributed.destroy_process_group()
     hvd.shutdown()
     hvd.init()
@@ -246,10 +220,9 @@ def again_and_again() -> Any:
 
 
 def test_ranks_continue_after_each_kind_of_failure(tmp_path: Path) -> None:
-    zero, one, two = Launcher(3, store=tmp_path, env=LIMIT).run(again_and_again)
-    assert zero == ["ValueError", "HorovodInternalError", "StallError"] * 3
-    assert one == ["StallError", "HorovodInternalError", "ValueError"] * 3
-    assert two == ["StallError", "HorovodInternalError"] * 3
+    zero, one = Launcher(2, store=tmp_path, env=LIMIT).run(again_and_again)
+    assert zero == ["ValueError", "HorovodInternalError"] * 3
+    assert one == ["StallError", "HorovodInternalError"] * 3
 
 
 PROGRAM = """
@@ -258,23 +231,17 @@ import rankzero.compat.horovod.torch as hvd
 
 hvd.init()
 rank = hvd.rank()
-if sys.argv[1] == "killed":
-    if rank == 1:
+if sys.argv[1] != "exits":
+    if rank == 1 and sys.argv[1] == "gradient":
         os.kill(os.getpid(), 9)
-    try:
-        hvd.allreduce(torch.ones(300), name="gradient")
-    except hvd.HorovodInternalError as error:
-        print(error)
-    sys.exit()
-if sys.argv[1] == "killed under way":
-    large = hvd.allreduce_async_(torch.ones(1 << 26), name="large")
+    request = hvd.allreduce_async(torch.ones(1 << 26), name=sys.argv[1])
     coordinator = hvd.global_process_set.coordinator
-    while coordinator._table or not coordinator._users:
+    while rank == 1 and (coordinator._table or not coordinator._users):
         pass
     if rank == 1:
         os.kill(os.getpid(), 9)
     try:
-        large.wait()
+        request.wait()
     except hvd.HorovodInternalError as error:
         print(error)
     sys.exit()
@@ -289,64 +256,26 @@ if rank == 1:
 """A program of two ranks that ends at once, with operations under way."""
 
 
-def started(how: str, port: int) -> list[subprocess.Popen[str]]:
-    import os
-
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, how],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **place, "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
+def started(how: str) -> list[subprocess.Popen[str]]:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    given: Any = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environments = [{**os.environ, **place, "RANK": str(rank)} for rank in range(2)]
+    return [subprocess.Popen([sys.executable, "-c", PROGRAM, how], env=env, **given) for env in environments]
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_program_exits_without_an_abort(count: int) -> None:
     for _ in range(count):
-        ranks = started("exits", free_port())
+        ranks = started("exits")
         outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0], outputs
 
 
-@pytest.mark.parametrize(("how", "name"), [("killed", "gradient"), ("killed under way", "large")])
-def test_a_killed_peer_is_named_by_its_rank(how: str, name: str) -> None:
-    zero, one = started(how, free_port())
+# Before it issues anything, and while a collective is under way.
+@pytest.mark.parametrize("name", ["gradient", "large"])
+def test_a_killed_peer_is_named_by_its_rank(name: str) -> None:
+    zero, one = started(name)
     output, _ = zero.communicate(timeout=120)
     one.communicate(timeout=120)
     assert f"rank [1] has died, while rank 0 waited for 'allreduce.{name}'" in output
     assert (zero.returncode, one.returncode) == (0, -9)
-
-
-def begins_late() -> None:
-    """Operations that both ranks have issued while their threads begin another one for longer than the limit."""
-    import threading
-    import time
-
-    import torch
-
-    hvd.init()
-    reduce, begins = operations.Connections._reduce, threading.Event()
-
-    def slow(*args: Any) -> Any:
-        begins.set()
-        time.sleep(5)
-        return reduce(*args)
-
-    operations.Connections._reduce = slow  # type: ignore[method-assign]
-    first = hvd.allreduce_async(torch.ones(300), name="slow")
-    begins.wait()
-    operations.Connections._reduce = reduce  # type: ignore[method-assign]
-    hvd.synchronize([first, hvd.allreduce_async(torch.ones(3), name="later")])
-
-
-def test_what_all_ranks_have_issued_does_not_stall(tmp_path: Path) -> None:
-    Launcher(2, store=tmp_path, env={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}).run(begins_late)
-
-
-def test_a_rank_that_waits_in_hvd_counts_as_waiting() -> None:
-    assert is_waiting(f'  File "{operations.__file__}", line 1 in wait\n')

@@ -208,8 +208,6 @@ class Coordinator:
         announced = [(one.name, *self._announced(one)) for one in issued]
         message = self._has_ended, now - oldest > self._timeout, announced
         found = [pickle.loads(each) for each in self._connections.gather(pickle.dumps(message))]
-        for request in issued:
-            request.since = time.monotonic()  # Operations under way may have kept the others from hearing of it.
         for rank, (has_ended, _, operations) in enumerate(found):
             if has_ended:
                 self._ended.add(rank)
