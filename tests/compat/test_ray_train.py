@@ -42,11 +42,11 @@ ROWS = 16
 def fit(tmp_path: Path) -> FitsLoop:
     """Returns a function that trains with a run config and other arguments of the trainer."""
 
-    def fit(loop: Any, config: Any = None, workers: Any = 2, run: dict[str, Any] | None = None, **more: Any) -> Result:
+    def fit(loop: Any, config: Any = None, workers: Any = 2, run: Any = None, datasets: Any = None) -> Result:
         run_config = RunConfig(**{"name": "run", "storage_path": tmp_path / "runs", **(run or {})})
         # With time for the write of what was reported right before a failure.
-        options = {"launcher": Launcher(stop_grace=60), "scaling_config": ScalingConfig(num_workers=workers), **more}
-        return TorchTrainer(loop, train_loop_config=config or {}, run_config=run_config, **options).fit()
+        given: Any = {"launcher": Launcher(stop_grace=60), "run_config": run_config, "datasets": datasets}
+        return TorchTrainer(loop, train_loop_config=config, scaling_config=ScalingConfig(workers), **given).fit()
 
     return fit
 
@@ -65,19 +65,10 @@ def saved(default: int = 0) -> int:
         return int(Path(folder, "state").read_text())
 
 
-class NeuralNetwork(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.layers(x)
-
-
 def get_started() -> Any:
     import rankzero.compat.ray_train as ray
 
-    model = ray.train.torch.prepare_model(NeuralNetwork())
+    model = ray.train.torch.prepare_model(nn.Linear(4, 1))
     criterion = nn.MSELoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     train_loader: Any = DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 1)), batch_size=4, shuffle=True)
@@ -94,8 +85,6 @@ def get_started() -> Any:
         with tempfile.TemporaryDirectory() as temp_checkpoint_dir:
             torch.save(model.module.state_dict(), os.path.join(temp_checkpoint_dir, "model.pt"))
             ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(temp_checkpoint_dir))
-        if ray.train.get_context().get_world_rank() == 0:
-            print(metrics)
     return model.module.state_dict()
 
 
@@ -115,8 +104,8 @@ def test_rays_page_for_pytorch(fixtures: list[str], request: pytest.FixtureReque
     result = trainer.fit()
     assert (result.metrics["epoch"], result.error, len(result.best_checkpoints)) == (1, None, 2)
     with result.checkpoint.as_directory() as checkpoint_dir:
-        NeuralNetwork().load_state_dict(torch.load(os.path.join(checkpoint_dir, "model.pt")))
-    assert list(result.return_value) == list(NeuralNetwork().state_dict()), "tensors are allowed"
+        nn.Linear(4, 1).load_state_dict(torch.load(os.path.join(checkpoint_dir, "model.pt")))
+    assert list(result.return_value) == list(nn.Linear(4, 1).state_dict()), "tensors are allowed"
 
 
 def test_who_a_worker_is(fit: FitsLoop, tmp_path: Path) -> None:
@@ -202,7 +191,6 @@ def test_a_checkpoint_that_a_loop_does_not_ask_for_is_named_once(fit: FitsLoop) 
 
 def test_metrics_are_the_numbers_and_texts_of_rank_0s_last_report(fit: FitsLoop) -> None:
     def loop() -> None:
-
         import numpy
 
         train.report({"accuracy": 0.5, "loss": 2.0})
@@ -233,12 +221,6 @@ def test_a_checkpoint_is_rank_0s_or_has_the_files_of_all_workers(fit: FitsLoop, 
     result = fit(of_each_worker, {"ranks": [0, 1] if sharded else [0], "sharded": sharded})
     expected = {"common": "0", "model-rank=0.pt": "0", **({"model-rank=1.pt": "1"} if sharded else {})}
     assert result.return_value == [expected] * 2
-    assert result.checkpoint is not None
-    assert {path.name: path.read_text() for path in Path(result.checkpoint.path).iterdir()} == expected
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_a_checkpoint_that_lacks_a_workers_part_is_refused(fit: FitsLoop, sharded: bool) -> None:
     with pytest.raises(TrainingFailedError, match="rank 1 reported a checkpoint, and rank 0 none: report one"):
         fit(of_each_worker, {"ranks": [1], "sharded": sharded})
 

@@ -33,8 +33,7 @@ def values() -> None:
             later = [hvd.allreduce_async_(torch.ones(count), op=hvd.Sum, name=f"inference.{i}") for i in range(2)]
             for total in hvd.synchronize(later):
                 check("inference mode", total, torch.full((count,), float(size)))
-    for shape in ((3, 0), (3, 0, 2)):
-        check("no columns", hvd.allgather(torch.ones(shape)).shape, (3 * size, *shape[1:]))
+    check("no columns", hvd.allgather(torch.ones(3, 0, 2)).shape, (3 * size, 0, 2))
     check("fp16", hvd.allreduce(torch.full((3,), 1.5), compression=hvd.Compression.fp16), torch.full((3,), 1.5))
     check("scalar", hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum), sum(map(float, range(size))))
     check("too large", hvd.allreduce(torch.tensor([3e38]), op=hvd.Product, postscale_factor=1e10), [float("inf")])

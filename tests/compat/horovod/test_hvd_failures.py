@@ -18,71 +18,31 @@ LIMIT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
 """A wait that no test means fails, and does not last half an hour."""
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Launcher:
-    return Launcher(2, store=tmp_path, env=LIMIT)
-
-
-def disagreements() -> Any:
-    import torch
-
-    hvd.init()
-    rank = hvd.rank()
-    found = {}
-    for name, call in {
-        "shape": lambda name: hvd.allreduce(torch.ones(2 + rank), name=name),
-        "type": lambda name: hvd.allreduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank]), name=name),
-        "op": lambda name: hvd.allreduce(torch.ones(2), op=[hvd.Sum, hvd.Min][rank], name=name),
-        "scale": lambda name: hvd.allreduce(torch.ones(2), prescale_factor=1.0 + rank, name=name),
-        "group": lambda name: hvd.grouped_allreduce([torch.ones(2)] * (1 + rank), name=name),
-        "root": lambda name: hvd.broadcast(torch.ones(2), rank, name=name),
-        "tail": lambda name: hvd.allgather(torch.ones(2, 1 + rank), name=name),
-        "set": lambda _: hvd.add_process_set([rank]),
-    }.items():
-        with pytest.raises(hvd.MismatchError) as error:
-            call(name)
-        found[name] = str(error.value)
-    # Not affected, and issued while another one fails.
-    good = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="good")
-    with pytest.raises(hvd.MismatchError):
-        hvd.allreduce(torch.ones(2 + rank), name="bad")
-    assert hvd.synchronize(good).tolist() == [2, 2]
-    # A rank that has joined has nothing to gather.
-    if rank == 1:
-        for call in (
-            lambda: hvd.allgather(torch.ones(3), name="x"),
-            lambda: hvd.allreduce(torch.ones(300), name="y", op=hvd.Min),
-            lambda: hvd.add_process_set([1]),
-        ):
-            with pytest.raises(hvd.MismatchError, match="rank .0. has joined, which only sums and averages allow"):
-                call()
-        hvd.barrier()
-    assert hvd.join() == 1
-    return hvd.allgather_object(found)
-
-
-def test_what_differs_between_ranks_is_named_on_every_rank(launcher: Launcher) -> None:
-    ours, theirs = launcher.run(disagreements)
-    assert ours == theirs
-    assert ours["shape"] == (
-        "'allreduce.shape' is not the same on all ranks: rank 0: allreduce Average torch.float32 [2]; "
-        "rank 1: allreduce Average torch.float32 [3]"
-    )
-    parts = {"type": "torch.int64", "op": "Min", "scale": "prescale 2", "root": "of rank 1", "tail": "[2]"}
-    for name, part in {**parts, "group": ", allreduce", "set": "process_set [1]"}.items():
-        assert part in ours[name]
-
-
-def wrong_calls() -> None:
+def calls() -> None:
+    """What differs between ranks, and what no rank may call, is named."""
     import torch
 
     with pytest.raises(ValueError, match="has not been initialized"):
         hvd.rank()
     hvd.init()
+    rank = hvd.rank()
     one, many = torch.ones(1), torch.ones(1000)
     with torch.inference_mode():
         frozen = torch.ones(4)
+    shapes = (
+        "'allreduce.shape' is not the same on all ranks: rank 0: allreduce Average torch.float32 [2]; "
+        "rank 1: allreduce Average torch.float32 [3]"
+    )
+    differs, typed = hvd.MismatchError, [many, many.long()]
     for error, message, call in [
+        (differs, re.escape(shapes), lambda: hvd.allreduce(torch.ones(2 + rank), name="shape")),
+        (differs, "torch.int64", lambda: hvd.allreduce(typed[rank], name="type")),
+        (differs, "allreduce Min", lambda: hvd.allreduce(many, op=[hvd.Sum, hvd.Min][rank], name="op")),
+        (differs, "prescale 2", lambda: hvd.allreduce(many, prescale_factor=1.0 + rank, name="scale")),
+        (differs, ", allreduce", lambda: hvd.grouped_allreduce([many] * (1 + rank), name="group")),
+        (differs, "of rank 1", lambda: hvd.broadcast(many, rank, name="root")),
+        (differs, r"\[2\]", lambda: hvd.allgather(torch.ones(2, 1 + rank), name="tail")),
+        (differs, r"process_set \[1\]", lambda: hvd.add_process_set([rank])),
         (NotImplementedError, "Adasum is not supported", lambda: hvd.allreduce(one, op=hvd.Adasum)),
         (TypeError, "does not reduce tensors of torch.uint16", lambda: hvd.allreduce(many.to(torch.uint16))),
         (TypeError, "torch.bool has no average", lambda: hvd.allreduce(one.bool())),
@@ -94,19 +54,31 @@ def wrong_calls() -> None:
         (ValueError, "use hvd.Average or hvd.Sum", lambda: hvd.reducescatter(many, op=hvd.Max)),
         (ValueError, "do not exist", lambda: hvd.add_process_set([0, 7])),
     ]:
+        # Others are not affected by one that fails.
+        good = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="good")
         with pytest.raises(error, match=message):
             call()
-    if hvd.rank() == 0:
+        assert hvd.synchronize(good).tolist() == [2, 2]
+    if rank == 0:
         # Its peer issues it only after the second call was refused.
         late = hvd.allreduce_async(one, name="late")
         with pytest.raises(ValueError, match=r"'allreduce.late' was issued again before it has ended"):
             hvd.allreduce_async(one, name="late")
     hvd.broadcast_object("refused")
-    hvd.synchronize(late if hvd.rank() == 0 else hvd.allreduce_async(one, name="late"))
+    hvd.synchronize(late if rank == 0 else hvd.allreduce_async(one, name="late"))
+    for call in (
+        lambda: hvd.allgather(torch.ones(3), name="x"),
+        lambda: hvd.allreduce(torch.ones(300), name="y", op=hvd.Min),
+        lambda: hvd.add_process_set([1]),
+    ):
+        if rank == 1:
+            with pytest.raises(differs, match="rank .0. has joined, which only sums and averages allow"):
+                call()
+    assert hvd.join() == 1
 
 
-def test_wrong_calls_are_refused(launcher: Launcher) -> None:
-    launcher.run(wrong_calls)
+def test_what_differs_and_wrong_calls_are_named(tmp_path: Path) -> None:
+    Launcher(2, store=tmp_path, env=LIMIT).run(calls)
 
 
 def ends(how: str) -> None:
@@ -148,7 +120,7 @@ def test_what_a_rank_waits_for_in_vain_is_named(tmp_path: Path, how: str, ranks:
         assert [line for line in handle.logs(0) if "rankzero: rank 0 has waited" in line and NEVER in line]
 
 
-def test_a_rank_that_hangs_is_seen_while_its_peer_waits_for_it_to_shut_down(launcher: Launcher) -> None:
+def test_a_rank_that_hangs_is_seen_while_its_peer_waits_for_it_to_shut_down(tmp_path: Path) -> None:
     def train() -> None:
         import time
 
@@ -156,7 +128,7 @@ def test_a_rank_that_hangs_is_seen_while_its_peer_waits_for_it_to_shut_down(laun
         if hvd.rank() == 1:
             time.sleep(600)
 
-    handle = launcher.options(hang_timeout=4.0).submit(train)
+    handle = Launcher(2, store=tmp_path, hang_timeout=4.0).submit(train)
     try:
         with pytest.raises(HangError):
             handle.result(60)

@@ -33,7 +33,6 @@ def values(rank: int, size: int, device: Any) -> None:
 
 def test_values_stay_on_the_gpu_and_an_optimizer_trains_as_ddp_does(tmp_path: Path) -> None:
     def train() -> Any:
-        import torch
         from torch.nn.parallel import DistributedDataParallel
 
         import rankzero.compat.horovod.torch as hvd
@@ -44,26 +43,23 @@ def test_values_stay_on_the_gpu_and_an_optimizer_trains_as_ddp_does(tmp_path: Pa
         values(hvd.rank(), hvd.size(), device)
         generator = torch.Generator().manual_seed(hvd.rank())
         batches = [torch.randn(8, 16, generator=generator).to(device) for _ in range(50)]
-
-        def build() -> Any:
+        found = []
+        for is_ours in (True, False):
             torch.manual_seed(0)
-            return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(device)
-
-        def losses(model: Any, optimizer: Any) -> list[float]:
-            found = []
+            model: Any = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(
+                device
+            )
+            model = model if is_ours else DistributedDataParallel(model, device_ids=[device])
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+            if is_ours:
+                optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
             for batch in batches:
                 optimizer.zero_grad()
                 loss = model(batch).pow(2).mean()
                 loss.backward()
                 optimizer.step()
-                found.append(loss.item())
-            return found
-
-        ours, plain = build(), DistributedDataParallel(build(), device_ids=[device])
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(ours.parameters(), lr=0.05), ours.named_parameters())
-        hvd.broadcast_parameters(ours.state_dict())
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        return losses(ours, optimizer), losses(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+            found.append(loss.item())
+        return found
 
     ours, plain = Launcher(torch.cuda.device_count(), store=tmp_path).run(train)
     assert ours == pytest.approx(plain, abs=1e-5)

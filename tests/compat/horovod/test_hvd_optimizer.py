@@ -116,12 +116,12 @@ def parameters_that_come_later() -> None:
         with pytest.raises(TypeError, match="state_dict"):
             of_object(optimizer)
 
-    model = torch.nn.Linear(2, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    weight = weakref.ref(model.weight)
-    del model, optimizer
+    last = torch.nn.Linear(2, 1)
+    its_own = hvd.DistributedOptimizer(torch.optim.SGD(last.parameters(), lr=0.1), last.named_parameters())
+    last(torch.ones(1, 2)).sum().backward()
+    its_own.step()
+    weight = weakref.ref(last.weight)
+    del last, its_own
     hvd.barrier()
     gc.collect()
     assert weight() is None, "nothing keeps a model that is no longer used"
@@ -294,43 +294,39 @@ def sparse_gradients() -> None:
 
 def parameters_of_every_kind() -> None:
     rank = hvd.rank()
-    model: Any = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.LSTM(2, 2))
+    model: Any = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
     model = model.to(memory_format=torch.channels_last) if rank else model
     model[0].register_buffer("nothing", torch.empty(0, 3))
     model[0].register_buffer("mask", torch.tensor([rank == 1, False]))
     model[0].register_buffer("strided", torch.full((4, 4), float(rank))[::2, ::2])
     model[0].register_buffer("one", torch.full((4,), float(rank))[::2][:1])
-    model[1].num_batches_tracked.fill_(7 * rank)
-    for params in (model.state_dict(), model.named_parameters(), list(model.parameters()), model.parameters()):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(rank)
-        hvd.broadcast_parameters(params, root_rank=1)
-        assert all(bool((parameter == 1).all()) for parameter in model.parameters())
-    found = model[1].num_batches_tracked.item(), model[0].mask.tolist(), model[0].one.tolist()
-    assert found == (7, [True, False], [1])
-    assert model[0].strided.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    for wrong, reason in (
-        ({"a": {"steps": 1}}, "'a' is no tensor with data"),
-        ("model", "invalid params of type: str"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            hvd.broadcast_parameters(wrong)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+    assert (model[0].strided.unique().tolist(), model[0].mask.tolist(), model[0].one.tolist()) == (
+        [1],
+        [True, False],
+        [1],
+    )
+    with torch.no_grad():
+        model[0].weight.fill_(rank)
+    hvd.broadcast_parameters(list(model.parameters()), root_rank=1)
+    assert bool((model[0].weight == 1).all())
+    with pytest.raises(ValueError, match="'a' is no tensor with data"):
+        hvd.broadcast_parameters({"a": {}})
     with pytest.raises(hvd.MismatchError, match=r"parameter.a.*rank 0.*\[2\].*rank 1.*\[3\]"):
         hvd.broadcast_parameters({"a": torch.ones(2 + rank)})
 
 
-CHECKS: list[Callable[[], None]] = [
-    every_optimizer, schedulers_and_hooks, parameters_that_come_later, layouts_types_and_options, refused,
-    two_models_of_the_same_names, gradient_scalers, sparse_gradients, parameters_of_every_kind,
-]  # fmt: skip
-
-
 def run_all() -> None:
     hvd.init()
-    for check in CHECKS:
-        print(check.__name__)
-        check()
+    every_optimizer()
+    schedulers_and_hooks()
+    parameters_that_come_later()
+    layouts_types_and_options()
+    refused()
+    two_models_of_the_same_names()
+    gradient_scalers()
+    sparse_gradients()
+    parameters_of_every_kind()
 
 
 def test_every_optimizer_and_gradient(tmp_path: Path) -> None:

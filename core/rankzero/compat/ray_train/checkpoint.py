@@ -58,11 +58,6 @@ class Checkpoint:
         """
         if path is None:
             path = tempfile.mkdtemp(prefix="rankzero-checkpoint-")
-            try:
-                return self.to_directory(path)
-            except BaseException:
-                shutil.rmtree(path, ignore_errors=True)
-                raise
         self._copy(os.fspath(path))
         return os.fspath(path)
 

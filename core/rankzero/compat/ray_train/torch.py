@@ -143,9 +143,6 @@ class TorchTrainer:
         rt.ensure_process_group(timedelta(seconds=self.torch_config.timeout_s))
         return self.train_loop_per_worker(*([self.launch_config] if self._wants_config else []))
 
-    def __repr__(self) -> str:
-        return f"TorchTrainer({getattr(self.train_loop_per_worker, '__name__', 'train')})"
-
 
 def prepare_model(
     model: nn.Module,

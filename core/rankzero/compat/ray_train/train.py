@@ -172,11 +172,6 @@ class TrainContext:
     get_checkpoint = staticmethod(get_checkpoint)
     get_dataset_shard = staticmethod(get_dataset_shard)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            config.unsupported(name).message if name in config.ABSENT else f"the context has no {name}"
-        )
-
 
 session = TrainContext()
 

@@ -277,9 +277,9 @@ class Coordinator:
         """Returns the error of an operation that differs between ranks, or that some lack; None if it is executed."""
         first, *others = (one.metas for one in of.values())
         if any(other != first for other in others):
-            each = {self.ranks[rank]: ", ".join(str(Meta(*meta)) for meta in of[rank].metas) for rank in sorted(of)}
-            parts = [f"rank {rank}: {found}" for rank, found in each.items()]
-            return MismatchError(f"{name!r} is not the same on all ranks: {'; '.join(parts)}")
+            gave = {rank: ", ".join(str(Meta(*meta)) for meta in of[rank].metas) for rank in sorted(of)}
+            parts = "; ".join(f"rank {self.ranks[rank]}: {metas}" for rank, metas in gave.items())
+            return MismatchError(f"{name!r} is not the same on all ranks: {parts}")
         missing = [rank for rank in range(self.size) if rank not in of]
         if gone := [self.ranks[rank] for rank in missing if rank in self._ended]:
             has = [self.ranks[rank] for rank in sorted(of)]

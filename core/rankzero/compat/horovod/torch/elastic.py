@@ -147,7 +147,8 @@ class ObjectState:
         self.on_reset()
 
     def _states(self) -> dict[str, Any]:
-        return {name: _state_of(getattr(self, name)) for name in self._parts}
+        values = {name: getattr(self, name) for name in self._parts}
+        return {name: value.state_dict() if _has_state(value) else value for name, value in values.items()}
 
     def _load(self, states: Mapping[str, Any]) -> None:
         for name, state in states.items():
@@ -170,10 +171,6 @@ class TorchState(ObjectState):
 
 def _has_state(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if _has_state(value) else value
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:

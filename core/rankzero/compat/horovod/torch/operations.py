@@ -27,9 +27,6 @@ SHORT = 1 << 10
 FUSION_LIMIT = 64 << 20
 """Bytes of smaller tensors that are reduced together."""
 
-Part = tuple["Meta", torch.Tensor]
-"""A tensor of a request, and its properties."""
-
 
 class HorovodInternalError(RuntimeError):
     """A collective failed: a rank has died, or ranks do not agree.
@@ -232,7 +229,7 @@ class Connections:
     def _group(self, tensor: torch.Tensor) -> Any:
         return self._accelerated if tensor.is_cuda and self._accelerated is not None else self.gloo
 
-    def _reduce(self, parts: list[Part]) -> Callable[[], None]:
+    def _reduce(self, parts: list[tuple[Meta, torch.Tensor]]) -> Callable[[], None]:
         meta, tensors = parts[0][0], [tensor for _, tensor in parts]
         is_one = len(tensors) == 1 and tensors[0].is_contiguous()
         mode = torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
@@ -290,9 +287,9 @@ class Connections:
             yield finish
 
 
-def _fused(requests: Sequence[Request]) -> Iterator[list[Part]]:
+def _fused(requests: Sequence[Request]) -> Iterator[list[tuple[Meta, torch.Tensor]]]:
     """Yields the tensors to reduce together. All ranks yield the same, since only facts that all have decide."""
-    kinds: dict[Any, list[Part]] = {}
+    kinds: dict[Any, list[tuple[Meta, torch.Tensor]]] = {}
     for meta, tensor in (part for one in requests for part in zip(one.metas, one.tensors, strict=True)):
         if meta.kind not in ("allreduce", "reducescatter"):
             continue
