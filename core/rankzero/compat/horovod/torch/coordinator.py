@@ -48,7 +48,7 @@ _OF_NUMBERS: dict[str, Callable[[list[float]], float]] = {
 
 
 class _Issued(NamedTuple):
-    """What a rank announces of an operation.
+    """The announcement of an operation by a rank.
 
     ``metas`` are `Meta`, as plain tuples. ``number`` is the value of a number that is to be reduced, which needs no
     further message. An operation that shares its memory with another one in any rank is executed ``alone``.

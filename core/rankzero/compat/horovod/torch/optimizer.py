@@ -121,9 +121,9 @@ class _Reducer:
         self._sent: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         """The gradients on their way, with the versions of their values."""
         self._issued: dict[torch.Tensor, tuple[Request, Any]] = {}
-        """Those of them that are issued, with the context of their compression."""
+        """The handles of gradients that are issued, with the context of their compression."""
         self._due = 0
-        """Bytes of the others."""
+        """Bytes of the gradients that are not issued yet."""
         self._hooked: set[torch.Tensor] = set()
         self._has_peers = group.size() > 1 and group.included()
 
