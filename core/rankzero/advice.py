@@ -17,7 +17,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     # -- modules and packages
     (
         r"^ModuleNotFoundError: No module named '(?:horovod|sparkdl)\b",
-        "Import rankzero.compat.horovod and rankzero.compat.horovod.torch instead: docs/migrate-horovod.md",
+        "Import rankzero.compat.horovod and rankzero.compat.horovod.torch instead: docs/migrate.md#horovod",
     ),
     (
         r"^ModuleNotFoundError: No module named '([^']+)'",

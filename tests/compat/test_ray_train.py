@@ -239,9 +239,9 @@ def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: TorchTrainer("train.py"), "must be a function"),  # type: ignore[arg-type]
-        (lambda: TorchTrainer(print, metadata={}), r"no TorchTrainer\(metadata\): see docs/migrate-ray-train.md"),
+        (lambda: TorchTrainer(print, metadata={}), r"no TorchTrainer\(metadata\): see docs/migrate.md#ray-train"),
         (lambda: RunConfig(worker_runtime_env={"pip": []}), r"no worker_runtime_env\(pip\)"),
-        (lambda: Checkpoint("s3://bucket/state"), "a URL: see docs/migrate-ray-train.md"),
+        (lambda: Checkpoint("s3://bucket/state"), "a URL: see docs/migrate.md#ray-train"),
         (lambda: train.report({}, validation=True), r"no report\(validation\)"),
         (lambda: TorchTrainer(print, torch_config=TorchConfig("nccl")).fit(), 'backend="nccl" needs use_gpu=True'),
     ],
