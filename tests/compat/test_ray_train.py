@@ -240,6 +240,7 @@ def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:
     [
         (lambda: TorchTrainer("train.py"), "must be a function"),  # type: ignore[arg-type]
         (lambda: TorchTrainer(print, metadata={}), r"no TorchTrainer\(metadata\): see docs/migrate.md#ray-train"),
+        (lambda: ScalingConfig(use_gpu=True, resources_per_worker={"GPU": 0}), "use_gpu is True, but .* has GPU=0"),
         (lambda: RunConfig(worker_runtime_env={"pip": []}), r"no worker_runtime_env\(pip\)"),
         (lambda: Checkpoint("s3://bucket/state"), "a URL: see docs/migrate.md#ray-train"),
         (lambda: train.report({}, validation=True), r"no report\(validation\)"),

@@ -85,7 +85,7 @@ class ScalingConfig(metaclass=_Options):
     Attributes:
         num_workers: World size; ``(min, max)`` is elastic.
         use_gpu: Whether each worker gets a GPU.
-        resources_per_worker: Accepted for compatibility; ``use_gpu`` and the cluster's configuration decide.
+        resources_per_worker: Checked only: ``use_gpu`` decides about ``"GPU"``, the cluster about everything else.
         placement_strategy: Accepted for compatibility; the cluster decides where tasks run.
     """
 
@@ -94,6 +94,10 @@ class ScalingConfig(metaclass=_Options):
     resources_per_worker: Mapping[str, float] | None = None
     placement_strategy: str = "PACK"
 
+    def __post_init__(self) -> None:
+        if (gpus := (self.resources_per_worker or {}).get("GPU", self.use_gpu)) != self.use_gpu:
+            raise InvalidJobError(f"use_gpu is {self.use_gpu}, but resources_per_worker has GPU={gpus}: leave GPU out")
+
 
 @dataclass(frozen=True)
 class TorchConfig(metaclass=_Options):
@@ -101,12 +105,10 @@ class TorchConfig(metaclass=_Options):
 
     Attributes:
         backend: ``"nccl"`` or ``"gloo"``; None: nccl with GPUs, else gloo.
-        init_method: Accepted for compatibility; workers always use environment variables.
         timeout_s: Timeout of a collective in seconds.
     """
 
     backend: str | None = None
-    init_method: str = "env"
     timeout_s: float = 1800
 
 

@@ -127,8 +127,7 @@ class Request:
     def poll(self) -> bool:
         """Returns True if the operation has ended; its results are in the tensors then, or `wait` raises its error."""
         if self.has_ended:
-            with contextlib.suppress(HorovodInternalError):
-                self.wait()
+            self.await_tensors()
         return self.has_ended
 
     def wait(self) -> Any:
