@@ -228,8 +228,6 @@ def two_models_of_the_same_names() -> None:
         for optimizer in optimizers:
             optimizer.step()
         assert [model[0].weight.grad.unique().tolist() for model in models] == [[1.5], [15.0]]
-    same = hvd.allgather_object([parameter.tolist() for model in models for parameter in model.parameters()])
-    assert same[0] == same[1]
 
 
 def gradient_scalers() -> None:
@@ -259,27 +257,26 @@ def sparse_gradients() -> None:
     # Rows of each rank: with duplicates, other numbers of them, and none at all.
     steps = [([0, 0, 3], [3, 5]), ([1], []), ([], [])]
 
-    def made(cls: Any) -> Any:
+    def made() -> Any:
         torch.manual_seed(0)
         model = torch.nn.Embedding(6, 2, sparse=True)
-        return model, cls(list(model.parameters()), lr=0.1)
+        return model, torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
 
-    for cls in (torch.optim.SparseAdam, torch.optim.SGD):
-        plain, reference = made(cls)
+    plain, reference = made()
+    for step in steps:
+        reference.zero_grad()
+        for index, part in enumerate(step):
+            (plain(torch.tensor(part, dtype=torch.int64)) * (index + 1) / 2).sum().backward()
+        reference.step()
+    for options in ({}, {"sparse_as_dense": True}, {"compression": hvd.Compression.fp16}):
+        model, optimizer = made()
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
         for step in steps:
-            reference.zero_grad()
-            for index, part in enumerate(step):
-                (plain(torch.tensor(part, dtype=torch.int64)) * (index + 1) / 2).sum().backward()
-            reference.step()
-        for options in ({}, {"sparse_as_dense": True}, {"compression": hvd.Compression.fp16}):
-            model, optimizer = made(cls)
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
-            for step in steps:
-                optimizer.zero_grad()
-                (model(torch.tensor(step[hvd.rank()], dtype=torch.int64)) * (hvd.rank() + 1)).sum().backward()
-                optimizer.step()
-                assert model.weight.grad.is_sparse
-            torch.testing.assert_close(model.weight, plain.weight, msg=f"{cls} {options}")
+            optimizer.zero_grad()
+            (model(torch.tensor(step[hvd.rank()], dtype=torch.int64)) * (hvd.rank() + 1)).sum().backward()
+            optimizer.step()
+            assert model.weight.grad.is_sparse
+        torch.testing.assert_close(model.weight, plain.weight, msg=f"{options}")
 
 
 def parameters_of_every_kind() -> None:
