@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.conftest import spark_session
+from tests.services import spark_session
 from torch.utils.data import DataLoader, TensorDataset
 
 import rankzero.train as rt
