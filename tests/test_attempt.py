@@ -51,7 +51,7 @@ class Agent:
         await self.expect(messages.Assign)
         if self.task == 0:
             self.send(Rendezvous(1))
-        self.send(Ready(""))
+        self.send(Ready())
         await self.expect(messages.Go)
 
     def finish(self) -> None:

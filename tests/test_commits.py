@@ -44,18 +44,13 @@ class Commits:
         # Everything else waits behind it.
         self.committer.do(self._gate.wait)
 
-    def add(
-        self, index: int, rank: int = 0, *, sharded: bool = False, batch: int | None = None, kind: str = "json"
-    ) -> None:
+    def add(self, index: int, rank: int = 0, *, sharded: bool = False) -> None:
         folder = Path(self.own.path("checkpoints", f"0000-{index:06d}"))
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"rank-{rank}.json"
         file.write_text("{}")
-        part: dict[str, Any] = {"file": file.name, "format": kind, "size": 2, "sha256": ""}
+        part: dict[str, Any] = {"file": file.name, "format": "json", "size": 2, "sha256": ""}
         facts = {"id": folder.name, "index": index, "time": 0.0, "metrics": {}, "sharded": sharded}
-        if batch is not None:
-            file.write_text(f"{batch:02d}")
-            facts["positions"] = {"train": [0, batch]}
         self.committer.add(rank, facts | part)
 
     def _poll(self) -> None:
@@ -114,25 +109,7 @@ def test_a_whole_checkpoint_is_committed_whatever_another_rank_gives(
     assert (work.committed, work.lost) == ([0], [])
 
 
-def test_a_sharded_checkpoint_that_lacks_a_part_of_a_finished_rank_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks whose hosts do not see the store wait for it, since they have no room for more checkpoints."""
-    work = Commits(tmp_path, monkeypatch, world_size=2)
-    work.open()
-    for rank in (0, 1):
-        work.add(0, rank, sharded=True)
-    work.add(1, rank=0, sharded=True)
-    work.committer.note_over(1)
-    work.await_commit(0)
-    assert work.lost == [1]
-    work.add(2, rank=0, sharded=True)
-    assert work.lost == [1, 2]
-    work.finish()
-    assert work.committed == [0]
-
-
-def test_a_rank_that_gives_no_parts_is_named_and_parts_that_wait_for_it_are_few(
+def test_a_sharded_checkpoint_waits_for_all_parts_until_a_later_one_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     work = Commits(tmp_path, monkeypatch, world_size=2)
@@ -140,49 +117,19 @@ def test_a_rank_that_gives_no_parts_is_named_and_parts_that_wait_for_it_are_few(
     for index in range(8):
         assert (caplog.messages == []) is (index < 3)
         work.add(index, 0, sharded=True)
-    assert work.lost == list(range(5))
-    # The late rank gives the same number of parts, one by one.
-    for index in range(6):
-        work.add(index, 1, sharded=True)
+    # The late rank gives the same number of parts, one by one, and one of them is lost.
+    work.add(1, 1, sharded=True)
+    work.await_commit(1)
+    work.committer.lose(4)
+    work.add(4, 1, sharded=True)
+    work.add(5, 1, sharded=True)
     work.await_commit(5)
+    assert (work.committed, work.lost) == ([1, 5], [4])
     work.finish()
-    found = sorted(int(file.parent.name[-1]) for file in Path(work.own.path("checkpoints")).glob("*/rank-0.*"))
-    assert found == [5, 6, 7]
-    assert sum("rank 1 has given no part of them" in message for message in caplog.messages) == 1
-
-
-def test_a_checkpoint_of_ranks_at_different_batches_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    work = Commits(tmp_path, monkeypatch, world_size=2)
-    work.open()
-    for index, batches in ((0, (3, 3)), (1, (6, 30)), (2, (9, None))):
-        for rank, batch in enumerate(batches):
-            work.add(index, rank, sharded=True, batch=batch)
-        if index != 1:
-            work.await_commit(index)
-    work.finish()
-    assert (work.committed, work.lost) == ([0, 2], [1])
-    assert "checkpoint 0000-000001 is left out, as may be later ones: the ranks reported it at different" in caplog.text
-
-
-def test_ranks_in_step_keep_the_last_checkpoint_that_has_all_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    work = Commits(tmp_path, monkeypatch, world_size=2)
-    work.open()
-    for rank in (0, 1):
-        work.add(0, rank, sharded=True, batch=3)
-    work.await_commit(0)
-    work.committer.note_over(1)
-    work.add(1, 0, sharded=True, batch=6)
-    work.add(2, 0, sharded=True, batch=9)
-    assert work.lost == [1, 2]
-    work.finish()
-    assert work.committed == [0]
-    assert [text for record in caplog.records if "left out" in (text := record.getMessage())] == [
-        "checkpoint 0000-000001 is left out, and so may be later ones: rank 1 has returned without its part"
-    ]
+    found = sorted(int(file.parent.name[-1]) for file in Path(work.own.path("checkpoints")).glob("*/rank-*"))
+    assert found == [1, 1, 5, 5, 6, 7]
+    assert work.committer.has_rest
+    assert sum("rank 1 gave no part of them" in message for message in caplog.messages) == 1
 
 
 def test_a_checkpoint_gives_way_to_a_newer_one(work: Commits) -> None:
@@ -198,7 +145,7 @@ def test_a_checkpoint_that_a_newer_one_has_overtaken_is_left_out(work: Commits) 
     work.await_commit(1)
     work.add(0)
     work.finish()
-    assert (work.committed, work.lost) == ([1], [0])
+    assert (work.committed, work.lost) == ([1], [])
 
 
 def test_a_checkpoint_that_ranks_may_read_is_kept_until_there_are_no_ranks(
@@ -220,25 +167,12 @@ def test_a_checkpoint_that_ranks_may_read_is_kept_until_there_are_no_ranks(
 def test_ranks_are_told_of_checkpoints_in_their_order(work: Commits) -> None:
     """To a rank, all checkpoints up to one that is lost or committed are either."""
     work.add(0)
-    work.committer.drop(1)
+    work.committer.lose(1)
     assert (work.committed, work.lost) == ([], [])
     work.open()
     work.await_commit(0)
     assert (work.committed, work.lost) == ([0], [1])
     work.finish()
-
-
-def test_a_part_that_comes_after_its_checkpoint_was_given_up_is_given_up_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank whose host does not see the store has no room for more checkpoints until it is told of this one."""
-    work = Commits(tmp_path, monkeypatch, world_size=2)
-    work.committer.drop(0)
-    assert work.lost == [0]
-    work.add(0, 1, sharded=True)
-    assert work.lost == [0, 0]
-    work.finish()
-    assert not list(tmp_path.rglob("rank-1.json"))
 
 
 def test_a_commit_that_ends_after_its_attempt_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from rankzero import EngineError, RankZeroError, ResultError, ResultRef, RunCancelledError, WorkerFailedError
 from rankzero.channel.messages import Failed
-from rankzero.driver import ending, policy
+from rankzero.driver import ending
 from rankzero.driver.ending import Facts, Failure, Verdict
 from rankzero.driver.roster import Member
 from rankzero.errors import KILLED, LOST, MATCHED, PREEMPTED
@@ -41,7 +41,7 @@ def judged(
     if in_window and not ending.is_certain(known):
         return None
     stacks = {rank: f"stack of {rank}" for rank in range(known.num_processes)} if stacks is None else stacks
-    return ending.judge(known, gone or [], explain, lambda rank: [f"the last line of rank {rank}"], stacks)
+    return ending.judge(known, gone or [], explain, stacks)
 
 
 def failed(known: Facts, rank: int, **details: Any) -> bool:
@@ -98,7 +98,7 @@ def test_a_rank_that_finished_cannot_fail_any_more() -> None:
 
 def test_the_first_failure_has_the_last_lines() -> None:
     known = facts()
-    assert failed(known, 1, message="first")
+    assert failed(known, 1, message="first", log_tail=["the last line of rank 1"])
     assert failed(known, 0, message="then", log_tail=["its own last line"])
     verdict = judged(known)
     assert verdict
@@ -226,18 +226,6 @@ def test_a_consequence_shows_where_the_others_stood() -> None:
     assert "rank 1 had not failed.\nrank 1 stood at:\n  stack of 1" in str(verdict.error)
 
 
-def test_an_exception_that_a_silent_host_may_have_caused_does_not_count_as_repeated() -> None:
-    known = facts()
-    failed(known, 0, exception_type="E", message="rank 1 closed", collateral=True)
-    verdict = judged(known)
-    assert verdict
-    assert verdict.lost_by == "E: rank <n> closed"
-    verdict = judged(known, stacks={0: "", 1: policy.NO_REPLY})
-    assert verdict
-    assert verdict.lost_by is None
-    assert "rank 1 stood at:\n  no answer" in str(verdict.error)
-
-
 @pytest.mark.parametrize("what", ["over", "engine"])
 def test_a_consequence_counts_without_ranks_that_may_know_more(what: str) -> None:
     known = facts()
@@ -267,7 +255,7 @@ def test_a_report_that_arrives_while_ranks_are_stopped_corrects_the_cause_and_th
     verdict = judged(known)
     assert verdict
     failed(known, 1, **then)
-    error = ending.settled(verdict, known, lambda rank: []).error
+    error = ending.settled(verdict, known).error
     assert isinstance(error, WorkerFailedError)
     assert (error.rank, error.cause) == (1 if "collateral" in first and "collateral" not in then else 0, cause)
 
@@ -275,4 +263,4 @@ def test_a_report_that_arrives_while_ranks_are_stopped_corrects_the_cause_and_th
 def test_no_report_takes_back_that_a_run_was_cancelled() -> None:
     known, verdict = facts(), Verdict(error=RunCancelledError("it was cancelled"))
     failed(known, 1, exception_type="KeyError")
-    assert ending.settled(verdict, known, lambda rank: []) is verdict
+    assert ending.settled(verdict, known) is verdict

@@ -21,7 +21,7 @@ def failure(rank: int, host: str, order: int, **facts: Any) -> Failure:
 
 RAISED = failure(1, "b", 1, exception_type="ValueError", message="bad")
 ECHO = failure(0, "a", 0, exception_type="RuntimeError", message="Connection closed by peer", collateral=True)
-KILLED = failure(2, "c", 2, signal="SIGKILL")
+KILLED = failure(2, "c", 2, signal="SIGKILL", log_tail=["last lines"])
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,6 @@ def test_equal_failures_are_grouped_and_consequences_are_marked() -> None:
     assert ending.group_others([RAISED, *echoes], RAISED) == ["ranks 0, 2, 3: E: peer 0 is lost (a consequence)"]
 
 
-def test_ranks_that_fail_of_the_same_thing_are_named_together() -> None:
-    same = [failure(rank, "a", rank, exception_type="E", message=f"no file {rank}.csv") for rank in range(6)]
-    assert ending.same_as(same[1], [*same, KILLED]) == [0, 2, 3, 4, 5]
-    assert ending.group_others([*same, KILLED], same[1]) == [f"rank 2: {KILLED.headline}"]
-
-
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([5, 1, 2, 3], "ranks 1-3, 5"), (range(64), "ranks 0-63")],
@@ -65,7 +59,7 @@ def test_the_message_leads_with_rank_host_and_cause() -> None:
     facts = ending.Facts(9, "/store/run")
     for one in (KILLED, replace(KILLED, rank=5), replace(KILLED, rank=6), RAISED):
         facts.note_failure(replace(one, order=len(facts.failures)))
-    text = str(ending.failed(facts, lambda rank: ["last lines"], {}).error)
+    text = str(ending.failed(facts, {}).error)
     assert text.startswith("rank 2 on c failed: killed by SIGKILL (often the kernel's out-of-memory killer)")
     assert "  last lines" in text
     assert "The same failure: ranks 5, 6" in text
@@ -112,22 +106,18 @@ def test_restarts_and_preemptions_have_budgets_of_their_own(
             budget = after[0]
 
 
-COLLECTIVE = 'File "torch/distributed/distributed_c10d.py", line 3000 in all_reduce\nFile "train.py", line 9 in step'
+COLLECTIVE = 'File "/torch/distributed/distributed_c10d.py", line 3000 in all_reduce\nFile "train.py", line 9 in step'
 ELSEWHERE = 'File "train.py", line 7 in load'
 
 
 def test_a_hang_names_who_had_not_joined_and_shows_equal_stacks_once() -> None:
-    stacks = {0: COLLECTIVE, 1: ELSEWHERE, 2: COLLECTIVE}
-    missing = policy.not_in_collective(stacks)
-    assert missing == [1]
-    text = policy.hang_message("no rank made progress for hang_timeout=5.0 s", stacks, missing, "/store/run")
+    error = ending.hung(5.0, {0: COLLECTIVE, 1: ELSEWHERE, 2: COLLECTIVE}, [], "/store/run")
+    text = str(error)
+    assert error.missing == [1]
     assert "rank 1 had not joined the collective in which ranks 0, 2 waited" in text
     assert text.index("rank 1 stood at:") < text.index("ranks 0, 2 stood at:")
     assert text.count("all_reduce") == 1
-
-
-def test_nobody_is_missing_where_nobody_waits() -> None:
-    assert policy.not_in_collective({0: ELSEWHERE, 1: ELSEWHERE}) == []
+    assert ending.hung(5.0, {0: ELSEWHERE, 1: ELSEWHERE}, [], "/store/run").missing == [], "no rank waits"
 
 
 @pytest.mark.parametrize(
@@ -217,8 +207,8 @@ def test_what_is_waited_for_is_said(slots: int, least: int, most: int, words: st
     ("tasks", "ranks", "words"),
     [
         ([1, 2, 3], [], "1 of 4 tasks have started, not tasks 1-3 (are its slots in use?)"),
-        ([], [2], "waiting for rank 2 to import torch; every task has started"),
-        ([], [], "waiting for rank 0 to open the rendezvous"),
+        ([], [2], "every task has started, but rank 2 still imports torch"),
+        ([], [], "every task has started, but rank 0 opens no rendezvous"),
     ],
 )
 def test_why_an_attempt_has_not_started_is_said(tasks: list[int], ranks: list[int], words: str) -> None:

@@ -61,26 +61,6 @@ def test_the_first_reason_of_a_departure_counts() -> None:
     assert (member.why_left, member.restart_cause) == ("preempted", "preempted")
 
 
-@pytest.mark.parametrize(
-    ("versions", "submitted_with", "words"),
-    [
-        (["2.13.0+cpu", "2.13.0+cu126"], "2.13.0", None),
-        (["2.13.0", "2.13.0"], None, None),
-        (["2.13.0", "2.4.0"], "2.13.0", "2.13.0 on a; 2.4.0 on b"),
-        (["2.4.0", "2.4.0"], "2.13.0+cpu", "ranks have torch 2.4.0 and the job was submitted with 2.13.0"),
-    ],
-)
-def test_versions_of_torch_that_differ_are_named(
-    versions: list[str], submitted_with: str | None, words: str | None
-) -> None:
-    roster = roster_of(join("a"), join("b"))
-    assert roster.number()
-    for task, version in enumerate(versions):
-        roster.note_ready(task, 0, version)
-    found = roster.unlike_torch(submitted_with)
-    assert found is None if words is None else words in str(found)
-
-
 def test_which_ranks_are_not_ready() -> None:
     roster = roster_of(join("a", 2), join("b", 2))
     assert roster.number()

@@ -41,16 +41,21 @@ def scaled(seconds: float) -> Callable[[], float]:
     return lambda: seconds * scale()
 
 
-def stretched(seconds: float) -> Callable[[], float]:
-    """Returns a limit by which healthy processes are judged: `TIME_SCALE` stretches it, and never shrinks it."""
-    return lambda: seconds * max(1.0, scale())
+def stretched(seconds: float, least: float = math.inf) -> Callable[[], float]:
+    """Returns a limit by which healthy processes are judged: `TIME_SCALE` stretches it.
+
+    Args:
+        seconds: The limit.
+        least: The seconds to which `TIME_SCALE` may shrink it; by default it never does.
+    """
+    return lambda: max(min(seconds, least), seconds * scale())
 
 
 STOP_GRACE = 2.0  # Between SIGTERM and SIGKILL when a run fails or is cancelled, unless the job has another value
 EXIT_TIMEOUT = 5.0  # For exit handlers and threads of a rank that has returned, unless the job has another value
 HEARTBEAT_INTERVAL = 2.0  # Between two heartbeats in status.json
-DRIVER_DEAD_AFTER = stretched(60.0)  # Without a heartbeat of a driver; longer than agents wait for it
-DRIVER_STALE_AFTER = stretched(120.0)  # The same for a driver thread whose system shows no threads (macOS)
+DRIVER_DEAD_AFTER = stretched(60.0, least=18.0)  # Without a heartbeat of a driver; longer than agents wait for it
+DRIVER_STALE_AFTER = stretched(120.0, least=36.0)  # The same for a driver thread whose system shows no threads (macOS)
 CLOCK_SKEW = 300.0  # Most by which the clocks of two hosts may differ
 STORE_OUTAGE = scaled(300.0)  # Retries at the end of a training, whose result is worth more than the wait
 STORE_RETRY_INTERVAL = scaled(1.0)  # Between two requests to a store that fails
@@ -69,7 +74,7 @@ TRACKERS_TIMEOUT = scaled(10.0)  # For all trackers after a run's end
 
 # The channel: its two ends, in agents and the driver.
 PING_INTERVAL = 1.0  # Between two signs of life of each end
-CONNECTION_LOST_AFTER = stretched(45.0)  # Without a byte; after a cut of 20 s TCP resumes within 40
+CONNECTION_LOST_AFTER = stretched(45.0, least=13.5)  # Without a byte; after a cut of 20 s TCP resumes within 40
 AGENT_CONNECT_TIMEOUT = stretched(20.0)  # For an agent to find a driver that proves the secret
 CONNECT_TIMEOUT = stretched(5.0)  # For a name to be resolved, and for a connection to be made
 HANDSHAKE_TIMEOUT = stretched(10.0)  # For both ends of a new connection to prove the secret

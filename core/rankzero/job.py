@@ -87,7 +87,6 @@ class Job:
         files: Name to location, size and checksum of the files that the workers need.
         queries: Datasets that the driver has Spark compute: name to table or query.
         python: ``major.minor`` of the Python that made the payload.
-        torch: Version of torch where the payload was made; None if it was not installed.
         created: Unix time of the submission.
         format: `FORMAT` of the version of rankzero that submitted the job.
     """
@@ -132,7 +131,6 @@ class Job:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     queries: dict[str, str] = field(default_factory=dict)
     python: str = PYTHON
-    torch: str | None = None
     created: float = field(default_factory=time.time)
     format: int = FORMAT
 

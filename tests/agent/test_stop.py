@@ -6,7 +6,7 @@ from typing import Any
 
 from rankzero.agent.ending import Ending
 from rankzero.agent.ranks import Rank
-from rankzero.channel.messages import Flush, Flushed, Message, PartBegun, PartFailed
+from rankzero.channel.messages import Flush, Message, PartBegun, PartFailed
 
 
 class Told(Rank):
@@ -32,7 +32,7 @@ def test_a_checkpoint_whose_report_was_on_its_way_is_written_first() -> None:
         ending.stop()
         rank.note(PartBegun(0))
         ending.ask_written()
-        rank.note(Flushed())
+        rank.note(Flush())
         ending.ask_written()
         assert rank.sent == [Flush()]
         # Later ones are none of the stop's.

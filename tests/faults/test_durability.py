@@ -291,7 +291,7 @@ def test_who_has_watched_a_driver_elsewhere_does_not_ask_the_clock_of_the_wall(
 def test_a_dead_driver_whose_clock_was_ahead_is_replaced(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankzero.run.observer.DRIVER_DEAD_AFTER", lambda: 2.0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.3")
     (tmp_path / "go").touch()
     run = single.submit(count_and_wait, str(tmp_path)).own
     RunHandle.attach(run.run.directory).result(WAIT)

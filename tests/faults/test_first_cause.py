@@ -107,32 +107,6 @@ def test_a_rank_that_has_not_failed_is_named_with_its_stack_where_only_consequen
     assert "in unwind" in text.partition("rank 1 stood at:")[2]
 
 
-def misuse(reports: bool) -> None:
-    """Fails in the same way in every attempt, by an exception that may be a consequence."""
-    import torch.distributed as dist
-
-    attempt = rt.get_context().attempt
-    if reports:
-        rt.report({}, checkpoint={"attempt": attempt})
-        rt.context.await_checkpoint()
-    raise dist.DistBackendError(f"wrong arguments {attempt}")
-
-
-@pytest.mark.parametrize(
-    ("reports", "restart_on", "attempts"), [(False, (), 2), (True, (), 4), (False, "wrong arguments", 4)]
-)
-def test_the_same_exception_without_a_new_checkpoint_starts_no_third_attempt(
-    launcher: Launcher, reports: bool, restart_on: Any, attempts: int
-) -> None:
-    launcher = launcher.options(num_processes=1, max_restarts=3, restart_on=restart_on, run_id="misuse")
-    with pytest.raises(WorkerFailedError, match="wrong arguments") as caught:
-        launcher.run(misuse, reports)
-    handle = launcher.find()
-    assert handle
-    assert handle.status().attempt == attempts - 1
-    assert ("ended by the same exception" in str(caught.value)) is (attempts == 2)
-
-
 def lose_the_agent() -> None:
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)

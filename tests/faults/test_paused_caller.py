@@ -15,7 +15,6 @@ from tests.conftest import ROOT, until
 from tests.faults import kit
 
 from rankzero import Launcher, RunHandle, bounds
-from rankzero.run import observer
 
 WAIT = 120.0
 
@@ -98,8 +97,7 @@ except Exception as error:
 def test_a_stopped_caller_that_counts_as_dead_gets_no_result_of_another_training(
     launcher: Launcher, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observer, "DRIVER_DEAD_AFTER", lambda: 0.5)
-    monkeypatch.setattr(observer, "_MISSED", 0)
+    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.3")
     command = [sys.executable, "-c", LATE_CALLER, str(tmp_path)]
     caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "MARK": marker})
     other = launcher.options(num_processes=1, run_id="one", store=tmp_path / "store")

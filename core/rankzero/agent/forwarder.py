@@ -82,7 +82,7 @@ class Forwarder:
             answer.add_done_callback(self._answers.discard)
             return
         rank.note(message)
-        if isinstance(message, (messages.PartBegun, messages.Flushed)):
+        if isinstance(message, (messages.PartBegun, messages.Flush)):
             return
         if isinstance(message, messages.Finished):
             # Lines that the rank printed before it committed must appear before that in the log.

@@ -113,7 +113,7 @@ class Rank:
             self.writing.discard(message.index)
         elif isinstance(message, messages.Entered):
             self.has_flushed = False
-        elif isinstance(message, messages.Flushed):
+        elif isinstance(message, messages.Flush):
             # The worker may have reported some that were on their way when the agent stopped it.
             self.has_flushed, self.begun = True, frozenset(self.writing)
         elif isinstance(message, (messages.Finished, messages.Failed)):

@@ -158,9 +158,7 @@ class Exited(Message):
 
 @kind
 class Ready(Message):
-    """A rank has imported this version of torch."""
-
-    torch: str
+    """A rank has imported torch."""
 
 
 @kind
@@ -192,13 +190,6 @@ class Metrics(Message):
     """Reports of a rank: the metrics and the Unix time of each."""
 
     rows: list[tuple[dict[str, Any], float]]
-
-
-@kind
-class PartKind(Message):
-    """A rank of several reports its first checkpoint, with the fact whether its checkpoints are sharded."""
-
-    sharded: bool
 
 
 @kind
@@ -359,12 +350,7 @@ class NotCommitted(Message):
 
 @kind
 class Flush(Message):
-    """Requests the reports that a rank still holds, before the agent stops it."""
-
-
-@kind
-class Flushed(Message):
-    """Answers `Flush`: the rank has sent every report that preceded it."""
+    """Requests the reports that a rank still holds, before the agent stops it; the rank sends it back behind them."""
 
 
 @kind

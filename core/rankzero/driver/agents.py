@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
@@ -17,10 +18,11 @@ from rankzero.channel.server import Server
 from rankzero.driver import policy
 from rankzero.driver.ending import Facts, Failure
 from rankzero.driver.hangs import HangWatch
+from rankzero.driver.places import Places
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
 from rankzero.driver.storage import Storage
-from rankzero.driver.watch import Inbox
+from rankzero.driver.watch import Inbox, Watch
 from rankzero.errors import EngineError
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, Manifest, mark_damaged
@@ -31,6 +33,27 @@ if TYPE_CHECKING:
 
 EXECUTED = ("payload.pkl", "modules.zip", "code.tar.gz")
 """Names of the files that ranks execute."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a driver that all attempts of its run share.
+
+    Attributes:
+        own: The submission.
+        places: Has the engine's session.
+        recorder: Writes the run directory.
+        inbox: Wakes the coroutine of the run.
+        watch: Watches for what ends a run from outside.
+        env: The user's environment for the ranks.
+    """
+
+    own: Submission
+    places: Places
+    recorder: Recorder
+    inbox: Inbox
+    watch: Watch
+    env: dict[str, str]
 
 
 class Agents:
@@ -50,12 +73,10 @@ class Agents:
 
     def __init__(
         self,
-        own: Submission,
+        run: Run,
         job: Job,
         number: int,
         num_agents: int,
-        recorder: Recorder,
-        inbox: Inbox,
         storage: Storage,
         secret: str,
         tls: ssl.SSLContext | None,
@@ -63,21 +84,17 @@ class Agents:
         """Prepares for agents, of which none has joined.
 
         Args:
-            own: The submission.
+            run: The parts that all attempts share.
             job: The job, for the size of this attempt's world.
             number: Number of the attempt.
             num_agents: Number of agents.
-            recorder: Writes lines and events.
-            inbox: Wakes the coroutine of the run.
             storage: Has the facts, and stores what ranks send.
             secret: The attempt's secret.
             tls: Context for encrypted connections; None for plain ones.
         """
-        self._own = own
+        self._own, self._recorder, self._inbox = run.own, run.recorder, run.inbox
         self._job = job
         self._number = number
-        self._recorder = recorder
-        self._inbox = inbox
         self._committer = storage.committer
         self._storage = storage
         self.roster = Roster(num_agents, job.processes_per_task)
@@ -245,15 +262,13 @@ class Agents:
             case messages.Stack():
                 self.hangs.stacks[rank] = message
             case messages.Ready():
-                self.roster.note_ready(member.task, local_rank, message.torch)
+                self.roster.note_ready(member.task, local_rank)
             case messages.Rendezvous():
                 self._rendezvous, self.has_rendezvous = (member, message.port), True
-            case messages.PartKind():
-                self._storage.note_kind(rank, sharded=message.sharded)
             case messages.Part():
                 self._storage.add_part(rank, message)
             case messages.PartFailed():
-                self._committer.drop(message.index)
+                self._committer.lose(message.index)
             case messages.Damaged():
                 found = self._resume
                 own = self._own.path(FOLDER, message.id)
@@ -287,6 +302,7 @@ class Agents:
         # The agent has asked the rank to exit, which may have made it raise.
         found["collateral"] = message.collateral or member.why_left is not None
         report = dataclasses.replace(message, **self._recorder.mask.facts(found))
-        failure = Failure(rank, member.name, report, self.roster.host_of(rank), len(self.facts.failures))
+        placed_on = member.host if member.ranks else None
+        failure = Failure(rank, member.name, report, placed_on, len(self.facts.failures))
         if self.facts.note_failure(failure):
             self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})

@@ -1,4 +1,15 @@
-"""`Attempt`: one attempt of a run, as one coroutine: open, slots, join, start, run, judge, record, end, settle."""
+"""`Attempt`: one attempt of a run, as one coroutine: open, slots, join, start, run, judge, record, end, settle.
+
+An attempt ends before every rank has finished if
+
+- a rank raises or is killed. Its agent reports that, `_judge` waits two seconds for an earlier cause, and `_end` makes
+  all agents stop their ranks: SIGTERM, then SIGKILL after ``stop_grace``.
+- the host of an agent dies, or the network to it is cut. The connection breaks, or the agent sends nothing for 45
+  seconds: it is gone, and the same follows. Its ranks are the cause; what their peers report are consequences.
+- the user cancels the run, a time limit is over, or the ranks hang. Nothing is judged, and `_end` stops the ranks.
+
+`rankzero.driver.driver` then decides by the cause whether another attempt follows.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +19,24 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from rankzero import bounds
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel import messages
 from rankzero.channel.connection import new_secret
 from rankzero.driver import ending, policy
-from rankzero.driver.agents import Agents
+from rankzero.driver.agents import Agents, Run
 from rankzero.driver.commits import Committer
 from rankzero.driver.ending import Facts, Verdict
-from rankzero.driver.places import CHECK_INTERVAL, Places
-from rankzero.driver.recorder import Recorder
+from rankzero.driver.places import CHECK_INTERVAL
 from rankzero.driver.storage import Scratch, Storage, files_of
-from rankzero.driver.watch import Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession
 from rankzero.errors import EngineError, RankZeroError, RunCancelledError, RunTimeoutError
 from rankzero.host.network import listen
 from rankzero.host.processes import allow_open_files, caller_process
 from rankzero.job import CheckpointConfig, Job
 from rankzero.run.checkpoints import Manifest
-from rankzero.run.directory import Submission
-from rankzero.threads import done_within
+from rankzero.threads import done_within, in_thread, reply_of
 
 WINDOW_STEP = 0.1  # Seconds by which the window for the first cause ends at most for each read of what has arrived
 MANY_AGENTS = 256  # Above which the driver raises the limit of open files of its process, which may be the caller's
@@ -38,28 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class _TroubleError(Exception):
-    """A report excludes the success of the attempt."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """The parts of a driver that all attempts of its run share.
-
-    Attributes:
-        own: The submission.
-        places: Has the engine's session.
-        recorder: Writes the run directory.
-        inbox: Wakes the coroutine of the run.
-        watch: Watches for what ends a run from outside.
-        env: The user's environment for the ranks.
-    """
-
-    own: Submission
-    places: Places
-    recorder: Recorder
-    inbox: Inbox
-    watch: Watch
-    env: dict[str, str]
+    """A report excludes success: of a rank that failed, a lost agent, the engine, or a store that refuses the value."""
 
 
 class Attempt:
@@ -102,7 +88,7 @@ class Attempt:
         num_tasks = await places.reserve(self.job, session, self._deadline)
 
         recorder.note_phase("starting")
-        self._prepare(session, num_tasks)
+        await self._prepare(session, num_tasks)
         try:
             await self._launch(session, num_tasks)
             verdict = await self._train()
@@ -114,7 +100,7 @@ class Attempt:
 
     # -- starting ------------------------------------------------------------------------------
 
-    def _prepare(self, session: EngineSession, num_tasks: int) -> None:
+    async def _prepare(self, session: EngineSession, num_tasks: int) -> None:
         """Makes the parts of the attempt for its number of tasks."""
         run, self.job, whole = self._run, self.job.sized(num_tasks), self.job
         if whole.min_processes is not None:
@@ -126,22 +112,22 @@ class Attempt:
         job, num_agents = self.job, session.num_agents(num_tasks)
         if num_agents > MANY_AGENTS:
             allow_open_files()
+        self._secret, self._identity = new_secret(), None
+        if job.encrypts(by_default=session.encrypts):
+            # Imported here, so that most drivers do not load TLS.
+            from rankzero.channel.tls import make_identity
+
+            # In a thread: it runs a command.
+            self._identity = await reply_of(in_thread(make_identity, "rankzero-openssl"))
+            logger.info("the connections of attempt %s are encrypted", self._number)
         own, number, kept = run.own, self._number, CheckpointConfig(**job.checkpoints)
         self._committer = Committer(own, number, job.num_processes, kept, run.inbox.wake)
         self._scratch = Scratch() if own.is_remote else None
         directory = self._scratch.path if self._scratch else own.path("result")
         self._facts = Facts(job.num_processes, own.run.directory)
         self._storage = Storage(own, number, self._committer, self._facts, directory)
-        self._secret, self._identity = new_secret(), None
-        if job.encrypts(by_default=session.encrypts):
-            # Imported here, so that most drivers do not load TLS.
-            from rankzero.channel.tls import make_identity
-
-            self._identity = make_identity()
-            logger.info("the connections of attempt %s are encrypted", self._number)
         tls = self._identity.context if self._identity else None
-        parts = run.recorder, run.inbox, self._storage
-        self._agents = Agents(own, job, number, num_agents, *parts, self._secret, tls)
+        self._agents = Agents(run, job, number, num_agents, self._storage, self._secret, tls)
 
     async def _launch(self, session: EngineSession, num_tasks: int) -> None:
         """Makes the engine start the agents, for which the driver listens."""
@@ -190,12 +176,7 @@ class Attempt:
     # -- the training --------------------------------------------------------------------------
 
     async def _train(self) -> Verdict:
-        """Starts the ranks, and returns how the training has ended.
-
-        Any report that excludes the success leads to the judgement: a rank has raised or was killed, an agent or its
-        host is lost, the engine has ended the agents, or the store refuses the value. So do a request to cancel, a time
-        limit and a hang, which need no judgement.
-        """
+        """Starts the ranks, and returns how the training has ended."""
         agents, facts = self._agents, self._facts
         self._say_at = time.monotonic() + bounds.WAITING_INTERVAL()
         try:
@@ -245,7 +226,7 @@ class Attempt:
             raise ending.start_timeout(self.job.start_timeout, *missing)
         if now > self._say_at:
             self._say_at = now + bounds.WAITING_INTERVAL()
-            self._run.recorder.announce("waiting", policy.starting_message(*missing))
+            self._run.recorder.announce("waiting", f"waiting: {policy.starting_message(*missing)}")
 
     def _note_start(self) -> None:
         """Records that every rank has started."""
@@ -255,8 +236,6 @@ class Attempt:
         recorder = self._run.recorder
         recorder.note_phase("running")
         recorder.update(state="running", phase="running", started=recorder.status.started or time.time())
-        if what := self._agents.roster.unlike_torch(self.job.torch):
-            recorder.announce("versions", what)
         self._group.tolerate_outage()
 
     async def _check_run(self, now: float) -> None:
@@ -302,7 +281,7 @@ class Attempt:
             silent = agents.server.silent(bounds.STACKS_WINDOW())
             gone = agents.roster.gone() or [member for member in agents.roster.numbered() if member.task in silent]
         assert self._group is not None
-        return ending.judge(facts, gone, self._group.explain, self._run.recorder.tail, agents.hangs.texts)
+        return ending.judge(facts, gone, self._group.explain, agents.hangs.texts)
 
     # -- ending --------------------------------------------------------------------------------
 
@@ -373,10 +352,10 @@ class Attempt:
             self._storage.sweep()
         else:
             self._storage.abort_uploads()
-            if self._committer.dropped:
+            if self._committer.has_rest:
                 self._committer.sweep()
         await self._await_store(deadline)
-        return ending.settled(verdict, self._facts, self._run.recorder.tail)
+        return ending.settled(verdict, self._facts)
 
     async def _await_store(self, deadline: float) -> float:
         """Waits until everything that arrived is stored; returns the deadline, which a cancel brings forward."""

@@ -6,12 +6,14 @@ import functools
 import json
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rankzero import bounds, store
 from rankzero.channel.messages import NEVER
+from rankzero.driver.policy import name_ranks
 from rankzero.job import CheckpointConfig
 from rankzero.run.checkpoints import (
     FOLDER,
@@ -34,7 +36,7 @@ from rankzero.threads import ActionThread
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_RETRY_TIMEOUT = bounds.scaled(30.0)  # For the newest checkpoint while the store refuses its commit
-MAX_AHEAD = 3  # Sharded checkpoints of one rank that may wait for their first part of another rank
+MANY_WAITING = 3  # Sharded checkpoints that wait for parts, from which on ranks that have given none are named
 
 T = TypeVar("T")
 
@@ -70,14 +72,8 @@ class Committer:
         self._wake = wake
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
         self._newest = -1
-        self._has_warned = False
-        self._commits: dict[int, Future[Manifest]] = {}
-        self._lost: list[int] = []
-        self.dropped: set[int] = set()
-        """Checkpoints of this attempt that were given up, whose other parts may be in the store."""
-        self._over: set[int] = set()
-        self._has_all = False
-        self._closed = False
+        self._settling: deque[Future[Manifest | int]] = deque()
+        self._has_warned = self._has_lost = self._closed = False
         self._last: Future[Any] | None = None
         self._in_use: str | None = None
         self._is_released = False
@@ -127,125 +123,83 @@ class Committer:
         """Schedules the deletion of files that ranks of this attempt had begun to write when they died."""
         self.do(functools.partial(self._sweep, self._own.directory, f"{self._attempt:04d}-"), as_owner=True)
 
-    def add(self, rank: int, part: dict[str, Any]) -> Future[Manifest] | None:
+    def add(self, rank: int, part: dict[str, Any]) -> Future[Manifest | int] | None:
         """Adds the part of one rank: the worker's message, with ``uploaded`` if the driver has the file.
 
         Returns:
             The commit, which begins when rank 0's part is there or, if the checkpoint is sharded, the parts of all
             ranks; else None.
         """
-        parts = self._incoming.setdefault(part["index"], {})
+        index = part["index"]
+        parts = self._incoming.setdefault(index, {})
         parts[rank] = part
-        if part["index"] in self.dropped:
-            # The part came after the ranks were notified that its checkpoint is lost: they are notified again.
-            self.drop(part["index"])
+        if index <= self._newest:
+            # A report of another thread, or of a signal handler, overtook this one.
+            self._remove_parts(index)
             return None
         if not part["sharded"]:
-            # Parts of other ranks do not belong to an unsharded checkpoint, in whatever order they arrive.
+            # Parts of other ranks do not belong to it.
             parts = {rank: part}
-        if len(parts) < (self._world_size if part["sharded"] else 1):
-            if self._over - set(parts):
-                self._give_up(part["index"])
-            else:
-                self._limit_waiting(rank, part)
+        elif len(parts) < self._world_size:
+            self._name_absent(part["id"])
             return None
-        return self._commit_of(part["index"], parts)
-
-    def _commit_of(self, given: int, parts: dict[int, dict[str, Any]]) -> Future[Manifest] | None:
-        if self._newest > given:
-            # A report of another thread, or of a signal handler, overtook this one.
-            self.drop(given)
-            return None
-        found: dict[str, Any] = {}
-        positions = (pair for part in parts.values() for pair in part.get("positions", {}).items())
-        if any(found.setdefault(name, position) != position for name, position in positions):
-            if not self._has_warned:
-                self._has_warned = True
-                what = "the ranks reported it at different batches of a dataset"
-                logger.warning("checkpoint %s is left out, as may be later ones: %s", parts[min(parts)]["id"], what)
-            self.drop(given)
-            return None
-        for index in sorted(index for index in self._incoming if index < given):
-            self.drop(index)
-        del self._incoming[given]
-        self._newest = given
-        commit = self._commits[given] = self.submit(functools.partial(self._commit_parts, given, parts))
+        del self._incoming[index]
+        # Ranks train in step, so the newest checkpoint is enough.
+        for older in [older for older in self._incoming if older < index]:
+            self._remove_parts(older)
+        self._newest = index
+        commit = self._settle(functools.partial(self._commit_parts, index, parts))
         self.do(self._prune)
         return commit
 
-    def drop(self, index: int) -> None:
-        """Gives up a checkpoint of which a part will not arrive, and deletes the parts that have arrived."""
+    def _name_absent(self, newest: str) -> None:
+        """Warns once about ranks that give no parts, while others do."""
+        absent = set(range(self._world_size)).difference(*self._incoming.values())
+        if absent and len(self._incoming) >= MANY_WAITING and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "checkpoint %s and %d before it are not complete: %s gave no part of them. A sharded checkpoint "
+                "consists of the parts of all ranks: call report(checkpoint=...) on every rank",
+                newest,
+                len(self._incoming) - 1,
+                name_ranks(sorted(absent)),
+            )
+
+    def lose(self, index: int) -> None:
+        """Notes that a part of a checkpoint will not arrive, and deletes the parts that have arrived."""
+        self._remove_parts(index)
+        self._settle(lambda: index)
+
+    def _remove_parts(self, index: int) -> None:
+        self._has_lost = True
         for part in self._incoming.pop(index, {}).values():
             # Not the folder, in which another rank may be writing.
             places = part.get("uploaded"), self._own.path(FOLDER, part["id"], part["file"])
             for place in filter(None, places):
                 self.do(functools.partial(store.remove, place), as_owner=True)
-        self._lost.append(index)
-        self.dropped.add(index)
 
-    def _limit_waiting(self, rank: int, part: dict[str, Any]) -> None:
-        """Warns once about ranks that gave no part of a rank's last checkpoints, and gives up its oldest ones.
-
-        Ranks train in step, so the newest checkpoints are enough.
-        """
-        waiting = sorted(index for index, parts in self._incoming.items() if rank in parts)
-        absent = set(range(self._world_size)).difference(*(self._incoming[index] for index in waiting))
-        if len(waiting) < MAX_AHEAD or not absent:
-            return
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "checkpoint %s and %d before it are not complete: rank %s has given no part of them. A sharded "
-                "checkpoint consists of the parts of all ranks: call report(checkpoint=...) on every rank",
-                part["id"],
-                len(waiting) - 1,
-                ", ".join(map(str, sorted(absent))),
-            )
-        for index in waiting[:-MAX_AHEAD]:
-            self.drop(index)
-
-    def note_over(self, rank: int) -> None:
-        """Records that a rank has sent all its parts, and gives up sharded checkpoints that lack one of them."""
-        self._over.add(rank)
-        for index in sorted(self._incoming):
-            parts = self._incoming[index]
-            if rank not in parts and any(part["sharded"] for part in parts.values()):
-                self._give_up(index)
-
-    def _give_up(self, index: int) -> None:
-        """Drops a sharded checkpoint that lacks the part of a rank which has returned."""
-        parts = self._incoming[index]
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "checkpoint %s is left out, and so may be later ones: rank %s has returned without its part",
-                parts[min(parts)]["id"],
-                ", ".join(map(str, sorted(self._over - set(parts)))),
-            )
-        self.drop(index)
+    @property
+    def has_rest(self) -> bool:
+        """True if parts of checkpoints that are not committed may be in the store."""
+        return self._has_lost or bool(self._incoming)
 
     def note_last(self) -> None:
-        """Records that every checkpoint was added that will be."""
-        self._has_all = True
+        """Notes that every checkpoint was added that will be."""
+        self._settle(lambda: NEVER)
+
+    def _settle(self, action: Callable[[], Manifest | int]) -> Future[Manifest | int]:
+        settling = self.submit(action)
+        self._settling.append(settling)
+        return settling
 
     def settled(self) -> Iterator[Manifest | int]:
         """Yields each checkpoint that was committed since the last call, and the number of each that is lost.
 
-        After the last one, the number is `NEVER`.
+        After the last one, the number is `NEVER`. They come in order: to ranks, a number means that no commit of a
+        smaller one is under way.
         """
-        # In their order: ranks take a number to mean that no commit of a smaller one is under way.
-        for index in sorted([*self._lost, *self._commits]):
-            commit = self._commits.get(index)
-            if commit and not commit.done():
-                return
-            if commit:
-                del self._commits[index]
-            else:
-                self._lost.remove(index)
-            yield index if commit is None or commit.exception() else commit.result()
-        if self._has_all and not self._commits:
-            self._has_all = False
-            yield NEVER
+        while self._settling and self._settling[0].done():
+            yield self._settling.popleft().result()
 
     def submit(self, action: Callable[[], T]) -> Future[T]:
         """Queues an action for the committer's thread, behind earlier ones."""
@@ -293,22 +247,20 @@ class Committer:
         """True while a queued action is not done."""
         return self._last is not None and not self._last.done()
 
-    def _commit_parts(self, index: int, parts: dict[int, dict[str, Any]]) -> Manifest:
+    def _commit_parts(self, index: int, parts: dict[int, dict[str, Any]]) -> Manifest | int:
+        """Returns the manifest of a checkpoint, which is committed; its number if the store did not take it."""
+
         def is_outdated(error: Exception) -> bool:
             # A newer checkpoint replaces this one; other queued actions do not.
             return self._closed or self._newest != index or isinstance(error, NotOwnerError)
 
+        commit, pause = functools.partial(self._commit, parts), bounds.WRITE_RETRY_INTERVAL()
         try:
-            manifest = store.patiently(
-                lambda: self._commit(parts),
-                CHECKPOINT_RETRY_TIMEOUT(),
-                bounds.WRITE_RETRY_INTERVAL(),
-                is_outdated,
-            )
+            manifest = store.patiently(commit, CHECKPOINT_RETRY_TIMEOUT(), pause, is_outdated)
         except Exception as error:
             # The previous checkpoint is complete, and a lost one must not end the training.
             logger.warning("a checkpoint could not be committed: %s: %s", type(error).__name__, error)
-            raise
+            return index
         if self._kept is not None:
             self._kept.append(manifest)
         return manifest

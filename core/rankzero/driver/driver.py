@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.driver import ending
-from rankzero.driver.attempt import Attempt, Run
+from rankzero.driver.agents import Run
+from rankzero.driver.attempt import Attempt
 from rankzero.driver.ending import Verdict
 from rankzero.driver.places import CHECK_INTERVAL, Places
 from rankzero.driver.policy import FAILURES_OF_A_BAD_HOST, Restarts
@@ -156,7 +156,7 @@ class Driver:
 
     async def _attempt_until_done(self, refused: Exception | None) -> Verdict:
         """Makes attempts until one succeeds; raises the error of the last one when no further attempt is allowed."""
-        failures, last, number = Counter[str](), None, self._job.first_attempt
+        failures, number = Counter[str](), self._job.first_attempt
         budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         try:
             while True:
@@ -169,10 +169,6 @@ class Driver:
                 after = budget.after(_restart_cause(verdict.error))
                 if after is None:
                     raise verdict.error
-                before, last = last, verdict.lost_by and (verdict.lost_by, self.recorder.status.checkpoint)
-                if last and last == before:
-                    assert isinstance(verdict.error, RankZeroError)
-                    raise ending.repeats(verdict.error)
                 (budget, pause), refused, number = after, None, number + 1
                 if (host := verdict.blamed) is not None:
                     failures[host] += 1

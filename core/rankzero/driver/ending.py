@@ -14,7 +14,7 @@ from typing import Any
 from rankzero.advice import known
 from rankzero.channel.messages import Failed
 from rankzero.driver import policy
-from rankzero.driver.hangs import RETURNED_HANG
+from rankzero.driver.hangs import RETURNED_HANG, is_waiting
 from rankzero.driver.policy import name_ranks
 from rankzero.driver.roster import Member
 from rankzero.errors import (
@@ -29,7 +29,6 @@ from rankzero.errors import (
     ResultError,
     StartTimeoutError,
     WorkerFailedError,
-    error_from_json,
 )
 from rankzero.values.ref import ResultRef
 
@@ -144,15 +143,12 @@ class Verdict:
         error: The error, if it did not.
         blamed: The host that may have caused the error, as the engine names it.
         cause: The failure of a rank that the error reports, if it reports one.
-        lost_by: The exception, without numbers, if it is restarted only because a lost rank may have caused it, though
-            the agents of all ranks that had not failed have replied.
     """
 
     success: Success | None = None
     error: BaseException | None = None
     blamed: str | None = None
     cause: Failure | None = None
-    lost_by: str | None = None
 
 
 Explain = Callable[[BaseException], RankZeroError]
@@ -182,7 +178,6 @@ def judge(
     facts: Facts,
     gone: Sequence[Member],
     explain: Explain,
-    tail: Callable[[int], list[str]],
     stacks: Mapping[int, str],
 ) -> Verdict:
     """Returns how an attempt has ended that has succeeded or cannot succeed.
@@ -191,7 +186,6 @@ def judge(
         facts: The reports.
         gone: Agents that exited before they were asked to, or are lost, or have been silent for long.
         explain: Returns the typed error for the engine's error.
-        tail: Returns the last log lines of a rank, for a rank that could not send them itself.
         stacks: Stacks of ranks that have not failed, if only consequences are known.
     """
     if facts.success:
@@ -200,7 +194,7 @@ def judge(
         if gone and all(failure.report.collateral for failure in facts.failures):
             # The peers of a lost host see only broken connections, even if that host had finished its own work.
             return _lost(gone[0], facts, explain)
-        return failed(facts, tail, {rank: stacks[rank] for rank in suspects(facts) if rank in stacks})
+        return failed(facts, {rank: stacks[rank] for rank in suspects(facts) if rank in stacks})
     if facts.refusal:
         return Verdict(error=facts.refusal)
     if needed := _needed(facts, gone):
@@ -226,12 +220,12 @@ def suspects(facts: Facts) -> list[int]:
     return sorted(set(range(facts.num_processes)) - facts.over)
 
 
-def settled(verdict: Verdict, facts: Facts, tail: Callable[[int], list[str]]) -> Verdict:
+def settled(verdict: Verdict, facts: Facts) -> Verdict:
     """Returns the verdict, corrected by what was stored or reported while the ranks were stopped."""
     if facts.success:
         return Verdict(success=facts.success)
     is_same = verdict.cause is None or first_cause(facts.failures) is verdict.cause
-    return verdict if is_same else failed(facts, tail, {})
+    return verdict if is_same else failed(facts, {})
 
 
 def host_to_blame(failures: Sequence[Failure]) -> str | None:
@@ -246,27 +240,25 @@ def host_to_blame(failures: Sequence[Failure]) -> str | None:
 # -- the text of errors ----------------------------------------------------------------------------
 
 
-def failed(facts: Facts, tail: Callable[[int], list[str]], stacks: Mapping[int, str]) -> Verdict:
+def failed(facts: Facts, stacks: Mapping[int, str]) -> Verdict:
     """Returns the end of an attempt by failures of ranks; `judge` has stacks if only consequences are known."""
     cause = first_cause(facts.failures)
-    may_be_own = cause.report.exception_type and policy.NO_REPLY not in stacks.values()
-    lost_by = cause.kind[0] if may_be_own and cause.restart_cause == LOST else None
-    return Verdict(None, _failed(cause, facts, tail, stacks), host_to_blame(facts.failures), cause, lost_by)
+    return Verdict(None, _failed(cause, facts, stacks), host_to_blame(facts.failures), cause)
 
 
-def _failed(cause: Failure, facts: Facts, tail: Callable[[int], list[str]], stacks: Mapping[int, str]) -> RankZeroError:
+def _failed(cause: Failure, facts: Facts, stacks: Mapping[int, str]) -> RankZeroError:
     report = cause.report
     if report.cause == "no-torch":
         return EngineError(report.message)
     if report.exception_type == "rankzero.errors.ResultError" and cause.restart_cause is None:
         return ResultError(report.message)
-    others, same = group_others(facts.failures, cause), same_as(cause, facts.failures)
-    log_tail = report.log_tail or tail(cause.rank)
+    others = group_others(facts.failures, cause)
+    same = sorted(other.rank for other in facts.failures if other is not cause and other.kind == cause.kind)
     text = [f"rank {cause.rank} on {cause.host} failed: {cause.headline}"]
     if report.traceback:
         text.append(report.traceback.rstrip())
-    elif log_tail:
-        text += [f"Last log lines of rank {cause.rank}:", *(f"  {line}" for line in log_tail)]
+    elif report.log_tail:
+        text += [f"Last log lines of rank {cause.rank}:", *(f"  {line}" for line in report.log_tail)]
     if same:
         text.append(f"The same failure: {name_ranks(same)}")
     if others:
@@ -284,15 +276,10 @@ def _failed(cause: Failure, facts: Facts, tail: Callable[[int], list[str]], stac
         traceback=report.traceback,
         exit_code=report.exit_code,
         signal=report.signal,
-        log_tail=log_tail,
+        log_tail=report.log_tail,
         others=([f"{name_ranks(same)}: the same"] if same else []) + others,
         cause=cause.restart_cause,
     )
-
-
-def same_as(cause: Failure, failures: Sequence[Failure]) -> list[int]:
-    """Returns the other ranks that failed for the same reason, ignoring numbers in the text."""
-    return sorted(other.rank for other in failures if other is not cause and other.kind == cause.kind)
 
 
 def group_others(failures: Sequence[Failure], cause: Failure | None = None) -> list[str]:
@@ -326,7 +313,7 @@ def _lost(member: Member, facts: Facts, explain: Explain) -> Verdict:
 
 
 def hung(bound: float, stacks: Mapping[int, str], silent: list[int], directory: str) -> HangError:
-    """Returns the error of a run that hangs, with the stack of each rank.
+    """Returns the error of a run that hangs: the missing ranks, and the stack of each rank.
 
     Args:
         bound: Seconds without progress of any rank or, if some are silent, without their heartbeats.
@@ -337,17 +324,9 @@ def hung(bound: float, stacks: Mapping[int, str], silent: list[int], directory: 
     if silent:
         why = f"{name_ranks(silent)} returned, and then sent no heartbeat for hang_timeout={bound} s"
         return _hang_error(why, stacks, silent, directory)
-    missing = policy.not_in_collective(stacks)
+    waiting = {rank for rank, stack in stacks.items() if is_waiting(stack)}
+    missing = sorted(set(stacks) - waiting) if waiting else []
     return _hang_error(f"no rank made progress for hang_timeout={bound} s", stacks, missing, directory)
-
-
-def repeats(error: RankZeroError) -> RankZeroError:
-    """Returns the error of an attempt that failed like the one before, with a line which says that no other follows."""
-    why = (
-        "The attempt before ended by the same exception, and no checkpoint was committed since, so no other was "
-        "started. If one may succeed nevertheless, name the exception in restart_on="
-    )
-    return error_from_json({**error.to_json(), "message": f"{error}\n{why}", "cause": None})
 
 
 def left_waiting(returned: Collection[int], stacks: Mapping[int, str], directory: str) -> HangError:
@@ -362,26 +341,23 @@ def left_waiting(returned: Collection[int], stacks: Mapping[int, str], directory
 
 
 def _hang_error(why: str, stacks: Mapping[int, str], missing: list[int], directory: str) -> HangError:
-    message = policy.hang_message(why, stacks, missing, directory)
-    return HangError(message, stacks={str(rank): stack for rank, stack in stacks.items()}, missing=missing)
+    text = [why]
+    if missing:
+        waiting = sorted(set(stacks) - set(missing))
+        text.append(f"{name_ranks(missing)} had not joined the collective in which {name_ranks(waiting)} waited")
+    text += policy.stack_lines(dict(sorted(stacks.items(), key=lambda item: (item[0] not in missing, item[0]))))
+    text.append("Progress is a call of rankzero.train.report or a step of a torch optimizer.")
+    text.append(f"Logs of all ranks: rankzero logs {shlex.quote(directory)}")
+    return HangError("\n".join(text), stacks={str(rank): stack for rank, stack in stacks.items()}, missing=missing)
 
 
 def start_timeout(
     bound: float, num_tasks: int, missing_tasks: Sequence[int], missing_ranks: Sequence[int]
 ) -> StartTimeoutError:
     """Returns the error of ranks that did not start within ``bound`` seconds; it names the missing tasks or ranks."""
-    if missing_tasks:
-        missing = [f"task {task}" for task in missing_tasks]
-        text = f"{len(missing)} of {num_tasks} tasks were not started: {', '.join(missing)} (are slots free there?)"
-    else:
-        # Every rank has imported torch, but rank 0 has not opened the rendezvous yet.
-        missing = [f"rank {rank}" for rank in missing_ranks] or ["rank 0"]
-        text = f"every task was started, but {', '.join(missing)} not (is torch slow to import there?)"
+    # Rank 0 opens the rendezvous after every rank has imported torch.
+    missing = [f"task {task}" for task in missing_tasks] or [f"rank {rank}" for rank in missing_ranks] or ["rank 0"]
+    what = policy.starting_message(num_tasks, missing_tasks, missing_ranks)
     to_do = "raise start_timeout of the Launcher if they are only slow"
-    what = f"the ranks did not start within start_timeout={bound} s: {text}; {to_do}"
-    return StartTimeoutError(what, missing=missing)
-
-
-def not_stored(error: object) -> ResultError:
-    """Returns the error of a run whose store refused rank 0's value."""
-    return ResultError(f"rank 0 returned, but its value could not be stored: {error}")
+    text = f"the ranks did not start within start_timeout={bound} s: {what}; {to_do}"
+    return StartTimeoutError(text, missing=missing)

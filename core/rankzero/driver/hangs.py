@@ -90,7 +90,7 @@ class HangWatch:
         """
         if not self._returned.issuperset(self._ranks):
             self.silent = []
-            return policy.is_hung((when for _, when in self._progress.values()), now, bound)
+            return now - self.progress_at > bound
         self.silent = [rank for rank in sorted(self._ranks - over) if now - self._beats[rank] > bound]
         return bool(self.silent)
 

@@ -5,9 +5,9 @@ A cluster may take minutes to reply, or never reply. So each request to it runs 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
-import queue
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -95,7 +95,6 @@ class Places:
         deadline: float | None,
         *,
         if_late: Callable[[Future[T]], None] | None = None,
-        while_waiting: Callable[[], None] = lambda: None,
     ) -> T:
         """Returns the engine's reply to a request, unless the run must end before.
 
@@ -104,7 +103,6 @@ class Places:
             job: The job, for the words of an error.
             deadline: Monotonic time at which the wait ends; None for a request that reports its own progress.
             if_late: Called with the reply if it arrives after the wait has ended.
-            while_waiting: Called again and again.
 
         Raises:
             RankZeroError: the engine failed or has not replied in time, or the run must end.
@@ -117,7 +115,6 @@ class Places:
         try:
             while not reply.done():
                 self._check()
-                while_waiting()
                 now = time.monotonic()
                 if deadline is not None and now > say_at:
                     say_at = now + bounds.WAITING_INTERVAL()
@@ -127,7 +124,6 @@ class Places:
                     what = f"the engine {name} did not answer within start_timeout={bound} s"
                     raise StartTimeoutError(what, missing=["engine"])
                 await self._inbox.wait(CHECK_INTERVAL)
-            while_waiting()
             return reply.result()
         except BaseException:
             # The request may never return, so later ones do not wait for it.
@@ -142,14 +138,13 @@ class Places:
         Returns:
             The job, with the locations of the tables.
         """
-        tables, said = Tables(self._own, job, session), queue.SimpleQueue[str]()
+        tables, loop = Tables(self._own, job, session), asyncio.get_running_loop()
 
-        def say() -> None:
-            while not said.empty():
-                self._recorder.announce("engine", said.get())
+        def say(text: str) -> None:
+            loop.call_soon_threadsafe(lambda: self._recorder.announce("engine", text))
 
         try:
-            return await self.request(functools.partial(tables.read, said.put), job, None, while_waiting=say)
+            return await self.request(functools.partial(tables.read, say), job, None)
         except BaseException:
             # Stops the engine's work, too.
             await done_within(bounds.SESSION_CLOSE_TIMEOUT(), lambda: tables.stop(bounds.SESSION_CLOSE_TIMEOUT()))

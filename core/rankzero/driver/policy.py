@@ -5,8 +5,7 @@ The time limits that the driver applies are defined here, too.
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,9 +88,9 @@ def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks
     """Returns the message about why a launched attempt has not started yet."""
     if missing_tasks:
         started = f"{num_tasks - len(missing_tasks)} of {num_tasks} tasks have started"
-        return f"waiting: {started}, not {name_ranks(missing_tasks, 'task')} (are its slots in use?)"
-    what = f"{name_ranks(missing_ranks)} to import torch" if missing_ranks else "rank 0 to open the rendezvous"
-    return f"waiting for {what}; every task has started"
+        return f"{started}, not {name_ranks(missing_tasks, 'task')} (are its slots in use?)"
+    what = f"{name_ranks(missing_ranks)} still imports torch" if missing_ranks else "rank 0 opens no rendezvous"
+    return f"every task has started, but {what}"
 
 
 def connect_timeout(left: float) -> float:
@@ -107,41 +106,8 @@ def beat_interval(hang_timeout: float | None) -> float:
     return HEARTBEAT_INTERVAL if hang_timeout is None else min(HEARTBEAT_INTERVAL, hang_timeout / 5)
 
 
-def is_hung(progress: Iterable[float], now: float, hang_timeout: float) -> bool:
-    """Returns True if no rank has progressed for longer than ``hang_timeout`` seconds.
-
-    Args:
-        progress: Monotonic time of the last progress of every rank.
-        now: Monotonic time.
-        hang_timeout: Seconds.
-    """
-    return now - max(progress) > hang_timeout
-
-
-COLLECTIVE_SIGNS = ("torch/distributed/", "torch/nn/parallel/distributed", "_engine_run_backward")
-"""Parts of stack lines that show a rank inside a collective, or in the backward pass that calls collectives."""
-
-
 NO_REPLY = "no answer: its agent or the network hangs"
 """The stack of a rank whose agent did not reply to a request for it."""
-
-
-def not_in_collective(stacks: Mapping[int, str]) -> list[int]:
-    """Returns the ranks outside of a collective in which other ranks wait; empty if no rank waits in one."""
-    waiting = {rank for rank, stack in stacks.items() if any(sign in stack for sign in COLLECTIVE_SIGNS)}
-    return sorted(set(stacks) - waiting) if waiting else []
-
-
-def hang_message(why: str, stacks: Mapping[int, str], missing: Sequence[int], directory: str) -> str:
-    """Returns the text of a hang: the missing ranks, then the stack of each rank, equal stacks once."""
-    parts = [why]
-    if missing:
-        waiting = sorted(set(stacks) - set(missing))
-        parts.append(f"{name_ranks(missing)} had not joined the collective in which {name_ranks(waiting)} waited")
-    parts += stack_lines(dict(sorted(stacks.items(), key=lambda item: (item[0] not in missing, item[0]))))
-    parts.append("Progress is a call of rankzero.train.report or a step of a torch optimizer.")
-    parts.append(f"Logs of all ranks: rankzero logs {shlex.quote(directory)}")
-    return "\n".join(parts)
 
 
 def stack_lines(stacks: Mapping[int, str]) -> list[str]:

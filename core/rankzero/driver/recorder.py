@@ -1,4 +1,4 @@
-"""`Recorder`: everything the driver writes into the run directory, and the last log lines of each rank."""
+"""`Recorder`: everything the driver writes into the run directory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import os
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
+from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, STORE_OUTAGE
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.masking import Mask
@@ -58,7 +58,6 @@ class Recorder:
         self._events, self._lines = (
             _Lines(self._streams.get(name) or Appender(own.path(name))) for name in (EVENTS, LINES)
         )
-        self._tails: dict[int, deque[str]] = {}
         self._finished = threading.Event()
         self._thread = ActionThread("rankzero-lines")
         # Each is changed by one thread alone.
@@ -221,12 +220,7 @@ class Recorder:
     def log(self, rank: int, lines: list[str]) -> None:
         """Appends lines of a rank, with the current time and the run's secrets masked."""
         lines = self.mask.lines(lines)
-        self._tails.setdefault(rank, deque(maxlen=LOG_TAIL)).extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
         self._append(self._lines, [f"[{rank}] {line}" for line in stamped(lines, time.time())])
-
-    def tail(self, rank: int) -> list[str]:
-        """Returns the last log lines of a rank."""
-        return list(self._tails.get(rank, ()))
 
     def finish(self, **changes: Any) -> None:
         """Closes the files, then writes the final status: a reader who sees it sees everything.

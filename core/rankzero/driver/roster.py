@@ -23,7 +23,6 @@ class Member:
         python: Version of its Python.
         gpus: Addresses of the GPUs that its task was given.
         workers: Number of its ranks.
-        torch: Version of torch in its ranks, once they are ready.
         first_rank: Its first rank; None until all agents have joined.
         why_left: Text that explains why it exited before it was asked to, or is lost; None while it is needed.
         restart_cause: The cause that then decides about a restart.
@@ -36,7 +35,6 @@ class Member:
     python: str
     gpus: Sequence[str]
     workers: int
-    torch: str = ""
     first_rank: int | None = None
     why_left: str | None = None
     restart_cause: str = LOST
@@ -117,10 +115,6 @@ class Roster:
             first_rank += member.workers
         return ordered
 
-    def host_of(self, rank: int) -> str | None:
-        """Returns the host of a rank, as the engine names it; None before ranks are numbered."""
-        return next((member.host for member in self._members.values() if rank in member.ranks), None)
-
     def numbered(self) -> list[Member]:
         """Returns the members that have ranks."""
         return [member for member in self._members.values() if member.first_rank is not None]
@@ -130,30 +124,9 @@ class Roster:
         first = member.first_rank
         return (member.task * self._processes_per_task if first is None else first) + local_rank
 
-    def note_ready(self, task: int, local_rank: int, torch: str = "") -> None:
-        """Records that a worker has imported torch, and which version, and has its rank."""
+    def note_ready(self, task: int, local_rank: int) -> None:
+        """Records that a worker has imported torch and has its rank."""
         self._ready.add((task, local_rank))
-        self._members[task].torch = torch
-
-    def unlike_torch(self, submitted_with: str | None) -> str | None:
-        """Returns a warning if versions of torch differ, ignoring builds (``+cpu``); None if they do not.
-
-        Args:
-            submitted_with: The submitter's version; None if it has no torch.
-        """
-        hosts: dict[str, list[str]] = {}
-        for member in self.numbered():
-            hosts.setdefault(member.torch.partition("+")[0], []).append(member.name)
-        if len(hosts) > 1:
-            found = "; ".join(f"{version} on {', '.join(sorted(set(names)))}" for version, names in hosts.items())
-            return f"ranks have different versions of torch, which may be incompatible: {found}"
-        own = (submitted_with or "").partition("+")[0]
-        if own and hosts and own not in hosts:
-            return (
-                f"ranks have torch {next(iter(hosts))} and the job was submitted with {own}: values that one version "
-                "pickles may not load in the other"
-            )
-        return None
 
     @property
     def num_ready(self) -> int:

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -17,7 +16,7 @@ from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.messages import Finished, Part
 from rankzero.channel.server import UPLOAD
 from rankzero.driver.commits import Committer, NotOwnerError
-from rankzero.driver.ending import Facts, not_stored
+from rankzero.driver.ending import Facts
 from rankzero.driver.tables import remove_rows
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
@@ -56,7 +55,7 @@ class Storage:
         self.directory = directory
         self.received: dict[str, int | str] = {}
         """The size of each file that arrived, or a text that says why it did not, by its path (`channel.server`)."""
-        self._kinds: dict[bool, int] = {}
+        self._kinds: set[bool] = set()
         self._storing: Future[ResultRef] | None = None
         self._value: list[Any] = []
 
@@ -83,32 +82,21 @@ class Storage:
         path = os.path.join(self.directory, f"{UPLOAD}{name}")
         return path, self.received.pop(path, None)
 
-    def note_kind(self, rank: int, *, sharded: bool) -> None:
-        """Records whether a rank's checkpoints are sharded. Ends the attempt if the ranks do not agree about that."""
-        first = self._kinds.setdefault(sharded, rank)
-        other = self._kinds.get(not sharded)
-        if first == rank and other is not None:
-            whole, part = (other, rank) if sharded else (rank, other)
-            self.facts.refusal = ResultError(
-                f"rank {whole} has reported a whole checkpoint, and rank {part} a sharded one, so parts would be lost: "
-                "report checkpoints with sharded=True on every rank or on none"
-            )
-        self._note_last()
-
-    def _note_last(self) -> None:
-        """Notes that no whole checkpoint follows if rank 0 has finished; other ranks may have reported more."""
-        if 0 in self.facts.over and set(self._kinds) == {False}:
-            self.committer.note_last()
-
     def add_part(self, rank: int, message: Part) -> None:
-        """Adds a rank's part of a checkpoint."""
+        """Adds a rank's part of a checkpoint. Ends the attempt if rank 0's is whole, and another rank's is a part."""
+        self._kinds.add(message.sharded)
+        if len(self._kinds) > 1:
+            self.facts.refusal = ResultError(
+                "rank 0 has reported a whole checkpoint, and other ranks sharded ones, which would be lost: report "
+                "checkpoints with sharded=True on every rank or on none"
+            )
         part = message.facts()
         if name := message.upload:
             path, found = self._take(name)
             if found != message.size:
                 what = found if isinstance(found, str) else "it did not arrive"
                 logger.error("checkpoint %s: the part of rank %s is lost: %s", message.id, rank, what)
-                self.committer.drop(message.index)
+                self.committer.lose(message.index)
                 return
             part["uploaded"] = path
         self.committer.add(rank, part)
@@ -122,15 +110,16 @@ class Storage:
             message: Its message.
             metrics: Rank 0's last metrics, for the summary of its value.
         """
-        self.committer.note_over(rank)
         result = message.result
         if result is None:
             self.facts.finished.add(rank)
             return
-        self._note_last()
+        if True not in self._kinds:
+            # Other ranks may wait for one more whole checkpoint, since they have reported more often.
+            self.committer.note_last()
         path, is_uploaded = self._take(f"{task}-value")
         if isinstance(is_uploaded, str):
-            self.facts.refusal = not_stored(is_uploaded)
+            self.facts.refusal = _not_stored(is_uploaded)
             return
         if is_uploaded is None:
             path = result["path"]
@@ -179,7 +168,7 @@ class Storage:
             store.patiently(place, STORE_OUTAGE(), bounds.WRITE_RETRY_INTERVAL(), gives_up)
             return ResultRef(uri, result["format"], result["digest"], result["size"], summary).fingerprinted()
         except Exception as error:
-            raise not_stored(f"{type(error).__name__}: {error}") from error
+            raise _not_stored(f"{type(error).__name__}: {error}") from error
 
     def sweep(self) -> None:
         """Schedules the deletion of everything that this attempt stored; it counts as failed from now on."""
@@ -196,6 +185,10 @@ class Storage:
         begins = self._own.path(FOLDER, f"{self._number:04d}-"), self._own.path("result", f"value-{self._number}.")
         for begin in begins if self._own.is_remote else ():
             self.committer.do(functools.partial(store.abort_uploads, begin), as_owner=True)
+
+
+def _not_stored(error: str) -> ResultError:
+    return ResultError(f"rank 0 returned, but its value could not be stored: {error}")
 
 
 def files_of(checkpoint: Manifest | None) -> dict[str, str]:
@@ -243,18 +236,9 @@ class Scratch:
             RuntimeError: no temporary directory is writable.
         """
         self.path = make_scratch(scratch_root(), _SCRATCH_PREFIX)
-        lock = lock_directory(self.path)
-        # An attempt that fails early does not call `remove`.
-        self._remove = weakref.finalize(self, _remove_scratch, self.path, lock, os.getpid())
+        self._lock = lock_directory(self.path)
 
     def remove(self) -> None:
         """Removes the directory and its lock."""
-        self._remove()
-
-
-def _remove_scratch(path: str, lock: int, owner: int) -> None:
-    # The finalizer also runs when a child exits that the caller has forked.
-    if os.getpid() != owner:
-        return
-    shutil.rmtree(path, ignore_errors=True)
-    os.close(lock)
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)

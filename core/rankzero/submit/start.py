@@ -10,8 +10,6 @@ driver's first heartbeat, the run counts as one whose driver died, and the next 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
 import logging
 import multiprocessing
 import os
@@ -150,7 +148,6 @@ class Submitter:
             engine=engine.to_spec()[0],
             params=params_of(payload.training, args, kwargs, request.env),
             submitter=this_process(),
-            torch=_torch(),
         )
         engine.check(job)
         engine.check_store(request.root)
@@ -319,15 +316,6 @@ def record_end(own: Submission, error: BaseException) -> None:
     # caller that was interrupted.
     with contextlib.suppress(Exception):
         in_thread(record).result(_RECORD_TIMEOUT)
-
-
-@functools.cache
-def _torch() -> str | None:
-    """Returns the version of the installed torch, without importing it; None if there is none."""
-    # Parsing torch's metadata takes 3 ms.
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("torch")
-    return None
 
 
 def _described(location: str, parts: list[Part]) -> dict[str, Any]:

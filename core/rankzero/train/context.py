@@ -270,7 +270,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
         checkpoint: A directory (copied), or a dict of tensors and plain values. Rank 0's is kept; the other
             ranks' are ignored, unless it is sharded: a dict that holds DTensors (FSDP2) always is.
         sharded: Whether the checkpoint consists of one part of every rank. Every rank must then call this. A run in
-            which some ranks report whole checkpoints and others sharded ones ends with a `ResultError`.
+            which rank 0 reports whole checkpoints and others sharded ones ends with a `ResultError`.
 
     Raises:
         TypeError: a name is not a string, a value is neither a scalar nor convertible to one, or the checkpoint is

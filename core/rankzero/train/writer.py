@@ -143,8 +143,6 @@ class CheckpointWriter:
         sharded = sharded or (directory is None and sharding.has_sharded(value))
         if self._sharded is None:
             self._sharded = sharded
-            if self._world_size > 1:
-                self._send(messages.PartKind(sharded))
         elif self._sharded != sharded:
             raise ValueError("checkpoints of one run are either all sharded or all whole (report(..., sharded=...))")
         if not sharded and self._rank != 0:

@@ -201,7 +201,7 @@ class Control:
                 if isinstance(message, messages.End):
                     self.ended.set()
                 elif isinstance(message, messages.Flush):
-                    self._put(encode(messages.Flushed()))
+                    self._put(encode(message))
                 elif isinstance(message, messages.Fetched):
                     with self._has_fetched:
                         self._fetched[message.name] = message

@@ -113,7 +113,7 @@ def _work(
     except ImportError as error:
         return failures.no_torch(error)
     phases["imported"] = time.time()
-    control.send(messages.Ready(torch.__version__))
+    control.send(messages.Ready())
     start = control.expect(messages.Start)
     from rankzero.train import context, parts
     from rankzero.train import writer as writers
