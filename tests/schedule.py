@@ -27,7 +27,7 @@ TOGETHER = {
     "tests/engines/test_bare_executors.py": "another JVM",
     "tests/engines/test_resources.py": "another JVM",
     "tests/test_launch_cost.py": "another JVM",
-    "tests/compat/test_guides.py": "another JVM",
+    "tests/compat/test_ray_train.py": "another JVM",
     "tests/compat/test_torch_distributor.py": "another JVM",
     "tests/compat/horovod/test_hvd_doors.py": "another JVM",
 }

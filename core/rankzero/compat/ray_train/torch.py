@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import rankzero.train as rt
 from rankzero.compat.ray_train import config
 from rankzero.compat.ray_train.checkpoint import Result, result_of
-from rankzero.compat.ray_train.config import TorchConfig, checked, lookup, refuse
+from rankzero.compat.ray_train.config import TorchConfig, lookup, refuse
 from rankzero.errors import InvalidJobError
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class TorchTrainer:
         self.train_loop_per_worker = train_loop_per_worker
         # Under this name core opens the references in it.
         self.launch_config = dict(train_loop_config or {})
-        self.torch_config = checked("torch_config", torch_config or torch_backend, TorchConfig)
-        self.scaling_config = checked("scaling_config", scaling_config, config.ScalingConfig)
-        self.run_config = checked("run_config", run_config, config.RunConfig)
+        self.torch_config = torch_config or torch_backend or TorchConfig()
+        self.scaling_config = scaling_config or config.ScalingConfig()
+        self.run_config = run_config or config.RunConfig()
         self.datasets = dict(datasets or {})
         self._launcher = launcher
 
@@ -142,9 +142,6 @@ class TorchTrainer:
             os.environ["ACCELERATE_USE_CPU"] = "true"
         rt.ensure_process_group(timedelta(seconds=self.torch_config.timeout_s))
         return self.train_loop_per_worker(*([self.launch_config] if self._wants_config else []))
-
-    def __repr__(self) -> str:
-        return f"TorchTrainer({getattr(self.train_loop_per_worker, '__name__', 'train')})"
 
 
 def prepare_model(
