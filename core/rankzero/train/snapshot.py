@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+import pickle
+from typing import Any
 
 from rankzero.errors import ResultError
 from rankzero.values import formats, pickled, sharded
-from rankzero.values import tensors as tensors_of
 from rankzero.values.digest import Writable
-
-if TYPE_CHECKING:
-    import torch
+from rankzero.values.tensors import is_dense
 
 
 def take(state: dict[Any, Any]) -> tuple[Any, bool]:
@@ -26,46 +24,28 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
     Raises:
         ResultError: a value in the state cannot be pickled or unpickled.
     """
-    import cloudpickle
-    import torch
+    copies: dict[int, Any] = {}
 
-    tensors: list[Any] = []
-    numbers: dict[int, int] = {}
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(pickled.pickler()):  # type: ignore[misc]
         def persistent_id(self, obj: Any) -> int | None:
-            if not (isinstance(obj, torch.Tensor) or hasattr(obj, "local_shards")):
+            if not sharded.is_sharded(obj):
                 return None
-            if torch.nn.parameter.is_lazy(obj):
-                # A lazy parameter has no data yet and can be pickled without.
-                return None
-            if id(obj) not in numbers:
-                numbers[id(obj)] = len(tensors)
-                tensors.append(obj)
-            return numbers[id(obj)]
+            if id(obj) not in copies:
+                copies[id(obj)] = _copy(obj)
+            return id(obj)
 
-        def reducer_override(self, obj: Any) -> Any:
-            # Handles storages outside of tensors, and tensors without data.
-            return tensors_of.reduce(obj) or pickled.saved(obj) or super().reducer_override(obj)
-
-    class Unpickler(pickled.Loader):
+    class Unpickler(pickle.Unpickler):
         def persistent_load(self, number: Any) -> Any:
             return copies[number]
 
-    rest, buffers = io.BytesIO(), []
-    try:
-        pickler = Pickler(rest, protocol=5, buffer_callback=lambda buffer: buffers.append(bytearray(buffer.raw())))
-        pickler.dump(state)
-        storages: dict[int, torch.UntypedStorage] = {}
-        copies = [_copy(tensor, storages) for tensor in tensors]
+    rest, buffers = io.BytesIO(), list[bytearray]()
+    with pickled.loading("a checkpoint cannot be pickled"):
+        Pickler(rest, 5, lambda buffer: buffers.append(bytearray(buffer.raw()))).dump(state)
         rest.seek(0)
-        return Unpickler(rest, buffers=buffers).load(), any(map(sharded.is_sharded, copies))
-    except (OSError, ResultError, MemoryError):
-        raise
-    except Exception as error:
-        raise ResultError(
-            f"a checkpoint cannot be pickled: {type(error).__name__}: {error}. Give plain values and state dicts"
-        ) from error
+        copy, is_sharded = Unpickler(rest, buffers=buffers).load(), bool(copies)
+        # A class refers to itself, and its function to these.
+        copies.clear()
+        return copy, is_sharded
 
 
 def write_to(state: Any, file_format: str, file: Writable) -> dict[str, Any]:
@@ -76,25 +56,14 @@ def write_to(state: Any, file_format: str, file: Writable) -> dict[str, Any]:
     return sharded.write_to(state, file)
 
 
-def _copy(tensor: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
-    import torch
-
-    if sharded.is_sharded(tensor):
-        return sharded.copy_of(tensor)
-    if is_plain(tensor):
-        copied = tensors_of.compact(tensor, copies)
-    elif tensor.device.type == "meta":
-        copied = tensor
-    else:
-        copied = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
-        copied.__dict__.update(tensor.__dict__)
-    if type(tensor) is torch.nn.Parameter and type(copied) is not torch.nn.Parameter:
-        copied = torch.nn.Parameter(copied, tensor.requires_grad)
-    return copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+def _copy(tensor: Any) -> Any:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ResultError(f"a DTensor with the placements {tensor.placements} cannot be saved: redistribute() it first")
+    return tensor.detach().to("cpu", copy=True)
 
 
 def is_plain(tensor: Any) -> bool:
     """Returns True for a dense tensor, or parameter, of torch's own type with its data in one storage."""
     import torch
 
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensors_of.is_dense(tensor)
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_dense(tensor)

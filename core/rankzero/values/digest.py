@@ -2,18 +2,14 @@
 
     sha256:HEX      a file of up to 8 MiB: what ``sha256sum`` prints
     sha256-8m:HEX   a larger file: the sha256 of the sha256s of its blocks of 8 MiB, which all cores hash together
-
-Runs inside workers too: standard library only.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import IO, Any, Protocol
 
 from rankzero.errors import ResultError
@@ -25,8 +21,6 @@ BLOCK = 8 << 20
 PLAIN, BLOCKS = "sha256", "sha256-8m"
 
 _READ = 1 << 20
-
-Bytes = bytes | bytearray | memoryview
 
 
 class Writable(Protocol):
@@ -56,7 +50,7 @@ class Digest:
 
     def text(self) -> str:
         """Returns the digest of everything that was added."""
-        return _text(self._blocks)
+        return _text([block.digest() for block in self._blocks])
 
 
 class HashingFile(Digest):
@@ -78,7 +72,7 @@ class HashingFile(Digest):
         """Does nothing, since the other file has all bytes."""
 
 
-def digest_of(parts: Sequence[Bytes]) -> str:
+def digest_of(parts: Sequence[bytes | bytearray | memoryview]) -> str:
     """Returns the digest of a file that consists of the concatenated parts."""
     digest = Digest()
     for part in parts:
@@ -92,93 +86,34 @@ def digest_of_file(path: str) -> str:
         return digest_of_open(file)
 
 
-def digest_of_open(file: IO[bytes]) -> str:
-    """Returns the digest of an open file."""
-    with FileDigest(file) as digest:
-        return digest.text()
+def digest_of_open(file: IO[bytes], meanwhile: Callable[[], object] = lambda: None) -> str:
+    """Returns the digest of an open local file; another function is called meanwhile, and its error raised."""
+    block = functools.partial(_block, file.fileno())
+    begins = range(0, os.fstat(file.fileno()).st_size or 1, BLOCK)
+    if len(begins) == 1:
+        meanwhile()
+        return _text([block(0)])
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1 + available_cores(), "rankzero-digest") as pool:
+        other = pool.submit(meanwhile)
+        blocks = list(pool.map(block, begins))
+        other.result()
+    return _text(blocks)
 
 
-class FileDigest:
-    """The digest of a local file, whose blocks all cores hash, each as soon as it is written."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        """Prepares the digest of an open file, which is complete, or is only written to by `write`."""
-        self._file = file
-        self._blocks: list[Any] = []
-        self._todo: list[Callable[[], object]] = []
-        self._threads: list[threading.Thread] = []
-        self._failures: list[BaseException] = []
-
-    def __enter__(self) -> FileDigest:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._todo.clear()
-        for thread in self._threads:
-            thread.join()
-
-    def write(self, data: Any) -> int:
-        """Writes all of the bytes to the file's end."""
-        self._file.write(data)
-        self._add(self._size() // BLOCK)
-        # This thread continues to write.
-        self._start(min(len(self._todo), available_cores() - 1))
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """Writes what is still in the file's buffer."""
-        self._file.flush()
-
-    def text(self, *meanwhile: Callable[[], object]) -> str:
-        """Returns the digest of the whole file; other functions are called meanwhile, and their errors raised."""
-        self.flush()
-        self._add(-(-self._size() // BLOCK) or 1)
-        self._todo += meanwhile
-        self._start(min(len(self._todo) - 1, available_cores()))
-        self._work()
-        for thread in self._threads:
-            thread.join()
-        for failure in self._failures:
-            raise failure
-        return _text(self._blocks)
-
-    def _size(self) -> int:
-        return os.fstat(self._file.fileno()).st_size
-
-    def _add(self, count: int) -> None:
-        for number in range(len(self._blocks), count):
-            self._blocks.append(hashlib.sha256())
-            self._todo.insert(0, partial(self._read, number))
-
-    def _start(self, most: int) -> None:
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        # No thread starts while the interpreter shuts down, or at the system's limit of threads.
-        with contextlib.suppress(RuntimeError):
-            for _ in range(most - len(self._threads)):
-                thread = threading.Thread(target=self._work, name="rankzero-digest", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-
-    def _work(self) -> None:
-        try:
-            while self._todo:
-                self._todo.pop()()
-        except IndexError:
-            # Another thread took the last one.
-            pass
-        except BaseException as error:
-            self._failures.append(error)
-
-    def _read(self, number: int) -> None:
-        # Read, not mapped: with a mapping, a file that shrinks meanwhile would kill the process.
-        for at in range(number * BLOCK, (number + 1) * BLOCK, _READ):
-            self._blocks[number].update(os.pread(self._file.fileno(), _READ, at))
+def _block(file: int, begin: int) -> bytes:
+    digest = hashlib.sha256()
+    # Read, not mapped: with a mapping, a file that shrinks meanwhile would kill the process.
+    for at in range(begin, begin + BLOCK, _READ):
+        digest.update(os.pread(file, _READ, at))
+    return digest.digest()
 
 
-def _text(blocks: Sequence[Any]) -> str:
+def _text(blocks: Sequence[bytes]) -> str:
     if len(blocks) == 1:
-        return f"{PLAIN}:{blocks[0].hexdigest()}"
-    return f"{BLOCKS}:{hashlib.sha256(b''.join(block.digest() for block in blocks)).hexdigest()}"
+        return f"{PLAIN}:{blocks[0].hex()}"
+    return f"{BLOCKS}:{hashlib.sha256(b''.join(blocks)).hexdigest()}"
 
 
 def split(digest: str) -> tuple[str, str]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from rankzero.texts import encodable
 
-MAX_DEPTH = 200
-"""Most levels of nested containers, since JSON's reader and writer recurse."""
+MAX_DEPTH = 100
+"""Most levels of nested containers, since the readers and writers of files recurse."""
 
 VALUE_LIMIT = 16 << 20
 """Bytes of a result that an orchestrator's metadata database gets where its other tasks are mapped over the items."""
 
-MAX_BITS = 2048
-"""Most bits of an integer. Python converts at most 4,300 digits to text and back; a user may lower that to 640."""
+MAX_BITS = 2032
+"""Most bits of an integer. Python converts at most 4,300 digits to text, a user may lower that to 640, and
+``torch.load(weights_only=True)`` reads no more bits."""
 
 MetricValue = bool | int | float | str
 """The value of a metric."""
@@ -37,34 +39,53 @@ _REPEATS = 1000
 def is_json(value: object) -> bool:
     """Returns True if JSON returns the value exactly: same types, string keys, no tuples.
 
-    False for containers that contain themselves, or the same containers many times.
-
     Example:
         >>> is_json({"a": [1, None]}), is_json({"a": (1,)})
         (True, False)
     """
-    level, seen, visited = [value], set(), 0
+    return consists_of(value, (list, dict), is_atom, _is_text)
+
+
+def consists_of(
+    value: object,
+    containers: tuple[type, ...],
+    is_part: Callable[[Any], bool],
+    is_key: Callable[[Any], bool],
+) -> bool:
+    """Returns True if a value has only containers of these types, with such keys of dicts and such other parts.
+
+    False for containers that contain themselves, or the same containers many times.
+    """
+    level, seen, visited = [value], set[int](), 0
     for _ in range(MAX_DEPTH):
-        below: list[object] = []
+        below: list[Any] = []
         for item in level:
-            if type(item) is list:
-                below += item
-            elif type(item) is dict:
-                if not all(map(_is_text, item)):
+            if type(item) not in containers:
+                if not is_part(item):
                     return False
-                below += item.values()
-            elif not is_atom(item):
-                return False
-            else:
                 continue
             visited += 1
             seen.add(id(item))
+            if isinstance(item, dict) and not all(map(is_key, item)):
+                return False
+            below += item.values() if isinstance(item, dict) else item  # type: ignore[misc]
         if not below:
             return True
         if visited > 2 * len(seen) + _REPEATS:
             return False
         level = below
     return False
+
+
+def canonical(obj: Any) -> Any:
+    """Returns the object that is pickled for a string or a tuple, since a pickle depends on which equal ones are one.
+
+    Equal strings become one object. A tuple of plain values becomes another one each time, since it may be one constant
+    in several places. Other objects are returned unchanged.
+    """
+    if type(obj) is str:
+        return sys.intern(obj)
+    return (*obj,) if type(obj) is tuple and all(map(is_atom, obj)) else obj
 
 
 def _is_text(item: object) -> bool:
@@ -150,31 +171,22 @@ def plain_view(value: object, most: int) -> Any:
     """
     left = most
 
-    def view(item: object, depth: int) -> Any:
+    def view(item: Any, depth: int) -> Any:
         nonlocal left
         left -= 1
         if left < 0 or depth > MAX_DEPTH:
             raise ValueError("too many items, or too many levels of containers")
         if type(item) is list:
             return [view(each, depth + 1) for each in item]
-        if type(item) is dict:
-            if not all(map(_is_text, item)):
-                raise ValueError("a key is no text")
+        if type(item) is dict and all(map(_is_text, item)):
             return {key: view(each, depth + 1) for key, each in item.items()}
-        return item if is_atom(item) else _number(item)
+        is_number = getattr(item, "ndim", 1) == 0 and getattr(item.dtype, "kind", "f") in _NUMERIC_KINDS
+        number = item.item() if is_number else item
+        if not is_atom(number):
+            raise ValueError(f"a {type(item).__name__} with such contents is no JSON value")
+        return number
 
     return view(value, 0)
-
-
-def _number(item: Any) -> Any:
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    is_array = numpy is not None and isinstance(item, (numpy.generic, numpy.ndarray))
-    if (is_array and item.dtype.kind in _NUMERIC_KINDS) or (torch is not None and isinstance(item, torch.Tensor)):
-        number = item.item() if item.ndim == 0 else None
-        if type(number) in (bool, int, float):
-            return number
-    kind = "text with surrogates" if type(item) is str else type(item).__name__
-    raise ValueError(f"a {kind} is no JSON value")
 
 
 def metric_name(name: object) -> str:

@@ -1,8 +1,8 @@
 """Writes a sharded state as one file for each rank, which a world of any size can read.
 
-The planners of ``torch.distributed.checkpoint`` name the pieces of a rank's DTensors (FSDP2, tensor parallelism) and
-ShardedTensors (FSDP1) when they are written, and the pieces that a rank needs when they are read. Every rank plans
-alone: no rank waits for another one, and a training may end its process groups while a checkpoint is written.
+The planners of ``torch.distributed.checkpoint`` name the pieces of a rank's DTensors (FSDP2, tensor parallelism) when
+they are written, and the pieces that a rank needs when they are read. Every rank plans alone: no rank waits for another
+one, and a training may end its process groups while a checkpoint is written.
 
 A rank's file holds the bytes of its pieces, then the rest of the state as a pickle. Its index, torch's metadata with
 the place and the sha256 of each, goes to the driver, which stores the indexes of all ranks in one file.
@@ -11,8 +11,6 @@ the place and the sha256 of each, goes to the driver, which stores the indexes o
 from __future__ import annotations
 
 import base64
-import copy
-import ctypes
 import hashlib
 import pickle
 import zlib
@@ -29,10 +27,6 @@ from rankzero.values.digest import Writable
 MAX_INDEX = 16 << 20
 """Most characters of a rank's index, which is a part of a message."""
 
-_SHOWN = 5
-"""Most names of tensors in one error."""
-
-
 Path = tuple[Any, ...]
 
 
@@ -43,8 +37,8 @@ class Place:
     at: int
     length: int
     sha256: str
-    sizes: tuple[int, ...]
-    is_sharded: bool
+    sizes: tuple[int, ...] = ()
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,12 +49,12 @@ class Stored:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Returns True for a DTensor or ShardedTensor."""
-    return hasattr(tensor, "placements") or hasattr(tensor, "local_shards")
+    """Returns True for a DTensor."""
+    return hasattr(tensor, "placements")
 
 
 def has_sharded(state: Any) -> bool:
-    """Returns True if dicts, lists and tuples contain a DTensor or ShardedTensor at any depth."""
+    """Returns True if dicts, lists and tuples contain a DTensor at any depth."""
     waiting, seen = [state], set()
     while waiting:
         value = waiting.pop()
@@ -73,44 +67,33 @@ def has_sharded(state: Any) -> bool:
     return False
 
 
-def copy_of(tensor: Any) -> Any:
-    """Returns a copy of a sharded tensor on the CPU. Raises ResultError for partial placements."""
-    if hasattr(tensor, "local_shards"):
-        return copy.deepcopy(tensor)
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise ResultError(f"a DTensor with the placements {tensor.placements} cannot be saved: redistribute() it first")
-    return tensor.detach().to("cpu", copy=True)
-
-
-def write_to(state: dict[Any, Any], file: Writable) -> dict[str, Any]:
+def write_to(state: Any, file: Writable) -> dict[str, Any]:
     """Writes this rank's part of a state that shares no memory with the training.
 
     Returns:
         The file's ``size``, the ``sha256`` of its index, and the index as the text ``pieces``.
 
     Raises:
-        ResultError: a value cannot be pickled or read again, or the index is too large.
+        ResultError: a value cannot be pickled, or the index is too large.
     """
     flat, rest = _flat(state)
     metadata, items, planner = _plan({name: tensor for name, tensor in flat.items() if _is_written_here(name, tensor)})
     size = 0
 
-    def write(data: Any, sizes: tuple[int, ...] = (), sharded: bool = False) -> Place:
+    def write(data: Any, *facts: Any) -> Place:
         nonlocal size
         file.write(data)
         size += len(data)
-        return Place(size - len(data), len(data), hashlib.sha256(data).hexdigest(), sizes, sharded)
+        return Place(size - len(data), len(data), hashlib.sha256(data).hexdigest(), *facts)
 
-    metadata.storage_data = {
-        item.index: write(
-            _bytes_of(planner.resolve_data(item)), tuple(item.tensor_data.chunk.sizes), is_sharded(flat[item.index.fqn])
-        )
-        for item in items
-    }
-    data = b"".join(pickled.pickled(rest))
-    with pickled.proving(rest):
-        pickled.unpack(memoryview(data), pickled.Loader)
-    metadata.planner_data = write(data)
+    metadata.storage_data = {}
+    for item in items:
+        piece = planner.resolve_data(item).detach().cpu().contiguous()
+        # Of a view only what it shows.
+        data = tensors.memory_of(tensors.compact(piece).untyped_storage())
+        sizes = tuple(item.tensor_data.chunk.sizes)
+        metadata.storage_data[item.index] = write(data, sizes, is_sharded(flat[item.index.fqn]))
+    metadata.planner_data = write(b"".join(pickled.pickled(rest)))
     text = base64.b64encode(zlib.compress(pickle.dumps(metadata), 1)).decode()
     if len(text) > MAX_INDEX:
         raise ResultError(f"the index of a rank's part of a sharded checkpoint has {len(text)} characters: too many")
@@ -165,13 +148,6 @@ def _is_written_here(name: str, tensor: Any) -> bool:
     )
 
 
-def _bytes_of(tensor: Any) -> memoryview:
-    here = tensor.detach().cpu().contiguous()
-    memory = (ctypes.c_char * (here.numel() * here.element_size())).from_address(here.data_ptr())
-    memory.owner = here
-    return memoryview(memory).cast("B")
-
-
 class ShardedState:
     """A sharded state, open for reading: the files that all ranks wrote."""
 
@@ -200,30 +176,28 @@ class ShardedState:
         self._rank = rank
         for writer in sorted(parts, key=lambda each: (each != rank, int(each))):
             index = _proved(indexes.get(writer, b""), parts[writer]["sha256"])
-            self._metadata = self._merged(writer, pickle.loads(zlib.decompress(base64.b64decode(index))))
+            self._merge(writer, pickle.loads(zlib.decompress(base64.b64decode(index))))
         # By rank, and in the order in which they lie in the file.
         self._metadata.storage_data = self._places
         for name, entry in self._metadata.state_dict_metadata.items():
             if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
                 raise ResultError(f"the pieces of {name!r} in the checkpoint are not the whole tensor")
 
-    def _merged(self, rank: str, metadata: Any) -> Any:
-        """Returns the metadata of the ranks so far with that of one more rank."""
-        merged: Any = self._metadata or metadata
+    def _merge(self, rank: str, metadata: Any) -> None:
+        """Adds the metadata of one more rank."""
+        self._metadata = self._metadata or metadata
         for key, place in metadata.storage_data.items():
-            if key not in self._places:
-                self._places[key] = rank, place
+            writer, known = self._places.setdefault(key, (rank, place))
+            if known is place:
                 entry = metadata.state_dict_metadata[key.fqn]
-                known = merged.state_dict_metadata.setdefault(key.fqn, entry)
-                if known is not entry:
-                    known.chunks += [chunk for chunk in entry.chunks if chunk.offsets == key.offset]
-            elif place.is_sharded and self._places[key][1].sha256 != place.sha256:
+                merged = self._metadata.state_dict_metadata.setdefault(key.fqn, entry)
+                if merged is not entry:
+                    merged.chunks += [chunk for chunk in entry.chunks if chunk.offsets == key.offset]
+            elif place.is_sharded and known.sha256 != place.sha256:
                 raise ResultError(
-                    f"ranks {self._places[key][0]} and {rank} wrote different values of {key.fqn!r} into the "
-                    "checkpoint, as pipeline stages do whose modules name their tensors alike: give each stage names "
-                    "of its own"
+                    f"ranks {writer} and {rank} wrote different values of {key.fqn!r} into the checkpoint, as pipeline "
+                    "stages do whose modules name their tensors alike: give each stage names of its own"
                 )
-        return merged
 
     def __enter__(self) -> ShardedState:
         return self
@@ -236,14 +210,9 @@ class ShardedState:
         """Returns the state with whole tensors, or with those of a target, which are filled. Raises like `fill`."""
         import torch
 
-        data = self._bytes(self._rank, self._metadata.planner_data)
-        try:
+        with pickled.loading(f"what rank {self._rank} wrote into the checkpoint cannot be loaded here"):
+            data = self._bytes(self._rank, self._metadata.planner_data)
             rest = pickled.unpack(memoryview(data), pickled.Loader)
-        except Exception as error:
-            do, what = pickled.advice(error) or "Give plain values and state dicts", f"{type(error).__name__}: {error}"
-            raise ResultError(
-                f"what rank {self._rank} wrote is whole, but cannot be loaded here: {what}. {do}"
-            ) from error
         filled = {} if target is None else _flat(target)[0]
         skipped = set()
 
@@ -283,8 +252,7 @@ class ShardedState:
         view = memoryview(data)
         while view and (count := file.readinto(view)):  # type: ignore[attr-defined]
             view = view[count:]
-        _proved(data, place.sha256)
-        return data
+        return _proved(data, place.sha256)  # type: ignore[no-any-return]
 
 
 def _proved(data: Any, sha256: str) -> Any:
@@ -297,7 +265,7 @@ def fill(target: Any, state: Any) -> Any:
     """Fills the tensors of ``target``, sharded ones with their pieces, from a whole state, and returns that with them.
 
     Raises:
-        ResultError: a tensor of ``target`` is missing, and nothing is filled; or it has another shape.
+        ResultError: a tensor of ``target`` is missing or has another shape, and nothing is filled.
     """
     flat, rest = _flat(state)
     given = _flat(target)[0]
@@ -311,21 +279,18 @@ def _fill(given: dict[str, Any], metadata: Any, piece: Callable[[Any], Any]) -> 
     """Fills tensors by name from what the metadata lists; ``piece`` returns the piece of a tensor under a key of it."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-    saved = metadata.state_dict_metadata
-    if missing := [name for name in given if name not in saved]:
-        shown = ", ".join(map(repr, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
-        raise ResultError(
-            f"the checkpoint lacks {len(missing)} of the {len(given)} tensors that are to be filled: {shown}. Give a "
-            "state without them, or load() what there is"
-        )
-    for name, tensor in given.items():
-        if (shape := list(saved[name].size)) != (own := list(tensor.size())):
-            raise ResultError(f"{name!r} has the shape {shape} in the checkpoint, and {own} in the state to be filled")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(given, metadata, is_coordinator=True)
     order = {key: number for number, key in enumerate(metadata.storage_data or ())}
+    try:
+        items = sorted(planner.create_local_plan().items, key=lambda item: order.get(item.storage_index, 0))
+    except (RuntimeError, ValueError) as error:
+        raise ResultError(
+            f"the checkpoint does not fit into the state to be filled: {error}. Give a state without that tensor, or "
+            "load() what there is"
+        ) from error
     last = source = None
-    for item in sorted(planner.create_local_plan().items, key=lambda item: order.get(item.storage_index, 0)):
+    for item in items:
         # A piece of one file may be needed in several places.
         if item.storage_index != last:
             last, source = item.storage_index, piece(item.storage_index)
