@@ -1,7 +1,7 @@
 """The digest of a file, with the name of its algorithm.
 
-    sha256:HEX      a file of up to 8 MiB: what ``sha256sum`` prints
-    sha256-8m:HEX   a larger file: the sha256 of the sha256s of its blocks of 8 MiB, which all cores hash together
+sha256:HEX      a file of up to 8 MiB: what ``sha256sum`` prints
+sha256-8m:HEX   a larger file: the sha256 of the sha256s of its blocks of 8 MiB, which all cores hash together
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ VALUE_LIMIT = 16 << 20
 """Bytes of a result that an orchestrator's metadata database gets where its other tasks are mapped over the items."""
 
 MAX_BITS = 2032
-"""Most bits of an integer. Python converts at most 4,300 digits to text, a user may lower that to 640, and
-``torch.load(weights_only=True)`` reads no more bits."""
+"""Most bits of an integer: ``torch.load(weights_only=True)`` reads no more, and a user may limit Python to 640 digits
+of decimal text."""
 
 MetricValue = bool | int | float | str
 """The value of a metric."""
@@ -47,10 +47,7 @@ def is_json(value: object) -> bool:
 
 
 def consists_of(
-    value: object,
-    containers: tuple[type, ...],
-    is_part: Callable[[Any], bool],
-    is_key: Callable[[Any], bool],
+    value: object, containers: tuple[type, ...], is_part: Callable[[Any], bool], is_key: Callable[[Any], bool]
 ) -> bool:
     """Returns True if a value has only containers of these types, with such keys of dicts and such other parts.
 
@@ -60,32 +57,18 @@ def consists_of(
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for item in level:
-            if type(item) not in containers:
-                if not is_part(item):
+            if type(item) in containers:
+                visited += 1
+                seen.add(id(item))
+                if isinstance(item, dict) and not all(map(is_key, item)):
                     return False
-                continue
-            visited += 1
-            seen.add(id(item))
-            if isinstance(item, dict) and not all(map(is_key, item)):
+                below += item.values() if isinstance(item, dict) else item  # type: ignore[misc]
+            elif not is_part(item):
                 return False
-            below += item.values() if isinstance(item, dict) else item  # type: ignore[misc]
-        if not below:
-            return True
-        if visited > 2 * len(seen) + _REPEATS:
-            return False
+        if not below or visited > 2 * len(seen) + _REPEATS:
+            return not below
         level = below
     return False
-
-
-def canonical(obj: Any) -> Any:
-    """Returns the object that is pickled for a string or a tuple, since a pickle depends on which equal ones are one.
-
-    Equal strings become one object. A tuple of plain values becomes another one each time, since it may be one constant
-    in several places. Other objects are returned unchanged.
-    """
-    if type(obj) is str:
-        return sys.intern(obj)
-    return (*obj,) if type(obj) is tuple and all(map(is_atom, obj)) else obj
 
 
 def _is_text(item: object) -> bool:
@@ -99,21 +82,25 @@ def is_atom(item: object) -> bool:
     return item is None or type(item) in (bool, float) or _is_text(item)
 
 
-def is_storable(atom: object) -> bool:
-    """Returns True for an atom that JSON documents, ``jsonb`` columns and msgpack all return unchanged.
+def canonical(obj: Any) -> Any:
+    """Returns the object that is pickled for a string or tuple, since a pickle depends on which equal parts are one.
 
-    Example:
-        >>> is_storable(2**62), is_storable(2**63), is_storable(float("nan")), is_storable("a" + chr(0))
-        (True, False, False, False)
+    Equal strings become one object. A tuple of plain values becomes another one each time, since it may be one constant
+    in several places. Other objects are returned unchanged.
     """
+    if type(obj) is str:
+        return sys.intern(obj)
+    return (*obj,) if type(obj) is tuple and all(map(is_atom, obj)) else obj
+
+
+def _is_storable(atom: object) -> bool:
+    """Returns True for an atom that JSON documents, ``jsonb`` columns and msgpack all return unchanged."""
     if type(atom) is int:
         return -(2**63) <= atom < 2**63
     if type(atom) is float:
         # False for nan and inf, too. jsonb has no negative zero.
         return abs(atom) < _EXACT_FLOATS and (atom != 0.0 or math.copysign(1.0, atom) > 0)
-    if type(atom) is str:
-        return "\0" not in atom and _is_text(atom)
-    return atom is None or type(atom) is bool
+    return atom is None or type(atom) is bool or (_is_text(atom) and "\0" not in str(atom))
 
 
 def find_unstorable(value: Any, path: str = "") -> str | None:
@@ -127,15 +114,15 @@ def find_unstorable(value: Any, path: str = "") -> str | None:
         >>> find_unstorable({"epochs": [{"loss": 0.5}, {"loss": float("nan")}]})
         "['epochs'][1]['loss'] is nan"
     """
-    if isinstance(value, (list, dict)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            # Airflow reserves keys that begin with two underscores.
-            if isinstance(key, str) and (key.startswith("__") or not is_storable(key)):
-                return f"it has the key {key!r}"
-            if found := find_unstorable(item, f"{path}[{key!r}]"):
-                return found
-        return None
-    return None if is_storable(value) else f"{path or 'it'} is {value!r:.40}"
+    if not isinstance(value, (list, dict)):
+        return None if _is_storable(value) else f"{path or 'it'} is {value!r:.40}"
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        # Airflow reserves keys that begin with two underscores.
+        if isinstance(key, str) and (key.startswith("__") or not _is_storable(key)):
+            return f"it has the key {key!r}"
+        if found := find_unstorable(item, f"{path}[{key!r}]"):
+            return found
+    return None
 
 
 def storable(value: Any) -> Any:
@@ -154,9 +141,7 @@ def storable(value: Any) -> Any:
         return {storable(key): storable(item) for key, item in named.items()}
     if isinstance(value, (list, tuple)):
         return [storable(item) for item in value]
-    if is_storable(value):
-        return value
-    return encodable(str(value))
+    return value if _is_storable(value) else encodable(str(value))
 
 
 def plain_view(value: object, most: int) -> Any:
@@ -203,11 +188,9 @@ def scalar(name: str, value: Any) -> MetricValue:
         scalar = item() if callable(item) else value
     except (RuntimeError, TypeError, ValueError):
         raise TypeError(f"metric {name!r} is a {type(value).__name__} of several elements; report one number") from None
-    if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS:
-        # Python refuses to convert such integers to and from decimal text.
-        return hex(scalar)
     if isinstance(scalar, str):
         return encodable(scalar)
-    if isinstance(scalar, (bool, int, float)):
-        return scalar
-    raise TypeError(f"metric {name!r} is of type {type(value).__name__}; report numbers or strings")
+    if not isinstance(scalar, (bool, int, float)):
+        raise TypeError(f"metric {name!r} is of type {type(value).__name__}; report numbers or strings")
+    # Python refuses to convert integers of more bits to and from decimal text.
+    return hex(scalar) if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS else scalar

@@ -116,7 +116,7 @@ def _flat(state: Any) -> tuple[dict[str, Any], Any]:
     flat: dict[str, Any] = {}
 
     def place(path: Path, value: Any) -> Any:
-        is_dense = isinstance(value, torch.Tensor) and tensors.is_dense(value) and not tensors.is_narrow(value.dtype)
+        is_dense = isinstance(value, torch.Tensor) and tensors.is_dense(value)
         if not (is_sharded(value) or is_dense):
             return value
         if (name := ".".join(map(str, path))) in flat:
@@ -125,6 +125,13 @@ def _flat(state: Any) -> tuple[dict[str, Any], Any]:
         return Stored(name)
 
     return flat, _walk(state, place)
+
+
+def _names(value: Any) -> list[str]:
+    """Returns the names of the tensors that `_flat` took out of a state."""
+    names: list[str] = []
+    _walk(value, lambda _, leaf: names.append(leaf.name) if isinstance(leaf, Stored) else None)
+    return names
 
 
 def _plan(flat: dict[str, Any]) -> tuple[Any, list[Any], Any]:
@@ -214,26 +221,19 @@ class ShardedState:
             data = self._bytes(self._rank, self._metadata.planner_data)
             rest = pickled.unpack(memoryview(data), pickled.Loader)
         filled = {} if target is None else _flat(target)[0]
-        skipped = set()
-
-        def place(path: Path, value: Any) -> None:
-            if not isinstance(value, Stored) or (target is not None and value.name in filled):
-                return
+        if target is not None:
+            rest = type(rest)((key, value) for key, value in rest.items() if key in target or not _names(value))
+        for name in _names(rest):
             if target is None:
-                entry = self._metadata.state_dict_metadata[value.name]
-                filled[value.name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            elif path[0] in target:
+                entry = self._metadata.state_dict_metadata[name]
+                filled[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            elif name not in filled:
                 raise ResultError(
-                    f"the checkpoint holds {value.name!r}, which the state to be filled has not: give the states of "
+                    f"the checkpoint holds {name!r}, which the state to be filled has not: give the states of "
                     "model and optimizer as torch.distributed.checkpoint.state_dict makes them, or load() whole tensors"
                 )
-            else:
-                skipped.add(path[0])
-
-        _walk(rest, place)
         _fill(filled, self._metadata, self._piece)
-        kept = type(rest)((key, value) for key, value in rest.items() if key not in skipped)
-        return _walk(kept, lambda _, value: filled[value.name] if isinstance(value, Stored) else value)
+        return _walk(rest, lambda _, value: filled[value.name] if isinstance(value, Stored) else value)
 
     def _piece(self, key: Any) -> Any:
         import torch
@@ -286,7 +286,7 @@ def _fill(given: dict[str, Any], metadata: Any, piece: Callable[[Any], Any]) -> 
         items = sorted(planner.create_local_plan().items, key=lambda item: order.get(item.storage_index, 0))
     except (RuntimeError, ValueError) as error:
         raise ResultError(
-            f"the checkpoint does not fit into the state to be filled: {error}. Give a state without that tensor, or "
+            f"the checkpoint does not fit into the state to be filled: {str(error).rstrip('.')}. Give a state without that tensor, or "
             "load() what there is"
         ) from error
     last = source = None

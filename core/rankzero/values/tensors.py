@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import re
 import sys
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -17,18 +18,11 @@ from rankzero.values.plain import canonical, consists_of, is_atom
 if TYPE_CHECKING:
     import torch
 
-_NARROW = frozenset(f"int{bits}" for bits in range(1, 8))
-
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Returns True for a tensor with its data in one storage."""
     is_strided = str(tensor.layout) == "torch.strided" and not tensor.is_nested
     return is_strided and not tensor.is_quantized and tensor.device.type != "meta"
-
-
-def is_narrow(dtype: torch.dtype) -> bool:
-    """Returns True for integers of less than a byte, which torch can neither copy nor save."""
-    return str(dtype).removeprefix("torch.").removeprefix("u") in _NARROW
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,22 +33,23 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
+    # Returns itself unless it is a conjugated or negated view.
+    tensor = tensor.resolve_conj().resolve_neg()
     storage, width = tensor.untyped_storage(), tensor.element_size()
     steps = zip(tensor.size(), tensor.stride(), strict=True)
-    length = (1 + sum((size - 1) * step for size, step in steps)) * width if tensor.numel() else 0
     begin = int(tensor.storage_offset()) * width
-    if length and begin + length > storage.nbytes():
+    end = begin + (1 + sum((size - 1) * step for size, step in steps)) * width if tensor.numel() else begin
+    if end > max(begin, storage.nbytes()):
+        # torch would resize the storage and read uninitialized memory.
         raise ResultError(
-            f"a tensor with the shape {tuple(tensor.shape)} ends at byte {begin + length} of a storage of "
-            f"{storage.nbytes()} bytes: its memory was freed or made smaller. Give a tensor that has its data"
+            f"a tensor with the shape {tuple(tensor.shape)} ends at byte {end} of a storage of {storage.nbytes()} "
+            "bytes: its memory was freed or made smaller. Give a tensor that has its data"
         )
-    if length == storage.nbytes():
+    if end - begin == storage.nbytes():
         return tensor
-    part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[begin : begin + length].clone()
+    part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[begin:end].clone()
     copied = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     copied.set_(part.untyped_storage(), 0, tensor.size(), tensor.stride())
-    copied = copied.conj() if tensor.is_conj() else copied
-    copied = copied._neg_view() if tensor.is_neg() else copied
     copied.requires_grad_(tensor.requires_grad).__dict__.update(tensor.__dict__)
     return copied
 
@@ -72,9 +67,8 @@ def reduce(obj: Any) -> tuple[Any, ...] | None:
     if type(obj) is not torch.Tensor or not is_dense(obj):
         return None
     whole = compact(obj)
-    signs = whole.is_conj(), whole.is_neg()
-    form = whole.dtype, tuple(whole.shape), whole.stride(), signs, obj.requires_grad
-    return make_tensor, (whole.untyped_storage(), *form, vars(obj))
+    form = whole.dtype, tuple(whole.shape), whole.stride(), obj.requires_grad, vars(obj)
+    return make_tensor, (whole.untyped_storage(), *form)
 
 
 def memory_of(storage: torch.UntypedStorage) -> memoryview:
@@ -108,16 +102,13 @@ def make_tensor(
     dtype: torch.dtype,
     size: tuple[int, ...],
     stride: tuple[int, ...],
-    signs: tuple[bool, bool],
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> torch.Tensor:
-    """Creates a pickled tensor in its storage."""
+    """Creates a pickled tensor, which shows all of its storage."""
     import torch
 
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, size, stride)
-    tensor = tensor.conj() if signs[0] else tensor
-    tensor = tensor._neg_view() if signs[1] else tensor
     vars(tensor).update(attributes)
     return tensor.requires_grad_(requires_grad)
 
@@ -140,10 +131,8 @@ def is_all_tensors(value: object) -> bool:
 
 def _is_plain(tensor: torch.Tensor, types: dict[int, torch.dtype]) -> bool:
     """Returns True for a tensor that torch.save writes and reads; ``types`` has those seen before, by address."""
-    if not is_dense(tensor) or is_narrow(tensor.dtype) or vars(tensor):
-        return False
-    if tensor.requires_grad and tensor.dtype.itemsize == 1 and type(tensor).__name__ == "Tensor":
-        # torch's function for newer types fails.
+    # torch.save cannot write integers of less than a byte.
+    if not is_dense(tensor) or re.fullmatch(r"torch\.u?int[1-7]", str(tensor.dtype)) or vars(tensor):
         return False
     # torch.save refuses views of one memory with several types.
     return types.setdefault(tensor.untyped_storage().data_ptr() or -id(tensor), tensor.dtype) == tensor.dtype
@@ -155,13 +144,9 @@ class TorchPickle:
     class Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
         """A pickler that pickles the compact or canonical object instead of a given one."""
 
-        def __init__(self, *args: Any, **options: Any) -> None:
-            """Takes the arguments of `pickle.Pickler`."""
-            super().__init__(*args, **options)
-            self._compact: dict[int, tuple[Any, Any]] = {}
-
         def save(self, obj: Any, save_persistent_id: bool = True) -> None:
             """Pickles one object."""
             if type(obj) is sys.modules["torch"].Tensor:
-                obj = self._compact.setdefault(id(obj), (obj, compact(obj)))[1]
+                known = vars(self).setdefault("compact", {})
+                obj = known.setdefault(id(obj), (obj, compact(obj)))[1]
             super().save(canonical(obj), save_persistent_id)
