@@ -29,7 +29,7 @@ def test_it_is_one_of_blocks_wherever_pieces_end(
     monkeypatch.setattr(digest, "_READ", block // 4)
     path, memory = tmp_path / "file", bytearray(piece)
     with path.open("wb") as file:
-        hashing = digest.HashingFile(file)
+        hashing = digest.Digest(file)
         for start in range(0, len(DATA), piece):
             # The caller may reuse its memory once `write` has returned.
             length = len(DATA[start : start + piece])

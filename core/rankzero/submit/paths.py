@@ -19,7 +19,7 @@ from rankzero.data import kinds
 from rankzero.data.files import PARQUET_OPTIONS, digest_of, filesystem_of, stamp_of, tags_of
 from rankzero.data.kinds import check_nulls
 from rankzero.data.manifest import File, Manifest, encode_schema
-from rankzero.data.schemas import schema_of_files, with_nulls
+from rankzero.data.schemas import check_missing, schema_of_files
 from rankzero.errors import InvalidJobError
 
 READERS = 16
@@ -27,6 +27,9 @@ READERS = 16
 
 Counts = collections.Counter[str]
 """Number of nulls of each column, by the column's path."""
+
+_WHOLE = ("BOOLEAN", "INT32", "INT64", "INT96")
+"""Types of Parquet without a place for a null, unless they hold decimals."""
 
 _DELTA_LOG = "_delta_log"
 _SAMPLED_ROWS = 1024
@@ -179,11 +182,13 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
     # The log of a Delta table has its schema.
     schema = schema_of_files([data.schema] if digest else [data.schema, *schemas], where)
     kinds.check(schema, where)
-    check_nulls(schema, (counts for *_, counts in described), where)
+    check_nulls((counts for *_, counts in described), where)
+    for file, inside in zip(files, schemas, strict=True):
+        check_missing(file, inside, schema, where)
     content = digest or " ".join([*(facts for _, _, facts, _ in described), str(schema)])
     return Manifest(
         schema=encode_schema(schema),
-        files=tuple(with_nulls(file, inside, schema, where) for file, inside in zip(files, schemas, strict=True)),
+        files=files,
         size=size + sum(sum(file.rows) * _partition_row(file) for file in files),
         digest=hashlib.sha256(content.encode()).hexdigest(),
     )
@@ -208,12 +213,16 @@ def _facts(fragment: Any) -> tuple[tuple[int, ...], int, Counts]:
 
 
 def _null_counts(metadata: Any, group: int) -> Counts:
-    """Returns the nulls of a row group from its footer, except those of arrays, whose counts include empty arrays."""
+    """Returns the nulls of a row group that a tensor cannot hold, from its footer.
+
+    Those in arrays are left out, since their counts include empty arrays.
+    """
     counts: Counts = collections.Counter()
     for number in range(metadata.num_columns):
         column = metadata.row_group(group).column(number)
-        statistics = column.statistics
-        if statistics and statistics.has_null_count and not metadata.schema.column(number).max_repetition_level:
+        statistics, kind = column.statistics, metadata.schema.column(number)
+        is_whole = column.physical_type in _WHOLE and kind.logical_type.type != "DECIMAL"
+        if is_whole and statistics and statistics.has_null_count and not kind.max_repetition_level:
             counts[column.path_in_schema] = statistics.null_count
     return counts
 

@@ -31,11 +31,12 @@ class Writable(Protocol):
 
 
 class Digest:
-    """The digest of bytes that are added piece by piece."""
+    """The digest of bytes that are added piece by piece. They may be written to a file at the same time."""
 
-    def __init__(self) -> None:
-        """Creates the digest of no bytes."""
+    def __init__(self, file: Writable | None = None) -> None:
+        """Creates the digest of no bytes. `write` writes to the file."""
         self._blocks = [hashlib.sha256()]
+        self._file = file
         self.size = 0
 
     def update(self, data: Any) -> None:
@@ -48,28 +49,19 @@ class Digest:
             self._blocks[-1].update(piece)
             self.size, view = self.size + len(piece), view[len(piece) :]
 
+    def write(self, data: Any) -> int:
+        """Writes all of the bytes to the file and adds them; the caller may reuse their memory afterwards."""
+        assert self._file
+        self._file.write(data)
+        self.update(data)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Does nothing, since the file has all bytes."""
+
     def text(self) -> str:
         """Returns the digest of everything that was added."""
         return _text([block.digest() for block in self._blocks])
-
-
-class HashingFile(Digest):
-    """A file that writes to another one, and hashes the bytes."""
-
-    def __init__(self, file: Writable) -> None:
-        """Prepares to write to a file, which stays open."""
-        super().__init__()
-        self._file = file
-
-    def write(self, data: Any) -> int:
-        """Writes all of the bytes; the caller may reuse their memory afterwards."""
-        view = memoryview(data).cast("B")
-        self._file.write(view)
-        self.update(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Does nothing, since the other file has all bytes."""
 
 
 def digest_of(parts: Sequence[bytes | bytearray | memoryview]) -> str:
@@ -125,12 +117,7 @@ def split(digest: str) -> tuple[str, str]:
 
 
 def verify(file: IO[bytes], expected: str, location: str = "") -> None:
-    """Compares the digest of a local file with the expected one.
-
-    Args:
-        file: The open file.
-        expected: The expected digest.
-        location: The name of the file in errors, if that is a copy without a name.
+    """Compares the digest of a local file with the expected one. The location is named in errors.
 
     Raises:
         ResultError: the digests differ, or this version does not have the algorithm.

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rankzero.errors import ResultError
 from rankzero.values import digest as digests
 from rankzero.values import pickled, tensors
-from rankzero.values.digest import HashingFile, Writable
+from rankzero.values.digest import Digest, Writable
 from rankzero.values.plain import is_json
 
 if TYPE_CHECKING:
@@ -52,10 +52,7 @@ def choose(value: object) -> str:
 
 
 def write(value: object, file_format: str, path: str) -> tuple[int, str]:
-    """Writes a value to a local file.
-
-    Returns:
-        The file's size in bytes and its digest (`rankzero.values.digest`).
+    """Writes a value to a local file, and returns the file's size in bytes and its digest.
 
     Raises:
         ResultError: the value cannot be pickled, or the file cannot be read back; the message has the value's type.
@@ -73,7 +70,7 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
 
 def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]:
     """Writes a value to an open file like `write`, but does not read it back."""
-    hashing = HashingFile(file)
+    hashing = Digest(file)
     _dump(value, file_format, hashing)
     return hashing.size, hashing.text()
 
@@ -114,10 +111,10 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
     import tarfile
 
     with open(path, "wb") as file:
-        sink = HashingFile(file)
+        sink = Digest(file)
         # Links are followed: their targets may not exist where the checkpoint is opened.
-        writing: Any = {"fileobj": sink, "mode": "w|", "dereference": True, "bufsize": _TAR_WRITES}
-        with tarfile.open(**writing) as archive:
+        following: Any = {"dereference": True, "bufsize": _TAR_WRITES}
+        with tarfile.open(fileobj=sink, mode="w|", **following) as archive:
             archive.add(directory, arcname=".")
         file.flush()
         os.fsync(file.fileno())
@@ -144,12 +141,7 @@ def read_directory(path: str, digest: str, target: str) -> None:
 
 
 def read(path: str, file_format: str, digest: str | None) -> Any:
-    """Loads a value from a local file after it has compared the digest.
-
-    Args:
-        path: The file.
-        file_format: One of this module's formats.
-        digest: The recorded digest; None skips the comparison.
+    """Loads a value from a local file after it has compared the digest; None skips the comparison.
 
     Raises:
         OSError: the file cannot be opened.

@@ -68,11 +68,9 @@ def pack(pickled: Part, buffers: Sequence[memoryview]) -> list[Part]:
 
 
 def open_packed(path: str | int, unpickler: type[pickle.Unpickler] = pickle.Unpickler) -> Any:
-    """Loads a file that `pack` made: large buffers are mapped copy-on-write, and read when they are used.
+    """Loads a file that `pack` made, by its path or descriptor: large buffers are mapped, copy-on-write.
 
-    Args:
-        path: The file, or the descriptor of an open one. The mapping remains valid if the file is deleted.
-        unpickler: The class that loads the pickle.
+    The mapping remains valid if the file is deleted.
     """
     with open(path, "rb", closefd=isinstance(path, str)) as file:
         return unpack(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)), unpickler)
@@ -164,8 +162,7 @@ def pickled(value: object) -> list[Part]:
 def loading(what: str) -> Iterator[None]:
     """Turns the errors of a block that loads a value into `ResultError`, except those of the disk and of memory.
 
-    Args:
-        what: What has failed then, as the beginning of the message. The reason and advice follow.
+    Its message begins with ``what``, and has the reason and advice.
     """
     try:
         yield

@@ -106,10 +106,6 @@ def _is_storable(atom: object) -> bool:
 def find_unstorable(value: Any, path: str = "") -> str | None:
     """Returns a description of the first part of a JSON value that a database would reject or change, or None.
 
-    Args:
-        value: A JSON value.
-        path: The expression that selects the value, for the description.
-
     Example:
         >>> find_unstorable({"epochs": [{"loss": 0.5}, {"loss": float("nan")}]})
         "['epochs'][1]['loss'] is nan"
@@ -128,9 +124,7 @@ def find_unstorable(value: Any, path: str = "") -> str | None:
 def storable(value: Any) -> Any:
     """Returns facts about a run in which each part that a database could reject or change is replaced by its text.
 
-    Args:
-        value: Dicts with string keys, lists, and atoms, such as metrics. Keys lose leading ``__``, since Airflow
-            reserves such keys.
+    Keys of dicts lose leading ``__``, since Airflow reserves such keys.
 
     Example:
         >>> storable({"loss": float("nan"), "seed": 2**63, "__type": "adam"})
@@ -147,12 +141,8 @@ def storable(value: Any) -> Any:
 def plain_view(value: object, most: int) -> Any:
     """Returns the value as exact JSON, with numpy scalars and 0-d arrays and tensors as Python numbers.
 
-    Args:
-        value: Any value, which is not changed.
-        most: Most items and containers; a value with more is too large.
-
     Raises:
-        ValueError: the converted value is not exact JSON, or it is too large.
+        ValueError: the converted value is not exact JSON, or has more than ``most`` items and containers.
     """
     left = most
 

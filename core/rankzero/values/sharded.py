@@ -68,7 +68,7 @@ def has_sharded(state: Any) -> bool:
 
 
 def write_to(state: Any, file: Writable) -> dict[str, Any]:
-    """Writes this rank's part of a state that shares no memory with the training.
+    """Writes this rank's part of a state.
 
     Returns:
         The file's ``size``, the ``sha256`` of its index, and the index as the text ``pieces``.
@@ -165,13 +165,9 @@ class ShardedState:
         indexes: Mapping[str, bytes],
         open_part: Callable[[str], IO[bytes]],
     ) -> None:
-        """Reads the indexes, and no file.
+        """Reads the indexes of all ranks, which `write_to` has returned, and no file.
 
-        Args:
-            rank: The rank whose values are read that are not sharded.
-            parts: By rank, as text: ``sha256``, as `write_to` returned it.
-            indexes: By rank, as text: ``pieces``, as `write_to` returned it.
-            open_part: Opens a rank's file.
+        Values that are not sharded are those of the given rank. Ranks are text; ``open_part`` opens a rank's file.
 
         Raises:
             ResultError: an index is damaged, pieces are missing, or two ranks wrote different values for one piece.
@@ -285,8 +281,9 @@ def _fill(given: dict[str, Any], metadata: Any, piece: Callable[[Any], Any]) -> 
     try:
         items = sorted(planner.create_local_plan().items, key=lambda item: order.get(item.storage_index, 0))
     except (RuntimeError, ValueError) as error:
+        why = str(error).rstrip(".")
         raise ResultError(
-            f"the checkpoint does not fit into the state to be filled: {str(error).rstrip('.')}. Give a state without that tensor, or "
+            f"the checkpoint does not fit into the state to be filled: {why}. Give a state without that tensor, or "
             "load() what there is"
         ) from error
     last = source = None

@@ -26,31 +26,21 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a dense tensor that shows all of its memory: the given one, or a copy if it shows a part.
+    """Returns the given dense tensor, or a copy if it shows a part of its memory.
 
     Raises:
-        ResultError: the tensor's memory was freed or made smaller.
+        ResultError: the tensor's memory was freed.
     """
-    import torch
-
-    # Returns itself unless it is a conjugated or negated view.
+    # These return a tensor itself unless it is a conjugated or negated view.
     tensor = tensor.resolve_conj().resolve_neg()
-    storage, width = tensor.untyped_storage(), tensor.element_size()
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
-    begin = int(tensor.storage_offset()) * width
-    end = begin + (1 + sum((size - 1) * step for size, step in steps)) * width if tensor.numel() else begin
-    if end > max(begin, storage.nbytes()):
+    available = tensor.untyped_storage().nbytes()
+    if tensor.numel() and not available:
         # torch would resize the storage and read uninitialized memory.
-        raise ResultError(
-            f"a tensor with the shape {tuple(tensor.shape)} ends at byte {end} of a storage of {storage.nbytes()} "
-            "bytes: its memory was freed or made smaller. Give a tensor that has its data"
-        )
-    if end - begin == storage.nbytes():
+        raise ResultError(f"the memory of a tensor with the shape {tuple(tensor.shape)} was freed: give its data")
+    if tensor.numel() * tensor.element_size() >= available:
         return tensor
-    part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[begin:end].clone()
-    copied = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    copied.set_(part.untyped_storage(), 0, tensor.size(), tensor.stride())
-    copied.requires_grad_(tensor.requires_grad).__dict__.update(tensor.__dict__)
+    copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copied.__dict__.update(tensor.__dict__)
     return copied
 
 
@@ -67,7 +57,7 @@ def reduce(obj: Any) -> tuple[Any, ...] | None:
     if type(obj) is not torch.Tensor or not is_dense(obj):
         return None
     whole = compact(obj)
-    form = whole.dtype, tuple(whole.shape), whole.stride(), obj.requires_grad, vars(obj)
+    form = whole.dtype, whole.storage_offset(), tuple(whole.shape), whole.stride(), obj.requires_grad, vars(obj)
     return make_tensor, (whole.untyped_storage(), *form)
 
 
@@ -100,15 +90,16 @@ def make_typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Typed
 def make_tensor(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
+    offset: int,
     size: tuple[int, ...],
     stride: tuple[int, ...],
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> torch.Tensor:
-    """Creates a pickled tensor, which shows all of its storage."""
+    """Creates a pickled tensor in its storage."""
     import torch
 
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, size, stride)
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride)
     vars(tensor).update(attributes)
     return tensor.requires_grad_(requires_grad)
 

@@ -185,7 +185,7 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
         raise _not_shared(folder, where, f"{len(missing)} of {len(rows)} files have not arrived")
     with open_file(store.join(folder, rows[0]["file"])) as file:
         schema = pq.read_schema(file)
-    kinds.check_nulls(schema, (row["nulls"] for row in rows), where)
+    kinds.check_nulls((row["nulls"] for row in rows), where)
     lengths = _lengths(rows, schema, where)
     files = tuple(File(store.join(folder, row["file"]), tuple(row["rows"])) for row in rows)
     total = sum(sum(file.rows) for file in files)

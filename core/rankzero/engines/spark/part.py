@@ -41,7 +41,7 @@ class Part:
         size: Bytes of all rows.
         digest: Sum of the checksums of all rows.
         lengths: For each column of arrays or vectors, the smallest and the largest length.
-        nulls: Number of nulls by the path of each column that has some.
+        nulls: Number of nulls that a tensor cannot hold, by the path of their column.
         schema: Schema of the rows.
         names: The columns' original names; in Spark, names must not differ in case only.
     """
@@ -66,8 +66,7 @@ class Part:
         self.digest += (high << 32) + pc.sum(pc.bit_wise_and(hashed, 0xFFFFFFFF)).as_py()
         for name, column in zip(self.names, columns, strict=True):
             for path, count in count_nulls(name, column):
-                if count:
-                    self.nulls[path] = self.nulls.get(path, 0) + count
+                self.nulls[path] = self.nulls.get(path, 0) + count
             counts = _lengths(column)
             if counts is not None and len(counts) > counts.null_count:
                 found = pc.min_max(counts)
