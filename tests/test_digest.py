@@ -38,7 +38,7 @@ def test_it_is_one_of_blocks_wherever_pieces_end(
     assert (hashing.text(), hashing.size, path.read_bytes()) == (expected_of(DATA, block), len(DATA), DATA)
     called: list[int] = []
     with path.open("rb") as file:
-        assert digest.digest_of_open(file, lambda: called.append(1)) == hashing.text()
+        assert digest.FileDigest(file).text(lambda: called.append(1)) == hashing.text()
     assert called == [1]
     assert digest.digest_of([DATA[:piece], memoryview(DATA)[piece:]]) == hashing.text()
 
@@ -51,7 +51,7 @@ def test_an_error_of_a_thread_is_raised(tmp_path: Path, monkeypatch: pytest.Monk
 
     (tmp_path / "file").write_bytes(bytes(4 << 20))
     with (tmp_path / "file").open("rb") as file, pytest.raises(OSError, match="no room"):
-        digest.digest_of_open(file, fail)
+        digest.FileDigest(file).text(fail)
 
 
 def test_a_changed_bit_is_damage(tmp_path: Path) -> None:

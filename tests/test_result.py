@@ -160,12 +160,24 @@ def test_a_flipped_bit_is_found_before_anything_is_opened(value: Any, tmp_path: 
     ref = stored(value, tmp_path)
     data = bytearray(Path(ref.uri).read_bytes())
     data[-1] ^= 1
-    Path(ref.uri).write_bytes(data)
+    for damaged in (data, data[:-1]):
+        Path(ref.uri).write_bytes(damaged)
+        # The kernel's own times have ticks of some milliseconds.
+        os.utime(ref.uri, (1, 1))
+        with pytest.raises(ResultError, match="changed or damaged"):
+            ref.load()
+
+
+def test_tensors_that_nobody_touched_are_not_read_for_their_checksum(tmp_path: Path) -> None:
+    ref = ResultRef.from_json(json.loads(json.dumps(stored({"x": torch.ones(3)}, tmp_path).to_json())))
+    other = dataclasses.replace(ref, digest=stored([1], tmp_path).digest)
+    assert torch.equal(other.load()["x"], torch.ones(3))
+    os.utime(ref.uri, (1, 1))
+    assert torch.equal(ref.load()["x"], torch.ones(3))
     with pytest.raises(ResultError, match="changed or damaged"):
-        ref.load()
-    Path(ref.uri).write_bytes(data[:-1])
+        other.load()
     with pytest.raises(ResultError, match="changed or damaged"):
-        ref.load()
+        dataclasses.replace(stored({1, 2}, tmp_path), digest=ref.digest).load()
 
 
 def test_a_disk_that_is_full_is_named() -> None:

@@ -164,7 +164,7 @@ class Storage:
         summary = {**result["summary"], "metrics": metrics}
         try:
             store.patiently(place, STORE_OUTAGE(), bounds.WRITE_RETRY_INTERVAL(), gives_up)
-            return ResultRef(uri, result["format"], result["digest"], result["size"], summary)
+            return ResultRef(uri, result["format"], result["digest"], result["size"], summary).fingerprinted()
         except Exception as error:
             raise not_stored(f"{type(error).__name__}: {error}") from error
 

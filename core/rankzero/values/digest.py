@@ -6,7 +6,6 @@ sha256-8m:HEX   a larger file: the sha256 of the sha256s of its blocks of 8 MiB,
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -75,23 +74,48 @@ def digest_of(parts: Sequence[bytes | bytearray | memoryview]) -> str:
 def digest_of_file(path: str) -> str:
     """Returns the digest of a file. Raises OSError if it does not exist."""
     with open(path, "rb") as file:
-        return digest_of_open(file)
+        return FileDigest(file).text()
 
 
-def digest_of_open(file: IO[bytes], meanwhile: Callable[[], object] = lambda: None) -> str:
-    """Returns the digest of an open local file; another function is called meanwhile, and its error raised."""
-    block = functools.partial(_block, file.fileno())
-    begins = range(0, os.fstat(file.fileno()).st_size or 1, BLOCK)
-    if len(begins) == 1:
+class FileDigest:
+    """The digest of an open local file, whose blocks all cores hash, each as soon as it is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        """Prepares the digest of a file that is complete, or is only written to by `write`."""
+        self._file = file
+        self._pool: Any = None
+        self._blocks: list[Any] = []
+
+    def write(self, data: Any) -> int:
+        """Writes all of the bytes to the file's end."""
+        self._file.write(data)
+        self._hash(self._size() // BLOCK)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Writes what is still in the file's buffer."""
+        self._file.flush()
+
+    def text(self, meanwhile: Callable[[], object] = lambda: None) -> str:
+        """Returns the digest of the whole file; another function is called meanwhile, and its error raised."""
+        self.flush()
+        if self._size() <= BLOCK:
+            meanwhile()
+            return _text([_block(self._file.fileno(), 0)])
+        self._hash(-(-self._size() // BLOCK))
         meanwhile()
-        return _text([block(0)])
-    from concurrent.futures import ThreadPoolExecutor
+        return _text([block.result() for block in self._blocks])
 
-    with ThreadPoolExecutor(1 + available_cores(), "rankzero-digest") as pool:
-        other = pool.submit(meanwhile)
-        blocks = list(pool.map(block, begins))
-        other.result()
-    return _text(blocks)
+    def _size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def _hash(self, count: int) -> None:
+        if len(self._blocks) < count:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._pool = self._pool or ThreadPoolExecutor(available_cores(), "rankzero-digest")
+            numbers = range(len(self._blocks), count)
+            self._blocks += [self._pool.submit(_block, self._file.fileno(), number * BLOCK) for number in numbers]
 
 
 def _block(file: int, begin: int) -> bytes:
@@ -123,7 +147,7 @@ def verify(file: IO[bytes], expected: str, location: str = "") -> None:
         ResultError: the digests differ, or this version does not have the algorithm.
     """
     split(expected)
-    if (found := digest_of_open(file)) != expected:
+    if (found := FileDigest(file).text()) != expected:
         raise ResultError(
             f"{location or file.name} has the digest {found[:26]}..., but {expected[:26]}... was recorded: the file "
             "was changed or damaged after it was committed",

@@ -17,7 +17,6 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
@@ -58,13 +57,14 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
         ResultError: the value cannot be pickled, or the file cannot be read back; the message has the value's type.
     """
     with open(path, "w+b") as file:
-        _dump(value, file_format, file)
+        hashed = digests.FileDigest(file)
+        _dump(value, file_format, hashed)
         file.flush()
         if file_format != JSON:
             with pickled.loading(f"a value of type {pickled.type_name(value)} was written, but cannot be read back"):
                 _read(file, file_format)
         # The disk writes while the cores hash.
-        digest = digests.digest_of_open(file, functools.partial(os.fsync, file.fileno()))
+        digest = hashed.text(functools.partial(os.fsync, file.fileno()))
         return os.fstat(file.fileno()).st_size, digest
 
 
@@ -81,29 +81,14 @@ def _dump(value: object, file_format: str, file: Writable) -> None:
     elif file_format == TORCH:
         import torch
 
-        with _without_crc32(torch.serialization):
-            try:
-                torch.save(value, file, pickle_module=tensors.TorchPickle, pickle_protocol=2)  # type: ignore[arg-type]
-            except RuntimeError as error:
-                # torch's own error about a file that it could not finish hides that of the file.
-                raise error.__context__ or error from None
+        try:
+            torch.save(value, file, pickle_module=tensors.TorchPickle, pickle_protocol=2)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            # torch's own error about a file that it could not finish hides that of the file.
+            raise error.__context__ or error from None
     else:
         for part in pickled.pickled(value):
             file.write(part)
-
-
-@contextlib.contextmanager
-def _without_crc32(serialization: Any) -> Iterator[None]:
-    """Switches off torch's own checksums, which take as long as writing; torch.load does not compare them."""
-    # Older versions of torch lack the option, which counts for the process.
-    is_on = hasattr(serialization, "get_crc32_options") and serialization.get_crc32_options()
-    if is_on:
-        serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        if is_on:
-            serialization.set_crc32_options(True)
 
 
 def write_directory(directory: str, path: str) -> tuple[int, str]:

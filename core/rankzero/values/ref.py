@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from rankzero import store
@@ -33,6 +33,8 @@ class ResultRef:
             than 8 MiB, which all cores hash together.
         size: Bytes of the file.
         summary: Facts for display: type, number of tensors and parameters, last metrics.
+        fingerprint: `store.fingerprint` of a local file of tensors when its checksum was computed. While the file has
+            it, `load` does not read the file for its checksum, which takes as long as reading the tensors.
 
     Example:
         >>> ref = ResultRef.save([0.5, 0.25], "results")  # as `RunHandle.result_ref` gives one
@@ -47,6 +49,7 @@ class ResultRef:
     digest: str
     size: int
     summary: dict[str, Any] = field(default_factory=dict, compare=False)
+    fingerprint: str | None = field(default=None, compare=False)
 
     @staticmethod
     def save(value: Any, directory: str | os.PathLike[str]) -> ResultRef:
@@ -78,10 +81,15 @@ class ResultRef:
                 store.upload(path, uri)
         except (OSError, ImportError, ValueError) as error:
             raise ResultError(f"a value cannot be stored in {directory}: {error}") from error
-        return ResultRef(uri, file_format, digest, size, formats.summarize(value))
+        return ResultRef(uri, file_format, digest, size, formats.summarize(value)).fingerprinted()
+
+    def fingerprinted(self) -> ResultRef:
+        """Returns this handle with the fingerprint of its file, which has just been placed; unchanged for others."""
+        is_known = self.format == formats.TORCH and not store.is_url(self.uri)
+        return replace(self, fingerprint=store.fingerprint(self.uri)) if is_known else self
 
     def load(self) -> Any:
-        """Loads the value after the checksum of its file was compared.
+        """Loads the value after the checksum of its file was compared, unless that is known to be unchanged.
 
         Tensors are on the CPU, mapped from the file. ``json`` and ``torch`` files run no code. ``pickle`` files run
         code of their author: load only files that your own runs wrote.
@@ -101,8 +109,10 @@ class ResultRef:
 
     def load_from(self, path: str) -> Any:
         """Loads the value from a local copy of the file, like `load`."""
-        with self._explained(path):
-            return formats.read(path, self.format, self.digest)
+        with self._explained(path), open(path, "rb") as file:
+            # By its descriptor, since its name may be replaced.
+            is_known = self.fingerprint is not None and store.fingerprint(file.fileno()) == self.fingerprint
+            return formats.read_open(file, path, self.format, None if is_known else self.digest)
 
     @property
     def sha256(self) -> str:
