@@ -17,11 +17,7 @@ VECTOR = ("type", "size", "indices", "values")
 
 
 def check(schema: Any, where: str) -> None:
-    """Refuses columns that cannot become a tensor.
-
-    Args:
-        schema: A `pyarrow.Schema`.
-        where: Name of the dataset, for errors.
+    """Refuses a `pyarrow.Schema` with columns that cannot become a tensor. ``where`` names the dataset in errors.
 
     Raises:
         InvalidJobError: a column cannot become a tensor; the error names the first one.
@@ -121,11 +117,7 @@ def count_nulls(path: str, column: Any) -> Iterator[tuple[str, int]]:
 
 
 def check_nulls(counts: Iterable[Mapping[str, int]], where: str) -> None:
-    """Refuses nulls that a tensor cannot hold.
-
-    Args:
-        counts: Numbers of such nulls in each part of the rows, by path.
-        where: Name of the dataset, for errors.
+    """Refuses nulls that a tensor cannot hold, whose numbers are given for each part of the rows, by path.
 
     Raises:
         InvalidJobError: there are such nulls; the error names the first column.

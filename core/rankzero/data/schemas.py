@@ -12,26 +12,16 @@ from rankzero.errors import InvalidJobError
 _ADVICE = "rewrite the table, or have Spark read it: dataset=a query or a DataFrame, which chooses columns and types"
 
 
-def unify(schemas: Iterable[Any]) -> Any:
-    """Returns the schema with the columns of all schemas, each of one type; a column of nulls alone fits any.
+def unify_written(schemas: Iterable[Any]) -> Any:
+    """Returns the schema with the columns of all rows that ranks write; a column of nulls alone fits any.
 
     Raises:
-        pyarrow.ArrowException: a column has several types.
-    """
-    import pyarrow as pa
-
-    return pa.unify_schemas(list(schemas))
-
-
-def unify_written(schemas: Iterable[Any]) -> Any:
-    """Returns `unify` of what ranks write. Raises TypeError, too, for names that differ only in case.
-
-    Spark reads neither of two such columns.
+        TypeError: a column has several types, or names differ only in case: Spark reads neither of two such columns.
     """
     import pyarrow as pa
 
     try:
-        found = unify(schemas)
+        found = pa.unify_schemas(list(schemas))
     except pa.ArrowException as error:
         raise TypeError(
             f'{error}: write it with one type in all batches and on all ranks (pandas: dtype "Int64" keeps integers '
@@ -94,11 +84,7 @@ def nulls(schema: Any) -> list[str]:
 
 
 def schema_of_files(schemas: Sequence[Any], where: str) -> Any:
-    """Returns the schema with the columns of all files.
-
-    Args:
-        schemas: The schemas of the table and of its files.
-        where: The dataset's name for messages.
+    """Returns the schema with the columns of a table and all of its files. ``where`` names the dataset in errors.
 
     Raises:
         InvalidJobError: a column has several types.
@@ -106,7 +92,9 @@ def schema_of_files(schemas: Sequence[Any], where: str) -> Any:
     import pyarrow as pa
 
     try:
-        return unify(pa.schema([each.with_type(kinds.stored(each.type)) for each in schema]) for schema in schemas)
+        return pa.unify_schemas(
+            [pa.schema([each.with_type(kinds.stored(each.type)) for each in schema]) for schema in schemas]
+        )
     except pa.ArrowException as error:
         raise InvalidJobError(f"the files of {where} have columns of different types ({error}): {_ADVICE}") from error
 

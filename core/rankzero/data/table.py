@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import store
-from rankzero.data import schemas
 from rankzero.data.files import filesystem_of
 from rankzero.errors import ResultError
 
@@ -86,12 +85,13 @@ class Table:
         Raises:
             ResultError: the directory was removed, or no rank had rows.
         """
+        import pyarrow as pa
         from pyarrow import dataset
 
         if not (found := read_schemas(self.uri)):
             raise ResultError(f"the table {self.uri} has no files: no rank had rows, or its run directory was removed")
         filesystem, path = filesystem_of(self.uri)
-        schema = schemas.unify(found.values())
+        schema = pa.unify_schemas(list(found.values()))
         return dataset.dataset(path, format="parquet", filesystem=filesystem, schema=schema)
 
     def to_pandas(self) -> pandas.DataFrame:

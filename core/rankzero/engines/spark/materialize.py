@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import json
 import logging
 import secrets
 import time
@@ -178,7 +179,7 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
 
     if not rows:
         raise InvalidJobError(f"{where} has no rows")
-    rows = sorted(rows, key=lambda row: row["file"])
+    rows = sorted((json.loads(row["facts"]) for row in rows), key=lambda row: row["file"])
     sizes = store.sizes(folder)
     missing = [row["file"] for row in rows if row["file"] not in sizes]
     if missing:
@@ -196,7 +197,7 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
         schema=encode_schema(schema),
         files=files,
         size=sum(row["size"] for row in rows),
-        digest=digest_of(sum(int(row["digest"]) for row in rows), total, frame),
+        digest=digest_of(sum(row["digest"] for row in rows), total, frame),
         lengths=lengths,
         folder=folder,
     )

@@ -7,6 +7,7 @@ library, pyspark and pyarrow.
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,11 +25,8 @@ GROUP_BYTES = 4 << 20
 
 _DENSE = 1
 
-FACTS = (
-    "file string, rows array<long>, size long, digest decimal(38,0), "
-    "lengths map<string,array<long>>, nulls map<string,long>"
-)
-"""Spark's schema of the row that a task returns about its file."""
+FACTS = "facts string"
+"""Spark's schema of the row that a task returns about its file: the facts as JSON."""
 
 
 @dataclass
@@ -80,17 +78,8 @@ class Part:
         """Returns the facts as a record batch of one row."""
         import pyarrow as pa
 
-        facts = {**vars(self), "lengths": list(self.lengths.items()), "nulls": list(self.nulls.items())}
-        counts = pa.list_(pa.int64())
-        types = {
-            "file": pa.string(),
-            "rows": counts,
-            "size": pa.int64(),
-            "digest": pa.decimal128(38, 0),
-            "lengths": pa.map_(pa.string(), counts),
-            "nulls": pa.map_(pa.string(), pa.int64()),
-        }
-        return pa.RecordBatch.from_pylist([facts], pa.schema(list(types.items())))
+        facts = {name: value for name, value in vars(self).items() if name not in ("names", "schema")}
+        return pa.RecordBatch.from_pydict({"facts": [json.dumps(facts)]})
 
 
 def _lengths(column: Any) -> Any:
