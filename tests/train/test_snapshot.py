@@ -233,5 +233,5 @@ def test_arrays_that_begin_at_one_address_are_each_copied() -> None:
 def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
     freed = torch.ones(10)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(ResultError, match=r"shape \(10,\) ends at byte 40 of a storage of 0 bytes"):
+    with pytest.raises(ResultError, match=r"the memory of a tensor with the shape .*10.* was freed"):
         snapshot.take({"w": freed})

@@ -122,7 +122,8 @@ def _lists(array: Any, name: str, size: int | None) -> Column:
     from pyarrow import types
 
     # `flatten` leaves out the values outside of a slice.
-    values: Any = _column(array.flatten(), name, None)
+    values = _column(array.flatten(), name, None)
+    assert isinstance(values, torch.Tensor)
     if types.is_fixed_size_list(array.type):
         return values.reshape(len(array), array.type.list_size, *values.shape[1:])
     if size is not None and len(values) == size * len(array):

@@ -218,11 +218,14 @@ def _null_counts(metadata: Any, group: int) -> Counts:
     Those in arrays are left out, since their counts include empty arrays.
     """
     counts: Counts = collections.Counter()
+    paths = {metadata.schema.column(number).path for number in range(metadata.num_columns)}
     for number in range(metadata.num_columns):
         column = metadata.row_group(group).column(number)
         statistics, kind = column.statistics, metadata.schema.column(number)
         is_whole = column.physical_type in _WHOLE and kind.logical_type.type != "DECIMAL"
-        if is_whole and statistics and statistics.has_null_count and not kind.max_repetition_level:
+        # The size of a dense vector of Spark is null.
+        is_of_vector = kind.path.endswith(".size") and f"{kind.path[:-5]}.type" in paths
+        if is_whole and not is_of_vector and statistics and statistics.has_null_count and not kind.max_repetition_level:
             counts[column.path_in_schema] = statistics.null_count
     return counts
 

@@ -98,8 +98,8 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
     with open(path, "wb") as file:
         sink = Digest(file)
         # Links are followed: their targets may not exist where the checkpoint is opened.
-        following: Any = {"dereference": True, "bufsize": _TAR_WRITES}
-        with tarfile.open(fileobj=sink, mode="w|", **following) as archive:
+        writing: Any = {"fileobj": sink, "mode": "w|", "dereference": True, "bufsize": _TAR_WRITES}
+        with tarfile.open(**writing) as archive:
             archive.add(directory, arcname=".")
         file.flush()
         os.fsync(file.fileno())
@@ -174,7 +174,7 @@ def summarize(value: object) -> dict[str, Any]:
     # Objects of the user may raise anything, and that must not fail a training that has finished.
     with contextlib.suppress(Exception):
         torch: Any = sys.modules["torch"]
-        state = dict(value.named_parameters()) if isinstance(value, torch.nn.Module) else value
+        state: Any = dict(value.named_parameters()) if isinstance(value, torch.nn.Module) else value
         # Lazy parameters have no data yet.
         is_lazy = torch.nn.parameter.is_lazy
         found = [each for each in state.values() if isinstance(each, torch.Tensor) and not is_lazy(each)]

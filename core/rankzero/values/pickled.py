@@ -114,7 +114,7 @@ def _canonical_pickler() -> Any:
 
     class Pickler(pickler()):  # type: ignore[misc]
         def persistent_id(self, obj: Any) -> Any:
-            known = vars(self).setdefault("known", {})
+            known = self.__dict__.setdefault("known", {})
             if type(obj) is bytes:
                 return known.setdefault(obj, obj)
             if type(obj) in (set, frozenset) and len(kinds := {type(item) for item in obj}) == 1 and kinds <= _ORDERED:

@@ -53,7 +53,8 @@ def consists_of(
 
     False for containers that contain themselves, or the same containers many times.
     """
-    level, seen, visited = [value], set[int](), 0
+    level: list[Any] = [value]
+    seen, visited = set[int](), 0
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for item in level:
@@ -62,7 +63,7 @@ def consists_of(
                 seen.add(id(item))
                 if isinstance(item, dict) and not all(map(is_key, item)):
                     return False
-                below += item.values() if isinstance(item, dict) else item  # type: ignore[misc]
+                below += item.values() if isinstance(item, dict) else item
             elif not is_part(item):
                 return False
         if not below or visited > 2 * len(seen) + _REPEATS:

@@ -188,14 +188,14 @@ class ShardedState:
 
     def _merge(self, rank: str, metadata: Any) -> None:
         """Adds the metadata of one more rank."""
-        self._metadata = self._metadata or metadata
+        merged: Any = self._metadata or metadata
+        self._metadata = merged
         for key, place in metadata.storage_data.items():
             writer, known = self._places.setdefault(key, (rank, place))
             if known is place:
                 entry = metadata.state_dict_metadata[key.fqn]
-                merged = self._metadata.state_dict_metadata.setdefault(key.fqn, entry)
-                if merged is not entry:
-                    merged.chunks += [chunk for chunk in entry.chunks if chunk.offsets == key.offset]
+                if (first := merged.state_dict_metadata.setdefault(key.fqn, entry)) is not entry:
+                    first.chunks += [chunk for chunk in entry.chunks if chunk.offsets == key.offset]
             elif place.is_sharded and known.sha256 != place.sha256:
                 raise ResultError(
                     f"ranks {writer} and {rank} wrote different values of {key.fqn!r} into the checkpoint, as pipeline "

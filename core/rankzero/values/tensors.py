@@ -132,7 +132,7 @@ def _is_plain(tensor: torch.Tensor, types: dict[int, torch.dtype]) -> bool:
 class TorchPickle:
     """A module of pickle for ``torch.save``, which writes compact tensors, and equal bytes for equal values."""
 
-    class Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
+    class Pickler(pickle._Pickler):
         """A pickler that pickles the compact or canonical object instead of a given one."""
 
         def save(self, obj: Any, save_persistent_id: bool = True) -> None:
@@ -140,4 +140,4 @@ class TorchPickle:
             if type(obj) is sys.modules["torch"].Tensor:
                 known = vars(self).setdefault("compact", {})
                 obj = known.setdefault(id(obj), (obj, compact(obj)))[1]
-            super().save(canonical(obj), save_persistent_id)
+            super().save(canonical(obj), save_persistent_id)  # type: ignore[misc]
