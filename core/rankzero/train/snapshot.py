@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from typing import Any
@@ -42,10 +43,10 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
     with pickled.loading("a checkpoint cannot be pickled"):
         Pickler(rest, 5, lambda buffer: buffers.append(bytearray(buffer.raw()))).dump(state)
         rest.seek(0)
-        copy, is_sharded = Unpickler(rest, buffers=buffers).load(), bool(copies)
+        taken = Unpickler(rest, buffers=buffers).load(), bool(copies)
         # A class refers to itself, and its function to these.
         copies.clear()
-        return copy, is_sharded
+        return taken
 
 
 def write_to(state: Any, file_format: str, file: Writable) -> dict[str, Any]:
@@ -57,6 +58,8 @@ def write_to(state: Any, file_format: str, file: Writable) -> dict[str, Any]:
 
 
 def _copy(tensor: Any) -> Any:
+    if hasattr(tensor, "local_shards"):
+        return copy.deepcopy(tensor)
     if any(placement.is_partial() for placement in tensor.placements):
         raise ResultError(f"a DTensor with the placements {tensor.placements} cannot be saved: redistribute() it first")
     return tensor.detach().to("cpu", copy=True)

@@ -1,8 +1,8 @@
 """Writes a sharded state as one file for each rank, which a world of any size can read.
 
-The planners of ``torch.distributed.checkpoint`` name the pieces of a rank's DTensors (FSDP2, tensor parallelism) when
-they are written, and the pieces that a rank needs when they are read. Every rank plans alone: no rank waits for another
-one, and a training may end its process groups while a checkpoint is written.
+The planners of ``torch.distributed.checkpoint`` name the pieces of a rank's DTensors (FSDP2, tensor parallelism) and
+ShardedTensors (FSDP1) when they are written, and the pieces that a rank needs when they are read. Every rank plans
+alone: no rank waits for another one, and a training may end its process groups while a checkpoint is written.
 
 A rank's file holds the bytes of its pieces, then the rest of the state as a pickle. Its index, torch's metadata with
 the place and the sha256 of each, goes to the driver, which stores the indexes of all ranks in one file.
@@ -49,12 +49,12 @@ class Stored:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Returns True for a DTensor."""
-    return hasattr(tensor, "placements")
+    """Returns True for a DTensor or ShardedTensor."""
+    return hasattr(tensor, "placements") or hasattr(tensor, "local_shards")
 
 
 def has_sharded(state: Any) -> bool:
-    """Returns True if dicts, lists and tuples contain a DTensor at any depth."""
+    """Returns True if dicts, lists and tuples contain a DTensor or ShardedTensor at any depth."""
     waiting, seen = [state], set()
     while waiting:
         value = waiting.pop()
