@@ -103,7 +103,8 @@ class FileDigest:
             meanwhile()
             return _text([_block(self._file.fileno(), 0)])
         self._hash(-(-self._size() // BLOCK))
-        meanwhile()
+        with self._pool:
+            meanwhile()
         return _text([block.result() for block in self._blocks])
 
     def _size(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import pickle
+import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -50,7 +51,9 @@ class Stored:
 
 def is_sharded(tensor: Any) -> bool:
     """Returns True for a DTensor or ShardedTensor."""
-    return hasattr(tensor, "placements") or hasattr(tensor, "local_shards")
+    torch = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(tensor, torch.Tensor)
+    return is_tensor and (hasattr(tensor, "placements") or hasattr(tensor, "local_shards"))
 
 
 def has_sharded(state: Any) -> bool:
