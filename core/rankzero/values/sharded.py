@@ -25,9 +25,6 @@ from rankzero.errors import ResultError
 from rankzero.values import pickled, tensors
 from rankzero.values.digest import Writable
 
-MAX_INDEX = 16 << 20
-"""Most characters of a rank's index, which is a part of a message."""
-
 Path = tuple[Any, ...]
 
 
@@ -77,7 +74,7 @@ def write_to(state: Any, file: Writable) -> dict[str, Any]:
         The file's ``size``, the ``sha256`` of its index, and the index as the text ``pieces``.
 
     Raises:
-        ResultError: a value cannot be pickled, or the index is too large.
+        ResultError: a value cannot be pickled.
     """
     flat, rest = _flat(state)
     metadata, items, planner = _plan({name: tensor for name, tensor in flat.items() if _is_written_here(name, tensor)})
@@ -98,8 +95,6 @@ def write_to(state: Any, file: Writable) -> dict[str, Any]:
         metadata.storage_data[item.index] = write(data, sizes, is_sharded(flat[item.index.fqn]))
     metadata.planner_data = write(b"".join(pickled.pickled(rest)))
     text = base64.b64encode(zlib.compress(pickle.dumps(metadata), 1)).decode()
-    if len(text) > MAX_INDEX:
-        raise ResultError(f"the index of a rank's part of a sharded checkpoint has {len(text)} characters: too many")
     return {"size": size, "sha256": hashlib.sha256(text.encode()).hexdigest(), "pieces": text}
 
 
@@ -278,12 +273,17 @@ def _fill(given: dict[str, Any], metadata: Any, piece: Callable[[Any], Any]) -> 
     """Fills tensors by name from what the metadata lists; ``piece`` returns the piece of a tensor under a key of it."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+    saved = metadata.state_dict_metadata
+    for name, tensor in given.items():
+        # Older versions of torch would fill a part of it.
+        if name in saved and (shape := list(saved[name].size)) != (own := list(tensor.size())):
+            raise ResultError(f"{name!r} has the shape {shape} in the checkpoint, and {own} in the state to be filled")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(given, metadata, is_coordinator=True)
     order = {key: number for number, key in enumerate(metadata.storage_data or ())}
     try:
         items = sorted(planner.create_local_plan().items, key=lambda item: order.get(item.storage_index, 0))
-    except (RuntimeError, ValueError) as error:
+    except RuntimeError as error:
         why = str(error).rstrip(".")
         raise ResultError(
             f"the checkpoint does not fit into the state to be filled: {why}. Give a state without that tensor, or "
