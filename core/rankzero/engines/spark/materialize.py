@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,9 @@ DATAFRAME_PROGRESS_INTERVAL = bounds.scaled(10.0)  # Between two lines about a D
 logger = logging.getLogger(__name__)
 
 _HASH = "__rankzero_hash__"
+
+_VARIANT = re.compile(r'^"variant"$|[tT]ype": ?"variant"')
+"""A type of Spark 4, in the JSON of a type."""
 
 
 def open_query(session: Any, query: str) -> Any:
@@ -118,7 +122,7 @@ def check_frame(frame: Any, where: str) -> None:
     for field in frame.schema.fields:
         kind = field.dataType
         try:
-            if "variant" in _type_names(kind):
+            if _VARIANT.search(kind.json()):
                 raise TypeError("variant")
             # For a user-defined type, the type in which Spark stores it.
             fields.append(pa.field(field.name, to_arrow(stored(kind))))
@@ -132,15 +136,6 @@ def check_frame(frame: Any, where: str) -> None:
         if names.count(column) > 1:
             raise InvalidJobError(f"{where} has two columns {column!r}: give them different names")
     kinds.check(pa.schema(fields), where)
-
-
-def _type_names(kind: Any) -> Iterator[str]:
-    """Yields the names of a Spark type and of the types inside of it."""
-    yield kind.typeName()
-    for field in getattr(kind, "fields", ()):
-        yield from _type_names(field.dataType)
-    if hasattr(kind, "elementType"):
-        yield from _type_names(kind.elementType)
 
 
 def _to_arrow() -> Callable[[Any], Any]:
