@@ -179,8 +179,9 @@ class ShardedState:
             index = _proved(indexes.get(writer, b""), parts[writer]["sha256"])
             self._merge(writer, pickle.loads(zlib.decompress(base64.b64decode(index))))
         # By rank, and in the order in which they lie in the file.
-        self._metadata.storage_data = self._places
-        for name, entry in self._metadata.state_dict_metadata.items():
+        metadata: Any = self._metadata
+        metadata.storage_data = self._places
+        for name, entry in metadata.state_dict_metadata.items():
             if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
                 raise ResultError(f"the pieces of {name!r} in the checkpoint are not the whole tensor")
 
