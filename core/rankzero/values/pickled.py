@@ -19,6 +19,7 @@ import mmap
 import operator
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -105,9 +106,60 @@ def pickler() -> Any:
             if f"{type(obj).__module__}.{type(obj).__name__}" == _PARALLEL:
                 # The model inside, since the other one needs a process group.
                 return operator.getitem, ((obj.module,), 0)
-            return tensors.reduce(obj) or super().reducer_override(obj)
+            return tensors.reduce(obj) or with_qualname(super().reducer_override(obj), obj)
 
     return Pickler
+
+
+_made: dict[tuple[str, str], Any] = {}
+"""Classes that came by value, by module and qualified name."""
+
+_unset: list[Any] = []
+"""Those that have no attributes yet."""
+
+
+def with_qualname(reduced: Any, cls: Any) -> Any:
+    """Has a class that is pickled by value loaded as that of its module, where the module has been imported.
+
+    Other processes make one copy of it. Classes that a function makes, and those of scripts, are left as they are.
+
+    Args:
+        reduced: The value of cloudpickle's ``reducer_override``.
+        cls: The object that was reduced, a class or any other.
+    """
+    if not (isinstance(cls, type) and isinstance(reduced, tuple) and len(reduced) == 6):
+        return reduced
+    names = (name for (_, name), known in _made.items() if known is cls)
+    name = cls.__qualname__ if _class_in(cls.__module__, cls.__qualname__) is cls else next(names, None)
+    if name is None or cls.__module__ in ("__main__", "__mp_main__"):
+        return reduced
+    return make_class, (cls.__module__, name, *reduced[:2]), reduced[2], None, None, set_class
+
+
+def make_class(module: str, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Returns the class of that module and qualified name, which is made if this process has none."""
+    found = _class_in(module, name) or _made.get((module, name))
+    if found is None:
+        found = _made[module, name] = make(*args)
+        _unset.append(found)
+    return found
+
+
+def set_class(cls: Any, state: Any) -> None:
+    """Sets the attributes of a class that `make_class` has made."""
+    from cloudpickle.cloudpickle import _class_setstate
+
+    if any(cls is each for each in _unset):
+        _unset[:] = [each for each in _unset if each is not cls]
+        _class_setstate(cls, state)
+
+
+def _class_in(module: str, name: str) -> type | None:
+    """Returns a class by its qualified name in a module that has been imported here, else None."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) and (found.__module__, found.__qualname__) == (module, name) else None
 
 
 @functools.cache
