@@ -136,7 +136,7 @@ class TorchPickle:
         """A pickler that pickles the compact or canonical object instead of a given one."""
 
         def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-            """Pickles one object."""
+            """Pickles one object, or the object that stands for it."""
             if type(obj) is sys.modules["torch"].Tensor:
                 known = vars(self).setdefault("compact", {})
                 obj = known.setdefault(id(obj), (obj, compact(obj)))[1]
