@@ -23,7 +23,6 @@ TOGETHER = {
     "tests/data/test_snapshots.py": "one JVM",
     "tests/engines/test_spark.py": "another JVM",
     "tests/data/test_rows.py": "another JVM",
-    "tests/data/test_front_doors.py": "another JVM",
     "tests/engines/test_bare_executors.py": "another JVM",
     "tests/engines/test_resources.py": "another JVM",
     "tests/test_launch_cost.py": "another JVM",

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.identities import identity_by
 
 import rankzero.train as rt
-from rankzero import InvalidJobError, Launcher, ResultError, RetryableError, SparkEngine, store
+from rankzero import InvalidJobError, Launcher, ResultError, SparkEngine, store
 from rankzero.data import order, reader
 from rankzero.data.files import filesystem_of
 from rankzero.data.manifest import Manifest
@@ -385,21 +385,6 @@ def test_an_object_that_was_replaced_by_one_with_as_many_rows_is_not_read(bucket
         read()
 
 
-def _reads_after_a_restart(file: str) -> list[int]:
-    ids = ids_of(rt.get_dataset_shard().iter_batches(10))
-    if rt.get_context().attempt == 0:
-        pq.write_table(table(100, 100), file)
-        raise RetryableError("with other rows")
-    return ids
-
-
-def test_a_restart_does_not_read_rows_that_were_replaced(launcher: Launcher, tmp_path: Path) -> None:
-    file = str(tmp_path / "rows.parquet")
-    pq.write_table(table(100, 0), file)
-    with pytest.raises(ResultError, match=r"rows\.parquet of the dataset has other rows"):
-        launcher.options(num_processes=1, dataset=file, max_restarts=1).run(_reads_after_a_restart, file)
-
-
 def test_bad_arguments_are_named(parquet: Path, tmp_path: Path) -> None:
     shard = shard_of(manifest_of_path(str(parquet), "train"))
     with pytest.raises(InvalidJobError, match="has no column 'y'; it has id, x, name"):
@@ -418,10 +403,6 @@ def test_a_batch_size_may_be_a_number_of_numpy(parquet: Path, tmp_path: Path) ->
     assert len(next(batches)["id"]) == 500
     assert json.loads(json.dumps(shard.state_dict())) == shard.state_dict()
     assert len(list(batches)) == 2
-
-
-def test_a_file_url_is_a_path(parquet: Path) -> None:
-    assert manifest_of_path(f"file://{parquet}", "train") == manifest_of_path(str(parquet), "train")
 
 
 def test_bad_paths_are_refused_before_a_start(parquet: Path, tmp_path: Path) -> None:

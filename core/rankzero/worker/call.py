@@ -50,7 +50,7 @@ def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], boo
         The value that a function returned; None for other kinds, and after ``sys.exit(0)``, which is a success.
     """
     from rankzero.train.context import RANK_PROCESS
-    from rankzero.values.pickled import PayloadLoader, open_packed
+    from rankzero.values.pickled import open_packed
     from rankzero.values.ref import map_refs
 
     # The caller's own code comes before installed packages, as in the caller's process.
@@ -59,7 +59,7 @@ def call(start: Start, fetch: Callable[[str], str], has_worked: Callable[[], boo
         own.append(start.modules)
     sys.path[:0] = own
     # The agent has verified its digest, so it may be unpickled.
-    payload = open_packed(start.payload, PayloadLoader)
+    payload = open_packed(start.payload)
     install_restart_on(payload.get("restart_on"))
     is_function = payload["kind"] == "function"
 
