@@ -28,14 +28,14 @@ from airflow_rankzero._compat import (
     conf,
 )
 from airflow_rankzero.links import push_links
-from rankzero.errors import RunCancelledError
-from rankzero.pipeline import end
+from rankzero.errors import RankZeroError, RunCancelledError
 from rankzero.pipeline import lease as leases
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
 
     from rankzero import RunHandle
+    from rankzero.pipeline import LineWritten
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,9 @@ STEM_LIMIT = 180
 
 STATES_OF_USERS = ("failed", "success", "skipped", "upstream_failed", "removed", "restarting", None)
 """States of a task instance that a user has marked or cleared while its process was running."""
+
+END_TIMEOUT = 30.0
+"""Seconds beyond ``stop_grace`` in which a cancelled run ends, else its lease ends it."""
 
 FOLLOW_INTERVAL = 0.1
 """Seconds between two polls of a run directory on a local disk."""
@@ -201,6 +204,13 @@ def has_set(state: str | None) -> str:
     return f"Airflow has set the task to {state}" if state else "Airflow has no state of the task, as after a clear"
 
 
+def end(handle: RunHandle[Any], stop_grace: float, receiver: Mapping[str, Any] | None, reason: str) -> None:
+    """Cancels a run and waits for its end. A run that cannot be cancelled now ends when its lease expires."""
+    with contextlib.suppress(OSError, RankZeroError):
+        handle.cancel(receiver, reason)
+        handle.wait(stop_grace + END_TIMEOUT)
+
+
 # -- the log of a task -------------------------------------------------------------------------
 
 
@@ -256,7 +266,7 @@ class TaskLog:
                 if isinstance(event, EngineOpened):
                     push_links(self._try.ti, spark_ui=event.url)
                 elif isinstance(event, LineWritten):
-                    show_line(self._log, event.text)
+                    show_line(self._log, event)
                     shown = time.monotonic()
                 if self._operator.is_killed:
                     break
@@ -316,9 +326,7 @@ def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
         log.info("%s", line)
 
 
-def show_line(log: Any, text: str) -> None:
+def show_line(log: Any, line: LineWritten) -> None:
     """Writes a line of a rank, with the level at its beginning; a group that it would open or end is only a text."""
-    from rankzero.pipeline import level_of
-
     # An invisible character within, since Airflow's page searches whole lines.
-    log.log(level_of(text), "%s", re.sub(r"::(?=(?:end)?group::)", ":\u200b:", text))
+    log.log(line.level, "%s", re.sub(r"::(?=(?:end)?group::)", ":\u200b:", line.text))

@@ -151,5 +151,5 @@ class RunTrigger(BaseTrigger):
         """Logs the lines since the last call, and returns True if the run has ended."""
         for event in follower.poll():
             if isinstance(event, LineWritten):
-                tries.show_line(self.log, event.text)
+                tries.show_line(self.log, event)
         return follower.ended

@@ -9,6 +9,8 @@ from typing import Any
 from rankzero.errors import WorkerFailedError, error_from_json
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
+from rankzero.run.output import level_of
+from rankzero.run.printing import print_line
 from rankzero.run.status import RunStatus
 
 REPLAY_BYTES = 1 << 20
@@ -34,6 +36,15 @@ class LineWritten:
     """
 
     text: str
+
+    @property
+    def level(self) -> int:
+        """The logging level that the line begins with; INFO for none and for DEBUG."""
+        return level_of(self.text)
+
+    def show(self, run_id: str) -> None:
+        """Writes the line to standard output as the launcher does, by the logger ``rankzero.ranks``."""
+        print_line(self.text, run_id)
 
 
 @dataclass(frozen=True)

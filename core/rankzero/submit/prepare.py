@@ -17,7 +17,7 @@ from rankzero import store
 from rankzero.data.manifest import Manifest
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError, RunNotFoundError, located
-from rankzero.host.processes import this_process
+from rankzero.host.processes import describe_process, this_process
 from rankzero.job import Job
 from rankzero.kinds import NumProcesses
 from rankzero.masking import is_secret
@@ -79,7 +79,8 @@ class Request:
 
     def private(self) -> dict[str, Any]:
         """Returns the values that may hold secrets, which are sent to the driver and written into no file."""
-        spec, retrier = self.engine.to_spec()[1], self.caller.retrier if self.caller else None
+        spec, pid = self.engine.to_spec()[1], self.caller.retrier if self.caller else None
+        retrier = None if pid is None else describe_process(pid)
         return {"env": dict(self.env), "engine": spec, "trackers": self.trackers, "retrier": retrier}
 
     def identity_of(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Identity:
