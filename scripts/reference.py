@@ -198,7 +198,7 @@ def with_options(name: str, lines: Iterable[str]) -> str:
 
 TYPES = {
     "NumProcesses": "int | tuple[int, int]",
-    "RestartOn": "str | type[BaseException] | Callable[[BaseException], Any] | Sequence[str | type[BaseException]]",
+    "RestartOn": "str | type[BaseException] | Callable[[BaseException], Any] | Sequence[Any]",
 }
 """Types of core as the operator writes them; a text may be ``"auto"``, too."""
 

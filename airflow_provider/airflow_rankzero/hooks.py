@@ -127,11 +127,6 @@ class Target:
         """True if the master is a Spark Connect server."""
         return self.kind == SPARK and (self.master or "").startswith(CONNECT_SCHEME)
 
-    def __str__(self) -> str:
-        if self.kind == LOCAL:
-            return "this machine"
-        return (self.master or "").partition("/;")[0] or "an embedded local Spark"
-
 
 class RankZeroHook(BaseHook):
     """Reads a connection of type ``rankzero`` (or ``spark``) and tests whether trainings can run there.
@@ -173,7 +168,7 @@ class RankZeroHook(BaseHook):
             return False, str(error)
         told = f"seen from {socket.gethostname()}: {found}"
         if found.healthy and not target.is_connect:
-            told += f", for a training on {target} with its run directory in {store.root_of(given['store'])}. "
+            told += f", with run directories in {store.root_of(given['store'])}. "
             told += f"What its ranks see shows `rankzero doctor --conn-id {self.rankzero_conn_id}`"
         return found.healthy, told
 
@@ -339,15 +334,6 @@ def dataset_beside(folder: str, dataset: Any) -> Any:
 
     found = path_beside(folder, dataset)
     return found if datasets.is_path(dataset) or os.path.exists(found) else dataset
-
-
-def check_store(root: str | os.PathLike[str]) -> None:
-    """Raises InvalidJobError for a relative path: the tries of a task would not find the same run directory by it."""
-    if not store.is_absolute(root):
-        raise InvalidJobError(
-            f"store is {os.fspath(root)!r}, a relative path, which would begin in the worker's own directory; "
-            "give an absolute path or a URL"
-        )
 
 
 def _word_beside(folder: str, word: Any, *, is_program: bool) -> Any:

@@ -79,6 +79,7 @@ _ENDED = ("failed", "success", "skipped", "upstream_failed", "removed")
 _KEY = ("dag_id", "run_id", "task_id", "map_index")
 LABELS = ("dag_id", "dag_run_id", "task_id", "map_index")  # The same, among the labels of a training
 
+
 @hookimpl
 def on_starting(component: Any) -> None:
     """Starts the watch in the process of a scheduler. Airflow calls this for all its components, and for tasks."""

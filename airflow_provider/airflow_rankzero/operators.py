@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import BaseOperator, get_current_context
 
-import rankzero
 from airflow_rankzero import hooks, openlineage, provider_info, tries, xcom
 from airflow_rankzero._compat import (
     AirflowFailException,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from rankzero.tracking import Tracker
+
 
 _GENERATION = "generation"
 
@@ -84,7 +84,6 @@ class TorchDistributorOperator(BaseOperator):
         AirflowSkipException: the first rank to end did so with one of ``skip_on_exit_code``.
         rankzero.WorkerFailedError: a rank failed; holds the first cause.
         rankzero.RankZeroError: other subclasses for slots, time, cancellation, the result.
-        AirflowRescheduleException: this worker is shut down; the training continues, and the task attaches to it again.
 
     Example:
         >>> train_model = TorchDistributorOperator(
@@ -97,12 +96,7 @@ class TorchDistributorOperator(BaseOperator):
     """
 
     template_fields: Sequence[str] = ("script", *TEMPLATED)
-    template_fields_renderers: ClassVar[dict[str, str]] = {
-        "op_args": "py",
-        "op_kwargs": "py",
-        "spark_conf": "json",
-        "env": "json",
-    }
+    template_fields_renderers: ClassVar = {"op_args": "py", "op_kwargs": "py", "spark_conf": "json", "env": "json"}
     shallow_copy_attrs: Sequence[str] = ("train",)
     operator_extra_links = (SparkUILink(), ReportLink())
 
@@ -127,6 +121,32 @@ class TorchDistributorOperator(BaseOperator):
         log_ranks: Sequence[int] | None = None,
         deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
         # Options of a run, made by `make reference`:
+        num_processes: int | tuple[int, int] | str = 2,
+        use_gpu: bool | None = None,
+        processes_per_task: int | str | None = None,
+        cpus_per_process: int | None = None,
+        backend: str | None = "auto",
+        env: Mapping[str, str] | None = None,
+        timeout: float | str | None = None,
+        start_timeout: float | str = 600.0,
+        hang_timeout: float | str | None = None,
+        orphan_timeout: float | None = None,
+        max_restarts: int | str = 0,
+        restart_on: str | type[BaseException] | Callable[[BaseException], Any] | Sequence[Any] = (),
+        store: str | os.PathLike[str] | None = None,
+        dataset: Any | None = None,
+        max_preemptions: int | None = None,
+        stop_grace: float = 2.0,
+        exit_timeout: float = 5.0,
+        ports: tuple[int, int] | None = None,
+        checkpoints: CheckpointConfig | None = None,
+        warm_start: bool = True,
+        encrypt: bool | None = None,
+        code_version: str | None = None,
+        working_dir: str | os.PathLike[str] | None = None,
+        py_files: Sequence[str | os.PathLike[str]] = (),
+        excludes: Sequence[str] = (),
+        trackers: Sequence[Tracker] = (),
         # The end of these options.
         **kwargs: Any,
     ) -> None:
@@ -158,7 +178,7 @@ class TorchDistributorOperator(BaseOperator):
             except RuntimeError:
                 raise error from None
             # A mapped task is created from its values in each try.
-            raise _failure(error) from error
+            raise self._final(error) from error
         self._prepare()
 
     def render_template(
@@ -206,7 +226,7 @@ class TorchDistributorOperator(BaseOperator):
             if isinstance(error.__cause__, AirflowNotFoundException):
                 # A secrets backend may be back at the next try.
                 raise
-            raise self._final(error, has_checkpoint=False) from error
+            raise self._final(error) from error
         return self._deliver(context, opened.handle)
 
     def _end_cleared(self, launcher: Launcher, task_try: TaskTry) -> None:
@@ -228,7 +248,6 @@ class TorchDistributorOperator(BaseOperator):
             "engine": ", ".join(str(word) for word in launcher.engine.to_spec()[0].values() if word),
             "ranks": handle.job.world,
             "GPUs": handle.job.world if launcher.use_gpu else None,
-            "attempt": handle.status().attempt,
             "continues without a follower, s": launcher.orphan_timeout if task_try.is_followed_by_another else None,
         }
         tries.show(self.log, "Training run", facts)
@@ -275,7 +294,7 @@ class TorchDistributorOperator(BaseOperator):
             if isinstance(error, TaskDeferralTimeout) or not TaskTry(ti).is_retried:
                 with contextlib.suppress(Exception):
                     # By its XCom: the connection may be deleted.
-                    index = -1 if ti.map_index is None else ti.map_index
+                    index = TaskTry(ti).map_index
                     directory = ti.xcom_pull(key=DIRECTORY_KEY, task_ids=self.task_id, map_indexes=index)
                     why = f"the deferral of the Airflow task failed: {type(error).__name__}"
                     tries.end(RunHandle.attach(directory), self.stop_grace, None, why)
@@ -296,11 +315,12 @@ class TorchDistributorOperator(BaseOperator):
 
     get_openlineage_facets_on_complete = get_openlineage_facets_on_failure = get_openlineage_facets_on_start
 
-    def _final(self, error: RankZeroError, *, has_checkpoint: bool) -> Exception:
+    def _final(self, error: RankZeroError, *, has_checkpoint: bool = False) -> Exception:
         """Returns the error for Airflow: one that no retry can help costs none."""
         if may_retry(error, has_checkpoint=has_checkpoint, retry_user_errors=self.retry_user_errors):
             return error
-        return _failure(error)
+        failure: Exception = AirflowFailException(f"{type(error).__name__}: {error}")
+        return failure
 
     def _deliver(self, context: Context, handle: RunHandle[Any]) -> Any:
         self._lineage["directory"] = handle.directory
@@ -323,7 +343,9 @@ class TorchDistributorOperator(BaseOperator):
         return os.path.dirname(os.path.abspath(self.dag.fileloc))
 
     def _launcher(self, context: Context) -> Launcher:
-        target = hooks.Target.from_conn_id(self.conn_id) if self.conn_id else hooks.Target(master=self.master)
+        target = (
+            hooks.Target.from_conn_id(self.conn_id) if self.conn_id is not None else hooks.Target(master=self.master)
+        )
         engine = target.engine(self.spark_conf)
         if self.deferrable and not engine.drives_elsewhere and any(map(os.environ.get, _TASK_CONTAINER_MARKS)):
             self.deferrable = False
@@ -331,8 +353,7 @@ class TorchDistributorOperator(BaseOperator):
                 "not deferred, although deferrable=True: this container ends when the task defers, and the driver of "
                 "the training with it; the task follows the training instead"
             )
-        ti = context["ti"]
-        map_index = -1 if ti.map_index is None else ti.map_index
+        ti, map_index = context["ti"], TaskTry(context["ti"]).map_index
         labels = {"dag_id": ti.dag_id, "dag_run_id": ti.run_id, "task_id": ti.task_id, "map_index": str(map_index)}
         # Airflow 3.2 and later; the events of the task's assets have it by Airflow itself.
         if key := context.get("partition_key"):
@@ -347,7 +368,6 @@ class TorchDistributorOperator(BaseOperator):
         options |= {name: value for name, value in decided_here.items() if options[name] is None}
         options["env"] = {**provider_info.RANK_ENVIRONMENT, **OPTIONS["env"].kind.check("env", options["env"])}
         options["store"] = self.store or target.store or provider_info.store_or_default()
-        hooks.check_store(options["store"])
         restart_on = options["restart_on"]
         if isinstance(restart_on, list) and len(restart_on) == 1 and callable(restart_on[0]):
             options["restart_on"] = restart_on[0]
@@ -379,9 +399,3 @@ TorchDistributorOperator.__doc__ = (TorchDistributorOperator.__doc__ or "").repl
     "        **options: Every option of a run.\n",
     "".join(f"        {name}: {option.help}\n" for name, option in OPTIONS.items()),
 )
-
-
-def _failure(error: RankZeroError) -> Exception:
-    """Returns the exception of Airflow for an error that no retry can help."""
-    failure: Exception = AirflowFailException(f"{type(error).__name__}: {error}")
-    return failure

@@ -151,11 +151,6 @@ def get_provider_info() -> dict[str, Any]:
         "name": "rankzero",
         "description": "Distributed PyTorch as barrier Spark jobs; rank 0's result goes to the next task.",
         "versions": [__version__],
-        "integrations": [{"integration-name": "rankzero", "tags": ["apache", "ml"]}],
-        **{
-            kind: [{"integration-name": "rankzero", "python-modules": [f"airflow_rankzero.{module}"]}]
-            for kind, module in (("operators", "operators"), ("hooks", "hooks"), ("triggers", "triggers"))
-        },
         "connection-types": [
             {
                 "connection-type": "rankzero",

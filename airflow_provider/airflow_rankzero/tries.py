@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_rankzero import _compat
 from airflow_rankzero._compat import (
-    AirflowException,
     AirflowFailException,
     AirflowRescheduleException,
     TaskDeferred,
@@ -64,9 +63,6 @@ RESCHEDULE_AFTER = timedelta(seconds=60)
 """Pause before Airflow schedules a drained task on another worker: until this process's exit has reached its executor,
 which would else count as the death of the new process. (Airflow's own reschedules pause as long.)"""
 
-MAX_RESCHEDULES = 20
-"""Most drains of one try that cost no retry; further ones do, so that a task cannot be rescheduled without end."""
-
 
 @dataclass(frozen=True)
 class TaskTry:
@@ -85,6 +81,11 @@ class TaskTry:
     def receiver(self) -> dict[str, Any]:
         """Identifies this try in the record of a delivery, which Airflow's listener acknowledges."""
         return {"task_instance": str(getattr(self.ti, "id", "")), "try": self.ti.try_number}
+
+    @property
+    def map_index(self) -> int:
+        """The index of a mapped task; -1 for others."""
+        return -1 if self.ti.map_index is None else int(self.ti.map_index)
 
     def is_replaced(self, handle: RunHandle[Any]) -> bool:
         """Returns True if the run that this try follows was ended for an earlier try, which a user has cleared.
@@ -312,9 +313,6 @@ class TaskLog:
             "attaches to it",
             self._handle.directory,
         )
-        # Airflow counts them for each try.
-        if int(self._try.ti.get_template_context().get("task_reschedule_count") or 0) >= MAX_RESCHEDULES:
-            raise AirflowException(f"the workers of this task were shut down {MAX_RESCHEDULES} times, and now again")
         # Not a failure: it costs no try.
         raise AirflowRescheduleException(datetime.now(UTC) + RESCHEDULE_AFTER)
 

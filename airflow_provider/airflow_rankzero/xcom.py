@@ -23,8 +23,7 @@ from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
 from airflow.sdk.definitions.xcom_arg import PlainXComArg, XComArg
 
 from airflow_rankzero import tries
-from airflow_rankzero._compat import AirflowFailException, conf, extra_of_alias
-from airflow_rankzero.hooks import check_store
+from airflow_rankzero._compat import AirflowFailException, conf
 from airflow_rankzero.links import DIRECTORY_KEY
 from airflow_rankzero.listeners import offer
 from rankzero import Launcher
@@ -166,36 +165,13 @@ def describe(handle: RunHandle[Any]) -> dict[str, Any]:
 
 
 def fill_outlets(context: Context, facts: dict[str, Any]) -> None:
-    """Adds the facts to the events of the task's assets; what the user's own code wrote there stays.
-
-    An alias gets an event of an asset that is the result itself, unless the user's code (``pre_execute``) has given it
-    one: then that one gets the facts.
-    """
-    from airflow.sdk import Asset, AssetAlias
+    """Adds the facts to the events of the task's assets; what the user's own code wrote there stays."""
+    from airflow.sdk import Asset
 
     for outlet in context["outlets"]:
         if isinstance(outlet, Asset):
-            events: list[Any] = [context["outlet_events"][outlet]]
-            extra = facts
-        elif isinstance(outlet, AssetAlias):
-            events = _events_of(context["outlet_events"][outlet], facts["uri"])
-            extra = extra_of_alias(facts)
-        else:
-            continue
-        for event in events:
-            event.extra = {**extra, **(event.extra or {})}
-
-
-def _events_of(alias: Any, uri: str) -> list[Any]:
-    from airflow.sdk import Asset
-
-    if not alias.asset_alias_events:
-        try:
-            alias.add(Asset(uri))
-        except ValueError as error:
-            # Airflow bounds length and characters; the training has succeeded.
-            logger.warning("%s cannot be an asset of the alias %r: %s", uri, alias.key.name, error)
-    return list(alias.asset_alias_events)
+            event = context["outlet_events"][outlet]
+            event.extra = {**facts, **(event.extra or {})}
 
 
 # -- the arguments of ranks ---------------------------------------------------------------------
@@ -258,8 +234,6 @@ def check_early(task: Any) -> None:
     values.setdefault("use_gpu", True)
     values.setdefault("num_processes", values.get("processes_per_task", 1))
     Launcher(**values)
-    if values.get("store"):
-        check_store(values["store"])
 
 
 def convert(name: str, value: Any) -> Any:

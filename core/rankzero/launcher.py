@@ -282,12 +282,18 @@ class Launcher(Options):
             log: The step's logger.
 
         Raises:
-            InvalidJobError: this launcher has no ``run_id``; on entering the block, for the reasons of `submit`.
+            InvalidJobError: this launcher has no ``run_id``, or a relative ``store``; on entering the block, for the
+                reasons of `submit`.
         """
         from rankzero.submit.durable import open_durable
 
         if self.run_id is None:
             raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
+        if self.store is not None and not store.is_absolute(self.store):
+            raise InvalidJobError(
+                f"store is {os.fspath(self.store)!r}, a relative path, which would begin in the directory of this "
+                "step's process; give an absolute path or a URL"
+            )
         request = self._for(train, named=False)._request()
         return open_durable(request, train, args, kwargs, caller, log)
 

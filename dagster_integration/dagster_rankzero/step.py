@@ -12,7 +12,7 @@ import re
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -24,17 +24,7 @@ from dagster_rankzero.inputs import is_frame, without_annotations, without_dagst
 from dagster_rankzero.io_manager import hold
 from dagster_rankzero.metadata import build_result, describe_error, observe, single_output, takes_reference
 from rankzero import InvalidJobError, Launcher, RankZeroError, RunHandle, WorkerFailedError
-from rankzero.pipeline import (
-    EngineOpened,
-    Follower,
-    LineWritten,
-    MetricsReported,
-    Opened,
-    attempt,
-    describe_process,
-    may_retry,
-    print_line,
-)
+from rankzero.pipeline import EngineOpened, Follower, LineWritten, MetricsReported, attempt, may_retry
 from rankzero.pipeline import lease as leases
 
 logger = logging.getLogger(__name__)
@@ -96,12 +86,12 @@ class Step:
         return None if self.is_followed_by_another else leases.LAST_LEASE
 
     @property
-    def retrier(self) -> Mapping[str, Any] | None:
-        """Returns the process of the Dagster run if only that retries this step; else None."""
+    def retrier(self) -> int | None:
+        """Returns the id of the process of the Dagster run if only that retries this step; else None."""
         if self.executor != _compat.MULTIPROCESS or self.run_is_retried:
             return None
         # The parent of a step's process is that process, or its fork server, which ends with it.
-        return describe_process(os.getppid())
+        return os.getppid()
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
         """Returns True if the output of the step that got the result is stored, also if a blocking check failed it."""
@@ -148,10 +138,8 @@ class Step:
         return run is not None and _compat.is_retried(run, self.instance)
 
 
-def train_in_step(
-    resource: Any, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Generator[Any, None, None]:
-    """Trains for the step of a context: yields observations of its assets, and at the end its result."""
+def train_in_step(resource: Any, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Trains for the step of a context, with observations of its assets, and returns its result for Dagster."""
     if frames := {name: value for name, value in kwargs.items() if is_frame(value)}:
         # Ranks read the rows of a DataFrame as a dataset, and get its name as the argument.
         given = resource._given_dataset
@@ -161,11 +149,12 @@ def train_in_step(
     step, output = Step.of(context), single_output(context)
     shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
     try:
-        with open_run(resource._launcher(), step, context, *shipped, name=resource.name) as opened:
-            handle = opened.handle
-            show, interval = partial(print_line, run_id=handle.id), resource.observation_interval
-            for metrics in follow(opened, step, context.log, show, interval, resource.log_ranks):
-                yield from observe(context, metrics)
+        with open_run(resource._launcher(), step, context, *shipped, name=resource.name) as (handle, attached):
+            for metrics in follow(
+                handle, step, context.log, resource.observation_interval, resource.log_ranks, attached=attached
+            ):
+                for event in observe(context, metrics):
+                    attempt(context.log, "an observation", partial(context.log_event, event), None)
         is_reference = takes_reference(context, output) if resource.by_reference is None else resource.by_reference
         value = handle.result_ref() if is_reference else handle.result()
         if step is not None:
@@ -173,7 +162,7 @@ def train_in_step(
             resource._offered.append((handle, step))
     except RankZeroError as error:
         raise as_failure(error, handle, step, retry_user_errors=resource.retry_user_errors) from error
-    yield build_result(context, handle, value, output)
+    return build_result(context, handle, value, output)
 
 
 def run_id_of(root: str, key: str, name: str | None = None) -> str:
@@ -186,15 +175,16 @@ def run_id_of(root: str, key: str, name: str | None = None) -> str:
 @contextlib.contextmanager
 def open_run(
     launcher: Launcher, step: Step | None, context: Any, train: Any, args: Any, kwargs: Any, name: str | None = None
-) -> Iterator[Opened]:
+) -> Iterator[tuple[RunHandle[Any], bool]]:
     """Opens the run of a step's training, which the block follows; see `rankzero.Launcher.durable`.
 
-    Outside of a step (None) the run ends with the block. A step that trains more than once names its trainings.
+    Yields the handle, and True if another try has started the run. Outside of a step (None) the run ends with the
+    block. A step that trains more than once names its trainings.
     """
     if step is None:
         run_id = run_id_of(f"test-{secrets.token_hex(8)}", _compat.name_of(context), name)
         with launcher.options(run_id=run_id).owned(train, args, kwargs) as handle:
-            yield Opened(handle)
+            yield handle, False
         return
     if step.dagster_run in _interrupted or (step.number and step.is_terminating()):
         # A retry policy treats an interrupt as a failure, also if a user has caused it.
@@ -215,7 +205,7 @@ def open_run(
                 # From here on the training belongs to this Dagster run: see `_leave_or_end`.
                 offer(opened.handle, step, context.log)
             hold([args, kwargs], opened.handle.directory, context.log)
-            yield opened
+            yield opened.handle, opened.attached
     except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as interrupt:
         if step.executor == _compat.IN_PROCESS and step.is_retried and not step.detaches(interrupt):
             # Otherwise the same process would immediately train again, since an interrupt counts as a failure.
@@ -241,19 +231,20 @@ def _check_owner(before: RunHandle[Any], step: Step) -> None:
 
 
 def follow(
-    opened: Opened,
+    handle: RunHandle[Any],
     step: Step | None,
     log: Any,
-    on_line: Callable[[str], None],
     interval: float | None,
     log_ranks: Collection[int] | None = None,
+    *,
+    attached: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Shows the output of the ranks until the run has ended; leaves or ends it once the Dagster run has ended.
+    """Prints the output of the ranks until the run has ended; leaves or ends it once the Dagster run has ended.
 
     Yields the last value of each of rank 0's metrics, whenever they have changed, at least ``interval`` seconds apart,
     and more as the run grows old. None yields no metrics.
     """
-    follower = Follower(opened.handle, ranks=log_ranks, attached=opened.attached)
+    follower = Follower(handle, ranks=log_ranks, attached=attached)
     latest: dict[str, Any] = {}
     shown: dict[str, Any] = {}
     started = next_at = time.monotonic()
@@ -261,7 +252,7 @@ def follow(
     while True:
         for event in follower.poll():
             if isinstance(event, LineWritten):
-                on_line(event.text)
+                event.show(handle.id)
             elif isinstance(event, EngineOpened):
                 log.info("the Spark UI of the training, while it runs: %s", event.url)
             elif isinstance(event, MetricsReported):
@@ -272,21 +263,20 @@ def follow(
         if step is not None and now >= next_query:
             next_query = now + QUERY_INTERVAL
             if step.is_terminating():
-                _leave_or_end(opened, step, log)
+                _leave_or_end(handle, step, log, attached=attached)
         if interval is not None and latest != shown and now >= next_at:
             shown, next_at = latest, now + max(interval, THINNING * (now - started))
             yield latest
-        opened.handle.pause()
+        handle.pause()
 
 
-def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
+def _leave_or_end(handle: RunHandle[Any], step: Step, log: Any, *, attached: bool) -> None:
     """Ends the training of a Dagster run that has ended, unless the training belongs to another run by now.
 
     Dagster does not interrupt the steps of a run that was deleted, or whose process it cannot reach. A training belongs
     to the Dagster run that has attached to it last, else to the one that has started it. If that run has failed and
     Dagster retries it, the training waits for the retry, for as long as its lease lasts.
     """
-    handle = opened.handle
 
     def find_owner() -> str:
         owner = str(handle.delivery().receiver.get("dagster_run", step.dagster_run))
@@ -301,7 +291,7 @@ def _leave_or_end(opened: Opened, step: Step, log: Any) -> None:
         handle.cancel(reason="the Dagster run has ended or was deleted")
         return
     # Without another try, the driver ends with this process.
-    while not (opened.attached or step.is_followed_by_another or handle.wait(QUERY_INTERVAL)):
+    while not (attached or step.is_followed_by_another or handle.wait(QUERY_INTERVAL)):
         if owner != _RETRY and attempt(log, "a query of Dagster", partial(step.has_ended, owner), False):
             break
     raise RankZeroError(f"the Dagster run has ended, and its training is left to {owner}")
