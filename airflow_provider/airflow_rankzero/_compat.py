@@ -23,7 +23,6 @@ def _exception(name: str) -> Any:
 
 conf = _find("conf", "airflow.sdk", "airflow.configuration")
 AirflowPlugin = _find("AirflowPlugin", "airflow.sdk.plugins_manager", "airflow.plugins_manager")
-AirflowException = _exception("AirflowException")
 AirflowFailException = _exception("AirflowFailException")
 AirflowNotFoundException = _exception("AirflowNotFoundException")
 AirflowRescheduleException = _exception("AirflowRescheduleException")

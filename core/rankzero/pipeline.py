@@ -6,7 +6,7 @@ An integration (`airflow_rankzero`, `dagster_rankzero`, or one of your own) impo
 Open a run
     `PipelineTry` is the protocol by which an integration answers questions about one try of its step.
     ``Launcher(...).durable(train, args, kwargs, step, log)`` opens the run of the step: it starts the run, attaches to
-    it, or finds its result, and yields the run's ``handle``, and ``attached``: True if another try has started it.
+    it, or finds its result, and yields an `Opened`.
 
 Follow it
     `Follower` yields `LineWritten`, `MetricsReported` and `EngineOpened`, and has ended with the run.
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from rankzero.run.tries import attempt as attempt
     from rankzero.run.tries import may_retry as may_retry
     from rankzero.submit import datasets as datasets
+    from rankzero.submit.durable import Opened as Opened
     from rankzero.submit.training import check_callable as check_callable
     from rankzero.values import plain as plain
     from rankzero.values.ref import map_refs as map_refs
@@ -59,7 +60,7 @@ _NAMES = (
     "store report.curves report.page run.lease run.reports submit.datasets values.plain doctor.examine.examine "
     "masking.secrets_of options.step_options run.tries.PipelineTry run.tries.attempt run.tries.may_retry "
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
-    "submit.training.check_callable values.ref.map_refs"
+    "submit.durable.Opened submit.training.check_callable values.ref.map_refs"
 )
 
 lazy_names(__name__, _NAMES, root="rankzero")
