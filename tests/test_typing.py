@@ -1,6 +1,5 @@
 """A wrong argument to the training function is a type error, before anything runs."""
 
-import inspect
 import subprocess
 import sys
 import zlib
@@ -131,16 +130,3 @@ def test_arguments_and_values_are_checked(report: str, name: str) -> None:
     found = {int(number) for file, number, *_ in errors if Path(file).name == file_name(program)}
     first = next(number for number, line in enumerate(program.splitlines(), 1) if first_wrong in line)
     assert found == {first + offset for offset in wrong}, report
-
-
-def test_the_decorator_knows_every_argument_of_the_operator() -> None:
-    from airflow.sdk import BaseOperator
-
-    from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero.templates import TrainingArguments
-
-    own = set(inspect.signature(TorchDistributorOperator.__init__).parameters)
-    every = set(inspect.signature(BaseOperator.__init__).parameters)
-    # The call gives the first three; the decorator itself has the next; the last is of Airflow 2.
-    elsewhere = {"train", "op_args", "op_kwargs", "multiple_outputs", "sla", "self", "args", "kwargs"}
-    assert set(TrainingArguments.__annotations__) == (own | every) - elsewhere

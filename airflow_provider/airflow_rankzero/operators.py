@@ -89,7 +89,6 @@ class TorchDistributorOperator(BaseOperator):
         >>> train_model = TorchDistributorOperator(
         ...     task_id="train",
         ...     train="train.py",
-        ...     op_args=["--lr", "{{ params.lr }}"],
         ...     num_processes=4,
         ...     conn_id="spark_default",
         ... )

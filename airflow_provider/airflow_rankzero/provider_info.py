@@ -108,19 +108,21 @@ RANK_ENVIRONMENT = {
 """Variables of every rank, in place of the worker's: a rank may run where no Airflow is reachable."""
 
 
-class NoSecrets:
-    """The secrets backend of ranks: refuses every variable and connection, also those of environment variables."""
+def __getattr__(name: str) -> Any:
+    if name != "NoSecrets":
+        raise AttributeError(name)
+    from airflow.secrets.base_secrets import BaseSecretsBackend
 
-    def get_config(self, key: str) -> None:
-        """Returns None: the options of Airflow's configuration stay as they are."""
+    class NoSecrets(BaseSecretsBackend):
+        """The secrets backend of ranks: refuses every variable and connection, also those of environment variables."""
 
-    def get_variable(self, key: str, *args: Any, **kwargs: Any) -> None:
-        """Raises LookupInRankError with a template of the variable."""
-        raise _refusal("variable", key, f"var.value.{key}")
+        def get_variable(self, key: str, *args: Any, **kwargs: Any) -> None:
+            raise _refusal("variable", key, f"var.value.{key}")
 
-    def get_connection(self, conn_id: str, *args: Any, **kwargs: Any) -> None:
-        """Raises LookupInRankError with a template of the connection."""
-        raise _refusal("connection", conn_id, f"conn.{conn_id}.password")
+        def get_connection(self, conn_id: str, *args: Any, **kwargs: Any) -> None:
+            raise _refusal("connection", conn_id, f"conn.{conn_id}.password")
+
+    return NoSecrets
 
 
 def _refusal(kind: str, name: str, template: str) -> BaseException:

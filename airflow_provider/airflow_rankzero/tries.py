@@ -47,17 +47,10 @@ STEM_LIMIT = 180
 STATES_OF_USERS = ("failed", "success", "skipped", "upstream_failed", "removed", "restarting", None)
 """States of a task instance that a user has marked or cleared while its process was running."""
 
-END_TIMEOUT = 30.0
-"""Seconds beyond ``stop_grace`` in which a cancelled run ends, else its lease ends it."""
-
-FOLLOW_INTERVAL = 0.1
-"""Seconds between two polls of a run directory on a local disk."""
-
-LONGEST_WAIT = 1.0
-"""Most seconds until this process notices that it was asked to exit."""
-
-PROGRESS_INTERVAL = 60.0
-"""Seconds without a line after which the log shows the training's progress."""
+END_TIMEOUT = 30.0  # Seconds beyond stop_grace in which a cancelled run ends, else its lease ends it
+FOLLOW_INTERVAL = 0.1  # Seconds between two polls of a run directory on a local disk
+LONGEST_WAIT = 1.0  # Most seconds until this process notices that it was asked to exit
+PROGRESS_INTERVAL = 60.0  # Seconds without a line after which the log shows the training's progress
 
 RESCHEDULE_AFTER = timedelta(seconds=60)
 """Pause before Airflow schedules a drained task on another worker: until this process's exit has reached its executor,

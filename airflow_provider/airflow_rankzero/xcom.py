@@ -216,11 +216,14 @@ def check_early(task: Any) -> None:
             f"{fixed[0]} is {given[fixed[0]]!r}, but cannot be a template or an XCom; "
             f"these can: train, {', '.join(TEMPLATED)}"
         )
-    args = () if is_late(task.op_args) else positional(task.op_args)
-    kwargs = {} if is_late(task.op_kwargs) else keyword(task.op_kwargs)
-    if not is_late(task.script) and not isinstance(task.script, (str, os.PathLike, list, tuple)):
+    if not is_late(task.op_args):
+        positional(task.op_args)
+    if not is_late(task.op_kwargs):
+        keyword(task.op_kwargs)
+    is_program = isinstance(task.script, (str, os.PathLike, list, tuple)) or is_late(task.script)
+    if not is_program and isinstance(task.op_args, (list, tuple)) and isinstance(task.op_kwargs, Mapping):
         # Names are known before the values. A subclass may add arguments when the task runs.
-        check_callable(task.train, args, kwargs, are_all=False)
+        check_callable(task.train, tuple(task.op_args), dict(task.op_kwargs), are_all=False)
         check_context(task.train, task.op_args, task.op_kwargs)
     if task.conn_id is not None and task.master is not None:
         raise InvalidJobError(
@@ -266,7 +269,7 @@ def check_context(function: Any, op_args: Any, op_kwargs: Any) -> None:
         signature = inspect.signature(function)
         passed = signature.bind_partial(*op_args, **op_kwargs).arguments
     except (TypeError, ValueError):
-        # It is no function, or the arguments do not fit, which has its own error, or they come from another task.
+        # The arguments do not fit, which has its own error, or it has no signature.
         return
     for name, parameter in signature.parameters.items():
         is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)

@@ -129,15 +129,14 @@ class Launcher(Options):
         from rankzero.run.printing import in_notebook, print_line
 
         with contextlib.ExitStack() as around:
-            show = None
+            handles: list[RunHandle[Any]] = []
             if in_notebook():
                 from rankzero.report import card
 
                 # Entered first, so that the card's last update follows the end of the run.
-                show = around.enter_context(card.showing())
+                around.enter_context(card.showing(handles))
             handle = around.enter_context(self.owned(train, args, kwargs))
-            if show is not None:
-                show(handle)
+            handles.append(handle)
             for line in handle.output.lines(handle.output.start(), follow=True):
                 (on_line or print_line)(line.prefixed, handle.id)
         value = handle.result()
@@ -352,7 +351,7 @@ class Launcher(Options):
         return found
 
     def _request(self) -> Request:
-        from rankzero.report.cost import prices_from_environment
+        from rankzero.report.summary import prices_from_environment
         from rankzero.submit import datasets, trackers
         from rankzero.submit.pack_archive import UserCode
         from rankzero.submit.prepare import Request

@@ -10,6 +10,7 @@ import pytest
 from tests.airflow import versions
 
 from rankzero import Launcher, RunCancelledError
+from rankzero.pipeline import LineWritten
 
 
 def make(try_number: int, max_tries: int, **task: Any) -> tuple[Any, Any]:
@@ -216,6 +217,6 @@ def test_a_line_of_a_rank_opens_and_ends_no_group(caplog: pytest.LogCaptureFixtu
     from airflow_rankzero import tries
 
     caplog.set_level(logging.INFO)
-    tries.show_line(logging.getLogger("task"), f"[0] {word} of a rank")
+    tries.show_line(logging.getLogger("task"), LineWritten(f"[0] {word} of a rank"))
     assert word not in caplog.text
     assert caplog.records[0].getMessage().replace("\u200b", "") == f"[0] {word} of a rank"

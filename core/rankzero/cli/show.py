@@ -16,9 +16,9 @@ import click
 
 from rankzero import store
 from rankzero.cli import words
-from rankzero.report import cost
 from rankzero.report import serve as served
 from rankzero.report.card import duration
+from rankzero.report.summary import usage
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
@@ -107,9 +107,8 @@ def status(run: str, as_json: bool) -> None:
     job = handle.job
     found = handle.status()
     if as_json:
-        used = _used(Listed(handle.directory, job, found))
         own = {"id": handle.id, "directory": handle.directory}
-        words.print_json({**own, **asdict(found), "used": used})
+        words.print_json({**own, **asdict(found), "used": usage(job, found, time.time())})
         return
     facts = {
         "run": handle.id,
@@ -121,7 +120,7 @@ def status(run: str, as_json: bool) -> None:
         "engine": None if found.final else found.engine_url,
         "started": words.moment(found.started),
         "ended": words.moment(found.ended),
-        "used": str(cost.usage(job, found, time.time()) or ""),
+        "used": usage(job, found, time.time()),
         "checkpoint": found.checkpoint,
         "metrics": ", ".join(f"{name}={value}" for name, value in found.metrics.items()),
     }
@@ -292,12 +291,7 @@ def _as_json(one: Listed) -> dict[str, Any]:
         "world": job.world,
         "created": job.created,
     }
-    return {**facts, "labels": job.labels, **asdict(one.status), "used": _used(one)}
-
-
-def _used(one: Listed) -> dict[str, Any] | None:
-    found = cost.usage(one.job, one.status, time.time())
-    return None if found is None else asdict(found)
+    return {**facts, "labels": job.labels, **asdict(one.status), "used": usage(one.job, one.status, time.time())}
 
 
 def _plain(found: Sequence[Listed]) -> list[str]:
@@ -310,7 +304,15 @@ def _cells(one: Listed) -> tuple[str, ...]:
     job, state = one.job, one.status.state
     if one.problem:
         return job.run_id, state, state, state, state, state, one.problem
-    cells = job.run_id, state, job.world, words.moment(job.created) or "", _took(one), _price_of(one), _metrics(one)
+    cells = (
+        job.run_id,
+        state,
+        job.world,
+        words.moment(job.created) or "",
+        _took(one),
+        usage(one.job, one.status, time.time()),
+        _metrics(one),
+    )
     return tuple("".join(char if char.isprintable() else repr(char)[1:-1] for char in cell) for cell in cells)
 
 
@@ -366,12 +368,6 @@ def _took(one: Listed) -> str:
     if status.started is None:
         return ""
     return duration(round(max(0.0, (status.ended or time.time()) - status.started), 1))
-
-
-def _price_of(one: Listed) -> str:
-    """Returns the hours that a run has used, and two spaces before their price if it is known."""
-    found = cost.usage(one.job, one.status, time.time())
-    return "" if found is None else "  ".join(filter(None, (found.amount, found.price)))
 
 
 def _metrics(one: Listed) -> str:

@@ -164,10 +164,10 @@ class RunHandle(Generic[R]):
 
     def _repr_html_(self) -> str | None:
         """The run in a notebook: its state, progress and curves."""
-        from rankzero.report.card import Card
+        from rankzero.report.card import Summary, draw
 
         with contextlib.suppress(RankZeroError, OSError):
-            return Card(self).html()
+            return draw(self, Summary())
         return None
 
     def status(self) -> RunStatus:
