@@ -25,9 +25,9 @@ ERROR = 4_000  # Last characters of an error that are shown
 logger = logging.getLogger(__name__)
 
 
-def draw(handle: RunHandle[Any], summary: Summary) -> str:
+def draw(handle: RunHandle[Any], summary: Summary | None = None) -> str:
     """Returns the card of this moment; the summary has read earlier events. Raises OSError or RankZeroError."""
-    status = handle.status()
+    status, summary = handle.status(), summary or Summary()
     summary.read(handle, status)
     return render(handle.job, handle.directory, status, summary, time.time())
 

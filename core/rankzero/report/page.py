@@ -1,7 +1,4 @@
-"""The report of a run: its facts as JSON, and one HTML file that draws them and needs no network.
-
-The facts are collected from the run directory, thinned out, without secrets.
-"""
+"""The report of a run: its facts as JSON, without secrets, and one HTML file that draws them and needs no network."""
 
 from __future__ import annotations
 

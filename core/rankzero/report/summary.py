@@ -56,10 +56,9 @@ class Summary:
         self._curves: dict[str, dict[int, Curve]] = {}
         self._timeline: dict[tuple[int, int], dict[str, Any]] = {}
         self._hosts: dict[str, tuple[dict[str, Any], dict[str, Curve]]] = {}
+        self._marks: list[dict[str, Any]] = []
         self.total: float | None = None
         """The units of the whole training, which ranks report as ``total_steps``, ``total_epochs`` and the like."""
-        self.marks: list[dict[str, Any]] = []
-        """Checkpoints, failures, restarts and similar events, oldest first."""
 
     def read(self, handle: RunHandle[Any], status: RunStatus) -> None:
         """Reads the new events of a run, always of the same one, with its status that was just read. Raises OSError."""
@@ -90,9 +89,9 @@ class Summary:
         if kind in _MARKS:
             text = f"attempt {event.get('attempt')} is {event.get('state')}" if kind == "state" else event.get("what")
             text = text or " ".join(str(event[name]) for name in ("type", "id") if name in event)
-            self.marks.append({"type": kind, "time": event["time"], "rank": rank, "text": str(text)[:TEXT]})
-            if len(self.marks) > MAX_MARKS:
-                del self.marks[MAX_MARKS // 2]
+            self._marks.append({"type": kind, "time": event["time"], "rank": rank, "text": str(text)[:TEXT]})
+            if len(self._marks) > MAX_MARKS:
+                del self._marks[MAX_MARKS // 2]
 
     def _add_report(self, event: Mapping[str, Any], rank: int, metrics: Mapping[str, Any]) -> None:
         self._keeper.add(event)
@@ -147,8 +146,8 @@ class Summary:
 
     @property
     def _counts(self) -> str:
-        rows = self._newest.get(0) or next(iter(self._newest.values()), [{}])
-        return next((name for name in PROGRESS if name in rows[-1]), REPORTS)
+        rows = self._newest.get(0) or next(iter(self._newest.values()), None)
+        return next((name for name in PROGRESS if rows and name in rows[-1]), REPORTS)
 
     @property
     def unit(self) -> str:
@@ -206,7 +205,7 @@ class Summary:
                 for name, ranks in self._curves.items()
             ],
             "ranks": [self._timeline[key] for key in sorted(self._timeline)],
-            "marks": self.marks,
+            "marks": self._marks,
             "hosts": [
                 {"host": host, **sizes, "columns": {name: curve.columns() for name, curve in curves.items()}}
                 for host, (sizes, curves) in sorted(self._hosts.items())

@@ -164,10 +164,10 @@ class RunHandle(Generic[R]):
 
     def _repr_html_(self) -> str | None:
         """The run in a notebook: its state, progress and curves."""
-        from rankzero.report.card import Summary, draw
+        from rankzero.report.card import draw
 
         with contextlib.suppress(RankZeroError, OSError):
-            return draw(self, Summary())
+            return draw(self)
         return None
 
     def status(self) -> RunStatus:
