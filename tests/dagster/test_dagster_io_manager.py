@@ -102,7 +102,6 @@ def test_metadata_says_what_is_stored_and_where(shelf: Shelf) -> None:
     (data,) = directory.glob("data-*")
     assert shown["path"] == str(directory)
     assert shown["size"] == data.stat().st_size
-    assert shown["parameters"] == 6
     assert data.name.startswith(f"data-{shown['sha256'][:16]}-")
     assert json.loads((directory / "rankzero.json").read_text())["ref"]["digest"] == f"sha256:{shown['sha256']}"
 
@@ -362,10 +361,6 @@ def test_a_handle_of_another_file_system_is_carried_over(
     shelf.store(ref)
     os.unlink(ref.uri)
     assert torch.equal(shelf.load()["w"], torch.ones(4))
-    damaged = ResultRef.save({"a": 1}, tmp_path / "elsewhere")
-    Path(damaged.uri).write_text('{"a": 2}')
-    with pytest.raises(dg.Failure, match="sha256"):
-        shelf.store(damaged)
 
 
 def test_a_torn_handle_is_not_stored(shelf: Shelf, tmp_path: Path) -> None:
@@ -394,16 +389,6 @@ def test_an_asset_may_have_a_data_version_of_its_own(shelf: Shelf) -> None:
     shelf.store(dg.MaterializeResult(value=1, data_version=dg.DataVersion("mine")))
     event = shelf.instance.get_latest_materialization_event(dg.AssetKey("stored"))
     assert event.asset_materialization.tags["dagster/data_version"] == "mine"
-
-
-def test_the_types_of_tensors_are_a_table(shelf: Shelf) -> None:
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2, dtype=torch.bfloat16)})
-    shown = shelf.store(lambda: model)
-    assert [record.data for record in shown["dtypes"].records] == [
-        {"dtype": "float32", "tensors": 2, "parameters": 8, "bytes": 32},
-        {"dtype": "bfloat16", "tensors": 2, "parameters": 6, "bytes": 12},
-    ]
-    assert {column.name: column.type for column in shown["dtypes"].schema.columns}["bytes"] == "int"
 
 
 def test_pickles_can_be_forbidden(shelf: Shelf) -> None:

@@ -34,7 +34,7 @@ def test_the_curve_the_table_and_the_throughput_of_a_run(resources: dict[str, ob
     assert shown["epochs_per_second"] > 0
     assert (shown["world_size"], shown["metric/train_loss"], shown["metric/epoch"]) == (2, 1.0, 2)
     title, _, picture = shown["loss_curve"].partition("](data:image/svg+xml;base64,")
-    assert title == "![train_loss"
+    assert title == "![curves"
     svg = ElementTree.fromstring(base64.b64decode(picture.removesuffix(")")))
     # The first path is that of the axes.
     _, line = svg.findall("{http://www.w3.org/2000/svg}path")

@@ -144,15 +144,3 @@ def test_a_backfill_in_a_single_run_stores_every_partition_of_every_output(
     for name in ("model", "metrics"):
         stored = [defs.load_asset_value(name, partition_key=key, instance=instance) for key in "abc"]
         assert stored == [f"{name} of {key}" for key in "abc"]
-
-
-def test_specs_are_refused_when_defined() -> None:
-    with pytest.raises(dg.DagsterInvalidDefinitionError, match="from_spec"):
-        torch_multi_asset(outs={}, specs=[dg.AssetSpec("model")])
-
-
-def test_a_function_that_returns_nothing_is_refused_when_defined() -> None:
-    def training() -> None: ...
-
-    with pytest.raises(dg.DagsterInvalidDefinitionError, match="-> None"):
-        torch_multi_asset(outs=OUTS)(training)

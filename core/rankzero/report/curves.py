@@ -51,8 +51,8 @@ def svg(rows: Sequence[Row], names: Sequence[str], width: int = 560, height: int
         path, is_down = "", False
         for x, y in points:
             if y is not None:
-                at = left + (right - left) * (x / 2 - first / 2) / wide
-                over = bottom - (bottom - top) * (y / 2 - low / 2) / tall
+                at = left + (right - left) * ((x / 2 - first / 2) / wide)
+                over = bottom - (bottom - top) * ((y / 2 - low / 2) / tall)
                 path += f"L{at:.1f},{over:.1f}" if is_down else f"M{at:.1f},{over:.1f}h0"
             is_down = y is not None
         parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.5" stroke-linecap="round"/>')
