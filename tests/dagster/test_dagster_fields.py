@@ -47,15 +47,6 @@ def test_a_misspelt_field_of_the_io_manager_is_refused_when_defined() -> None:
         RankZeroIOManager(basepath="s3://bucket/assets")
 
 
-def test_a_subclass_may_have_fields_of_its_own() -> None:
-    class Ours(TorchDistributorResource):
-        team: str = "vision"
-
-    assert Ours(team="audio", master="local[2]").options(num_processes=2).team == "audio"
-    with pytest.raises(dg.DagsterInvalidDefinitionError, match="Ours has no field 'tean' \\(did you mean 'team'"):
-        Ours(tean="audio")
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

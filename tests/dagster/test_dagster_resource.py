@@ -33,21 +33,6 @@ def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributor
     return torch_distributor.run(context, train, scale=2.0)
 
 
-def test_a_stored_state_dict_takes_its_own_size_and_not_a_multiple(
-    torch_distributor: TorchDistributorResource, tmp_path: Path
-) -> None:
-    @dg.asset
-    def wide(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        return torch_distributor.options(num_processes=1).run(
-            context, lambda: {f"layer{n}": __import__("torch").zeros(1000) for n in range(50)}
-        )
-
-    stored = tmp_path / "pickled"
-    manager = dg.FilesystemIOManager(base_dir=str(stored))
-    dg.materialize([wide], resources={"torch_distributor": torch_distributor, "io_manager": manager})
-    assert 200_000 < (stored / "wide").stat().st_size < 300_000
-
-
 def test_a_driver_on_the_cluster_needs_a_cluster(torch_distributor: TorchDistributorResource) -> None:
     there = torch_distributor.options(engine="spark", master="local[2]", deploy_mode="cluster")
     result = dg.materialize([model], resources={"torch_distributor": there}, raise_on_error=False)
@@ -120,17 +105,6 @@ def test_a_failing_rank_shows_its_cause_and_is_not_retried(torch_distributor: To
     assert "division by zero" in description
     assert retries_of(result, "broken") == 0
     assert not result.get_asset_materialization_events()
-
-
-def test_errors_of_the_infrastructure_are_retried_by_the_policy(torch_distributor: TorchDistributorResource) -> None:
-    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
-    def crowded(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        return torch_distributor.options(engine="spark", master="local[1]").run(context, train)
-
-    result = dg.materialize([crowded], resources={"torch_distributor": torch_distributor}, raise_on_error=False)
-    (event,) = result.get_step_failure_events()
-    assert "InsufficientSlotsError" in event.step_failure_data.error.to_string()
-    assert retries_of(result, "crowded") == 1
 
 
 @pytest.mark.parametrize(

@@ -132,21 +132,6 @@ def test_an_instance_that_cannot_be_queried_is_no_running_owner(
         assert not first.handle.status().final
 
 
-def test_a_re_execution_attaches_to_what_a_dead_run_has_left(step: Step, open_step: Open, unfinished: set[str]) -> None:
-    class Lost(Exception):
-        pass
-
-    unfinished.add("one")
-    with pytest.raises(Lost), open_step(step) as left:
-        raise Lost
-    assert not left.handle.status().final
-    # Its Dagster run has failed meanwhile.
-    unfinished.discard("one")
-    with open_step(replace(step, dagster_run="two", generation="two")) as attached:
-        assert attached.handle.directory == left.handle.directory
-        assert attached.handle.submission == 0
-
-
 def test_the_last_try_is_not_survived_for_long_by_what_it_attached_to(
     step: Step, open_step: Open, unfinished: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,13 +144,6 @@ def test_the_last_try_is_not_survived_for_long_by_what_it_attached_to(
     # A process that was killed says nothing; neither does a block that ends before the run.
     until(lambda: handle.handle.status().final, 60, "the end of the training")
     assert handle.handle.status().state == "cancelled"
-
-
-def test_a_user_who_corrects_the_arguments_ends_the_training_that_lives(step: Step, open_step: Open) -> None:
-    again = replace(step, dagster_run="two", generation="two")
-    with open_step(step, "same") as first, open_step(again, "other") as second:
-        assert second.handle.directory == first.handle.directory
-        assert second.handle.submission == 1
 
 
 @pytest.mark.parametrize(
