@@ -61,7 +61,7 @@ def test_a_driver_that_was_stopped_while_another_submission_took_over_harms_noth
         until(lambda: old.status().final, WAIT, "its death")
         new = launcher.options(env={**(launcher.env or {}), "MARK": "of the next one"}).submit(train, str(tmp_path))
         assert new.submission == 1
-        left = [manifest.id for manifest in list_committed([old.own.directory])]
+        left = {manifest.id for manifest in list_committed([old.own.directory])}
         until(lambda: list_committed([new.own.directory]), WAIT, "checkpoints of the next submission")
         time.sleep(max(0.0, PAUSE * scale - (time.monotonic() - stopped)))
     finally:
@@ -71,8 +71,8 @@ def test_a_driver_that_was_stopped_while_another_submission_took_over_harms_noth
     end, status = old.own.end(), old.status()
     assert end
     assert (status.state, status.ended_by) == ("failed", end.ended_by), "it has not ended as it would have"
-    published = [manifest.id for manifest in list_committed([old.own.directory])]
-    assert set(published) <= set(left), "it has published nothing"
+    published = {manifest.id for manifest in list_committed([old.own.directory])}
+    assert len(published - left) <= 1, "it has published only what it was writing when it stopped"
     (tmp_path / "end").touch()
     first, last = new.result(WAIT)
     assert first > 0, "it has resumed"
