@@ -212,7 +212,8 @@ def arguments(name: str) -> str:
         types = [TYPES.get(kind, kind) for kind in option.type.split(" | ") if kind != "None"]
         types += ["str"] if option.is_number else []
         types += ["None"] if option.default is None or "None" in option.type else []
-        lines.append(f"{each}: {' | '.join(types)} = {option.default!r},")
+        default = json.dumps(option.default) if isinstance(option.default, str) else repr(option.default)
+        lines.append(f"{each}: {' | '.join(types)} = {default},")
     return with_options(name, lines)
 
 

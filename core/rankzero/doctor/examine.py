@@ -111,14 +111,7 @@ def examine(
 
 
 def find_problems(engine: Engine, root: str, *, use_gpu: bool = False, processes_per_task: int = 1) -> list[str]:
-    """Returns the problems that this machine can find, one sentence each; empty if there are none.
-
-    Args:
-        engine: The engine of future trainings.
-        root: Root of the run directories.
-        use_gpu: Whether the trainings use GPUs.
-        processes_per_task: Ranks of one Spark task.
-    """
+    """Returns the problems that this machine can find, one sentence each; the arguments are those of `examine`."""
     master = str(engine.to_spec()[0].get("master") or "")
     found = [_check_job(engine, use_gpu, processes_per_task), _check_master(master), _check_store(root)]
     return [problem for problem in found if problem]

@@ -82,8 +82,7 @@ class SparkEngine(Engine):
     def embedded(conf: Mapping[str, str]) -> Engine:
         """Returns the engine of a pipeline step that names no cluster: a Spark on this machine, or its processes.
 
-        Args:
-            conf: Spark configuration of the step. With one, Spark is needed, so a run without pyspark is refused.
+        With a configuration Spark is needed, so a run without pyspark is refused.
         """
         if conf or importlib.util.find_spec("pyspark"):
             return SparkEngine(conf=conf)
