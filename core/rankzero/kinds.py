@@ -152,7 +152,9 @@ def _check_strings(name: str, value: Any) -> dict[str, str]:
     pairs = {key: spelt(pairs[key]) for key in pairs}
     for key, item in pairs.items():
         if not isinstance(key, str) or not isinstance(item, str):
-            raise InvalidJobError(f"{name}[{key!r}] is {item!r}; names and values must be strings", code="RZ-1001")
+            # Not the value, which may be a password.
+            what = f"{name}[{key!r}] is a {type(item).__name__}; names and values must be strings"
+            raise InvalidJobError(what, code="RZ-1001")
     return pairs
 
 

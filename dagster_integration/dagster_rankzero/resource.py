@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, get_origin, overload
 
 import dagster as dg
@@ -58,23 +59,24 @@ class Checkpoints(KnownFields):
     mode: Literal["min", "max"] = _field("min", "Which values of the metric are better.")
 
 
-def _as_texts(given: Any) -> Any:
+def _as_texts(field: str, given: Any) -> Any:
     """Returns a mapping whose numbers and flags are text, spelt as in Spark: YAML and Dagster's templates make them."""
     if not isinstance(given, Mapping):
         return given
     # A whole number of the environment is its variable.
     variables = {name: dg.EnvVar(found) for name, value in given.items() if (found := variable_of(value))}
-    return OPTIONS["env"].kind.check("env", {**given, **variables})
+    return OPTIONS["env"].kind.check(field, {**given, **variables})
 
 
 def _as_names(given: Any) -> Any:
     items = [given] if isinstance(given, (str, type)) else given
-    return [f"{item.__module__}.{item.__qualname__}" if isinstance(item, type) else item for item in items]
+    names = [f"{item.__module__}.{item.__qualname__}" if isinstance(item, type) else item for item in items]
+    return [name.removeprefix("builtins.") if isinstance(name, str) else name for name in names]
 
 
 _PLAIN: dict[str, Callable[[Any], Any]] = {
-    "env": _as_texts,
-    "spark_conf": _as_texts,
+    "env": partial(_as_texts, "env"),
+    "spark_conf": partial(_as_texts, "spark_conf"),
     "restart_on": _as_names,
     "checkpoints": lambda given: vars(given) if isinstance(given, rankzero.CheckpointConfig) else given,
 }
