@@ -4,11 +4,11 @@ Run: ``python benchmarks/control_plane.py [agents]``. Each agent joins, is told 
 seconds, commits, and says goodbye. They live in a few processes of their own, one channel each, as real ones do.
 """
 
+import asyncio
 import importlib.metadata
 import json
 import os
 import resource
-import selectors
 import subprocess
 import sys
 import tempfile
@@ -22,8 +22,8 @@ from measure import Report
 
 from rankzero import Launcher, LocalEngine
 from rankzero.channel import messages
-from rankzero.channel.client import ChannelClient
-from rankzero.channel.messages import decode, encode
+from rankzero.channel.client import Driver
+from rankzero.channel.connection import Connection
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
@@ -111,53 +111,53 @@ class SimulatedGroup(AgentGroup):
         return EngineError(str(error))
 
 
-def be_agents(number: int, directory: str) -> None:
+async def be_agents(number: int, directory: str) -> None:
     """A share of the agents, in one loop; notes when each was told its ranks."""
     print("there", flush=True)
     config = json.loads(sys.stdin.readline())
-    hosts, port = config["driver"]
-    selector = selectors.DefaultSelector()
-    torch = importlib.metadata.version("torch")
-    clients, started = {}, {}
-    for task in range(number, config["agents"], PROCESSES):
-        client = clients[task] = ChannelClient(hosts, port, config["secret"], task)
-        client.start()
-        host, python = f"host{task // 8}", ".".join(map(str, sys.version_info[:3]))
-        client.queue(encode(messages.Join(host, "127.0.0.1", host, os.getpid(), python, gpus=[], workers=1)))
-        selector.register(client.fileno(), selectors.EVENT_READ, task)
-    beating: dict[int, float] = {}
-    committed = False
-    value = ""
-    ended = set()
-    while len(ended) < len(clients):
-        for key, _ in selector.select(0.05):
-            task = key.data
-            for message in map(decode, clients[task].receive()):
-                if isinstance(message, messages.Assign):
-                    started[task] = time.time() - config["go"]
-                    value = os.path.join(message.run_directory, "result", f"value-{message.context['attempt']}.json")
-                    clients[task].queue(encode(messages.Ready(torch), 0))
-                    if message.first_rank == 0:
-                        clients[task].queue(encode(messages.Rendezvous(1), 0))
-                elif isinstance(message, messages.Go):
-                    beating[task] = time.monotonic() + BEAT * task / config["agents"]
-                elif isinstance(message, messages.End | messages.Stop):
-                    ended.add(task)
-        now = time.monotonic()
-        for task, due in beating.items():
-            if now >= due:
-                beating[task] = due + BEAT
-                clients[task].queue(encode(messages.Beat(int(now)), 0))
-        if len(beating) == len(clients) and not committed and now - min(beating.values()) > -BEAT:
-            committed = time.time() - config["go"] > max(started.values()) + SECONDS
-            for task in clients if committed else ():
-                clients[task].queue(encode(messages.Returned(time.time()), 0))
-                clients[task].queue(encode(finish(task, value), 0))
-    for client in clients.values():
-        selector.unregister(client.fileno())
-        client.close(5.0)
+    started: dict[int, float] = {}
+    tasks = range(number, config["agents"], PROCESSES)
+    await asyncio.gather(*(be_agent(task, config, started) for task in tasks))
     with open(os.path.join(directory, f"started-{number}"), "w") as file:
         json.dump(list(started.values()), file)
+
+
+async def be_agent(task: int, config: dict[str, Any], started: dict[int, float]) -> None:
+    """One agent: joins, beats, and finishes together with the others."""
+    hosts, port = config["driver"]
+    torch, python = importlib.metadata.version("torch"), ".".join(map(str, sys.version_info[:3]))
+    driver = Driver(hosts, port, config["secret"])
+    connection = await driver.find(task, 60.0)
+    keeping = asyncio.create_task(driver.keep(connection, lambda: False))
+    host = f"host{task // 8}"
+    connection.send(messages.Join(host, "127.0.0.1", host, os.getpid(), python, gpus=[], workers=1))
+    working, path = None, ""
+    async for message, _ in connection.messages():
+        if isinstance(message, messages.Assign):
+            started[task] = time.time() - config["go"]
+            path = os.path.join(message.run_directory, "result", f"value-{message.context['attempt']}.json")
+            connection.send(messages.Ready(torch), 0)
+            if message.first_rank == 0:
+                connection.send(messages.Rendezvous(1), 0)
+        elif isinstance(message, messages.Go):
+            working = asyncio.create_task(work(task, config, connection, path))
+        elif isinstance(message, messages.End | messages.Stop):
+            connection.send(messages.Bye())
+            break
+    keeping.cancel()
+    connection.close()
+    assert working is not None
+
+
+async def work(task: int, config: dict[str, Any], connection: Connection, path: str) -> None:
+    """Beats for some seconds, and reports the end."""
+    end = time.monotonic() + SECONDS
+    await asyncio.sleep(BEAT * task / config["agents"])
+    while time.monotonic() < end:
+        connection.send(messages.Beat(int(time.monotonic())), 0)
+        await asyncio.sleep(BEAT)
+    connection.send(messages.Returned(time.time()), 0)
+    connection.send(finish(task, path), 0)
 
 
 def finish(task: int, path: str) -> messages.Finished:
@@ -199,6 +199,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["agents"]:
-        be_agents(int(sys.argv[2]), sys.argv[3])
+        asyncio.run(be_agents(int(sys.argv[2]), sys.argv[3]))
     else:
         main()

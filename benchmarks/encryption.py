@@ -5,9 +5,8 @@ Agent and driver are two processes of this machine, which share its cores: betwe
 Run: ``python benchmarks/encryption.py [megabytes]``.
 """
 
+import asyncio
 import os
-import queue
-import select
 import sys
 import tempfile
 import time
@@ -17,9 +16,10 @@ from typing import Any
 from measure import Report, timed
 
 from rankzero import Launcher
-from rankzero.channel import auth
-from rankzero.channel.client import ChannelClient
-from rankzero.channel.server import ChannelServer
+from rankzero.channel import messages
+from rankzero.channel.client import Driver
+from rankzero.channel.connection import new_secret
+from rankzero.channel.server import Server
 from rankzero.channel.tls import make_identity
 from rankzero.host.network import listen
 
@@ -29,43 +29,54 @@ RUNS = 5
 
 def agent(port: int, secret: str, certificate: bytes | None, directory: str) -> None:
     """Sends the file, then fetches it."""
-    client = ChannelClient(["127.0.0.1"], port, secret, 0, None, certificate)
-    client.start()
-    client.send_file("value", os.path.join(directory, "file"), {"type": "sent"})
-    client.fetch("file", os.path.join(directory, "fetched"))
-    while not any(message["type"] == "fetched" for message in receive(client)):
-        pass
-    client.queue({"type": "done"})
-    client.close(30.0)
+
+    async def work() -> None:
+        driver = Driver(["127.0.0.1"], port, secret, certificate)
+        connection = await driver.find(0, 30.0)
+        await driver.put("value", os.path.join(directory, "file"))
+        connection.send(messages.Beat(0), 0)
+        await driver.fetch("file", os.path.join(directory, "fetched"))
+        connection.send(messages.Bye())
+        async for _ in connection.messages():
+            pass
+
+    asyncio.run(work())
 
 
-def receive(client: ChannelClient) -> list[dict[str, Any]]:
-    select.select([client.fileno()], [], [], 1.0)
-    return client.receive()
+class Times:
+    """When the agent had sent the file, and when it had fetched it."""
+
+    def __init__(self) -> None:
+        self.sent = 0.0
+        self.done = asyncio.Event()
+
+    def on_message(self, *_: Any) -> None:
+        """Notes the end of the first transfer."""
+        self.sent = time.perf_counter()
+
+    def on_end(self, *_: Any) -> None:
+        """Notes the end of the second one."""
+        self.done.set()
+
+    async def room(self) -> None:
+        """There is always room."""
 
 
-def transfer(directory: str, *, encrypt: bool) -> tuple[float, float]:
+async def transfer(directory: str, *, encrypt: bool) -> tuple[float, float]:
     """Megabytes a second to the driver, and from it."""
-    secret, identity = auth.new_secret(), make_identity() if encrypt else None
-    inbox: queue.Queue[tuple[float, dict[str, Any]]] = queue.Queue()
-    server = ChannelServer(
-        secret,
-        lambda _, message: inbox.put((time.perf_counter(), message)),
-        served={"file": os.path.join(directory, "file")},
-        upload_directory=directory,
-        identity=identity,
-    )
-    arguments = (server.start(listen("127.0.0.1", None)), secret, identity and identity.certificate, directory)
-    process = get_context("fork").Process(target=agent, args=arguments)
+    secret, identity, times = new_secret(), make_identity() if encrypt else None, Times()
+    served, tls = {"file": os.path.join(directory, "file")}, identity.context if identity else None
+    server = Server(secret, times, served=served, directory=directory, tls=tls)
+    port = await server.start(listen("127.0.0.1", None))
+    arguments = (port, secret, identity and identity.certificate, directory)
+    process = get_context("spawn").Process(target=agent, args=arguments)
     started = time.perf_counter()
     process.start()
-    times = {}
-    while "done" not in times:
-        when, message = inbox.get(timeout=300)
-        times[message["type"]] = when
+    await times.done.wait()
+    ended = time.perf_counter()
+    await server.close()
     process.join()
-    server.close()
-    return MEGABYTES / (times["sent"] - started), MEGABYTES / (times["done"] - times["sent"])
+    return MEGABYTES / (times.sent - started), MEGABYTES / (ended - times.sent)
 
 
 def main() -> None:
@@ -79,7 +90,7 @@ def main() -> None:
         launcher.run(len, "abc")
         for _ in range(RUNS):
             for encrypt in (False, True):
-                sent, fetched = transfer(directory, encrypt=encrypt)
+                sent, fetched = asyncio.run(transfer(directory, encrypt=encrypt))
                 speeds.setdefault((encrypt, "to the driver"), []).append(sent)
                 speeds.setdefault((encrypt, "from the driver"), []).append(fetched)
                 launches[encrypt] += timed(lambda e=encrypt: launcher.options(encrypt=e).run(len, "abc"))

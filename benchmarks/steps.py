@@ -36,7 +36,7 @@ RANKS = 2
 LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 5
 ROUNDS = 6
 TURN = 0.6
-"""Seconds. Well below `rankzero.bounds.CONNECTION_SILENCE`, after which those who were stopped would connect anew."""
+"""Seconds. Well below `rankzero.bounds.CONNECTION_LOST_AFTER`, after which those who were stopped would be lost."""
 
 STEADY = 30.0
 SHARES = 2

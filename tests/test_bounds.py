@@ -3,7 +3,8 @@
 import pytest
 
 from rankzero import InvalidJobError, Launcher, bounds
-from rankzero.driver import hangs, watch
+from rankzero.channel import server
+from rankzero.driver import commits, hangs, watch
 from rankzero.run import lease
 
 
@@ -30,20 +31,21 @@ def test_a_factor_that_is_no_positive_number_is_refused_before_anything_starts(
         launcher.run(len, "ab")
 
 
-def test_a_connection_is_silent_only_after_several_pings_and_is_made_again_before_the_other_end_is_lost() -> None:
-    assert bounds.CONNECTION_SILENCE() >= 3 * bounds.PING_INTERVAL
-    again = bounds.CONNECT_PAUSE_MAX + bounds.CONNECT_TRY_TIMEOUT() + bounds.HANDSHAKE_REPLY_TIMEOUT()
-    assert bounds.CONNECTION_SILENCE() + again < bounds.CONNECTION_LOST_AFTER()
+def test_an_end_of_a_connection_is_lost_only_after_many_pings_and_a_cut_that_heals() -> None:
+    # TCP sends again 12.6, 25.4 and 51 s after the begin of a cut, and Linux 6.15 every two seconds.
+    assert bounds.CONNECTION_LOST_AFTER() >= 40 * bounds.PING_INTERVAL
 
 
-def test_an_agent_can_try_to_connect_again_and_the_driver_keeps_a_connection_for_as_long_as_the_agent_waits() -> None:
-    two_tries = 2 * (bounds.CONNECT_TRY_TIMEOUT() + bounds.HANDSHAKE_REPLY_TIMEOUT()) + bounds.CONNECT_PAUSE_MAX
-    assert two_tries < bounds.AGENT_CONNECT_TIMEOUT()
-    assert bounds.HANDSHAKE_REPLY_TIMEOUT() < bounds.HANDSHAKE_TIMEOUT()
+def test_an_agent_can_try_to_connect_again() -> None:
+    assert 2 * bounds.CONNECT_TIMEOUT() + bounds.HANDSHAKE_TIMEOUT() <= bounds.AGENT_CONNECT_TIMEOUT()
 
 
 def test_a_driver_is_dead_only_after_several_heartbeats() -> None:
     assert 3 * bounds.HEARTBEAT_INTERVAL < bounds.DRIVER_DEAD_AFTER() < bounds.DRIVER_STALE_AFTER()
+
+
+def test_a_driver_is_replaced_only_after_its_agents_have_given_it_up() -> None:
+    assert bounds.CONNECTION_LOST_AFTER() + bounds.STOP_GRACE + bounds.STOP_MARGIN() < bounds.DRIVER_DEAD_AFTER()
 
 
 def test_ranks_in_a_collective_without_the_others_are_named_before_they_count_as_hung() -> None:
@@ -64,25 +66,19 @@ def test_the_driver_waits_longer_for_stacks_than_the_agent_gives_its_workers_to_
     assert bounds.STACKS_TIMEOUT() < bounds.STACKS_WINDOW()
 
 
-def test_the_driver_waits_for_a_cause_until_a_silent_agent_is_disconnected() -> None:
-    assert bounds.CONNECTION_SILENCE() + bounds.PING_INTERVAL / 4 < bounds.CAUSE_WINDOW() + bounds.STACKS_WINDOW()
-    # What the engine says of a loss counts only when what its agents sent has been read.
-    assert bounds.LAST_READ_TIMEOUT() < bounds.CAUSE_WINDOW()
-
-
 def test_who_cancels_a_run_waits_longer_than_its_driver_takes_to_record_its_end() -> None:
     # Agents exit; the engine cancels them, and reports their end; the last checkpoint is stored.
     stops = 4 * bounds.STOP_MARGIN()
-    # A thread of the channel that is stuck is waited for in both the cancel and the close of an attempt.
-    closes = 2 * bounds.CHANNEL_CLOSE_TIMEOUT() + bounds.SESSION_CLOSE_TIMEOUT()
+    # Connections are read to their end in both the cancel and the close of an attempt.
+    closes = 2 * server.LAST_READ_TIMEOUT() + bounds.SESSION_CLOSE_TIMEOUT()
     # A store is asked who wants the end: by the last read that had begun, and by another one.
-    asks = 2 * bounds.CANCEL_REQUEST_TIMEOUT()
+    asks = 2 * watch.REASON_TIMEOUT()
     assert stops + closes + asks < bounds.CANCEL_TIMEOUT()
     assert bounds.OWNER_LEASE() < bounds.CANCEL_TIMEOUT()
 
 
 def test_a_rank_waits_for_its_checkpoints_as_long_as_the_driver_tries_to_store_them() -> None:
-    assert bounds.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < bounds.UNFINISHED_AFTER()
+    assert commits.CHECKPOINT_RETRY_TIMEOUT() < bounds.CHECKPOINT_COMMIT_TIMEOUT() < bounds.UNFINISHED_AFTER()
 
 
 def test_a_lease_outlasts_the_renewals_that_its_follower_may_miss() -> None:

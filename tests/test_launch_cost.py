@@ -21,6 +21,7 @@ import rankzero
 from rankzero import Launcher, RunHandle, SparkEngine
 from rankzero.engines.spark.context import known
 from rankzero.engines.spark.stage import make_task
+from rankzero.store import waiting
 from rankzero.task.zygote import LATER_AFTER_START, PRELOADED_LATER
 
 pytestmark = pytest.mark.usefixtures("own_zygotes")
@@ -44,7 +45,9 @@ def where_from() -> list[int]:
 
 
 def waits_for_nobody(frame: Any) -> bool:
-    """True for the pause of a handle whose driver has ended since its status was read."""
+    """True for the store's own watcher, and the pause of a handle whose driver has ended since its status was read."""
+    if frame.f_code is waiting._watch.__code__:
+        return True
     if frame.f_code is not RunHandle.pause.__code__:
         return False
     driver = frame.f_locals["self"]._driver

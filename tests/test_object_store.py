@@ -1,5 +1,6 @@
 """A run directory that the ranks cannot see: everything goes through the channel, and nothing is different."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from click.testing import CliRunner
 from tests.conftest import of_ranks, until
 
 from rankzero import Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError, store
-from rankzero.channel.files import Uploads
+from rankzero.channel.connection import Connection
+from rankzero.channel.server import Server
 from rankzero.cli import main
 from rankzero.submit.drivers import start_driver
 
@@ -133,7 +135,6 @@ def test_a_run_on_s3_is_restarted_from_its_checkpoint_and_opened_by_another_proc
     def train() -> dict[str, Any]:
         import os
         import signal
-        import time
 
         import torch
 
@@ -250,13 +251,13 @@ def test_a_run_waits_for_the_checkpoints_that_ranks_still_send(
             rt.report({"step": step}, checkpoint=state, sharded=True)
         return rank
 
-    write = Uploads._write_all
+    take = Server._take
 
-    def slowly(upload: Uploads, data: memoryview) -> None:
-        time.sleep(0.3)
-        write(upload, data)
+    async def slowly(server: Server, name: str, size: int, connection: Connection) -> None:
+        await asyncio.sleep(0.3)
+        await take(server, name, size, connection)
 
-    monkeypatch.setattr(Uploads, "_write_all", slowly)
+    monkeypatch.setattr(Server, "_take", slowly)
     with remote.options(run_id="sends").owned(train, (), {}) as handle:
         assert handle.result(60) == 0
         assert [manifest.metrics["step"] for manifest in handle.checkpoints()] == [0, 1]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import EngineError, RankZeroError, ResultError, ResultRef, RunCancelledError, WorkerFailedError, bounds
+from rankzero import EngineError, RankZeroError, ResultError, ResultRef, RunCancelledError, WorkerFailedError
 from rankzero.channel.messages import Failed
 from rankzero.driver import ending, policy
 from rankzero.driver.ending import Facts, Failure, Verdict
@@ -13,10 +13,6 @@ from rankzero.errors import KILLED, LOST, MATCHED, PREEMPTED
 
 REF = ResultRef("/store/value-0.json", "json", "0" * 64, 4)
 
-NOW = 100.0
-JUST, LONG_AGO = NOW - 0.01, NOW - bounds.CAUSE_WINDOW() - 0.01
-LONG_BEFORE = LONG_AGO
-
 REFUSAL = ResultError("the store is full")
 
 
@@ -24,9 +20,10 @@ def facts(num_processes: int = 2) -> Facts:
     return Facts(num_processes, "/store/run")
 
 
-def member(task: int, left_at: float | None = None, disconnected_at: float | None = None) -> Member:
+def member(task: int, why: str | None = None, cause: str = LOST) -> Member:
     found = Member(task, f"host-{task}", "a", f"name-{task}", "3.11.7", [], 1)
-    found.left_at, found.disconnected_at = left_at, disconnected_at
+    if why:
+        found.leave(why, cause)
     return found
 
 
@@ -35,13 +32,20 @@ def explain(error: BaseException) -> RankZeroError:
     return EngineError(f"the engine: {error}", cause=LOST)
 
 
-def judged(known: Facts, gone: list[Member] | None = None, *, replies: bool = True) -> Verdict | None:
-    stacks = {rank: f"stack of {rank}" for rank in range(known.num_processes)} if replies else None
-    return ending.judge(known, gone or [], NOW, explain, lambda rank: [f"the last line of rank {rank}"], lambda: stacks)
+def judged(
+    known: Facts, gone: list[Member] | None = None, *, in_window: bool = False, stacks: dict[int, str] | None = None
+) -> Verdict | None:
+    """The verdict of an attempt that has ended; in the window for the first cause only if nothing can change it."""
+    if not known.success and not ending.cannot_succeed(known, gone or []):
+        return None
+    if in_window and not ending.is_certain(known):
+        return None
+    stacks = {rank: f"stack of {rank}" for rank in range(known.num_processes)} if stacks is None else stacks
+    return ending.judge(known, gone or [], explain, lambda rank: [f"the last line of rank {rank}"], stacks)
 
 
-def failed(known: Facts, rank: int, at: float = JUST, **details: Any) -> bool:
-    return known.note_failure(Failure(rank, "a", Failed(0.0, **details), f"host-{rank}", len(known.failures)), at)
+def failed(known: Facts, rank: int, **details: Any) -> bool:
+    return known.note_failure(Failure(rank, "a", Failed(0.0, **details), f"host-{rank}", len(known.failures)))
 
 
 def test_success_is_every_ranks_end_and_rank_0s_value() -> None:
@@ -69,18 +73,18 @@ def test_no_later_event_takes_a_success_back() -> None:
     known = facts(1)
     known.note_stored(REF, [])
     known.refusal, known.engine_ended = REFUSAL, True
-    assert judged(known, [member(0, LONG_AGO)]) == Verdict(success=(REF, []))
+    assert judged(known, [member(0, "it exited")]) == Verdict(success=(REF, []))
 
 
 def test_an_agent_whose_ranks_have_all_finished_is_no_loss() -> None:
-    known, gone = facts(4), member(1, LONG_AGO)
+    known, gone = facts(4), member(1, "it exited")
     gone.first_rank, gone.workers = 2, 2
     known.finished.add(2)
     assert is_loss_of(judged(known, [gone]), gone)
     known.finished.add(3)
     assert judged(known, [gone]) is None
     # Its peers may have needed it, though: their broken connections are explained by that.
-    failed(known, 0, LONG_BEFORE, collateral=True)
+    failed(known, 0, collateral=True)
     assert is_loss_of(judged(known, [gone]), gone)
 
 
@@ -92,11 +96,10 @@ def test_a_rank_that_finished_cannot_fail_any_more() -> None:
     assert judged(known) is None
 
 
-def test_the_first_failure_has_the_time_and_the_last_lines() -> None:
+def test_the_first_failure_has_the_last_lines() -> None:
     known = facts()
-    assert failed(known, 1, LONG_BEFORE, message="first")
-    assert failed(known, 0, JUST, message="then", log_tail=["its own last line"])
-    assert known.failed_at == LONG_BEFORE
+    assert failed(known, 1, message="first")
+    assert failed(known, 0, message="then", log_tail=["its own last line"])
     verdict = judged(known)
     assert verdict
     assert isinstance(verdict.error, WorkerFailedError)
@@ -108,50 +111,48 @@ def is_loss_of(verdict: Verdict | None, agent: Member) -> bool:
     return verdict is not None and f"task {agent.task} on {agent.name}" in str(verdict.error)
 
 
-LEFT, LEFT_JUST_NOW, DISCONNECTED = member(1, LONG_AGO), member(2, JUST), member(3, disconnected_at=LONG_AGO)
+LEFT, OTHER = member(1, "it exited"), member(2, "it is silent")
 RANK, ENGINE = "rank 0 on a failed", "the engine: the agents ended"
 
 
 @pytest.mark.parametrize(
-    ("failures", "refused", "gone", "engine_ended", "end"),
+    ("failures", "refused", "gone", "engine_ended", "is_certain", "end"),
     [
-        ([], False, [], False, None),
-        # Ranks: what is no echo decides at once, an echo after a moment.
-        ([(JUST, False)], False, [], False, RANK),
-        ([(JUST, True)], False, [], False, None),
-        ([(LONG_BEFORE, True)], False, [], False, RANK),
-        ([(LONG_BEFORE, True), (JUST, False)], False, [LEFT], False, "rank 1 on a failed"),
-        # Echoes of a lost agent are explained by that.
-        ([(LONG_BEFORE, True)], False, [DISCONNECTED], False, DISCONNECTED),
-        ([(JUST, True)], False, [DISCONNECTED], False, None),
-        # Agents: who went is waited for, who is disconnected may come back.
-        ([], False, [LEFT], False, LEFT),
-        ([], False, [LEFT_JUST_NOW], False, None),
-        ([], False, [DISCONNECTED], False, None),
-        ([], False, [DISCONNECTED, LEFT_JUST_NOW, LEFT], False, LEFT),
-        # The engine: what an agent said before it went says more.
-        ([], False, [], True, ENGINE),
-        ([], False, [LEFT_JUST_NOW], True, LEFT_JUST_NOW),
-        ([], False, [DISCONNECTED], True, ENGINE),
-        ([(JUST, True)], False, [], True, RANK),
+        ([], False, [], False, False, None),
+        # Ranks: a failure of their own decides immediately, a consequence after the window.
+        ([False], False, [], False, True, RANK),
+        ([True], False, [], False, False, RANK),
+        ([True, False], False, [LEFT], False, True, "rank 1 on a failed"),
+        # Consequences of a lost agent are explained by that.
+        ([True], False, [LEFT], False, False, LEFT),
+        ([], False, [LEFT], False, False, LEFT),
+        ([], False, [OTHER, LEFT], False, False, OTHER),
+        # The engine: an agent's own reason says more.
+        ([], False, [], True, True, ENGINE),
+        ([], False, [LEFT], True, True, LEFT),
+        ([True], False, [], True, True, RANK),
         # The driver's own errors.
-        ([], True, [LEFT], True, REFUSAL),
-        ([(JUST, False)], True, [], False, RANK),
+        ([], True, [LEFT], True, True, REFUSAL),
+        ([], True, [], False, True, REFUSAL),
+        ([False], True, [], False, True, RANK),
     ],
 )
 def test_why_an_attempt_cannot_succeed_any_more(
-    failures: list[tuple[float, bool]],
+    failures: list[bool],
     refused: bool,
     gone: list[Member],
     engine_ended: bool,
+    is_certain: bool,
     end: Member | RankZeroError | str | None,
 ) -> None:
     known = facts(4)
-    for rank, (at, collateral) in enumerate(failures):
-        failed(known, rank, at, collateral=collateral)
+    for rank, collateral in enumerate(failures):
+        failed(known, rank, collateral=collateral)
     known.refusal = REFUSAL if refused else None
     known.engine_ended = engine_ended
     verdict = judged(known, gone)
+    assert ending.is_certain(known) is is_certain
+    assert (judged(known, gone, in_window=True) is not None) is is_certain
     if end is None:
         assert verdict is None
     elif isinstance(end, Member):
@@ -164,9 +165,7 @@ def test_why_an_attempt_cannot_succeed_any_more(
 
 
 def left(cause: str) -> Member:
-    found = member(1)
-    found.leave("it got SIGTERM", LONG_AGO, cause)
-    return found
+    return member(1, "it got SIGTERM", cause)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,7 @@ def test_the_host_of_the_cause_is_blamed_unless_it_was_preempted_or_the_code_is_
 ) -> None:
     known = facts()
     if details:
-        failed(known, 0, LONG_BEFORE, **details)
+        failed(known, 0, **details)
     verdict = judged(known, gone)
     assert verdict
     assert verdict.blamed == blamed
@@ -219,12 +218,9 @@ def test_a_result_error_of_a_rank_restarts_the_run_where_restart_on_names_it(
     assert isinstance(verdict.error, WorkerFailedError if matched else ResultError)
 
 
-def test_a_consequence_counts_once_every_rank_that_may_know_more_has_replied() -> None:
+def test_a_consequence_shows_where_the_others_stood() -> None:
     known = facts()
-    failed(known, 0, JUST, collateral=True)
-    assert judged(known) is None
-    known.failed_at = LONG_BEFORE
-    assert judged(known, replies=False) is None
+    failed(known, 0, collateral=True)
     verdict = judged(known)
     assert verdict
     assert "rank 1 had not failed.\nrank 1 stood at:\n  stack of 1" in str(verdict.error)
@@ -232,12 +228,11 @@ def test_a_consequence_counts_once_every_rank_that_may_know_more_has_replied() -
 
 def test_an_exception_that_a_silent_host_may_have_caused_does_not_count_as_repeated() -> None:
     known = facts()
-    failed(known, 0, LONG_BEFORE, exception_type="E", message="rank 1 closed", collateral=True)
+    failed(known, 0, exception_type="E", message="rank 1 closed", collateral=True)
     verdict = judged(known)
     assert verdict
     assert verdict.lost_by == "E: rank <n> closed"
-    stacks = {0: "", 1: policy.NO_REPLY}
-    verdict = ending.judge(known, [], NOW, explain, lambda rank: [], lambda: stacks)
+    verdict = judged(known, stacks={0: "", 1: policy.NO_REPLY})
     assert verdict
     assert verdict.lost_by is None
     assert "rank 1 stood at:\n  no answer" in str(verdict.error)
@@ -246,10 +241,10 @@ def test_an_exception_that_a_silent_host_may_have_caused_does_not_count_as_repea
 @pytest.mark.parametrize("what", ["over", "engine"])
 def test_a_consequence_counts_without_ranks_that_may_know_more(what: str) -> None:
     known = facts()
-    failed(known, 0, JUST, collateral=True)
+    failed(known, 0, collateral=True)
     known.over.update([0, 1] if what == "over" else [0])
     known.engine_ended = what == "engine"
-    verdict = judged(known, replies=False)
+    verdict = judged(known, in_window=True)
     assert verdict
     assert "Only consequences are known" in str(verdict.error)
     assert "had not failed" not in str(verdict.error)
@@ -268,10 +263,10 @@ def test_a_report_that_arrives_while_ranks_are_stopped_corrects_the_cause_and_th
     first: dict[str, Any], then: dict[str, Any], cause: str | None
 ) -> None:
     known = facts()
-    failed(known, 0, LONG_BEFORE, **{"exception_type": "E", **first})
+    failed(known, 0, **{"exception_type": "E", **first})
     verdict = judged(known)
     assert verdict
-    failed(known, 1, JUST, **then)
+    failed(known, 1, **then)
     error = ending.settled(verdict, known, lambda rank: []).error
     assert isinstance(error, WorkerFailedError)
     assert (error.rank, error.cause) == (1 if "collateral" in first and "collateral" not in then else 0, cause)
@@ -279,5 +274,5 @@ def test_a_report_that_arrives_while_ranks_are_stopped_corrects_the_cause_and_th
 
 def test_no_report_takes_back_that_a_run_was_cancelled() -> None:
     known, verdict = facts(), Verdict(error=RunCancelledError("it was cancelled"))
-    failed(known, 1, JUST, exception_type="KeyError")
+    failed(known, 1, exception_type="KeyError")
     assert ending.settled(verdict, known, lambda rank: []) is verdict

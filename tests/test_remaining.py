@@ -2,8 +2,8 @@
 
 import pytest
 
-from rankzero.channel.messages import Position
-from rankzero.driver.hangs import RETURNED_HANG, RETURNED_NOTICE, RemainingWatch, describe, is_waiting
+from rankzero.channel.messages import Stack
+from rankzero.driver.hangs import RETURNED_HANG, RETURNED_NOTICE, HangWatch, describe, is_waiting
 
 SITE = "/venv/lib/python3.12/site-packages/torch"
 USER = '  File "/home/me/train.py", line 12 in train'
@@ -21,9 +21,6 @@ DOOR = f"""
 {USER}
   File "/x/rankzero/compat/horovod/runner.py", line 9 in call"""
 NATIVE = ""
-
-BOTH = frozenset({0, 1})
-ONE = frozenset({1})
 
 
 @pytest.mark.parametrize(
@@ -48,16 +45,21 @@ def watch(
     stacks: list[str], cpu_per_second: float | None = 0.0, progress_every: float = 1e9
 ) -> tuple[list[str], float]:
     """Rank 1 of two returns at 0; the lines that are told, and when the run counts as hung (0: never)."""
-    asked: list[float] = []
-    remaining = RemainingWatch(2, lambda _: asked.append(now))
-    told, now = [], 0.0
+    hangs, told, now, progress = HangWatch(2), [], 0.0, 0
+    hangs.begin(-1e6)
+    hangs.on_beat(0, 0, 0.0)
+    hangs.on_return(1, 0.0)
     while now < 2 * RETURNED_HANG():
-        if asked:
-            cpu = None if cpu_per_second is None else asked[0] * cpu_per_second
-            remaining.note(0, Position(stacks[int(asked.pop() // RETURNED_NOTICE()) % len(stacks)], cpu))
-        if line := remaining.poll(now, ONE, now // progress_every * progress_every):
-            told.append(line)
-        if remaining.is_hung(now):
+        if now // progress_every > progress:
+            progress += 1
+            hangs.on_beat(0, progress, now)
+        if hangs.must_look(now):
+            cpu = None if cpu_per_second is None else now * cpu_per_second
+            hangs.stacks[0] = Stack(stacks[int(now // RETURNED_NOTICE()) % len(stacks)], cpu)
+            hangs.note_look(now)
+            if not hangs.has_reported:
+                told.append(hangs.notice(now))
+        if hangs.waits_for_returned(now):
             return told, now
         now += 0.5
     return told, 0.0
@@ -90,6 +92,9 @@ def test_a_rank_that_works_alone_never_hangs_and_is_told_of_once(stacks: list[st
 
 def test_nothing_is_told_while_there_is_progress_or_before_or_after_the_return() -> None:
     assert watch([ALL_REDUCE], progress_every=RETURNED_NOTICE() - 1) == ([], 0.0)
-    remaining = RemainingWatch(2, lambda _: pytest.fail("nothing to look for"))
-    assert remaining.poll(1e6, frozenset(), 0.0) is None
-    assert remaining.poll(1e6, BOTH, 0.0) is None
+    hangs = HangWatch(2)
+    hangs.begin(0.0)
+    assert not hangs.must_look(1e6)
+    for rank in range(2):
+        hangs.on_return(rank, 0.0)
+    assert not hangs.must_look(1e6)

@@ -49,7 +49,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """An old run, whose time goes by faster: every interval is shorter by `SCALE`, the lease of 900 s one of 90 s."""
     monkeypatch.setenv("RANKZERO_TIME_SCALE", str(1 / SCALE))
     monkeypatch.setattr(recorders, "pace", lambda _: LONGEST_PACE / SCALE)
-    monkeypatch.setattr(recorders, "DRIVER_DEAD_AFTER", lambda: 15.0 / SCALE)
+    monkeypatch.setattr(recorders, "DRIVER_DEAD_AFTER", lambda: 60.0 / SCALE)
 
 
 class Counts:

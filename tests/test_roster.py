@@ -16,7 +16,7 @@ def join(host: str, workers: int = 1, **changes: Any) -> Join:
 def roster_of(*joins: Join, num_agents: int | None = None) -> Roster:
     roster = Roster(num_agents or len(joins), 1)
     for task, message in enumerate(joins):
-        assert roster.join(task, message, 0.0)
+        assert roster.join(task, message)
     return roster
 
 
@@ -31,8 +31,8 @@ def roster_of(*joins: Join, num_agents: int | None = None) -> Roster:
 )
 def test_ranks_are_numbered_host_by_host(hosts: str, workers: list[int], first_ranks: dict[int, int]) -> None:
     roster = roster_of(*(join(host, count) for host, count in zip(hosts, workers, strict=True)))
-    ordered = roster.choose()
-    assert ordered
+    assert roster.is_complete
+    ordered = roster.number()
     assert {member.task: member.first_rank for member in ordered} == first_ranks
     assert [member.task for member in ordered] == list(first_ranks)
     assert [roster.rank(member, 1) for member in ordered] == [first + 1 for first in first_ranks.values()]
@@ -40,46 +40,25 @@ def test_ranks_are_numbered_host_by_host(hosts: str, workers: list[int], first_r
 
 def test_before_all_have_joined_a_rank_is_what_its_task_tells() -> None:
     roster = Roster(3, processes_per_task=2)
-    member = roster.join(2, join("a", 2), 0.0)
+    member = roster.join(2, join("a", 2))
     assert member
     assert roster.rank(member, 1) == 5
-    assert roster.choose() is None
+    assert not roster.is_complete
     assert roster.missing_tasks() == [0, 1]
 
 
 def test_a_second_agent_of_a_task_is_no_member_and_the_first_one_is_gone() -> None:
     roster = roster_of(join("a"))
-    assert roster.join(0, join("b"), 7.0) is None
+    assert roster.join(0, join("b")) is None
     (gone,) = roster.gone()
-    assert (gone.name, gone.left_at, gone.why_left) == ("a", 7.0, "another agent joined in its place")
+    assert (gone.name, gone.why_left) == ("a", "another agent joined in its place")
 
 
 def test_the_first_reason_of_a_departure_counts() -> None:
     member = Member(0, "a", "a", "a", "3.11.7", [], 1)
-    member.leave("preempted", 1.0, "preempted")
-    member.leave("silent", 2.0)
-    assert (member.left_at, member.why_left, member.restart_cause) == (1.0, "preempted", "preempted")
-
-
-def test_who_is_disconnected_is_gone_until_it_is_back() -> None:
-    roster = roster_of(join("a"), join("b"))
-    member = roster.get(1)
-    assert member
-    # A clock may begin at zero.
-    member.disconnected_at = 0.0
-    assert roster.gone() == roster.disconnected() == [member]
-    member.disconnected_at = None
-    assert roster.gone() == roster.disconnected() == []
-
-
-def test_a_lost_agent_is_gone_for_good_and_not_disconnected() -> None:
-    roster = roster_of(join("a"))
-    member = roster.get(0)
-    assert member
-    member.disconnected_at = 0.0
-    member.leave("its host died", 1.0)
-    assert roster.gone() == [member]
-    assert roster.disconnected() == []
+    member.leave("preempted", "preempted")
+    member.leave("silent")
+    assert (member.why_left, member.restart_cause) == ("preempted", "preempted")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +74,7 @@ def test_versions_of_torch_that_differ_are_named(
     versions: list[str], submitted_with: str | None, words: str | None
 ) -> None:
     roster = roster_of(join("a"), join("b"))
-    assert roster.choose()
+    assert roster.number()
     for task, version in enumerate(versions):
         roster.note_ready(task, 0, version)
     found = roster.unlike_torch(submitted_with)
@@ -104,7 +83,7 @@ def test_versions_of_torch_that_differ_are_named(
 
 def test_which_ranks_are_not_ready() -> None:
     roster = roster_of(join("a", 2), join("b", 2))
-    assert roster.choose()
+    assert roster.number()
     for task, local_rank in [(0, 1), (1, 0), (1, 0)]:
         roster.note_ready(task, local_rank)
     assert roster.num_ready == 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from concurrent.futures import Future, wait
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import until
 from tests.runs import submitted
 
 from rankzero import RunCancelledError
@@ -21,6 +21,18 @@ from rankzero.run.directory import Submission
 @pytest.fixture
 def run(tmp_path: Path) -> Submission:
     return submitted(str(tmp_path / "one"), orphan_timeout=0.05)
+
+
+async def ended(watch: Watch, inbox: Inbox, meanwhile: Callable[[], object] = lambda: None) -> RunCancelledError:
+    """The error with which a watch ends a run."""
+    inbox.attach()
+    following = asyncio.create_task(watch.follow())
+    await asyncio.to_thread(meanwhile)
+    async with asyncio.timeout(60):
+        await following
+    with pytest.raises(RunCancelledError) as raised:
+        watch.check()
+    return raised.value
 
 
 @pytest.mark.parametrize("cause", ["lease", "signal", "request", "silent"])
@@ -36,11 +48,9 @@ def test_an_end_without_a_stored_request_is_noted_by_the_driver(run: Submission,
     if cause == "silent":
         # The store does not answer the process that cancels the run.
         inbox.cancel()
-    until(watch.is_called_off, 10, "the end")
+    error = asyncio.run(ended(watch, inbox))
     assert bool(noted) == (cause != "request")
-    with pytest.raises(RunCancelledError) as raised:
-        watch.check()
-    assert raised.value.requested == (cause in ("request", "silent"))
+    assert error.requested == (cause in ("request", "silent"))
 
 
 class SlowStore(Submission):
@@ -59,32 +69,30 @@ class SlowStore(Submission):
         return found
 
 
-def test_a_request_counts_that_is_stored_while_an_earlier_poll_is_under_way(
-    run: Submission, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_counts_that_is_stored_while_an_earlier_read_is_under_way(run: Submission) -> None:
     """Else the error lacks the reason of the request."""
     slow, inbox = SlowStore(run), Inbox()
     watch = Watch(slow, Recorder(run, Mask()), inbox, leased=False)
-    watch.check()
-    assert slow.has_read.wait(60)
-    run.request_cancel(reason="a user ended it")
-    inbox.cancel()
 
-    def wait_for_reply(futures: list[Future[None]], timeout: float) -> None:
+    def cancel() -> None:
+        assert slow.has_read.wait(60)
+        run.request_cancel(reason="a user ended it")
+        inbox.cancel()
         slow.may_reply.set()
-        wait(futures, 60)
 
-    monkeypatch.setattr("rankzero.driver.watch.wait", wait_for_reply)
-    with pytest.raises(RunCancelledError, match="cancelled on request: a user ended it"):
-        watch.check()
+    assert "cancelled on request: a user ended it" in str(asyncio.run(ended(watch, inbox, cancel)))
 
 
-def test_a_driver_at_the_limit_of_threads_still_polls(run: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_store_that_hangs_delays_no_end(run: Submission, is_cancelled: bool) -> None:
+    slow, inbox = SlowStore(run), Inbox()
+    watch = Watch(slow, Recorder(run, Mask()), inbox, leased=False)
 
-    watch = Watch(run, Recorder(run, Mask()), Inbox(), leased=False)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    watch.check()
-    run.request_cancel()
-    until(watch.is_called_off, 10, "the end")
+    def end() -> None:
+        assert slow.has_read.wait(60)
+        inbox.cancel() if is_cancelled else inbox.interrupt("the driver got SIGTERM")
+
+    try:
+        assert asyncio.run(ended(watch, inbox, end)).requested == is_cancelled
+    finally:
+        slow.may_reply.set()

@@ -16,8 +16,8 @@ from tests.conftest import of_ranks
 import rankzero.train as rt
 from rankzero import Launcher, ResultError, bounds
 from rankzero.agent import output
-from rankzero.channel import frames, messages
-from rankzero.channel.messages import Finished
+from rankzero.channel import messages
+from rankzero.channel.messages import Decoder, Finished, encode
 from rankzero.driver.recorder import Recorder
 from rankzero.worker import control as controls
 from rankzero.worker.control import Control
@@ -57,21 +57,21 @@ def test_lines_of_a_quiet_rank_travel_together(launcher: Launcher, deliveries: l
 def test_a_rank_that_prints_much_never_waits_for_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    client: Any = type("Client", (), {"bulk_bytes": 0, "unaccepted": 0, "queue": lambda *_, **__: None})()
-    rank = output.RankOutput(0, client, os.devnull)
+    outbox: Any = type("Outbox", (), {"send_lines": lambda *_: None})()
+    rank = output.RankOutput(0, outbox)
     rank.feed(b"few words\n")
-    assert rank.is_quiet
+    assert rank.pause > output.BRISK
     for _ in range(20):
         # 30 kB a second: no reason to look more often.
         clock[0] += bounds.DELIVERY_INTERVAL
         rank.feed(b"x" * int(30_000 * bounds.DELIVERY_INTERVAL))
-        assert rank.is_quiet
+        assert rank.pause > output.BRISK
     rank.feed(b"x" * output.QUIET_BYTES)
-    assert not rank.is_quiet
+    assert rank.pause == output.BRISK
     for _ in range(5):
         # What the pipe holds each time the agent is back at it: little, since it comes at once.
         rank.feed(b"x" * (output.QUIET_BYTES // 4))
-        assert not rank.is_quiet
+        assert rank.pause == output.BRISK
 
 
 @pytest.fixture
@@ -98,11 +98,11 @@ def row(number: int) -> str:
 
 def receive(agent: socket.socket) -> list[Any]:
     """The messages of one delivery: their types, and the numbers of reports for those that hold some."""
-    decoder = frames.Decoder()
-    decoder.trust(None)
-    decoder.feed(agent.recv(8 << 20))
-    found = [message for message in decoder if isinstance(message, dict)]
-    return [[row[0]["n"] for row in message["rows"]] if "rows" in message else message["type"] for message in found]
+    found = [message for message, _ in Decoder().feed(agent.recv(8 << 20))]
+    return [
+        [row[0]["n"] for row in message.rows] if isinstance(message, messages.Metrics) else type(message).__name__
+        for message in found
+    ]
 
 
 def test_reports_travel_together_and_take_the_outcome_with_them(
@@ -115,7 +115,7 @@ def test_reports_travel_together_and_take_the_outcome_with_them(
         rank.report(row(number))
     assert select.select([agent], [], [], 0.2)[0] == [], "a report did not wait"
     rank.send(Finished(time=0.0))
-    assert receive(agent) == [[1, 2, 3], "commit"]
+    assert receive(agent) == [[1, 2, 3], "Finished"]
 
 
 def test_reports_leave_when_their_time_has_come(control: tuple[Control, socket.socket]) -> None:
@@ -132,7 +132,7 @@ def test_go_may_overtake_the_start_of_an_agent_that_still_fetches_files(control:
     go, start = messages.Go(["host"], 1, one_host=False), messages.Start("run", "", shared=True, scratch="")
     lost = messages.NotCommitted(0)
     for message in (go, lost, start):
-        agent.send(frames.encode(messages.encode(message)))
+        agent.send(encode(message))
     assert rank.expect(messages.Start) == start
     assert rank.expect(messages.Go) == go
     assert rank.expect(messages.NotCommitted) == lost
@@ -144,11 +144,11 @@ def test_what_is_between_reports_stays_there(control: tuple[Control, socket.sock
     rank.flush()
     rank.report(row(1))
     rank.report(row(2))
-    rank._put(frames.encode({"type": "checkpoint"}), patient=True)
+    rank._put(encode(messages.PartFailed(0)), patient=True)
     rank.report(row(3))
     rank.flush()
     agent.setblocking(False)
-    assert [receive(agent), receive(agent)] == [[[0]], [[1, 2], "checkpoint", [3]]]
+    assert [receive(agent), receive(agent)] == [[[0]], [[1, 2], "PartFailed", [3]]]
 
 
 def test_a_report_that_is_large_does_not_wait(control: tuple[Control, socket.socket], no_delivery: None) -> None:
@@ -239,15 +239,15 @@ def test_each_thread_that_waits_for_a_file_learns_that_it_cannot_be_had(
     while len(asked) < 2:
         asked += receive(agent)
     # One answer to both: it is there before the second thread looks.
-    agent.send(frames.encode(messages.encode(messages.Fetched("part", "", "gone"))))
+    agent.send(encode(messages.Fetched("part", "", "gone")))
     for thread in threads:
         thread.join(10)
     assert errors == ["part cannot be had from the driver: gone"] * 2
     # The next request asks the agent again.
     again = threading.Thread(target=fetch, daemon=True)
     again.start()
-    assert receive(agent) == ["fetch"]
-    agent.send(frames.encode(messages.encode(messages.Fetched("part", "/here", None))))
+    assert receive(agent) == ["Fetch"]
+    agent.send(encode(messages.Fetched("part", "/here", None)))
     again.join(10)
     assert not again.is_alive()
     assert len(errors) == 2

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.conftest import ROOT, is_alive, until
+from tests.channel.conftest import Received, until
+from tests.conftest import ROOT, is_alive
 
 import rankzero
 from rankzero import Launcher
-from rankzero.channel.auth import new_secret
-from rankzero.channel.server import ChannelServer
+from rankzero.channel.connection import new_secret
+from rankzero.channel.server import Server
 from rankzero.host.network import listen
 
 BOUND = 60.0
@@ -51,12 +51,7 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
         local = tmp_path / "a-long-name-as-yarn-has-it" / "blockmgr-8c1b"
         local.mkdir(parents=True)
         monkeypatch.setenv("SPARK_LOCAL_DIRS", str(local))
-    inbox: queue.Queue[dict[str, Any]] = queue.Queue()
-    secret = new_secret()
-    server = ChannelServer(secret, lambda _, message: inbox.put(message), upload_directory=str(tmp_path))
     config = {
-        "driver": [["127.0.0.1"], server.start(listen("127.0.0.1", None))],
-        "secret": secret,
         "use_gpu": False,
         "ports": None,
         "grace": 1.0,
@@ -72,22 +67,30 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
         "cores": 1,
         "code_path": os.path.dirname(os.path.dirname(rankzero.__file__)),
     }
-    command = [sys.executable, "-c", HOLD, json.dumps(config)]
     made = tmp_path / "made"
-    with made.open("w") as output:
-        holder = subprocess.Popen(command, cwd=ROOT, stdout=output)
-    try:
-        agent = inbox.get(timeout=BOUND)["pid"]
-        paths = made.read_text().splitlines()
-        assert [os.path.isdir(path) for path in paths] == [True] * directories
-        holder.send_signal(signal.SIGSTOP)
-        server.close()
-        until(lambda: not is_alive(agent), BOUND, "the agent's end")
-    finally:
-        server.close()
-        holder.kill()
-        holder.wait(BOUND)
-    assert not any(map(os.path.exists, paths))
+
+    async def main() -> None:
+        received, secret = Received(), new_secret()
+        server = Server(secret, received, directory=str(tmp_path))
+        port = await server.start(listen("127.0.0.1", None))
+        settings = {**config, "driver": [["127.0.0.1"], port], "secret": secret}
+        with made.open("w") as output:
+            command = [sys.executable, "-c", HOLD, json.dumps(settings)]
+            holder = subprocess.Popen(command, cwd=ROOT, stdout=output)
+        try:
+            await until(lambda: received.messages)
+            agent = received.messages[0][2].facts()["pid"]
+            paths = made.read_text().splitlines()
+            assert [os.path.isdir(path) for path in paths] == [True] * directories
+            holder.send_signal(signal.SIGSTOP)
+            await server.close()
+            await until(lambda: not is_alive(agent))
+        finally:
+            holder.kill()
+            holder.wait(BOUND)
+        assert not any(map(os.path.exists, paths))
+
+    asyncio.run(main())
 
 
 def places() -> dict[str, str]:

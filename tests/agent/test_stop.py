@@ -1,12 +1,12 @@
 """What a stop leaves to a rank: the checkpoints that it had reported are written first."""
 
+import asyncio
 import signal
-import time
 from typing import Any
 
-from rankzero.agent.ranks import Ending, Rank
-from rankzero.channel.frames import Message
-from rankzero.channel.messages import decode
+from rankzero.agent.ending import Ending
+from rankzero.agent.ranks import Rank
+from rankzero.channel.messages import Flush, Flushed, Message, PartBegun, PartFailed
 
 
 class Told(Rank):
@@ -19,23 +19,26 @@ class Told(Rank):
         self.sent: list[Any] = []
 
     def tell(self, message: Message) -> None:
-        self.sent.append(message.kind)
+        self.sent.append(message)
 
     def kill(self, number: int) -> None:
         self.sent.append(number)
 
 
 def test_a_checkpoint_whose_report_was_on_its_way_is_written_first() -> None:
-    rank = Told()
-    ending = Ending([rank], Any, 30.0, 30.0)
-    ending.stop()
-    rank.note(decode({"type": "checkpoint-begun", "index": 0}))
-    ending.ask_written(time.monotonic())
-    rank.note(decode({"type": "flushed"}))
-    ending.ask_written(time.monotonic())
-    assert rank.sent == ["flush"]
-    # Later ones are none of the stop's.
-    rank.note(decode({"type": "checkpoint-begun", "index": 1}))
-    rank.note(decode({"type": "checkpoint-failed", "index": 0}))
-    ending.ask_written(time.monotonic())
-    assert rank.sent == ["flush", signal.SIGTERM]
+    async def main() -> None:
+        rank = Told()
+        ending = Ending([rank], Any, 30.0, 30.0)
+        ending.stop()
+        rank.note(PartBegun(0))
+        ending.ask_written()
+        rank.note(Flushed())
+        ending.ask_written()
+        assert rank.sent == [Flush()]
+        # Later ones are none of the stop's.
+        rank.note(PartBegun(1))
+        rank.note(PartFailed(0))
+        ending.ask_written()
+        assert rank.sent == [Flush(), signal.SIGTERM]
+
+    asyncio.run(main())

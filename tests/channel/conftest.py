@@ -1,237 +1,171 @@
-"""A server, its agents, and a network between them that can be cut, silenced and healed."""
+"""A server, its agents, and a network between them that can be cut and healed."""
 
+import asyncio
 import contextlib
 import os
-import queue
-import select
-import socket
-import struct
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from rankzero import bounds
-from rankzero.channel import auth
-from rankzero.channel.client import ChannelClient
-from rankzero.channel.frames import Message
-from rankzero.channel.server import ChannelServer
+from rankzero.channel.client import Driver
+from rankzero.channel.connection import Connection, Limits, new_secret
+from rankzero.channel.messages import Message, MessageError
+from rankzero.channel.server import Server
 from rankzero.channel.tls import Identity, make_identity
 from rankzero.host.network import listen
 
 TIMEOUT = 60.0
+QUICK = Limits(ping=0.1, silence=2.0, handshake=5.0, connect=2.0)
+
+
+@dataclass
+class Received:
+    """The driver, as the channel calls it."""
+
+    messages: list[tuple[int, int | None, Message]] = field(default_factory=list)
+    ended: dict[int, str | None] = field(default_factory=dict)
+    has_room: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_message(self, task: int, local_rank: int | None, message: Message) -> None:
+        self.messages.append((task, local_rank, message))
+
+    def on_end(self, task: int, why: str | None) -> None:
+        self.ended[task] = why
+
+    async def room(self) -> None:
+        await self.has_room.wait()
+
+
+async def until(condition: Any) -> None:
+    """Waits until a condition holds."""
+    async with asyncio.timeout(TIMEOUT):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Agent:
+    """The agent's end of a channel: what it received, and why it has ended."""
+
+    driver: Driver
+    connection: Connection
+    messages: list[Message] = field(default_factory=list)
+    ended: str | None = None
 
 
 class Serving:
-    """A running server, what it was told, and the agents that were made for it."""
+    """A running server, what it received, and the agents that were made for it."""
 
-    def __init__(
-        self, directory: Path, host: str = "127.0.0.1", ports: tuple[int, int] | None = None, **options: Any
-    ) -> None:
-        self.inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
-        self.secret = auth.new_secret()
+    def __init__(self, directory: Path, identity: Identity | None, **options: Any) -> None:
+        self.received = Received()
+        self.received.has_room.set()
+        self.secret = new_secret()
         self.directory = directory
         self.offered = directory / "offered"
-        self.offered.write_bytes(os.urandom((1 << 20) + 3))
-        self.clients: list[ChannelClient] = []
-        options.setdefault("served", {"payload": str(self.offered), "missing": str(directory / "missing")})
-        # RANKZERO_TEST_ENCRYPT=1: the room's tests, encrypted; those fail that speak plain frames themselves.
-        if os.environ.get("RANKZERO_TEST_ENCRYPT"):
-            options.setdefault("identity", make_identity())
-        self.identity: Identity | None = options.get("identity")
-        self.server = ChannelServer(
-            self.secret,
-            lambda task, message: self.inbox.put((task, message)),
-            upload_directory=str(directory),
-            **options,
-        )
-        self.host = host
-        self.port = self.server.start(listen(host, ports))
+        self.offered.write_bytes(os.urandom((3 << 20) + 3))
+        self.identity = identity
+        served = {"payload": str(self.offered), "missing": str(directory / "missing")}
+        tls = identity.context if identity else None
+        options = {"served": served, "digests": {"payload": "x"}, "directory": str(directory), "tls": tls, **options}
+        self.server = Server(self.secret, self.received, **options)
+        self._tasks: list[asyncio.Task[None]] = []
 
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.host, self.port
+    async def start(self, host: str = "127.0.0.1") -> None:
+        self.host, self.port = host, await self.server.start(listen(host, None))
 
-    def client(
-        self,
-        task: int = 0,
-        secret: str | None = None,
-        hosts: Any = None,
-        port: int = 0,
-        certificate: bytes | None = None,
-        connect_timeout: float | None = None,
-        driver_lives: Callable[[], bool] = lambda: False,
-    ) -> ChannelClient:
-        certificate = certificate or (self.identity.certificate if self.identity else None)
-        place = (hosts or [self.host], port or self.port)
-        client = ChannelClient(*place, secret or self.secret, task, connect_timeout, certificate, driver_lives)
-        client.start()
-        self.clients.append(client)
-        return client
+    def driver(self, *hosts: str, port: int = 0, secret: str = "", limits: Limits = QUICK) -> Driver:
+        certificate = self.identity.certificate if self.identity else None
+        place = list(hosts or [self.host]), port or self.port
+        return Driver(*place, secret or self.secret, certificate, limits)
 
-    def hears(self, task: int = 0, hosts: list[str] | None = None) -> bool:
-        """True if the first message of a new agent is what arrives next."""
-        self.client(task, hosts=hosts).queue({"type": "join"})
-        return self.next() == (task, {"type": "join"})
+    async def agent(self, task: int = 0, driver: Driver | None = None, *, lives: Any = lambda: False) -> Agent:
+        """Connects an agent, which reads until its connection ends."""
+        driver = driver or self.driver()
+        agent = Agent(driver, await driver.find(task, TIMEOUT))
 
-    def next(self) -> tuple[int, Message]:
-        return self.inbox.get(timeout=TIMEOUT)
+        async def read() -> None:
+            why = "closed"
+            try:
+                async for message, _ in agent.connection.messages():
+                    agent.messages.append(message)
+            except (OSError, MessageError) as error:
+                why = str(error)
+            agent.ended = agent.connection.reason or why
 
-    def await_type(self, kind: str, seen: list[Message] | None = None) -> Message:
-        """The next message of a type; those before it go to `seen`."""
-        while True:
-            _, message = self.next()
-            if message["type"] == kind:
-                return message
-            if seen is not None:
-                seen.append(message)
+        self._tasks += [asyncio.create_task(read()), asyncio.create_task(driver.keep(agent.connection, lives))]
+        return agent
 
-    def close(self) -> None:
-        for client in self.clients:
-            client.close(0.0)
-        self.server.close()
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self.server.close()
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
-    """Makes servers with options of their own."""
-    made: list[Serving] = []
-
-    def make(**options: Any) -> Serving:
-        made.append(Serving(tmp_path, **options))
-        return made[-1]
-
-    yield make
-    for serving in made:
-        serving.close()
-
-
-@pytest.fixture
-def serving(serve: Callable[..., Serving]) -> Serving:
-    return serve()
-
-
-def _receive(client: ChannelClient, until: Callable[[list[Message]], object]) -> list[Message]:
-    got: list[Message] = []
-    deadline = time.monotonic() + TIMEOUT
-    while not until(got):
-        assert time.monotonic() < deadline, f"only got {len(got)} messages"
-        select.select([client.fileno()], [], [], 0.1)
-        got += client.receive()
-    return got
-
-
-@pytest.fixture
-def receive() -> Callable[..., list[Message]]:
-    """Collects a client's messages until a condition holds."""
-    return _receive
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A channel that notices and gives up within a second or two."""
-    for name, value in {
-        "PING_INTERVAL": 0.1,
-        "CONNECTION_SILENCE": lambda: 1.0,
-        "CONNECTION_LOST_AFTER": lambda: 2.0,
-        "CONNECT_TRY_TIMEOUT": lambda: 0.3,
-        "HANDSHAKE_REPLY_TIMEOUT": lambda: 1.0,
-        "CONNECT_PAUSE_MIN": 0.02,
-        "CONNECT_PAUSE_MAX": 0.1,
-    }.items():
-        monkeypatch.setattr(bounds, name, value)
+@contextlib.asynccontextmanager
+async def serving(directory: Path, host: str = "127.0.0.1", *, encrypt: bool = False, **options: Any) -> Any:
+    """A server with options of its own."""
+    options.setdefault("limits", QUICK)
+    made = Serving(directory, make_identity() if encrypt else None, **options)
+    await made.start(host)
+    try:
+        yield made
+    finally:
+        await made.close()
 
 
 class Proxy:
-    """Forwards TCP connections to a port until they are cut or silenced."""
+    """Forwards TCP connections to a port, and can reset or silence them."""
 
-    def __init__(self, target: tuple[str, int]) -> None:
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._open = threading.Event()
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._open = asyncio.Event()
         self._open.set()
-        self._closed = False
-        self.forwarded = 0
+        self._writers: list[asyncio.StreamWriter] = []
         self.seen = bytearray()
-        self.cut_at: list[int] = []
-        """Numbers of bytes that are forwarded before each cut that it makes by itself."""
-        self._counting = threading.Lock()
-        threading.Thread(target=self._accept, daemon=True).start()
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                ours, _ = self._listener.accept()
-                theirs = socket.create_connection(self._target)
-            except OSError:
-                continue
-            self._pairs.append((ours, theirs))
-            for source, sink in ((ours, theirs), (theirs, ours)):
-                threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
 
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                self._open.wait()
-                # Before its receiver knows of it.
-                self.seen += data
-                sink.sendall(data)
-                self._count(len(data))
-        except OSError:
-            pass
-        for end in (source, sink):
-            _reset(end)
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, sink = await asyncio.open_connection("127.0.0.1", self._target)
+        self._writers += [writer, sink]
+        with contextlib.suppress(OSError):
+            await asyncio.gather(self._forward(reader, sink), self._forward(theirs, writer))
 
-    def _count(self, size: int) -> None:
-        with self._counting:
-            self.forwarded += size
-            is_due = bool(self.cut_at) and self.forwarded >= self.cut_at[0]
-            if is_due:
-                self.cut_at.pop(0)
-        if is_due:
-            self.cut()
+    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            await self._open.wait()
+            self.seen += data
+            sink.write(data)
+            await sink.drain()
+        sink.close()
 
-    def cut(self) -> None:
-        """Breaks every connection; what is on its way is lost. New ones are taken."""
-        pairs, self._pairs = self._pairs, []
-        for pair in pairs:
-            for end in pair:
-                _reset(end)
+    def reset(self) -> None:
+        """Breaks every connection."""
+        for writer in self._writers:
+            writer.transport.abort()
 
-    def hole(self) -> None:
+    def silence(self) -> None:
         """Keeps every connection, and forwards nothing."""
         self._open.clear()
 
     def heal(self) -> None:
-        """Forwards again, what was held back first."""
+        """Forwards again, first what was held back."""
         self._open.set()
 
     def close(self) -> None:
-        self._closed = True
-        # A thread in accept() would keep a closed listener listening.
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.heal()
-        self.cut()
+        self._server.close()
+        self.reset()
 
 
-def _reset(end: socket.socket) -> None:
+@contextlib.asynccontextmanager
+async def proxied(serving: Serving) -> AsyncIterator[tuple[Proxy, int]]:
+    """A proxy before a server, and its port."""
+    proxy = Proxy(serving.port)
+    port = await proxy.start()
     try:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        end.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
-    end.close()
-
-
-@pytest.fixture
-def proxy(serving: Serving) -> Iterator[Proxy]:
-    proxy = Proxy(serving.address)
-    yield proxy
-    proxy.close()
+        yield proxy, port
+    finally:
+        proxy.close()

@@ -1,110 +1,72 @@
 """Encrypted connections: who listens on the wire reads nothing, who has another certificate is not the driver."""
 
+import asyncio
 import contextlib
-import os
 import random
-import socket
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.channel.conftest import Proxy, Serving
+from tests.channel.conftest import proxied, serving, until
 
 from rankzero import EngineError, InvalidJobError, Launcher
-from rankzero.channel.client import ChannelClosed
-from rankzero.channel.frames import Message
+from rankzero.channel.connection import ChannelError
+from rankzero.channel.messages import Beat, Log
 from rankzero.channel.tls import make_identity
 
 WORDS = b"what nobody on the wire may read"
-Receive = Callable[..., list[Message]]
 
 
-def exchange(serving: Serving, proxy: Proxy, receive: Receive, directory: Path) -> bytes:
-    """Sends a message and a file, fetches a file, through a proxy that listens; what it has seen."""
-    serving.offered.write_bytes(WORDS * 20_000)
-    mine = directory / "mine"
-    mine.write_bytes(WORDS * 30_000)
-    client = serving.client(hosts=["127.0.0.1"], port=proxy.port)
-    client.queue({"type": "join", "words": WORDS.decode()})
-    assert serving.next() == (0, {"type": "join", "words": WORDS.decode()})
-    serving.server.send(0, {"type": "start", "words": WORDS.decode()})
-    client.fetch("payload", str(directory / "fetched"))
-    client.send_file("value", str(mine), {"type": "sent"})
-    uploaded = serving.await_type("uploaded")["path"]
-    receive(client, lambda got: any(message["type"] == "fetched" for message in got))
-    assert (directory / "fetched").read_bytes() == WORDS * 20_000
-    assert Path(uploaded).read_bytes() == WORDS * 30_000
-    return bytes(proxy.seen)
+@pytest.mark.parametrize("encrypt", [True, False])
+def test_who_listens_reads_nothing_of_an_encrypted_connection(tmp_path: Path, encrypt: bool) -> None:
+    async def main() -> bytes:
+        async with serving(tmp_path, encrypt=encrypt) as served, proxied(served) as (proxy, port):
+            served.offered.write_bytes(WORDS * 20_000)
+            agent = await served.agent(driver=served.driver(port=port))
+            agent.connection.send(Log([WORDS.decode()]), 0)
+            await agent.driver.fetch("payload", str(tmp_path / "fetched"))
+            await agent.driver.put("0-value", str(served.offered))
+            await until(lambda: served.received.messages == [(0, 0, Log([WORDS.decode()]))])
+            assert (tmp_path / "fetched").read_bytes() == (tmp_path / ".upload-0-value").read_bytes() == WORDS * 20_000
+            return bytes(proxy.seen)
+
+    seen = asyncio.run(main())
+    assert len(seen) > len(WORDS) * 40_000
+    found = [word for word in (WORDS, b"AGENT", b"GET payload", b'["Log",') if word in seen]
+    assert bool(found) is not encrypt
 
 
-def test_who_listens_reads_nothing(
-    serve: Callable[..., Serving], receive: Receive, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    serving = serve(identity=make_identity())
-    proxy = Proxy(serving.address)
-    request.addfinalizer(proxy.close)
-    seen = exchange(serving, proxy, receive, tmp_path)
-    assert len(seen) > len(WORDS) * 50_000
-    assert [word for word in (WORDS, b"join", b"challenge", b"nonce", b"payload") if word in seen] == []
+def test_another_certificate_is_not_the_drivers(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, encrypt=True) as served:
+            wrong = replace(served.driver(), certificate=make_identity().certificate)
+            with pytest.raises(ChannelError, match="has another certificate than the run's"):
+                await wrong.find(0, 0.1)
+            with pytest.raises(ChannelError, match="no driver was found"):
+                await replace(served.driver(), certificate=None).find(0, 0.1)
+            assert served.received.messages == []
+
+    asyncio.run(main())
 
 
-@pytest.mark.skipif("RANKZERO_TEST_ENCRYPT" in os.environ, reason="nothing is plain then")
-def test_who_listens_to_plain_connections_reads_all(
-    serving: Serving, proxy: Proxy, receive: Receive, tmp_path: Path
-) -> None:
-    assert WORDS in exchange(serving, proxy, receive, tmp_path)
-
-
-def test_another_certificate_is_not_the_drivers(
-    serve: Callable[..., Serving], receive: Receive, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The last try counts: none ends because the driver is slow.
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "12")
-    serving = serve(identity=make_identity())
-    client = serving.client(certificate=make_identity().certificate, connect_timeout=1.0)
-    with pytest.raises(ChannelClosed, match="has another certificate than the run's"):
-        receive(client, lambda got: False)
-    assert serving.inbox.empty()
-
-
-def test_a_plain_agent_is_not_taken_by_a_driver_that_encrypts(serve: Callable[..., Serving], receive: Receive) -> None:
-    serving = serve(identity=make_identity())
-    serving.identity = None
-    with pytest.raises(ChannelClosed, match="no driver was found"):
-        receive(serving.client(connect_timeout=1.0), lambda got: False)
-    assert serving.inbox.empty()
-
-
-def test_a_cut_connection_goes_on_where_it_was(serve: Callable[..., Serving], request: pytest.FixtureRequest) -> None:
-    serving = serve(identity=make_identity())
-    proxy = Proxy(serving.address)
-    request.addfinalizer(proxy.close)
-    client = serving.client(hosts=["127.0.0.1"], port=proxy.port)
-    for number in range(50):
-        client.queue({"type": "step", "number": number})
-        if number == 25:
-            serving.await_type("step")
-            proxy.cut()
-    steps: list[Any] = []
-    while len(steps) < 49:
-        steps.append(serving.await_type("step")["number"])
-    assert steps == list(range(1, 50))
-
-
-def test_garbage_has_no_effect_and_the_agent_is_served(serve: Callable[..., Serving]) -> None:
-    serving = serve(identity=make_identity())
-    assert serving.hears()
+def test_garbage_has_no_effect_and_the_agent_is_served(tmp_path: Path) -> None:
     chance = random.Random(1)
-    for _ in range(200):
-        with contextlib.suppress(ConnectionError), socket.create_connection(serving.address, timeout=20.0) as peer:
-            # Half of them begin as a record of a handshake does.
-            peer.sendall(
-                (b"\x16\x03\x01" if chance.random() < 0.5 else b"") + chance.randbytes(chance.randrange(1, 3000))
-            )
-    serving.clients[0].queue({"type": "alive"})
-    assert serving.next() == (0, {"type": "alive"})
-    assert serving.hears(1)
+
+    async def main() -> None:
+        async with serving(tmp_path, encrypt=True) as served:
+            agent = await served.agent()
+            for _ in range(200):
+                with contextlib.suppress(ConnectionError):
+                    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                    # Half of them begin as a record of a handshake does.
+                    begin = b"\x16\x03\x01" if chance.random() < 0.5 else b""
+                    writer.write(begin + chance.randbytes(chance.randrange(1, 3000)))
+                    writer.close()
+            agent.connection.send(Beat(1), 0)
+            await until(lambda: served.received.messages)
+            assert (await served.agent(1)).ended is None
+
+    asyncio.run(main())
 
 
 def test_a_run_encrypts_where_it_is_asked_to(launcher: Launcher) -> None:

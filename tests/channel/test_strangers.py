@@ -1,176 +1,193 @@
 """Whoever does not prove the secret has no effect, whatever they send, and agents are served meanwhile."""
 
+import asyncio
 import contextlib
 import random
 import socket
-import struct
-import threading
-import time
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
-from tests.conftest import until
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from tests.channel.conftest import QUICK, Serving, proxied, serving, until
 
-from rankzero import bounds
-from rankzero.channel import auth, frames
-from rankzero.channel.auth import Handshake, Hello
-
-
-@contextlib.contextmanager
-def strangers(serving: Any, count: int) -> Iterator[list[socket.socket]]:
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(socket.create_connection(serving.address, timeout=20.0)) for _ in range(count)]
+from rankzero.channel.connection import ChannelError, Limits
+from rankzero.channel.messages import Beat, Decoder, MessageError
 
 
-def is_dropped(peer: socket.socket) -> bool:
+async def answer(served: Serving, data: bytes) -> bytes:
+    """Sends bytes like a stranger, and returns everything that the driver sends before it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     try:
-        while peer.recv(4096):
-            pass
-    except ConnectionError:
-        pass
-    return True
+        writer.write(data)
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(60):
+                return await reader.read()
+        return b""
+    finally:
+        writer.close()
 
 
 @pytest.mark.parametrize(
     "garbage",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x00\x00\x00\x02J{",
-        b"\xff\xff\xff\xff",
-        struct.pack(">I", frames.MAX_HANDSHAKE_FRAME + 1),
-        struct.pack(">I", 0),
-        frames.encode({"type": "answer"}),
-        frames.encode({"type": "answer", "task": -1, "nonce": "00", "proof": "00"}),
-        frames.encode({"type": "answer", "task": True, "nonce": "00", "proof": "00"}),
-        frames.encode({"type": "lost"}),
-        frames.encode(b"bytes"),
-    ],
+    [b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(64), b"\xff" * 64, bytes(64) + b"AGENT 0\n", b"AGENT 0\n" * 1000],
 )
-def test_malformed_peers_are_dropped_without_effect(serving: Any, garbage: bytes) -> None:
-    with strangers(serving, 1) as (peer,):
-        peer.sendall(garbage)
-        assert is_dropped(peer)
-    assert serving.hears()
-    assert serving.inbox.empty()
+def test_a_stranger_gets_a_random_number_and_nothing_else(tmp_path: Path, garbage: bytes) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            assert len(await answer(served, garbage)) <= 32
+            assert served.received.messages == []
+            assert (await served.agent()).ended is None
+
+    asyncio.run(main())
 
 
-GOOD = {"task": 0, "session": "s", "number": 1, "received": 0, "resume": False}
+def test_one_who_sends_nothing_is_dropped_in_time(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, limits=Limits(handshake=0.5)) as served:
+            assert len(await answer(served, b"")) == 32
+            assert len(await answer(served, b"x" * 63)) == 32
+
+    asyncio.run(main())
+
+
+def test_a_recorded_connection_proves_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served, proxied(served) as (proxy, port):
+            agent = await served.agent(driver=served.driver(port=port))
+            agent.connection.send(Beat(1), 0)
+            await until(lambda: served.received.messages)
+            assert len(await answer(served, bytes(proxy.seen))) == 32
+            assert len(await answer(served, bytes(proxy.seen[32:]))) == 32
+            assert len(served.received.messages) == 1
+
+    asyncio.run(main())
+
+
+def test_a_wrong_secret_finds_no_driver(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+            with pytest.raises(
+                ChannelError, match="no driver was found on port .*: 127.0.0.1: the connection was closed"
+            ):
+                await served.driver(secret="11" * 32).find(1, 0.3)
+            agent.connection.send(Beat(1), 0)
+            await until(lambda: served.received.messages == [(0, 0, Beat(1))])
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"task": -1},
-        {"task": True},
-        {"task": "0"},
-        {"task": 1 << 70},
-        {"session": ""},
-        {"session": "s" * 200},
-        {"session": "\u00e9"},
-        {"session": None},
-        {"number": -1},
-        {"received": 1.5},
-        {"resume": 1},
-        {"nonce": 7},
-        {"nonce": ""},
-        {"proof": None},
-        {"proof": "\u00e9"},
-        {"proof": "00" * 32},
-        {"type": "welcome"},
-        # Proved, but for other facts than these.
-        {"task": 1},
-        {"received": 1},
-        {"session": "t"},
-        {"resume": True},
-    ],
+    "request_line", [b"AGENT x\n", b"DELETE payload\n", b"AGENT 1\nno message\n", b"PUT a b\n", b"\n"]
 )
-def test_an_answer_with_a_wrong_field_is_dropped(serving: Any, wrong: dict[str, Any]) -> None:
-    with strangers(serving, 1) as (peer,):
-        decoder = frames.Decoder()
-        decoder.feed(peer.recv(4096))
-        nonce = next(decoder)["nonce"]  # type: ignore[call-overload]
-        answer = Handshake(serving.secret, nonce, auth.new_nonce()).answer(Hello(**GOOD))
-        peer.sendall(frames.encode({**answer, **wrong}))
-        assert is_dropped(peer)
-    assert serving.hears()
-    assert serving.inbox.empty()
+def test_an_agent_that_breaks_the_rules_is_dropped_and_the_others_are_served(
+    tmp_path: Path, request_line: bytes
+) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+            other = await served.driver()._connect_to("127.0.0.1")
+            other.write(request_line)
+            async with asyncio.timeout(60):
+                with contextlib.suppress(OSError, MessageError):
+                    while await other.read_line(60.0):
+                        pass
+            agent.connection.send(Beat(1), 0)
+            await until(lambda: served.received.messages == [(0, 0, Beat(1))])
+
+    asyncio.run(main())
 
 
-def test_peers_that_say_little_or_nothing_are_dropped_in_time(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "HANDSHAKE_TIMEOUT", lambda: 0.5)
-    monkeypatch.setattr(bounds, "PING_INTERVAL", 0.2)
-    with strangers(serving, 2) as (silent, slow):
-        slow.sendall(struct.pack(">I", 4000))
-        with contextlib.suppress(ConnectionError):
-            for _ in range(200):
-                slow.sendall(b"J")
-                time.sleep(0.01)
-        assert is_dropped(silent)
-        assert is_dropped(slow)
-    assert serving.hears()
+def test_a_shower_of_garbage_has_no_effect(tmp_path: Path) -> None:
+    async def main() -> None:
+        chance = random.Random(1)
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+            sent = 0
+            while sent < 1_000_000:
+                pieces = [chance.randbytes(chance.randrange(1, 5000)) for _ in range(50)]
+                sent += sum(map(len, pieces))
+                await asyncio.gather(
+                    *(answer(served, piece if len(piece) > 64 else piece + bytes(64)) for piece in pieces)
+                )
+            agent.connection.send(Beat(1), 0)
+            await until(lambda: served.received.messages == [(0, 0, Beat(1))])
+            assert len(served.server._connections) == 1
+
+    asyncio.run(main())
 
 
-def test_200_idle_strangers_do_not_stop_an_agent(serving: Any) -> None:
-    with strangers(serving, 200):
-        assert serving.hears()
+def test_agents_that_come_all_at_once_are_all_served_beside_idle_strangers(tmp_path: Path) -> None:
+    async def main() -> None:
+        patient = Limits(handshake=60.0)
+        async with serving(tmp_path, limits=patient) as served:
+            idle = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(100)]
+            agents = await asyncio.gather(*(served.agent(task, served.driver(limits=patient)) for task in range(100)))
+            for agent in agents:
+                agent.connection.send(Beat(1), 0)
+            await until(lambda: len(served.received.messages) == 100)
+            for stranger in idle:
+                stranger.close()
+
+    asyncio.run(main())
 
 
-def test_agents_that_come_all_at_once_are_all_taken(serving: Any) -> None:
-    for task in range(40):
-        serving.client(task).queue({"type": "join"})
-    assert sorted(serving.next()[0] for _ in range(40)) == list(range(40))
-    assert serving.inbox.empty()
+@settings(max_examples=300, deadline=None)
+@given(some.lists(some.binary(max_size=200), max_size=20))
+def test_any_bytes_in_any_pieces_give_messages_or_a_message_error(pieces: list[bytes]) -> None:
+    decoder = Decoder(limit=1000)
+    with contextlib.suppress(MessageError):
+        for piece in pieces:
+            decoder.feed(piece)
 
 
-def test_callers_that_wait_are_taken_at_one_wake_up(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, wakes, go_on = serving.server, [], threading.Event()
-    wait = server._await_caller
-
-    async def counted() -> None:
-        wakes.append(time.monotonic())
-        await wait()
-
-    monkeypatch.setattr(server, "_await_caller", counted)
-    server._loop.call_soon_threadsafe(go_on.wait, 10.0)
-    with strangers(serving, 30):
-        go_on.set()
-        until(lambda: len(server._unproved) == 30, 10.0, "all callers")
-        assert len(wakes) <= 3
+# -- the agent's side ------------------------------------------------------------------------------
 
 
-def noise(chance: random.Random, nonce_frame: bytes) -> bytes:
-    """Something between garbage and nearly right."""
-    kind = chance.randrange(6)
-    if kind == 0:
-        return chance.randbytes(chance.randrange(1, 200))
-    if kind == 1:
-        return frames.pack(chance.choice([b"J", b"B", b"A", b"C", b"L"]) + chance.randbytes(chance.randrange(60)))
-    if kind == 2:
-        fields = {name: chance.choice([0, -1, "x", None, True, [], {}, 1e99]) for name in [*GOOD, "nonce", "proof"]}
-        return frames.encode({"type": chance.choice(["answer", "challenge", "lost", "farewell"]), **fields})
-    if kind == 3:
-        return struct.pack(">I", chance.randrange(1 << 32))
-    if kind == 4:
-        return nonce_frame
-    data = bytearray(frames.encode({"type": "answer", **GOOD, "nonce": "00", "proof": "00" * 32}))
-    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    return bytes(data)
+@pytest.mark.parametrize(
+    "reply", [b"", b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10, bytes(64) + b"{}\n"]
+)
+def test_a_stranger_who_answers_is_skipped(tmp_path: Path, reply: bytes) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+
+            async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                writer.write(reply)
+                writer.write_eof()
+
+            strange = await asyncio.start_server(serve, "127.0.0.2", served.port)
+            agent = await served.agent(driver=served.driver("127.0.0.2", "127.0.0.1"))
+            agent.connection.send(Beat(1), 0)
+            await until(lambda: served.received.messages)
+            strange.close()
+
+    asyncio.run(main())
 
 
-def shower(serving: Any, connections: int, seed: int) -> None:
-    chance = random.Random(seed)
-    for number in range(connections):
-        with contextlib.suppress(ConnectionError), socket.create_connection(serving.address, timeout=20.0) as peer:
-            challenge = peer.recv(4096) if chance.random() < 0.5 else b""
-            peer.sendall(b"".join(noise(chance, challenge) for _ in range(chance.randrange(1, 6))))
-        if number % 50 == 0:
-            serving.clients[0].queue({"type": "alive", "n": number})
-            assert serving.next() == (0, {"type": "alive", "n": number})
+def test_closed_ports_and_names_that_do_not_resolve_are_skipped_and_named(tmp_path: Path) -> None:
+    hosts = ["127.0.0.3", "no-such-host.invalid", "not a name..", "x" * 300]
+
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            await served.agent(driver=served.driver(*hosts, "127.0.0.1"))
+            with pytest.raises(ChannelError, match=r"no driver was found on port 1 .*127.0.0.3: .*; no-such-host"):
+                await served.driver(*hosts[:2], port=1).find(1, 0.1)
+
+    asyncio.run(main())
 
 
-def test_a_shower_of_garbage_has_no_effect_and_the_agent_is_served(serving: Any) -> None:
-    assert serving.hears()
-    shower(serving, 1000, seed=1)
-    assert serving.inbox.empty()
-    assert serving.hears(1)
+@pytest.mark.parametrize(
+    ("bind", "host"), [("localhost", "localhost"), ("::1", "::1"), ("::", "::1"), ("::", "127.0.0.1")]
+)
+def test_names_and_both_families_of_addresses(tmp_path: Path, bind: str, host: str) -> None:
+    if ":" in bind and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+
+    async def main() -> None:
+        async with serving(tmp_path, bind) as served:
+            await served.agent(driver=served.driver(host))
+            assert served.server.connected == {0}
+            assert QUICK
+
+    asyncio.run(main())

@@ -73,7 +73,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class Proxy:
-    """Stands between agents and their driver: forwards, cuts, swallows, and heals.
+    """Stands between agents and their driver: forwards, cuts, holds back, and heals.
 
     Where the driver is stands in a file, since another process may open it, for each attempt anew.
     """
@@ -111,15 +111,14 @@ class Proxy:
         self.cut()
 
     def deafen(self) -> None:
-        """Keeps the connections, and swallows what they carry: nobody is told."""
+        """Keeps the connections, and holds back what they carry: nobody is told."""
         self._mode = self.DEAF
         self._nudge()
 
     def heal(self) -> None:
-        """Forwards again; what was swallowed is lost, so the connections it belonged to are cut."""
-        was, self._mode = self._mode, self.OPEN
-        if was == self.DEAF:
-            self.cut()
+        """Forwards again, first what was held back, as TCP does after a cut of the network."""
+        self._mode = self.OPEN
+        self._nudge()
 
     def close(self) -> None:
         """Ends the thread."""
@@ -136,7 +135,7 @@ class Proxy:
     def _work(self) -> None:
         while not self._closing:
             with self._lock:
-                ends = list(self._pairs)
+                ends = list(self._pairs) if self._mode != self.DEAF else []
             try:
                 ready, _, _ = select.select([self._listener, self._woken, *ends], [], [])
             except (OSError, ValueError):
@@ -167,9 +166,8 @@ class Proxy:
         try:
             data = end.recv(1 << 16)
             other = self._pairs[end]
-            if data and self._mode == self.OPEN:
-                other.sendall(data)
             if data:
+                other.sendall(data)
                 return
         except (OSError, KeyError):
             pass

@@ -1,5 +1,6 @@
 """The process that submits a run to be driven in its own stage: whichever process claims the submission drives it."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -19,8 +20,8 @@ from tests.conftest import until
 from tests.runs import submitted
 
 from rankzero import EngineError, Launcher, LocalEngine, RunCancelledError, RunHandle, StartTimeoutError
+from rankzero.driver.delegation import Delegation
 from rankzero.driver.driver import Driver
-from rankzero.driver.main import Delegation
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.connect.stage import StageEngine
 from rankzero.engines.local import LocalSession
@@ -76,6 +77,19 @@ class Cluster(LocalEngine):
         return Session(job)
 
 
+async def follow(driver: Driver, delegation: Delegation) -> bool:
+    """Does what the driver does until it knows whether it drives the run."""
+    driver.inbox.attach()
+    watching = asyncio.create_task(driver.watch.follow())
+    try:
+        found = await delegation.run()
+    finally:
+        watching.cancel()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 class Submitted:
     """A run of one task, and the process that submitted it, in a thread."""
 
@@ -86,7 +100,8 @@ class Submitted:
         private: dict[str, Any] = {"env": {"TOKEN": "secret-of-the-user"}, "trackers": None}
         driver = Driver(self.own, self.engine, private["env"], leased=True)
         self.inbox = driver.inbox
-        self.followed: Future[bool] = pool.submit(Delegation(self.own, self.engine, private, driver).run)
+        delegation = Delegation(self.own, self.engine, private, driver)
+        self.followed: Future[bool] = pool.submit(lambda: asyncio.run(follow(driver, delegation)))
         until(lambda: self.engine.stages or self.followed.done(), WAIT, "a stage")
 
     @property
@@ -266,7 +281,11 @@ def test_the_error_of_a_stage_without_a_driver_counts_as_that_of_the_first_attem
     assert own
     assert own.claim_driver()
     driver = Driver(own, request.engine, dict(request.env), leased=True)
-    driver.run(EngineError("the server was lost", cause=LOST))
+
+    async def refuse() -> Exception:
+        return EngineError("the server was lost", cause=LOST)
+
+    driver.run(refuse)
     handle = RunHandle[str].attach(own.run.directory)
     if restarts:
         assert handle.result(WAIT) == "done"

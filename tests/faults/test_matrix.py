@@ -59,7 +59,7 @@ HANG_TIMEOUT = 3.0
 HUNG = HANG_TIMEOUT + bounds.STACKS_WINDOW() + NAMED
 """From a stop to the `HangError`: the timeout, the wait for stacks."""
 
-LOST = 15.0 + 2.0 + 4.0 + NAMED
+LOST = bounds.CONNECTION_LOST_AFTER() + 2.0 + 4.0 + NAMED
 """From a silence to the verdict: silence, the engine's chance to explain, the end of what does not answer."""
 
 HEALED = 20.0
@@ -208,15 +208,16 @@ CELLS = [
     Cell("submitter", "committed", "SIGKILL", "delivered", by_hand=True),
     Cell("submitter", "training", "SIGTERM", "owned", "failed", by_hand=True),
     Cell("submitter", "training", "SIGSTOP", "durable", by_hand=True),
-    # The connection of an agent: nothing is lost while it heals within 15 s, wherever it is cut.
-    Cell("channel", "rendezvous", "cut", "unharmed", bound=HEALED, by_hand=True),
-    Cell("channel", "training", "cut", "unharmed", bound=HEALED, ranks=2),
-    Cell("channel", "checkpoint", "cut", "unharmed", bound=HEALED, by_hand=True),
-    Cell("channel", "returned", "cut", "unharmed", bound=HEALED, by_hand=True),
+    # The connection of an agent: a silence that heals loses nothing, wherever it falls; a reset ends the attempt.
+    Cell("channel", "rendezvous", "deaf", "unharmed", bound=HEALED, by_hand=True),
+    Cell("channel", "training", "deaf", "unharmed", bound=HEALED, ranks=2),
+    Cell("channel", "checkpoint", "deaf", "unharmed", bound=HEALED, by_hand=True),
+    Cell("channel", "returned", "deaf", "unharmed", bound=HEALED, by_hand=True),
+    Cell("channel", "committed", "deaf", "unharmed", bound=HEALED),
+    Cell("channel", "training", "deaf", "restart", "lost", bound=LOST, by_hand=True),
+    Cell("channel", "training", "cut", "restart", "lost"),
+    Cell("channel", "training", "cut", "error", "lost", by_hand=True),
     Cell("channel", "committed", "cut", "unharmed", bound=HEALED),
-    Cell("channel", "training", "cut", "restart", "lost", bound=LOST, by_hand=True),
-    Cell("channel", "training", "deaf", "unharmed", bound=HEALED, by_hand=True),
-    Cell("channel", "training", "deaf", "error", "lost", bound=LOST, by_hand=True),
     # The disk of the run directory. A rank that cannot write says so; everything else waits for room.
     Cell("store", "rendezvous", "full", "refused", by_hand=True),
     Cell("store", "training", "full", "unharmed", by_hand=True),
@@ -238,14 +239,14 @@ NO_CELL = {
     ("executor|driver", "half", "SIG*"): "as 'returned': an attempt with ranks that have not committed",
     ("channel", "half", "cut|deaf"): "as 'returned': an attempt with ranks that have not committed",
     ("store", "half", "full"): "as 'training': the other rank has not returned",
-    ("agent", "rendezvous|checkpoint|returned", "SIGSTOP"): "as 'training': the silence of 15 s is all that is seen",
+    ("agent", "rendezvous|checkpoint|returned", "SIGSTOP"): "as 'training': the silence is all that is seen",
     ("executor", "rendezvous|checkpoint|returned", "SIG*"): "as 'training': the agent sees the end of its input",
     ("executor", "committed", "SIGTERM|SIGSTOP"): "as SIGKILL: success was certain before",
     ("driver", "rendezvous|checkpoint|returned|committed", "SIGSTOP"): "as 'training': the silence is all that is seen",
     ("submitter", "checkpoint|returned|half", "SIG*"): "it takes no part between the start and the end",
     ("submitter", "rendezvous", "SIGTERM|SIGSTOP"): "as SIGKILL: nothing waits for it",
     ("submitter", "committed", "SIGTERM|SIGSTOP"): "as SIGKILL: the value waits to be fetched",
-    ("channel", "rendezvous|checkpoint|returned|committed", "deaf"): "as 'cut', after 5 s of silence",
+    ("channel", "rendezvous|checkpoint|returned", "cut"): "as 'training': the attempt ends",
 }
 
 

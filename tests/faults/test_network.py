@@ -1,17 +1,22 @@
 """Ports behind a firewall, names that stand for other hosts, IPv6, a driver that is slow to take lines."""
 
+import asyncio
+import contextlib
 import os
 import resource
 import socket
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import free_ports
 
-from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError, bounds
+from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
 from rankzero.agent import output
+from rankzero.agent.output import Outbox, RankOutput
+from rankzero.channel import messages
 from rankzero.driver import policy
 from rankzero.driver.recorder import Recorder
 from rankzero.engines.local import LocalSession
@@ -117,14 +122,10 @@ def test_a_slow_driver_neither_stalls_a_rank_nor_loses_a_line(
             print(f"line {number:08d} {much}")
         return time.monotonic() - started
 
-    log = Recorder.log
+    async def slow(self: Recorder) -> None:
+        await asyncio.sleep(0.05)
 
-    def slow(self: Recorder, rank: int, batch: list[str]) -> None:
-        time.sleep(0.02)
-        log(self, rank, batch)
-
-    monkeypatch.setattr(Recorder, "log", slow)
-    monkeypatch.setattr("rankzero.driver.watch.BACKLOG", 2)
+    monkeypatch.setattr(Recorder, "room", slow)
     launcher = launcher.options(num_processes=1, run_id="chatter", timeout=WAIT)
     spent = launcher.run(chatter)
     handle = RunHandle.attach(Path(str(launcher.store)) / "chatter")
@@ -137,121 +138,118 @@ def test_a_slow_driver_neither_stalls_a_rank_nor_loses_a_line(
     capfd.readouterr()
 
 
-class SlowClient:
-    """Takes what `bulk_bytes` allows."""
+class SlowConnection:
+    """A connection whose kernel takes nothing while `unsent` is large."""
+
+    reason = None
 
     def __init__(self) -> None:
-        self.bulk_bytes = self.unaccepted = 0
+        self.unsent = 0
         self.lines: list[str] = []
 
-    def queue(self, message: dict[str, Any], *, bulk: bool) -> None:
-        assert bulk
-        self.lines += message["lines"]
+    def write(self, data: bytes) -> None:
+        for line in data.splitlines():
+            message, _ = messages.decode(line)
+            self.lines += message.facts().get("lines", [])
+
+    async def drain(self) -> None:
+        while self.unsent:
+            await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def sending(directory: Path, **limits: int) -> AsyncIterator[tuple[SlowConnection, Outbox, RankOutput]]:
+    connection, outbox = SlowConnection(), Outbox(str(directory), **limits)
+    outbox.attach(connection)  # type: ignore[arg-type]
+    pump = asyncio.create_task(outbox.pump())
+    yield connection, outbox, RankOutput(0, outbox)
+    connection.unsent = 0
+    await outbox.deliver(lambda: time.monotonic() + WAIT)
+    pump.cancel()
 
 
 def test_lines_wait_on_disk_in_order(tmp_path: Path) -> None:
-    client = SlowClient()
-    out = output.RankOutput(0, client, str(tmp_path))  # type: ignore[arg-type]
-    expected = []
-    for number in range(200):
-        client.bulk_bytes = output.HIGH_WATER + 1 if 50 <= number % 100 < 90 else 0
-        expected.append(f"line {number} \u2603")
-        out.feed(f"line {number} \u2603\n".encode())
-        out.pump()
-    client.bulk_bytes = 0
-    out.pump()
-    assert client.lines == expected
-    assert out.tail == expected[-len(out.tail) :]
-    assert os.path.getsize(tmp_path / "rank-0.spool") == 0
+    expected = [f"line {number} \u2603" for number in range(20_000)]
+
+    async def main() -> None:
+        async with sending(tmp_path) as (connection, outbox, out):
+            for number, line in enumerate(expected):
+                if number % 100 == 50:
+                    connection.unsent = output.HIGH_WATER + 1
+                elif number % 100 == 90:
+                    assert outbox.waiting > connection.unsent
+                    connection.unsent = 0
+                    await asyncio.sleep(0)
+                out.feed(f"{line}\n".encode())
+        assert connection.lines == expected
+        assert out.tail == expected[-len(out.tail) :]
+        assert outbox.waiting == 0
+        assert os.listdir(tmp_path) == []
+
+    asyncio.run(main())
+
+
+def test_what_was_sent_is_released_from_the_disk(tmp_path: Path) -> None:
+    lines = ["x" * 1000] * 5000
+
+    async def main() -> None:
+        async with sending(tmp_path, release_size=1 << 16) as (connection, outbox, out):
+            connection.unsent = output.HIGH_WATER + 1
+            for line in lines:
+                out.add([line])
+            spool = outbox._spool
+            assert spool is not None
+            full = os.fstat(spool.fileno()).st_blocks
+            while outbox._read < outbox._written * 0.9:
+                outbox._next_block()
+            assert os.fstat(spool.fileno()).st_blocks < full / 2
+
+    asyncio.run(main())
 
 
 def test_a_full_scratch_disk_drops_and_counts_lines(tmp_path: Path) -> None:
-    client = SlowClient()
-    out = output.RankOutput(0, client, str(tmp_path))  # type: ignore[arg-type]
     lines = [f"{number} {'x' * 99}" for number in range(300)]
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    client.bulk_bytes = output.HIGH_WATER + 1
-    # Like a disk that is full in the middle of a batch of lines, and then has room again for a shorter one.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, before[1]))
-    try:
-        for start in range(0, 300, 100):
-            out.add(lines[start : start + 100])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    out.add(["short"])
-    client.bulk_bytes = 0
-    out.pump()
-    assert client.lines == [*lines[:100], "short", "rankzero: 200 log lines were dropped, the driver was too slow"]
-    assert not out.waiting
+
+    async def main() -> None:
+        async with sending(tmp_path) as (connection, _, out):
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            connection.unsent = output.HIGH_WATER + 1
+            # Like a disk that is full in the middle of a batch of lines, and then has room again for a shorter one.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, before[1]))
+            try:
+                for start in range(0, 300, 100):
+                    out.add(lines[start : start + 100])
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            out.add(["short"])
+        dropped = "rankzero: 200 log lines were dropped, the driver was too slow"
+        assert connection.lines == [*lines[:100], "short", dropped]
+
+    asyncio.run(main())
 
 
 def test_a_spool_that_someone_has_cut_ends_the_wait_for_its_lines(tmp_path: Path) -> None:
-    client = SlowClient()
-    out = output.RankOutput(0, client, str(tmp_path))  # type: ignore[arg-type]
-    client.bulk_bytes = output.HIGH_WATER + 1
-    out.add(["first", "second"])
-    os.truncate(tmp_path / "rank-0.spool", 8)
-    client.bulk_bytes = 0
-    out.pump()
-    out.drop_rest()
-    assert not out.waiting
-    assert client.lines[0] == "first"
+    async def main() -> None:
+        async with sending(tmp_path) as (connection, outbox, out):
+            connection.unsent = output.HIGH_WATER + 1
+            out.add(["first"])
+            out.add(["second"])
+            assert outbox._spool is not None
+            os.truncate(outbox._spool.fileno(), 40)
+        assert connection.lines[0] == "first"
+        assert outbox.waiting == 0
+
+    asyncio.run(main())
 
 
-def test_a_driver_that_is_behind_gets_fewer_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+def test_lines_beyond_the_limit_are_counted(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with sending(tmp_path, limit=1000) as (connection, _, out):
+            connection.unsent = output.HIGH_WATER + 1
+            for number in range(100):
+                out.feed(f"line {number:04d}\n".encode())
+        kept = len(connection.lines) - 1
+        assert connection.lines[:kept] == [f"line {number:04d}" for number in range(kept)]
+        assert connection.lines[kept] == f"rankzero: {100 - kept} log lines were dropped, the driver was too slow"
 
-    class Client:
-        bulk_bytes = 0
-        unaccepted = output.BEHIND + 1
-        messages: list[list[str]] = []
-
-        def queue(self, message: dict[str, Any], *, bulk: bool) -> None:
-            self.messages.append(message["lines"])
-
-    client = Client()
-    out = output.RankOutput(0, client, str(tmp_path))  # type: ignore[arg-type]
-    expected = [f"line {number:091d}" for number in range(10_000)]
-    for line in expected:
-        out.feed(f"{line}\n".encode())
-        out.pump()
-    assert len(client.messages) == 10_000 * 97 // output.BATCH
-    assert out.waiting == 97 * (10_000 - sum(map(len, client.messages)))
-    client.unaccepted = 0
-    out.pump()
-    assert [line for message in client.messages for line in message] == expected
-    assert out.waiting == 0
-    client.unaccepted = output.BEHIND + 1
-    out.feed(b"one\ntwo")
-    out.finish()
-    assert client.messages[-1] == ["one", "two"]
-    # The connection is cut: nothing is sent that could be accepted.
-    client.unaccepted, client.bulk_bytes = 0, output.BEHIND + 1
-    out.add(["zero"])
-    assert client.messages[-1] == ["one", "two"]
-    # Files are on their way, perhaps for minutes.
-    clock[0] += bounds.DELIVERY_INTERVAL
-    out.add(["three"])
-    assert client.messages[-1] == ["zero", "three"]
-
-
-def test_lines_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Client:
-        bulk_bytes = output.HIGH_WATER + 1
-        unaccepted = 0
-        lines: list[str] = []
-
-        def queue(self, message: dict[str, Any], *, bulk: bool) -> None:
-            self.lines += message["lines"]
-
-    monkeypatch.setattr(output, "SPOOL_LIMIT", 100)
-    client = Client()
-    out = output.RankOutput(0, client, str(tmp_path))  # type: ignore[arg-type]
-    for number in range(30):
-        out.feed(f"line {number:04d}\n".encode())
-    client.bulk_bytes = 0
-    out.pump()
-    out.feed(b"the last\n")
-    assert client.lines[:10] == [f"line {number:04d}" for number in range(10)]
-    assert sorted(client.lines[10:]) == ["rankzero: 20 log lines were dropped, the driver was too slow", "the last"]
+    asyncio.run(main())

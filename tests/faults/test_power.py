@@ -15,7 +15,7 @@ from tests.faults.trainings import HOLD_AT, STEPS, expected, train
 from tests.runs import submitted
 
 from rankzero import CheckpointConfig, Launcher, RunHandle, store
-from rankzero.channel.messages import Finished, Part, Uploaded
+from rankzero.channel.messages import Finished, Part
 from rankzero.driver.commits import Committer
 from rankzero.driver.ending import Facts
 from rankzero.driver.storage import Storage
@@ -109,21 +109,20 @@ def test_checkpoints_and_the_result_outlive_a_power_failure(
     assert launcher.submit(train, str(folder), "training").result(0) == value
 
 
-def upload(run: Submission, name: str, data: bytes) -> Uploaded:
+def upload(run: Submission, storage: Storage, name: str, data: bytes) -> None:
     """Writes a file as the driver's end of the channel does, which leaves durability to the driver."""
-    path = run.path("result", f".upload-0-{name}")
+    path = run.path("result", f".upload-{name}")
     Path(path).write_bytes(data)
-    return Uploaded(name, path, None, "digest", len(data))
+    storage.received[path] = len(data)
 
 
 def test_what_came_over_the_channel_outlives_a_power_failure(disk: Disk) -> None:
     run, data = submitted(str(disk.path / "run")), b"1" * 100_000
     committer, facts = Committer(run, 0, 1, CheckpointConfig()), Facts(1, run.directory)
-    storage = Storage(run, 0, committer, facts)
+    storage = Storage(run, 0, committer, facts, run.path("result"))
 
-    storage.note_upload(0, upload(run, "part", data))
+    upload(run, storage, "0-part", data)
     storage.add_part(
-        0,
         0,
         Part(
             id="0000-000000",
@@ -137,12 +136,12 @@ def test_what_came_over_the_channel_outlives_a_power_failure(disk: Disk) -> None
             sharded=False,
             metrics={},
             time=0.0,
-            upload="part",
+            upload="0-part",
         ),
     )
     until(lambda: not committer.is_busy, WAIT, "the commit")
     assert [type(settled) for settled in committer.settled()] == [Manifest]
-    storage.note_upload(0, upload(run, "value", data))
+    upload(run, storage, "0-value", data)
     value = {"path": "", "format": "json", "size": len(data), "digest": "digest", "summary": {}}
     storage.finish(0, 0, Finished(0.0, value), {})
     until(lambda: storage.poll() or facts.success or facts.refusal, WAIT, "the value")

@@ -12,7 +12,8 @@ from tests.conftest import until
 from tests.faults.kit import Proxy
 
 from rankzero import Launcher, ResultRef, RunHandle
-from rankzero.channel.files import Uploads
+from rankzero.channel.connection import Connection
+from rankzero.channel.server import Server
 
 if TYPE_CHECKING:
     from tests.s3 import S3Server
@@ -26,13 +27,13 @@ NUMBERS = 3_000_000
 def through_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Files that come to a driver in this process over the channel."""
     names: list[str] = []
-    begin = Uploads.begin
+    take = Server._take
 
-    def spying(uploads: Uploads, message: dict[str, Any]) -> None:
-        names.append(message["name"])
-        begin(uploads, message)
+    async def spying(server: Server, name: str, size: int, connection: Connection) -> None:
+        names.append(name.partition("-")[2])
+        await take(server, name, size, connection)
 
-    monkeypatch.setattr(Uploads, "begin", spying)
+    monkeypatch.setattr(Server, "_take", spying)
     return names
 
 

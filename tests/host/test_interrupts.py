@@ -11,8 +11,8 @@ import pytest
 from tests import interrupted
 
 from rankzero.driver.driver import DriverThread
-from rankzero.engines.base import Flag
 from rankzero.host.forks import held
+from rankzero.threads import Flag
 
 MOMENT = 0.0001
 

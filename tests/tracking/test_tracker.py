@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -18,10 +19,10 @@ from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFa
 from rankzero.driver.driver import write_report
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.trackers import Trackers
-from rankzero.engines.base import ActionThread
 from rankzero.masking import Mask
 from rankzero.run.status import RunStatus
 from rankzero.submit.trackers import pack
+from rankzero.threads import ActionThread
 from rankzero.tracking import Tracker
 from rankzero.tracking.mlflow import training_of
 
@@ -211,7 +212,7 @@ def test_the_driver_that_reads_its_own_run_is_no_follower(tmp_path: Path) -> Non
     directory = handle.own
     until(lambda: directory.status().state == "running", 60, "the run starts")
     lease = directory.lease()
-    write_report(directory, thread := ActionThread())
+    asyncio.run(write_report(directory, thread := ActionThread()))
     thread.end()
     assert "<html" in Path(handle.directory, "report.html").read_text()
     assert directory.lease() == lease

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rankzero import ResultError
-from rankzero.channel.messages import Start, decode, encode
+from rankzero.channel.messages import NotCommitted, Part, PartBegun, PartFailed, Start
 from rankzero.train import snapshot
 from rankzero.train.parts import Parts
 from rankzero.train.writer import CheckpointWriter
@@ -136,15 +136,12 @@ def test_a_copy_that_does_not_fit_into_memory_is_a_part_that_failed(
     writer = CheckpointWriter(parts, 1, 0, 1, sent.append)
     with pytest.raises(MemoryError, match="no room"):
         writer.write({}, {}, 0.0, sharded=False)
-    assert [encode(message) for message in sent] == [
-        {"type": "checkpoint-begun", "index": 0},
-        {"type": "checkpoint-failed", "index": 0},
-    ]
+    assert sent == [PartBegun(0), PartFailed(0)]
     # The driver alone knows whether the checkpoint before this one is committed.
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.0001")
     writer.await_settled()
     assert "checkpoint 0001-000000 is not complete" in capsys.readouterr().out
-    writer.on_message(decode({"type": "checkpoint-lost", "index": 0}))
+    writer.on_message(NotCommitted(0))
     writer.await_settled()
     assert not capsys.readouterr().out
 
@@ -159,10 +156,10 @@ def test_a_host_without_room_for_another_checkpoint_leaves_it_out_after_a_while(
     for step in range(3):
         writer.write({"step": step}, {}, 0.0, sharded=True)
         writer.finish()
-    assert [message.index for message in sent if message.kind == "checkpoint-failed"] == [2]
+    assert [message.index for message in sent if isinstance(message, PartFailed)] == [2]
     assert "0000-000002 of rank 0 is left out: after 0.06 s 0000-000000, 0000-000001 is" in capsys.readouterr().out
     # The peers have reported at last.
-    writer.on_message(decode({"type": "checkpoint-lost", "index": 1}))
+    writer.on_message(NotCommitted(1))
     writer.write({"step": 3}, {}, 0.0, sharded=True)
     writer.finish()
     assert sent[-1].index == 3
@@ -176,7 +173,7 @@ def test_a_report_returns_when_the_agent_has_the_part_before(tmp_path: Path) -> 
 
     def flush() -> None:
         may_deliver.wait(60.0)
-        delivered.append([message.index for message in sent if message.kind == "checkpoint"])
+        delivered.append([message.index for message in sent if isinstance(message, Part)])
 
     parts = Parts(Start(str(tmp_path), run_token="", shared=True, scratch=""), str)
     writer = CheckpointWriter(parts, 0, 0, 1, sent.append, flush)
@@ -219,8 +216,8 @@ def test_a_signal_handler_that_reports_or_raises_leaves_no_report_waiting(
     ended = threading.Event()
     threading.Thread(target=lambda: (writer.finish(), ended.set()), daemon=True).start()
     assert ended.wait(60.0)
-    ends = sorted((message.kind, message.index) for message in sent if message.kind != "checkpoint-begun")
-    assert ends == ([("checkpoint-failed", 0)] if raises else [("checkpoint", 0), ("checkpoint", 1)])
+    ends = sorted((type(message).__name__, message.index) for message in sent if not isinstance(message, PartBegun))
+    assert ends == ([("PartFailed", 0)] if raises else [("Part", 0), ("Part", 1)])
 
 
 def test_a_script_beside_a_part_of_a_memory_comes_back(tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ import json
 import os
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rankzero import store
-from rankzero.agent.ranks import Rank
-from rankzero.channel.messages import Assign, Fetched, Start
+from rankzero.channel.messages import Assign, Start
 from rankzero.data import manifest
 from rankzero.values.digest import digest_of_file
 
@@ -32,13 +31,15 @@ class InputError(Exception):
 class Inputs:
     """Finds or fetches the files of the ranks of one agent."""
 
-    def __init__(self, assigned: Assign, scratch: str) -> None:
+    def __init__(self, assigned: Assign, digests: dict[str, str], scratch: str) -> None:
         """Finds out which files this host has and which are missing.
 
         Args:
             assigned: The driver's message.
+            digests: Digests of the files that ranks execute, for which the driver has given a proof.
             scratch: Directory of this task for fetched files.
         """
+        self._digests = digests
         self._assigned = assigned
         self._scratch = scratch
         self.shared = self._sees_run_directory()
@@ -72,11 +73,6 @@ class Inputs:
             with contextlib.suppress(OSError, ValueError), open(path) as file:
                 return bool(json.load(file)["state"] != "succeeded")
         return False
-
-    def fetch(self, fetch: Callable[[str, str], None]) -> None:
-        """Requests each missing file, by name and local path."""
-        for name, path in self.missing.items():
-            fetch(name, path)
 
     def message(self, ports: list[int] | None) -> Start:
         """Returns the `Start` of every worker of this task, without its context; requires that no file is missing.
@@ -135,7 +131,7 @@ class Inputs:
         return directory
 
     def _check(self, name: str) -> None:
-        if digest_of_file(self._here[name]) != self._assigned.files[name]["digest"]:
+        if digest_of_file(self._here[name]) != self._digests[name]:
             raise InputError(
                 f"{name} does not carry the digest that the driver recorded: it was changed or damaged, or an "
                 "argument changed while it was submitted"
@@ -152,42 +148,6 @@ class Inputs:
             "use_gpu": use_gpu,
             "storage_path": self._assigned.context["storage_path"] if self.shared else None,
         }
-
-
-class Requests:
-    """Fetches the files that workers request, each once for all workers that request it."""
-
-    def __init__(self, fetch: Callable[[str, str], None], scratch: str) -> None:
-        """Prepares to take the requests of this task's workers.
-
-        Args:
-            fetch: Requests a file from the driver, by name and local path.
-            scratch: Directory of this task for fetched files.
-        """
-        self._fetch = fetch
-        self._scratch = scratch
-        self._asking: dict[str, list[Rank]] = {}
-        self._fetched: dict[str, Fetched] = {}
-
-    def ask(self, rank: Rank, name: str) -> None:
-        """Tells a rank the answer to its request, now or when the file is there."""
-        if name in self._fetched:
-            rank.tell(self._fetched[name])
-            return
-        if name not in self._asking:
-            self._fetch(name, os.path.join(self._scratch, name))
-        self._asking.setdefault(name, []).append(rank)
-
-    def answer(self, message: Fetched) -> bool:
-        """Passes the driver's message on to the ranks that wait for the file; returns False if none does."""
-        asking = self._asking.pop(message.name, None)
-        if asking is None:
-            return False
-        if message.error is None:
-            self._fetched[message.name] = message
-        for rank in asking:
-            rank.tell(message)
-        return True
 
 
 @contextlib.contextmanager

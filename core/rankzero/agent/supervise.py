@@ -1,14 +1,16 @@
 """The agent's main loop: starts the workers of one task, forwards their messages and output, and ends them.
 
-One selector loop; the channel has a thread of its own. The agent ends when the driver asks for it, when the driver is
+One event loop and one thread. The agent ends when the driver asks for it, when the driver is
 lost for good, or when the task process that started it has exited (end of file on standard input, and a pidfd where
 there is one). It always ends every descendant. The driver's `Assign` numbers the ranks; until then they import torch.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -17,15 +19,18 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rankzero import bounds
-from rankzero.agent.forwarder import READ_SIZE, Forwarder, Loop
+from rankzero.agent.ending import Ending
+from rankzero.agent.forwarder import READ_SIZE, Forwarder
 from rankzero.agent.inputs import InputError, Inputs
-from rankzero.agent.ranks import Ending, Rank, rank_environment
+from rankzero.agent.output import Outbox
+from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.channel import messages
-from rankzero.channel.client import ChannelClient, ChannelClosed
-from rankzero.channel.messages import Message, decode, encode
+from rankzero.channel.client import Driver
+from rankzero.channel.messages import Message, MessageError
 from rankzero.errors import PREEMPTED
 from rankzero.host import network, processes
 from rankzero.host.processes import (
@@ -41,98 +46,50 @@ class Agent:
     """The workers of one task and the channel to the driver."""
 
     def __init__(self, config: dict[str, Any]) -> None:
+        """Starts the workers, which may be forks: there must be neither an event loop nor a thread yet."""
         self._config = config
-        self._loop = Loop()
-        self._ranks: list[Rank] = []
-        hosts, port = config["driver"]
-        certificate = base64.b64decode(config["certificate"]) if config.get("certificate") else None
-        self._client = ChannelClient(
-            hosts,
-            port,
-            config["secret"],
-            config["task"],
-            config.get("connect_timeout"),
-            certificate,
-            self._driver_lives,
-        )
-        self._caller_lives = watcher_of(config.get("caller"))
-        self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
-        self._inputs: Inputs | None = None
-        self._forwarder = Forwarder(self._loop, self._client, self._ending, config["scratch"])
-        self._lost: str | None = None
-        self._stacks_at: float | None = None
-        self._positions_at: float | None = None
-        self._usage: UsageSampler | None = None
+        self._outbox = Outbox(config["scratch"])
+        processes.become_subreaper()
         # The task process may be killed first; then only this lock shows that the directories are in use.
         self._locks = [_locked(place) for place in (config["scratch"], config["temporary"]) if place]
+        self._ranks = [Rank(local_rank, config, self._outbox) for local_rank in range(config["workers"])]
+        self._caller_lives = watcher_of(config.get("caller"))
+        self._inputs: Inputs | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.lost: str | None = None
+        """The reason for which the connection to the driver has ended."""
+        self.has_failed = False
+        """True if that was too early."""
 
-    def run(self) -> None:
-        """Runs until every descendant of this process has ended."""
-        processes.become_subreaper()
-        wakeup, signalled = socket.socketpair()
-        for end in (wakeup, signalled):
-            end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        # The loop handles it by the wakeup socket: a handler could run while a lock of the channel is held.
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
-        self._loop.watch(wakeup, lambda: self._on_signal(wakeup))
-        self._loop.watch(sys.stdin.fileno(), self._on_stdin)
-        if "zygote" in self._config:
-            # A child that the holder has forked may keep the zygote's standard input open, or the zygote may hang.
-            self._loop.watch_end(self._config["owner"], self._ending.orphan)
-            self._loop.watch_end(os.pidfd_open(self._config["zygote"]), self._on_zygote)
-        try:
-            # Before any thread exists: the workers may be forks.
-            for local_rank in range(self._config["workers"]):
-                self._start_rank(local_rank)
-            self._client.start()
-            self._loop.watch(self._client.fileno(), self._on_driver)
-            self._join()
-            while not self._ending.is_complete:
-                self._step()
-        finally:
-            self._end_everything()
-        if self._lost and not self._ending.is_orphaned:
-            sys.exit(f"the driver is lost: {self._lost}")
-
-    def _driver_lives(self) -> bool:
-        """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
-        return self._caller_lives() and not (self._inputs and self._inputs.is_ended())
-
-    # -- the loop ------------------------------------------------------------------------------
-
-    def _step(self) -> None:
-        self._loop.dispatch(self._time_left())
-        now = time.monotonic()
-        self._ending.ask_written(now)
-        self._ending.kill_overdue(now)
-        self._forwarder.step(now)
-        if self._lost or self._ending.is_orphaned:
-            self._ending.release()
-        if self._stacks_at is not None and now >= self._stacks_at:
-            self._stacks_at = None
-            for rank in self._ranks:
-                rank.send(messages.Stack(rank.stack()))
-        if self._positions_at is not None and now >= self._positions_at:
-            self._positions_at = None
-            for rank in self._ranks:
-                if position := rank.position():
-                    rank.send(position)
-        if self._usage and (sample := self._usage.sample(now)):
-            self._client.queue(encode(messages.Usage(sample)))
+    async def run(self) -> None:
+        """Runs until every descendant of this process has ended, and the driver has what they sent."""
+        hosts, port = self._config["driver"]
+        certificate = base64.b64decode(self._config["certificate"]) if self._config.get("certificate") else None
+        self._driver = Driver(hosts, port, self._config["secret"], certificate)
+        grace, exit_timeout = self._config["grace"], self._config["exit_timeout"]
+        self._ending = Ending(self._ranks, self._outbox, grace, exit_timeout)
+        self._forwarder = Forwarder(self._driver, self._config["task"], self._ending, self._config["scratch"])
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._collect)
+        what = "it got SIGTERM: the cluster takes the place back"
+        loop.add_signal_handler(signal.SIGTERM, lambda: self._ending.leave(what, PREEMPTED))
+        loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+        self._watch_processes()
         for rank in self._ranks:
-            rank.output.pump()
-            rank.flush()
+            self._forwarder.listen(rank)
+        self._join()
+        try:
+            for work in (self._outbox.pump(), self._forwarder.upload(), self._follow_driver()):
+                self._do(work)
+            self._collect()
+            await self._ending.complete.wait()
+        finally:
+            await self._end_everything()
 
-    def _time_left(self) -> float | None:
-        sample_at = self._usage.next_at if self._usage else None
-        moments = [self._ending.kill_at, self._ending.flush_by, self._stacks_at, self._positions_at, sample_at]
-        moments += self._forwarder.next_at
-        times = [at - time.monotonic() for at in moments if at is not None]
-        if any(rank.output.waiting or rank.flush() for rank in self._ranks):
-            times.append(bounds.POLL_INTERVAL_SHORT)
-        return max(0.0, min(times)) if times else None
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # -- the driver ----------------------------------------------------------------------------
 
@@ -147,38 +104,39 @@ class Agent:
             gpus=self._config["gpus"],
             workers=len(self._ranks),
         )
-        self._client.queue(encode(join))
+        self._outbox.send(join)
 
-    def _on_driver(self) -> None:
+    async def _follow_driver(self) -> None:
+        """Finds the driver and handles its messages, until either end closes the connection."""
+        timeout = self._config.get("connect_timeout") or bounds.AGENT_CONNECT_TIMEOUT()
+        connection = None
         try:
-            for message in self._client.receive():
-                self._on_message(decode(message))
-        except ChannelClosed as error:
-            self._lost = str(error)
-            self._loop.unwatch(self._client.fileno())
-            self._ending.stop()
+            connection = await self._driver.find(self._config["task"], timeout)
+            self._outbox.attach(connection)
+            self._do(self._driver.keep(connection, self._driver_lives))
+            async for message, _ in connection.messages():
+                self._on_message(message)
+            why = "the driver closed the channel"
+        except (OSError, MessageError) as error:
+            why = str(error) or type(error).__name__
+        self.lost = (connection and connection.reason) or why
+        self._ending.stop()
+        self._ending.release()
+
+    def _driver_lives(self) -> bool:
+        """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
+        return self._caller_lives() and not (self._inputs and self._inputs.is_ended())
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, messages.Assign):
             if message.sample_usage:
-                self._usage = UsageSampler(use_gpu=self._config["use_gpu"], now=time.monotonic())
-            self._inputs = Inputs(message, self._config["scratch"])
-            self._inputs.fetch(self._client.fetch)
-            self._start_when_complete()
-        elif isinstance(message, messages.Fetched):
-            if not self._forwarder.requests.answer(message):
-                self._on_fetched(message)
+                self._do(self._sample_usage())
+            self._do(self._start(message))
         elif isinstance(message, (messages.Go, messages.Committed, messages.NotCommitted)):
             for rank in self._ranks:
                 rank.tell(message)
         elif isinstance(message, messages.Dump):
-            for rank in self._ranks:
-                rank.ask_for_stack()
-            self._stacks_at = time.monotonic() + bounds.STACKS_TIMEOUT()
-        elif isinstance(message, messages.Peek):
-            for rank in self._ranks:
-                rank.peek()
-            self._positions_at = time.monotonic() + bounds.STACKS_TIMEOUT()
+            self._do(self._send_stacks(quiet=message.quiet))
         elif isinstance(message, messages.Stop):
             for rank in self._ranks:
                 # A rank may just have reported a checkpoint that it is writing.
@@ -187,22 +145,21 @@ class Agent:
             self._collect()
             self._ending.stop(message.grace)
         elif isinstance(message, messages.End):
+            with contextlib.suppress(OSError):
+                open(os.path.join(self._config["scratch"], "agreed"), "w").close()
             self._ending.await_exits()
 
-    def _on_fetched(self, message: messages.Fetched) -> None:
-        assert self._inputs is not None
-        if message.error is not None:
-            text = f"{message.name} cannot be had from the driver: {message.error}"
-            kind = "rankzero.errors.ResultError"
-            self._ranks[0].send(messages.Failed(time.time(), exception_type=kind, message=text, exit_code=1))
-            return
-        del self._inputs.missing[message.name]
-        self._start_when_complete()
-
-    def _start_when_complete(self) -> None:
-        inputs = self._inputs
-        if inputs is None or inputs.missing:
-            return
+    async def _start(self, assigned: messages.Assign) -> None:
+        """Gets the files of the ranks, and gives the ranks their work."""
+        inputs = self._inputs = Inputs(assigned, self._driver.digests, self._config["scratch"])
+        for name, path in inputs.missing.items():
+            try:
+                await self._driver.fetch(name, path)
+            except OSError as error:
+                text = f"{name} cannot be had from the driver: {error}"
+                kind = "rankzero.errors.ResultError"
+                self._ranks[0].send(messages.Failed(time.time(), exception_type=kind, message=text, exit_code=1))
+                return
         try:
             common = inputs.message(self._config["ports"])
         except InputError as error:
@@ -210,30 +167,53 @@ class Agent:
         self._ranks[0].output.add(self._config["notes"])
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
-            rank.tell(common.having(context=context, env=rank_environment(context, self._config)))
+            env = rank_environment(context, self._config)
+            rank.tell(dataclasses.replace(common, context=context, env=env))
 
-    # -- workers -------------------------------------------------------------------------------
+    async def _send_stacks(self, *, quiet: bool) -> None:
+        for rank in self._ranks:
+            rank.ask_for_stack(quiet=quiet)
+        await asyncio.sleep(bounds.STACKS_TIMEOUT())
+        for rank in self._ranks:
+            rank.send(rank.stack(quiet=quiet))
 
-    def _start_rank(self, local_rank: int) -> None:
-        rank = Rank(local_rank, self._config, self._client)
-        self._ranks.append(rank)
-        self._forwarder.listen(rank)
-        if hasattr(os, "pidfd_open"):
-            # The kernel reports the exit of a rank even if the user's libraries change the handling of SIGCHLD.
-            ended = os.pidfd_open(rank.pid)
-            self._loop.watch_end(ended, lambda: self._on_end(ended))
+    async def _sample_usage(self) -> None:
+        usage = UsageSampler(use_gpu=self._config["use_gpu"], now=time.monotonic())
+        while True:
+            await asyncio.sleep(usage.next_at - time.monotonic())
+            if sample := usage.sample(time.monotonic()):
+                self._outbox.send(messages.Usage(sample))
 
     # -- ending --------------------------------------------------------------------------------
 
-    def _on_signal(self, wakeup: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            if signal.SIGTERM in wakeup.recv(READ_SIZE):
-                self._ending.leave("it got SIGTERM: the cluster takes the place back", PREEMPTED)
-        self._collect()
+    def _watch_processes(self) -> None:
+        """Ends the agent with its zygote, and with the process that holds it."""
+        loop = asyncio.get_running_loop()
+        if "zygote" in self._config:
+            # A child that the holder has forked may keep the zygote's standard input open, or the zygote may hang.
+            owner, zygote = self._config["owner"], os.pidfd_open(self._config["zygote"])
+            loop.add_reader(owner, self._on_end_of, owner, self._ending.orphan)
+            loop.add_reader(zygote, self._on_end_of, zygote, self._on_zygote)
+        if hasattr(os, "pidfd_open"):
+            # The kernel reports the exit of a rank even if the user's libraries change the handling of SIGCHLD.
+            for rank in self._ranks:
+                ended = os.pidfd_open(rank.pid)
+                loop.add_reader(ended, self._on_end_of, ended, self._collect)
 
-    def _on_end(self, pidfd: int) -> None:
-        os.close(pidfd)
-        self._collect()
+    def _on_end_of(self, watched: int, then: Callable[[], None]) -> None:
+        asyncio.get_running_loop().remove_reader(watched)
+        os.close(watched)
+        then()
+
+    def _on_zygote(self) -> None:
+        """Kills all descendants because the zygote died: later no process could find them."""
+        self._ending.orphan()
+        self._ending.stop(0.0)
+
+    def _on_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), READ_SIZE):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self._ending.orphan()
 
     def _collect(self) -> None:
         """Reaps exited children: ranks, and orphans that were re-parented to this process."""
@@ -253,30 +233,32 @@ class Agent:
         elif rank.outcome is None:
             how = {"exit_code": code} if code >= 0 else {"signal": signal_name(-code)}
             rank.send(messages.Failed(time.time(), log_tail=rank.output.tail, **how))
+        self._ending.check()
 
-    def _on_stdin(self) -> None:
-        if not os.read(sys.stdin.fileno(), READ_SIZE):
-            self._loop.unwatch(sys.stdin.fileno())
-            self._ending.orphan()
-
-    def _on_zygote(self) -> None:
-        """Kills all descendants because the zygote died: later no process could find them."""
-        self._ending.orphan()
-        self._ending.stop(0.0)
-
-    def _end_everything(self) -> None:
-        signal.set_wakeup_fd(-1)
+    async def _end_everything(self) -> None:
+        """Kills what ranks have left, and delivers the last lines and files."""
+        self.has_failed = self.lost is not None and not (self._ending.is_orphaned or self._ending.is_agreed)
         processes.kill_descendants(groups=[rank.pid for rank in self._ranks])
         for rank in self._ranks:
             # Every child that kept the pipe open has exited, so it can be read to its end.
-            with contextlib.suppress(Exception):
-                self._forwarder.drain(rank, self._forwarder.on_output)
-        with contextlib.suppress(Exception):
-            self._ending.deliver_last_lines(self._loop.dispatch)
-        # The task process deletes them for an agent that was killed; but it may be stopped, or die first.
-        for directory in (self._config["scratch"], self._config["temporary"]):
-            if directory:
-                shutil.rmtree(directory, ignore_errors=True)
+            self._forwarder.drain(rank, self._forwarder.on_output)
+            rank.output.finish()
+        begun = time.monotonic()
+
+        def deadline() -> float:
+            # A stop, or the death of the task process, may arrive meanwhile.
+            return begun + (bounds.STOPPED_LINES_TIMEOUT() if self._ending.is_early else bounds.LAST_LINES_TIMEOUT())
+
+        if not self.lost:
+            left = deadline() if not self._ending.is_early else max(deadline(), self._ending.stop_by)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._forwarder.uploads.join(), left - time.monotonic())
+            await self._outbox.deliver(deadline)
+            # The driver closes the connection when it has read everything.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(bounds.STOPPED_LINES_TIMEOUT()):
+                    while not self.lost:
+                        await asyncio.sleep(bounds.POLL_INTERVAL_BRIEF)
 
 
 def _locked(directory: str) -> int:
@@ -299,4 +281,13 @@ def main() -> None:
     allow_open_files()
     config = json.loads(line)
     os.environ.update(bounds.environment(config["env"]))
-    Agent(config).run()
+    agent = Agent(config)
+    try:
+        asyncio.run(agent.run())
+    finally:
+        # The task process deletes them for an agent that was killed; but it may be stopped, or die first.
+        for directory in (config["scratch"], config["temporary"]):
+            if directory:
+                shutil.rmtree(directory, ignore_errors=True)
+    if agent.has_failed:
+        sys.exit(f"the driver is lost: {agent.lost}")

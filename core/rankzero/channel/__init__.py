@@ -1,11 +1,8 @@
-"""The authenticated connection between the driver and its agents.
+"""The authenticated connections between the driver and its agents.
 
-The layers, from the lowest: `frames` and `auth` (the proof of the run's secret); `session`, which outlives cut
-connections; the driver's end (`server` with a `peer` for each agent, and `files`) and the agent's end (`client`, with
-`keeper` and `exchange`). Its size limits are in `frames`. The channel does not interpret
-ranks or results, and never unpickles. An agent whose driver is slow keeps lines on its disk. A failure carries the
-rank's last lines with it, since it overtakes them. The driver's end has no TLS socket, but records between transport
-and connection, so connections in the middle of a TLS handshake count as unproved ones. Why there is such a channel:
-docs/architecture.md#a-channel-of-rankzero-and-no-grpc. `messages` has the kinds of messages that driver, agents and
-ranks exchange, and `message` their base.
+`messages` has the kinds of messages; `connection` the proof of the secret, messages and files on one connection;
+`server` is the driver's end and `client` the agent's; `tls` encrypts them. The channel does not interpret ranks or
+results, and never unpickles. TCP sends again what a short cut of the network delays; an end that sends nothing for
+`bounds.CONNECTION_LOST_AFTER` is lost. Why there is such a channel:
+docs/architecture.md#a-channel-of-rankzero-and-no-grpc.
 """

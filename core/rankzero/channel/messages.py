@@ -1,26 +1,107 @@
-"""The messages of driver, agents and ranks: one class for each kind. Standard library only, as for `Message`."""
+"""The messages of driver, agents and ranks: one class for each kind, and its form on the wire.
+
+On the wire a message is a line of JSON: ``[kind, local rank, fields]``. An agent adds the local rank of the sender to
+the messages of its ranks; it is null in all others. Standard library only: this module travels to executors.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, dataclass_transform
 
-from rankzero.channel.message import KINDS as KINDS
-from rankzero.channel.message import Message as Message
-from rankzero.channel.message import decode as decode
-from rankzero.channel.message import encode as encode
+LINE_MAX = 64 << 20  # Most bytes of one message
+
+KINDS: dict[str, type[Message]] = {}
+"""The class of each kind of message."""
 
 NEVER = sys.maxsize
 """Number in `NotCommitted` that is greater than that of any checkpoint."""
 
-FINISHED = "finished-"
-"""Beginning of the name of an empty file, behind which a rank's `Finished` follows the files of its checkpoints."""
+M = TypeVar("M", bound="Message")
+
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class MessageError(ValueError):
+    """A line that is no message, or is too long."""
+
+
+class Message:
+    """The base of all messages, which are frozen dataclasses."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields whose value is not None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def kind(cls: type[M]) -> type[M]:
+    """Makes a class a kind of message. `Message` has what each of them would otherwise compile at its import."""
+    KINDS[cls.__name__] = made = dataclass(frozen=True, eq=False, repr=False)(cls)
+    return made
+
+
+def encode(message: Message, local_rank: int | None = None) -> bytes:
+    """Returns the line of a message.
+
+    Args:
+        message: The message.
+        local_rank: The rank that sent it, if an agent forwards it.
+
+    Raises:
+        MessageError: it is too long.
+    """
+    line = _to_json([type(message).__name__, local_rank, vars(message)]).encode() + b"\n"
+    if len(line) > LINE_MAX:
+        raise MessageError(f"a message of {len(line)} bytes is over the limit of {LINE_MAX}")
+    return line
+
+
+def decode(line: bytes) -> tuple[Message, int | None]:
+    """Returns the message in a line, and the local rank of its sender. Raises MessageError."""
+    try:
+        name, local_rank, values = json.loads(line)
+        message = KINDS[name](**values)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise MessageError(f"{line[:100]!r} is no message: {type(error).__name__}: {error}") from None
+    if not isinstance(local_rank, int | None):
+        raise MessageError(f"{local_rank!r} is no local rank")
+    return message, local_rank
+
+
+class Decoder:
+    """Splits received bytes, in pieces of any size, into messages."""
+
+    def __init__(self, limit: int = LINE_MAX) -> None:
+        self._limit = limit
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[Message, int | None]]:
+        """Returns the messages that these bytes complete, with the local rank of each sender. Raises MessageError."""
+        first, *others = data.split(b"\n")
+        self._rest += first
+        if len(self._rest) > self._limit:
+            raise MessageError(f"a message is longer than {self._limit} bytes")
+        if not others:
+            return []
+        lines = [bytes(self._rest), *others[:-1]]
+        self._rest = bytearray(others[-1])
+        return [decode(line) for line in lines]
+
 
 # -- an agent to the driver ------------------------------------------------------------------------
 
 
-class Join(Message, kind="join"):
+@kind
+class Join(Message):
     """An agent has started its workers, which import torch, and waits for its ranks."""
 
     host: str
@@ -32,58 +113,65 @@ class Join(Message, kind="join"):
     workers: int
 
 
-class Leaving(Message, kind="leaving"):
+@kind
+class Leaving(Message):
     """An agent stops its ranks although the driver has not asked for it; ``cause`` decides about a restart."""
 
     why: str
     cause: str
 
 
-class Usage(Message, kind="usage"):
+@kind
+class Usage(Message):
     """A sample of the CPU, memory, network and GPUs of an agent's host (`rankzero.host.usage`)."""
 
     sample: dict[str, Any]
 
 
-class Log(Message, kind="log"):
+@kind
+class Log(Message):
     """Lines that a rank printed."""
 
     lines: list[str]
 
 
-class Stack(Message, kind="stack"):
-    """The stack of a rank, or a text that says why there is none: the reply to `Dump`."""
+@kind
+class Stack(Message):
+    """The reply to `Dump`.
+
+    Attributes:
+        text: The stack of the rank, or a text that says why there is none.
+        cpu: Processor seconds that the rank has used; None if it is not known.
+    """
 
     text: str
-
-
-class Position(Message, kind="position"):
-    """The stack of a rank and the processor seconds that it has used: the reply to `Peek`."""
-
-    stack: str
     cpu: float | None = None
 
 
-class Exited(Message, kind="exited"):
+@kind
+class Exited(Message):
     """A rank that was asked to stop has exited without an outcome."""
 
 
 # -- a rank to the driver, through its agent -------------------------------------------------------
 
 
-class Ready(Message, kind="ready"):
+@kind
+class Ready(Message):
     """A rank has imported this version of torch."""
 
     torch: str
 
 
-class Rendezvous(Message, kind="rendezvous"):
+@kind
+class Rendezvous(Message):
     """Rank 0 has bound the port at which the ranks meet."""
 
     port: int
 
 
-class Entered(Message, kind="entered"):
+@kind
+class Entered(Message):
     """A rank calls the user's code; the Unix times are those of its process's start, of torch's import, and now."""
 
     started: float
@@ -92,25 +180,29 @@ class Entered(Message, kind="entered"):
     torch: str
 
 
-class Beat(Message, kind="beat"):
+@kind
+class Beat(Message):
     """The heartbeat of a rank, with the count of its progress so far."""
 
     progress: int
 
 
-class Metrics(Message, kind="metric"):
+@kind
+class Metrics(Message):
     """Reports of a rank: the metrics and the Unix time of each."""
 
     rows: list[tuple[dict[str, Any], float]]
 
 
-class PartKind(Message, kind="checkpoint-kind"):
+@kind
+class PartKind(Message):
     """A rank of several reports its first checkpoint, with the fact whether its checkpoints are sharded."""
 
     sharded: bool
 
 
-class Part(Message, kind="checkpoint"):
+@kind
+class Part(Message):
     """A rank has written its part of a checkpoint.
 
     Attributes:
@@ -139,25 +231,29 @@ class Part(Message, kind="checkpoint"):
     upload: str | None = None
 
 
-class PartFailed(Message, kind="checkpoint-failed"):
+@kind
+class PartFailed(Message):
     """A rank could not write its part of a checkpoint."""
 
     index: int
 
 
-class Damaged(Message, kind="checkpoint-damaged"):
+@kind
+class Damaged(Message):
     """A rank has found that a file of a committed checkpoint is not the one that was written."""
 
     id: str
 
 
-class Returned(Message, kind="returned"):
+@kind
+class Returned(Message):
     """The user's code has returned in a rank, before the rank was asked to stop."""
 
     time: float
 
 
-class Finished(Message, kind="commit"):
+@kind
+class Finished(Message):
     """A rank has written everything that the run needs from it.
 
     Attributes:
@@ -169,7 +265,8 @@ class Finished(Message, kind="commit"):
     result: dict[str, Any] | None = None
 
 
-class Failed(Message, kind="failure"):
+@kind
+class Failed(Message):
     """The facts about a rank that has failed.
 
     Attributes:
@@ -198,13 +295,15 @@ class Failed(Message, kind="failure"):
 # -- a rank to its agent ---------------------------------------------------------------------------
 
 
-class PartBegun(Message, kind="checkpoint-begun"):
+@kind
+class PartBegun(Message):
     """The user's code has reported a checkpoint, and the rank writes its part."""
 
     index: int
 
 
-class Fetch(Message, kind="fetch"):
+@kind
+class Fetch(Message):
     """A rank requests a file that the driver offers; the reply is `Fetched`."""
 
     name: str
@@ -213,7 +312,8 @@ class Fetch(Message, kind="fetch"):
 # -- the driver to the agents; an agent forwards some of them to its ranks -------------------------
 
 
-class Assign(Message, kind="assign"):
+@kind
+class Assign(Message):
     """The ranks of an agent, and what it needs to start them.
 
     Attributes:
@@ -234,7 +334,8 @@ class Assign(Message, kind="assign"):
     checkpoint: dict[str, Any] | None = None
 
 
-class Go(Message, kind="go"):
+@kind
+class Go(Message):
     """The addresses and the port of rank 0: the ranks connect, then call the user's code."""
 
     master_hosts: list[str]
@@ -242,48 +343,54 @@ class Go(Message, kind="go"):
     one_host: bool
 
 
-class Committed(Message, kind="checkpoint-committed"):
+@kind
+class Committed(Message):
     """A checkpoint is committed, with the part of its manifest that the ranks of the agent need."""
 
     manifest: dict[str, Any]
 
 
-class NotCommitted(Message, kind="checkpoint-lost"):
+@kind
+class NotCommitted(Message):
     """A checkpoint cannot be committed; with `NEVER`, no later one will be."""
 
     index: int
 
 
-class Flush(Message, kind="flush"):
+@kind
+class Flush(Message):
     """Requests the reports that a rank still holds, before the agent stops it."""
 
 
-class Flushed(Message, kind="flushed"):
+@kind
+class Flushed(Message):
     """Answers `Flush`: the rank has sent every report that preceded it."""
 
 
-class Dump(Message, kind="dump"):
-    """Requests the stacks of all ranks, which they also write to their logs."""
+@kind
+class Dump(Message):
+    """Requests the stacks of all ranks. Their logs show them, too, unless it is ``quiet``."""
+
+    quiet: bool = False
 
 
-class Peek(Message, kind="peek"):
-    """Requests the positions of all ranks, which their logs do not show."""
-
-
-class Stop(Message, kind="stop"):
+@kind
+class Stop(Message):
     """Stops the ranks: SIGTERM now, SIGKILL after ``grace`` seconds."""
 
     grace: float
 
 
-class End(Message, kind="end"):
+@kind
+class End(Message):
     """Every rank has finished: the ranks run their exit handlers and exit."""
 
 
 # -- an agent to a rank ----------------------------------------------------------------------------
 
 
-class Start(Message, kind="start"):
+@kind
+class Start(Message):
     """The work of a rank.
 
     Attributes:
@@ -314,10 +421,8 @@ class Start(Message, kind="start"):
     checkpoint: dict[str, Any] | None = None
 
 
-# -- the channel itself ----------------------------------------------------------------------------
-
-
-class Fetched(Message, kind="fetched"):
+@kind
+class Fetched(Message):
     """A file that was requested from the driver is at ``path``, or cannot be had because of ``error``."""
 
     name: str
@@ -325,23 +430,14 @@ class Fetched(Message, kind="fetched"):
     error: str | None = None
 
 
-class Uploaded(Message, kind="uploaded"):
-    """A file of an agent is at ``path``, or was not received because of ``error``."""
-
-    name: str
-    path: str = ""
-    error: str | None = None
-    digest: str | None = None
-    size: int | None = None
+# -- both ends of a connection ---------------------------------------------------------------------
 
 
-class Disconnected(Message, kind="disconnected"):
-    """The connection of an agent has ended, and the agent may make a new one."""
+@kind
+class Ping(Message):
+    """The other end is alive."""
 
 
-class Reconnected(Message, kind="reconnected"):
-    """A disconnected agent has made a new connection."""
-
-
-class Lost(Message, kind="lost"):
-    """An agent is lost, and no new connection of it is accepted."""
+@kind
+class Bye(Message):
+    """An agent has sent everything, and closes its connection."""

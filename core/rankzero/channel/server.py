@@ -1,344 +1,248 @@
-"""`ChannelServer`: the driver's end of the channel, with one thread, one asyncio loop and any number of agents.
-
-A peer that does not prove the secret in time is dropped, without any effect on others. An agent's session outlives its
-connections: messages to a disconnected agent arrive when it is connected again. One periodic sweep checks the liveness
-of all.
-"""
+"""`Server`: the driver's end of the channel, in the driver's own event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import os
 import socket
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
-from rankzero import bounds
-from rankzero.channel import frames
-from rankzero.channel.auth import Hello
-from rankzero.channel.frames import FrameError, Message
-from rankzero.channel.peer import Connection, OnMessage, Peer
-from rankzero.channel.session import CONTROL, message_body
-from rankzero.channel.tls import Identity
+from rankzero import bounds, store
+from rankzero.channel.connection import CHUNK, READ_SIZE, ChannelError, Connection, Limits, write_all
+from rankzero.channel.messages import Bye, Log, Message, MessageError, Ping
+from rankzero.host.network import BACKLOG
+from rankzero.threads import ActionThread, reply_of
 
-DISCONNECT_TIMEOUT = bounds.stretched(1.0)  # For agents to receive the server's disconnect
+if TYPE_CHECKING:
+    import ssl
+
+LAST_READ_TIMEOUT = bounds.stretched(2.0)  # For the driver to read what ended agents sent, if a network is cut
+
+UPLOAD = ".upload-"
+"""Beginning of the name of a file that an agent sends; the rest is the name that the agent gives to it."""
 
 logger = logging.getLogger(__name__)
 
-DISCONNECTED = "disconnected"
-"""Type of the message that the server synthesizes when an agent's connection ends or times out."""
 
-RECONNECTED = "reconnected"
-"""Type of the message that the server synthesizes when a disconnected agent is connected again."""
+class Receiver(Protocol):
+    """The driver, as the channel calls it, always in the event loop."""
 
-LOST = "lost"  # Type of the message that the server synthesizes when an agent is lost without having disconnected
+    def on_message(self, task: int, local_rank: int | None, message: Message) -> None:
+        """Applies a message of an agent or of one of its ranks."""
+
+    def on_end(self, task: int, why: str | None) -> None:
+        """Notes that an agent's connection has ended: for this reason, or as agreed if there is none."""
+
+    async def room(self) -> None:
+        """Waits while the driver cannot take more lines of ranks."""
 
 
-class ChannelServer:
-    """Listens for the agents of one attempt."""
+class Server:
+    """Listens for the agents of one attempt.
+
+    Attributes:
+        received: The size of each file that arrived, or a text that says why it did not, by its path.
+    """
 
     def __init__(
         self,
         secret: str,
-        on_message: OnMessage,
+        receiver: Receiver,
         *,
-        served: dict[str, str] | None = None,
-        upload_directory: str = ".",
-        can_take: Callable[[], bool] = lambda: True,
-        identity: Identity | None = None,
+        served: Mapping[str, str] | None = None,
+        digests: Mapping[str, str] | None = None,
+        directory: str = ".",
+        tls: ssl.SSLContext | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Prepares the server; `start` runs it.
 
         Args:
-            secret: The run's secret, hex.
-            on_message: Called in the server's thread for every message of an agent, in order.
+            secret: The attempt's secret, hex.
+            receiver: Receives the messages.
             served: Locations of the files that agents may fetch, by name.
-            upload_directory: Local directory that receives uploads.
-            can_take: While it returns False, agents may send no more bulk (logs, uploads) than `frames.BULK_WINDOW`;
-                other messages are not delayed.
-            identity: Certificate and key for encrypted connections; None for plain ones.
+            digests: Digests of those that ranks execute, which agents compare.
+            directory: Local directory for the files that agents send.
+            tls: Context for encrypted connections; None for plain ones.
+            limits: Time limits; None for the usual ones.
         """
         self._secret = secret
-        self._on_message = on_message
-        self._served = served or {}
-        self._upload_directory = upload_directory
-        self._can_take = can_take
-        self._identity = identity
-        self._loop = asyncio.new_event_loop()
-        self._peers: dict[int, Peer] = {}
-        self._unproved: dict[Connection, None] = {}
-        self._ended = asyncio.Event()
-        self._withheld: set[Peer] = set()
-        self._is_closing = False
-        self._when_alone: list[Callable[[], None]] = []
-        self._thread = threading.Thread(target=self._run_loop, name="rankzero-channel", daemon=True)
-        self._stopped = threading.Event()
-        self.failure: BaseException | None = None
-        """The exception that has ended the thread; None while it runs, and after `close`."""
-        self._swept = time.monotonic()
+        self._receiver = receiver
+        self._served = served if served is not None else {}
+        self._digests = dict(digests or {})
+        self._directory = directory
+        self._tls = tls
+        self._limits = limits or Limits()
+        self._server: asyncio.Server | None = None
+        self._agents: dict[int, Connection] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+        self.received: dict[str, int | str] = {}
 
-    def start(self, listener: socket.socket) -> int:
-        """Starts the thread, which accepts connections; returns the port.
-
-        Args:
-            listener: A socket that `listen` made. The server closes it at its end.
-        """
-        self._listener = listener
-        port = int(listener.getsockname()[1])
-        self._thread.start()
-        return port
+    async def start(self, listener: socket.socket) -> int:
+        """Accepts connections at a socket that `rankzero.host.network.listen` has made; returns its port."""
+        timeout = self._limits.handshake if self._tls else None
+        self._server = await asyncio.start_server(
+            self._accept, sock=listener, limit=READ_SIZE, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=timeout
+        )
+        self._sweeper = asyncio.create_task(self._sweep())
+        return int(listener.getsockname()[1])
 
     def send(self, task: int, message: Message) -> None:
-        """Queues a message for one agent, which may be disconnected; ignores a lost one. Any thread may call it."""
-        body = message_body(CONTROL, message)
-        self._call(lambda: self._queue([peer] if (peer := self._peers.get(task)) else [], body))
+        """Sends a message to an agent, if it is connected."""
+        if connection := self._agents.get(task):
+            connection.send(message)
 
     def broadcast(self, message: Message) -> None:
-        """Queues a message for every agent that has joined, including disconnected ones. Any thread may call it."""
-        body = message_body(CONTROL, message)
-        self._call(lambda: self._queue(list(self._peers.values()), body))
+        """Sends a message to every agent that is connected."""
+        for connection in self._agents.values():
+            connection.send(message)
 
-    def when_alone(self, act: Callable[[], None]) -> None:
-        """Calls ``act`` once what agents that have ended sent is delivered. Any thread may call it.
+    @property
+    def connected(self) -> set[int]:
+        """The tasks whose agents are connected."""
+        return set(self._agents)
 
-        That is when no agent is connected, or after `bounds.LAST_READ_TIMEOUT`: one may have lost its network.
-        """
+    def silent(self, seconds: float) -> set[int]:
+        """Returns the tasks whose agents have sent nothing for so long."""
+        now = time.monotonic()
+        return {task for task, connection in self._agents.items() if now - connection.received_at >= seconds}
 
-        def begin() -> None:
-            self._when_alone.append(act)
-            self._loop.call_later(bounds.LAST_READ_TIMEOUT(), self._act_alone)
-            self._stop_when_alone()
+    async def read_rest(self) -> None:
+        """Waits until the agents have disconnected, whose processes have ended; briefly, if a network is cut."""
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=LAST_READ_TIMEOUT())
 
-        try:
-            self._loop.call_soon_threadsafe(begin)
-        except RuntimeError:
-            # The loop is closed: nothing more will be read.
-            act()
-
-    def close(self) -> None:
-        """Disconnects every agent and ends the thread, within `bounds.CHANNEL_CLOSE_TIMEOUT`."""
-        if not self._thread.ident:
-            self._loop.close()
-            return
-        self._call(self._begin_close)
-        if threading.current_thread() is not self._thread:
-            self._stopped.wait(bounds.CHANNEL_CLOSE_TIMEOUT())
-
-    def _call(self, act: Callable[[], None]) -> None:
-        # The loop is closed after the end of the thread.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(act)
-
-    @staticmethod
-    def _queue(peers: list[Peer], body: bytes) -> None:
-        for peer in peers:
-            if peer.is_live:
-                peer.queue(body)
-
-    # -- the thread ----------------------------------------------------------------------------
-
-    def _run_loop(self) -> None:
-        loop = self._loop
-        asyncio.set_event_loop(loop)
-        executor = ThreadPoolExecutor(frames.FILE_THREADS, "rankzero-channel-files")
-        loop.set_default_executor(executor)
-        self._swept = time.monotonic()
-        try:
-            self._sweep()
-            self._acceptor = loop.create_task(self._accept())
-            loop.run_until_complete(self._ended.wait())
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        except BaseException as error:
-            logger.exception("channel: its thread has failed")
-            self.failure = error
-        finally:
-            executor.shutdown(wait=False, cancel_futures=True)
-            loop.close()
-            self._stopped.set()
-
-    def _begin_close(self) -> None:
-        if self._is_closing:
-            return
-        self._is_closing = True
-        self._acceptor.cancel()
-        for connection in list(self._unproved):
+    async def close(self) -> None:
+        """Ends all connections, and accepts no more."""
+        if self._server:
+            self._server.close()
+            self._sweeper.cancel()
+        for connection in self._agents.values():
             connection.close()
-        for peer in self._peers.values():
-            if peer.is_live:
-                peer.confirm_disconnect()
-        self._loop.call_later(DISCONNECT_TIMEOUT(), self._ended.set)
-        self._stop_when_alone()
+        for task in self._connections:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=LAST_READ_TIMEOUT())
 
-    def _stop_when_alone(self) -> None:
-        if any(peer.connection for peer in self._peers.values()):
-            return
-        self._act_alone()
-        if self._is_closing:
-            self._ended.set()
+    async def _sweep(self) -> None:
+        """Sends signs of life, and disconnects agents that send none.
 
-    def _act_alone(self) -> None:
-        while self._when_alone:
-            self._when_alone.pop()()
-
-    async def _accept(self) -> NoReturn:
-        with self._listener:
-            while True:
-                await self._await_caller()
-                # Many agents connect in the same moment: accept all that are waiting.
-                while await self._accept_one():
-                    pass
-
-    async def _accept_one(self) -> bool:
-        """Accepts the next connection; returns False if none is waiting."""
-        try:
-            accepted, _ = self._listener.accept()
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            logger.warning("channel: cannot accept a connection: %s", error)
-            await asyncio.sleep(bounds.POLL_INTERVAL)
-            return False
-        accepted.setblocking(False)
-        try:
-            await self._loop.connect_accepted_socket(lambda: Connection(self, self._secret, self._identity), accepted)
-        except OSError:
-            accepted.close()
-        return True
-
-    async def _await_caller(self) -> None:
-        # loop.sock_accept loses a connection that arrives at the moment of its cancellation.
-        called = asyncio.Event()
-        self._loop.add_reader(self._listener, called.set)
-        try:
-            await called.wait()
-        finally:
-            self._loop.remove_reader(self._listener)
-
-    def _sweep(self) -> None:
-        self._loop.call_later(bounds.PING_INTERVAL / 4, self._sweep)
-        now = time.monotonic()
-        self._forgive(now - self._swept - bounds.PING_INTERVAL / 4)
-        self._swept = now
-        for connection in list(self._unproved):
-            if now - connection.made >= bounds.HANDSHAKE_TIMEOUT():
-                connection.drop("it did not prove the secret in time")
-        for peer in list(self._peers.values()):
-            if peer.connection is not None:
-                if now - peer.received_at >= bounds.CONNECTION_SILENCE():
-                    peer.connection.drop(f"agent {peer.task} sent nothing for {bounds.CONNECTION_SILENCE():g} s")
-                elif now - peer.pinged >= bounds.PING_INTERVAL:
-                    peer.pinged = now
-                    peer.session.ping()
-                    peer.pump()
-            elif peer.is_live and now - peer.received_at >= bounds.CONNECTION_LOST_AFTER():
-                self.lose(peer, f"nothing was received from agent {peer.task} for {bounds.CONNECTION_LOST_AFTER():g} s")
-
-    def _forgive(self, pause: float) -> None:
-        """Extends all time-outs by a pause of this process itself, which was stopped or did not get the GIL."""
-        if pause < bounds.PING_INTERVAL:
-            return
-        now = time.monotonic()
-        for connection in self._unproved:
-            connection.made = min(now, connection.made + pause)
-        for peer in self._peers.values():
-            peer.received_at = min(now, peer.received_at + pause)
-
-    # -- what connections and peers need -------------------------------------------------------
-
-    def on_made(self, connection: Connection) -> None:
-        """Registers a new connection, which has not proved the secret."""
-        self._unproved[connection] = None
-
-    def admit(self, connection: Connection, hello: Hello) -> Peer | str:
-        """Assigns a connection that has proved the secret to its agent.
-
-        Returns:
-            The agent, or the reason why it is refused.
-
-        Raises:
-            FrameError: The answer is older than one that was accepted.
+        This process may have stood still, under a debugger or on a starved host, and could not read what had arrived.
+        Then all agents have their whole time again.
         """
-        peer = self._peers.get(hello.task)
-        if peer is None or peer.name != hello.session:
-            if peer is not None and peer.is_live:
-                return f"another agent serves task {hello.task}"
-            if hello.resume:
-                return "its session is not known here"
-            peer = Peer(hello.task, hello.session, self._on_message, self._served, self._upload_directory, self._grant)
-            self._peers[hello.task] = peer
-        if hello.number <= peer.number:
-            raise FrameError("an answer that is older than the last")
-        if peer.is_lost:
-            return "it was given up as lost"
-        if not peer.session.can_resume(hello.received):
-            self.lose(peer, f"agent {peer.task} broke the channel's rules: it cannot have {hello.received} frames")
-            return "its count of received frames is impossible"
-        if peer.connection is not None:
-            peer.connection.drop(f"agent {peer.task} made a new connection")
-            self._disconnect(peer, peer.connection)
-        is_back = peer.number >= 0
-        peer.number, peer.connection, peer.received_at = hello.number, connection, time.monotonic()
-        peer.session.resume(hello.received)
-        self._unproved.pop(connection, None)
-        if is_back and peer.is_live and not self._is_closing:
-            peer.deliver({"type": RECONNECTED, "reason": "the agent made a new connection"})
-        return peer
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(self._limits.ping)
+            now = time.monotonic()
+            for connection in list(self._agents.values()):
+                if now - before > 2 * self._limits.ping:
+                    connection.received_at = now
+                if connection.is_silent(now):
+                    connection.abort(f"nothing was received from it for {now - connection.received_at:.0f} s")
+                connection.send(Ping())
 
-    def lose(self, peer: Peer, reason: str) -> None:
-        """Gives an agent up as lost."""
-        was_live, peer.is_lost = peer.is_live, True
-        if peer.connection is not None:
-            peer.connection.drop(reason)
-            peer.connection = None
-        peer.end()
-        self._withheld.discard(peer)
-        if was_live and not self._is_closing:
-            peer.deliver({"type": LOST, "reason": reason})
+    # -- a connection --------------------------------------------------------------------------
 
-    def on_end(self, connection: Connection) -> None:
-        """Removes a closed connection."""
-        self._unproved.pop(connection, None)
-        if connection.peer is not None:
-            self._disconnect(connection.peer, connection)
-        self._stop_when_alone()
-
-    def _disconnect(self, peer: Peer, connection: Connection) -> None:
-        if peer.connection is not connection:
-            return
-        peer.connection = None
-        if peer.is_live and not self._is_closing:
-            peer.deliver({"type": DISCONNECTED, "reason": connection.reason})
-
-    def _grant(self, peer: Peer, size: int) -> None:
-        """Gives credit for accepted bulk now, or when the driver can take more."""
-        if not peer.withheld and self._driver_can_take():
-            peer.session.grant(size)
-            return
-        peer.withheld += size
-        if not self._withheld:
-            self._loop.call_later(bounds.POLL_INTERVAL_SHORT, self._grant_withheld)
-        self._withheld.add(peer)
-
-    def _grant_withheld(self) -> None:
-        if not self._driver_can_take():
-            self._loop.call_later(bounds.POLL_INTERVAL_SHORT, self._grant_withheld)
-            return
-        for peer in list(self._withheld):
-            peer.session.grant(peer.withheld)
-            peer.withheld = 0
-            peer.pump()
-        self._withheld.clear()
-
-    def _driver_can_take(self) -> bool:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        connection = Connection(reader, writer, self._limits)
         try:
-            return self._can_take()
-        except Exception:
-            logger.exception("channel: can_take failed")
-            return True
+            async with asyncio.timeout(self._limits.handshake):
+                await connection.admit(self._secret, self._digests)
+            words = (await connection.read_line(self._limits.handshake)).split(" ")
+            match words:
+                case ["AGENT", number]:
+                    await self._serve_agent(int(number), connection)
+                case ["GET", name]:
+                    await self._give(name, connection)
+                case ["PUT", name, size]:
+                    await self._take(name, int(size), connection)
+                case _:
+                    raise ChannelError(f"no request: {words}")
+        # Drivers of object stores raise exceptions of their own types.
+        except Exception as error:
+            logger.debug("channel: a connection ended: %s: %s", type(error).__name__, error)
+        except asyncio.CancelledError:
+            # By `close`. The task itself is not awaited.
+            pass
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _serve_agent(self, task: int, connection: Connection) -> None:
+        if task in self._agents:
+            connection.write(b"another agent serves this task\n")
+            return
+        connection.write(b"ok\n")
+        self._agents[task] = connection
+        why: str | None = "its connection was closed"
+        try:
+            async for message, local_rank in connection.messages():
+                if isinstance(message, Bye):
+                    why = None
+                    break
+                try:
+                    self._receiver.on_message(task, local_rank, message)
+                except Exception:
+                    logger.exception("the driver failed on %s of the agent of task %d", message, task)
+                if isinstance(message, Log):
+                    await self._receiver.room()
+        except (OSError, MessageError) as error:
+            why = str(error) or type(error).__name__
+        finally:
+            del self._agents[task]
+            self._receiver.on_end(task, why and (connection.reason or why))
+
+    async def _give(self, name: str, connection: Connection) -> None:
+        """Sends a file that agents may fetch. Its store may hang, so it is read in a thread."""
+        thread = ActionThread("rankzero-files")
+        try:
+            location = self._served[name]
+            size = await reply_of(thread.submit(partial(store.size, location)))
+            file = await reply_of(thread.submit(partial(store.open_read, location)))
+        except KeyError:
+            connection.write(b"no such file is offered\n")
+        # Drivers of object stores raise exceptions of their own types. The agent receives any of them as text.
+        except Exception as error:
+            connection.write(
+                f"{location}: {type(error).__name__}: {error}".encode()[:CHUNK].replace(b"\n", b" ") + b"\n"
+            )
+        else:
+            connection.write(b"ok %d\n" % size)
+            try:
+                await connection.send_file(size, lambda: reply_of(thread.submit(partial(file.read, CHUNK))))
+                await connection.drain()
+            finally:
+                thread.submit(file.close)
+        finally:
+            thread.end()
+
+    async def _take(self, name: str, size: int, connection: Connection) -> None:
+        """Receives a file. Its disk may hang or be full, so it is written in a thread."""
+        path = os.path.join(self._directory, f"{UPLOAD}{name}")
+        if not name or name.startswith(".") or os.sep in name or "\0" in name:
+            raise ChannelError(f"{name!r} is no plain file name")
+        thread, problem = ActionThread("rankzero-files"), "the driver has ended"
+        try:
+            connection.write(b"ok\n")
+            file = await reply_of(thread.submit(lambda: open(path, "wb", buffering=0)))
+            try:
+                await connection.receive_file(size, lambda data: reply_of(thread.submit(lambda: write_all(file, data))))
+            finally:
+                # A file server may report a full disk only now.
+                await reply_of(thread.submit(file.close))
+            problem = ""
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            self.received[path] = problem or size
+            if problem:
+                thread.submit(partial(os.unlink, path))
+            thread.end()
+        connection.write((problem or "ok").encode().replace(b"\n", b" ") + b"\n")

@@ -15,11 +15,12 @@ from typing import Any
 from rankzero import bounds
 from rankzero import store as stores
 from rankzero.doctor.findings import OK, PROBLEM, Finding, collect_facts, judge
-from rankzero.engines.base import Engine, in_thread
+from rankzero.engines.base import Engine
 from rankzero.errors import RankZeroError
 from rankzero.job import Job, new_run_id
 from rankzero.launcher import Launcher
 from rankzero.run.handle import RunHandle
+from rankzero.threads import in_thread
 
 DOCTOR_CONNECT_TIMEOUT = bounds.scaled(3.0)  # For one address of a Spark master to accept a connection
 DOCTOR_STORE_TIMEOUT = bounds.stretched(15.0)  # For a store, whose client may retry for minutes, to take an object

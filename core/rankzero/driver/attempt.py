@@ -1,4 +1,4 @@
-"""`Attempt`: one attempt of a run, from the start of its agents. It applies their messages in every state."""
+"""`Attempt`: one attempt of a run, as one coroutine: open, slots, join, start, run, judge, record, end, settle."""
 
 from __future__ import annotations
 
@@ -6,396 +6,394 @@ import base64
 import functools
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
 
-from rankzero import bounds, store
-from rankzero.bounds import LOG_TAIL_WIDTH, STORE_OUTAGE
+from rankzero import bounds
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel import messages
-from rankzero.channel.auth import new_secret
-from rankzero.channel.messages import Message, encode
-from rankzero.channel.server import ChannelServer
+from rankzero.channel.connection import new_secret
 from rankzero.driver import ending, policy
-from rankzero.driver.commits import Committer, NotOwnerError
-from rankzero.driver.ending import Facts, Failure, Verdict
-from rankzero.driver.hangs import HangWatch, RemainingWatch
-from rankzero.driver.places import Placed
+from rankzero.driver.agents import Agents
+from rankzero.driver.commits import Committer
+from rankzero.driver.ending import Facts, Verdict
+from rankzero.driver.places import CHECK_INTERVAL, Places
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.roster import Member, Roster
-from rankzero.driver.storage import Scratch, Storage, files_of, remove_leftovers
-from rankzero.driver.watch import Mailbox, Received, Watch
-from rankzero.engines.base import EngineSession, within
-from rankzero.errors import EngineError, RunTimeoutError, StartTimeoutError
+from rankzero.driver.storage import Scratch, Storage, files_of
+from rankzero.driver.watch import Inbox, Watch
+from rankzero.engines.base import AgentGroup, EngineSession
+from rankzero.errors import EngineError, RankZeroError, RunCancelledError, RunTimeoutError
 from rankzero.host.network import listen
-from rankzero.host.processes import caller_process
-from rankzero.job import CheckpointConfig
-from rankzero.run.checkpoints import FOLDER, Manifest, mark_damaged
+from rankzero.host.processes import allow_open_files, caller_process
+from rankzero.job import CheckpointConfig, Job
+from rankzero.run.checkpoints import Manifest
 from rankzero.run.directory import Submission
+from rankzero.threads import done_within
+
+WINDOW_STEP = 0.1  # Seconds by which the window for the first cause ends at most for each read of what has arrived
+MANY_AGENTS = 256  # Above which the driver raises the limit of open files of its process, which may be the caller's
 
 logger = logging.getLogger(__name__)
 
 
-class Attempt:
-    """The agents of one attempt and what they have reported. `rankzero.driver.states` decides when it has ended.
+class _TroubleError(Exception):
+    """A report excludes the success of the attempt."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a driver that all attempts of its run share.
 
     Attributes:
-        job: The job, for the size of this attempt's world.
-        facts: The facts on which the end depends.
-        start_deadline: Monotonic time by which every rank must have started.
-        started_at: Monotonic time at which every rank had started; None before.
-        resume: The checkpoint that the ranks start from; None without one.
+        own: The submission.
+        places: Has the engine's session.
+        recorder: Writes the run directory.
+        inbox: Wakes the coroutine of the run.
+        watch: Watches for what ends a run from outside.
+        env: The user's environment for the ranks.
     """
 
-    def __init__(
-        self,
-        own: Submission,
-        number: int,
-        placed: Placed,
-        recorder: Recorder,
-        mailbox: Mailbox,
-        watch: Watch,
-        env: dict[str, str],
-        run_started_at: float | None,
-    ) -> None:
-        """Starts the agents of the attempt.
+    own: Submission
+    places: Places
+    recorder: Recorder
+    inbox: Inbox
+    watch: Watch
+    env: dict[str, str]
+
+
+class Attempt:
+    """Makes one attempt of a run.
+
+    Attributes:
+        job: The job, with the locations of tables and, once it is known, for the size of this attempt's world.
+        started_at: Monotonic time at which every rank had started; None before.
+    """
+
+    def __init__(self, run: Run, job: Job, number: int, run_started_at: float | None) -> None:
+        """Prepares an attempt; `live` makes it.
 
         Args:
-            own: The submission.
+            run: The parts that all attempts share.
+            job: The job of the run.
             number: Number of the attempt.
-            placed: The job, and the slots for its tasks.
-            recorder: Writes the run directory.
-            mailbox: Receives the messages of the agents.
-            watch: Watches for what ends a run from outside.
-            env: The user's environment for the ranks.
             run_started_at: Monotonic time at which every rank of the first attempt that started had started; None if no
                 attempt has. The run's ``timeout`` counts from there.
         """
-        self._own = own
-        session = placed.session
-        self.job = job = placed.plan.job.sized(placed.num_tasks)
-        self._number = number
-        self._recorder = recorder
-        self.mailbox = mailbox
-        self.watch = watch
-        self._run_started_at = run_started_at
-        self.start_deadline = placed.plan.deadline
+        self.job = job
         self.started_at: float | None = None
-        self._roster = Roster(session.num_agents(placed.num_tasks), job.processes_per_task)
-        self.facts = Facts(job.num_processes, own.run.directory)
-        self._has_rendezvous = False
-        self._hang = HangWatch(job.num_processes, self.broadcast, self._roster.disconnected)
-        self._remaining = RemainingWatch(job.num_processes, self.broadcast)
-        self._ended: Future[BaseException | None] = Future()
-        self._ended.add_done_callback(mailbox.wake)
-        encrypts = job.encrypts(by_default=session.encrypts)
-        identity = None
-        if encrypts:
+        self._run = run
+        self._number = number
+        self._run_started_at = run_started_at
+        self._group: AgentGroup | None = None
+        self._scratch: Scratch | None = None
+
+    async def live(self) -> Verdict:
+        """Makes the attempt, and returns how it has ended. Raises the error of one that has no agents."""
+        recorder, places = self._run.recorder, self._run.places
+        recorder.note_phase("opening")
+        self._deadline = time.monotonic() + self.job.start_timeout
+        session = await places.open(self.job, self._run.env, self._deadline)
+        if self.job.queries:
+            self.job = await places.read_tables(self.job, session)
+            self._deadline = time.monotonic() + self.job.start_timeout
+
+        recorder.note_phase("waiting for slots")
+        num_tasks = await places.reserve(self.job, session, self._deadline)
+
+        recorder.note_phase("starting")
+        self._prepare(session, num_tasks)
+        try:
+            await self._launch(session, num_tasks)
+            verdict = await self._train()
+            recorder.note_phase("ending")
+            await self._end(verdict)
+            return await self._settle(verdict)
+        finally:
+            await self._close()
+
+    # -- starting ------------------------------------------------------------------------------
+
+    def _prepare(self, session: EngineSession, num_tasks: int) -> None:
+        """Makes the parts of the attempt for its number of tasks."""
+        run, self.job, whole = self._run, self.job.sized(num_tasks), self.job
+        if whole.min_processes is not None:
+            # The job alone does not determine the size of the world.
+            size = self.job.num_processes
+            what = f"attempt {self._number} starts with {size} ranks, of {whole.world}, on {session.place}"
+            run.recorder.announce("world", what, attempt=self._number, world_size=size)
+            run.recorder.update(world_size=size)
+        job, num_agents = self.job, session.num_agents(num_tasks)
+        if num_agents > MANY_AGENTS:
+            allow_open_files()
+        own, number, kept = run.own, self._number, CheckpointConfig(**job.checkpoints)
+        self._committer = Committer(own, number, job.num_processes, kept, run.inbox.wake)
+        self._scratch = Scratch() if own.is_remote else None
+        directory = self._scratch.path if self._scratch else own.path("result")
+        self._facts = Facts(job.num_processes, own.run.directory)
+        self._storage = Storage(own, number, self._committer, self._facts, directory)
+        self._secret, self._identity = new_secret(), None
+        if job.encrypts(by_default=session.encrypts):
             # Imported here, so that most drivers do not load TLS.
             from rankzero.channel.tls import make_identity
 
-            identity = make_identity()
-            logger.info("the connections of attempt %s are encrypted", number)
-        kept = CheckpointConfig(**job.checkpoints)
-        self.committer = Committer(own, number, job.num_processes, kept, mailbox.wake)
-        self.storage = Storage(own, number, self.committer, self.facts)
-        self._scratch = Scratch() if own.is_remote else None
-        try:
-            began = time.monotonic()
-            self.resume, self._token = store.patiently(
-                self._read_store, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), self._gives_up
-            )
-            # An outage of the store takes no time from the ranks' start.
-            self.start_deadline += time.monotonic() - began
-            secret = new_secret()
-            self._server = ChannelServer(
-                secret,
-                mailbox.put,
-                served={name: file["location"] for name, file in job.files.items()} | files_of(self.resume),
-                upload_directory=self._scratch.path if self._scratch else own.path("result"),
-                can_take=mailbox.has_room,
-                identity=identity,
-            )
-        except BaseException:
-            self._close_storage()
-            raise
-        try:
-            config = {
-                **policy.agent_config(job, number, env, self.start_deadline - time.monotonic()),
-                "driver": [session.driver_hosts, self._listen(session)],
-                "secret": secret,
-                "caller": caller_process(),
-                "certificate": base64.b64encode(identity.certificate).decode() if identity else None,
-            }
-            recorder.note_places(job.num_processes, held=True)
-            self._group = session.launch(placed.num_tasks, config, self._on_engine_end)
-        except BaseException:
-            self.close()
-            raise
+            self._identity = make_identity()
+            logger.info("the connections of attempt %s are encrypted", self._number)
+        tls = self._identity.context if self._identity else None
+        parts = run.recorder, run.inbox, self._storage
+        self._agents = Agents(own, job, number, num_agents, *parts, self._secret, tls)
 
-    def _listen(self, session: EngineSession) -> int:
+    async def _launch(self, session: EngineSession, num_tasks: int) -> None:
+        """Makes the engine start the agents, for which the driver listens."""
+        job = self.job
+        self._resume, self._token = await self._read_store()
+        self._agents.served |= files_of(self._resume)
         try:
-            return self._server.start(listen(session.bind_host, self.job.ports))
+            port = await self._agents.server.start(listen(session.bind_host, job.ports))
         except OSError as error:
             raise EngineError(f"the driver cannot listen for the agents: {error}") from error
+        config = {
+            **policy.agent_config(job, self._number, self._run.env, self._deadline - time.monotonic()),
+            "driver": [session.driver_hosts, port],
+            "secret": self._secret,
+            "caller": caller_process(),
+            "certificate": base64.b64encode(self._identity.certificate).decode() if self._identity else None,
+        }
+        self._run.recorder.note_places(job.num_processes, held=True)
+        launch = functools.partial(session.launch, num_tasks, config, self._agents.engine_end())
 
-    def close(self) -> None:
-        """Disconnects the agents and releases what the attempt has opened."""
-        self._recorder.note_places(self.job.num_processes, held=False)
-        self._server.close()
-        self._close_storage()
+        def cancel(reply: Future[AgentGroup]) -> None:
+            if not reply.exception():
+                reply.result().cancel()
 
-    def _close_storage(self) -> None:
-        self.committer.close(0.0)
-        if self._scratch:
-            self._scratch.remove()
+        self._group = await self._run.places.request(launch, job, self._deadline, if_late=cancel)
 
-    def _read_store(self) -> tuple[Manifest | None, str]:
-        """Returns the checkpoint to start from and the token; removes what earlier attempts left. May be repeated."""
-        resume = self.committer.newest()
-        remove_leftovers(self._own, range(self.job.first_attempt, self._number))
-        return resume, self._own.token()
+    async def _read_store(self) -> tuple[Manifest | None, str]:
+        """Returns the checkpoint to start from, and the text by which agents recognize the folder."""
+        watch, recorder, began = self._run.watch, self._run.recorder, time.monotonic()
+        read = functools.partial(self._storage.begin, self.job.first_attempt, watch.is_called_off)
+        reply = self._committer.submit(read)
+        while not reply.done():
+            watch.check()
+            await self._run.inbox.wait(CHECK_INTERVAL)
+        watch.check()
+        # An outage of the store takes no time from the ranks' start.
+        self._deadline += time.monotonic() - began
+        resume, token = reply.result()
+        if (found := resume and resume.id) != recorder.status.checkpoint:
+            recorder.update(checkpoint=found)
+        if self._number > self.job.first_attempt:
+            begin = f"checkpoint {resume.id}" if resume else "the beginning"
+            logger.warning("attempt %s begins at %s", self._number, begin)
+        return resume, token
 
-    def _gives_up(self, error: Exception) -> bool:
-        """Returns True for an error that no repetition corrects; raises RunCancelledError if the run must end."""
-        self.watch.check()
-        return isinstance(error, NotOwnerError)
+    # -- the training --------------------------------------------------------------------------
 
-    def broadcast(self, message: Message) -> None:
-        """Sends a message to every agent that has joined."""
-        self._server.broadcast(encode(message))
+    async def _train(self) -> Verdict:
+        """Starts the ranks, and returns how the training has ended.
 
-    def poll(self) -> None:
-        """Applies the work that other threads have completed: commits, the stored value, the end of the agents."""
-        for settled in self.committer.settled():
-            self._on_settled(settled)
-        self.storage.poll()
-        if (failure := self._server.failure) and not self.facts.refusal:
-            self.facts.refusal = EngineError(f"the driver's channel failed: {type(failure).__name__}: {failure}")
-        if self._ended.done() and self.mailbox.is_empty:
-            self.facts.engine_ended, self.facts.engine_error = True, self._ended.result()
+        Any report that excludes the success leads to the judgement: a rank has raised or was killed, an agent or its
+        host is lost, the engine has ended the agents, or the store refuses the value. So do a request to cancel, a time
+        limit and a hang, which need no judgement.
+        """
+        agents, facts = self._agents, self._facts
+        self._say_at = time.monotonic() + bounds.WAITING_INTERVAL()
+        try:
+            await self._until(lambda: agents.roster.is_complete, self._check_start)
+            agents.assign_ranks(self._resume, self._token)
+            await self._until(lambda: agents.has_rendezvous, self._check_start)
+            agents.send_rendezvous()
+            await self._until(lambda: agents.roster.num_ready == self.job.num_processes, self._check_start)
+            self._note_start()
+            await self._until(lambda: facts.success is not None, self._check_run)
+        except _TroubleError:
+            return await self._judge()
+        except RankZeroError as error:
+            # Cancelled, a time limit, or a hang.
+            return Verdict(error=error)
+        return Verdict(success=facts.success)
 
-    def _on_engine_end(self, error: BaseException | None) -> None:
-        # Messages that arrived before the end explain it; the driver may have stood still and not have read them.
-        self._server.when_alone(functools.partial(self._ended.set_result, error))
+    async def _until(self, goal: Callable[[], bool], check: Callable[[float], Awaitable[None]]) -> None:
+        """Waits for a goal of the attempt.
 
-    def _on_settled(self, settled: Manifest | int) -> None:
-        if isinstance(settled, int):
-            self.broadcast(messages.NotCommitted(settled))
-            return
-        self._recorder.event({"type": "checkpoint", "id": settled.id, "metrics": settled.metrics})
-        self._recorder.update(checkpoint=settled.id)
-        for member in self._roster.numbered():
-            self._server.send(member.task, encode(messages.Committed(settled.for_ranks(member.ranks))))
+        Raises:
+            _TroubleError: a report excludes the success.
+            RankZeroError: the run must end, or ``check`` raises.
+        """
+        while not goal():
+            if ending.cannot_succeed(self._facts, self._agents.roster.gone()):
+                raise _TroubleError
+            self._run.watch.check()
+            timeout, began = self.job.timeout, self._run_started_at or self.started_at
+            if timeout and began is not None and time.monotonic() - began > timeout:
+                raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
+            await check(time.monotonic())
+            await self._run.inbox.wait(CHECK_INTERVAL)
+            self._note_stored()
 
-    def judge(self, now: float) -> Verdict | None:
-        """Returns how the attempt has ended; None while it may still succeed."""
-        stacks = functools.partial(self._hang.poll, now, float("-inf"))
-        return ending.judge(self.facts, self._roster.gone(), now, self._group.explain, self._recorder.tail, stacks)
+    def _note_stored(self) -> None:
+        """Notes what the store has taken, or refused: checkpoints and rank 0's value."""
+        for settled in self._committer.settled():
+            self._agents.send_settled(settled)
+        self._storage.poll()
 
-    def settled(self, verdict: Verdict) -> Verdict:
-        """Returns the verdict, corrected by what was stored or reported while the ranks were stopped."""
-        return ending.settled(verdict, self.facts, self._recorder.tail)
+    async def _check_start(self, now: float) -> None:
+        """Raises StartTimeoutError if the ranks take too long to start; names those that are missing meanwhile."""
+        roster = self._agents.roster
+        missing = roster.num_agents, roster.missing_tasks(), roster.ranks_not_ready()
+        if now > self._deadline:
+            raise ending.start_timeout(self.job.start_timeout, *missing)
+        if now > self._say_at:
+            self._say_at = now + bounds.WAITING_INTERVAL()
+            self._run.recorder.announce("waiting", policy.starting_message(*missing))
 
-    def check(self, now: float) -> None:
-        """Raises the typed error if the run must end: on request, or because it takes too long."""
-        self.watch.check()
-        timeout, began = self.job.timeout, self._run_started_at or self.started_at
-        if timeout and began is not None and now - began > timeout:
-            raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
-
-    def check_hangs(self, now: float) -> None:
-        """Raises HangError if the ranks wait for each other and always will. After a failure `judge` has the stacks."""
-        if self.facts.failures:
-            return
-        if what := self._remaining.poll(now, self.facts.returned, self._hang.progress_at):
-            self._recorder.announce("waiting", what)
-        if self._remaining.is_hung(now):
-            if stacks := self._hang.poll(now, 0.0):
-                raise ending.left_waiting(self.facts.returned, stacks, self._own.run.directory)
-        elif (bound := self.job.hang_timeout) is not None and (stacks := self._hang.poll(now, bound, self.facts.over)):
-            raise ending.hung(bound, stacks, self._hang.silent, self._own.run.directory)
-
-    @property
-    def has_started(self) -> bool:
-        """True once every rank has imported torch and rank 0 has opened the rendezvous."""
-        return self._has_rendezvous and self._roster.num_ready == self.job.num_processes
-
-    @property
-    def is_undisturbed(self) -> bool:
-        """True while no rank has returned or failed and every agent is connected, so nothing awaits the next tick."""
-        return not (self.facts.returned or self.facts.over or self.facts.refusal or self._roster.gone())
-
-    def note_start(self) -> None:
+    def _note_start(self) -> None:
         """Records that every rank has started."""
+        assert self._group is not None
         self.started_at = time.monotonic()
-        self._recorder.update(state="running", phase="running", started=self._recorder.status.started or time.time())
-        if what := self._roster.unlike_torch(self.job.torch):
-            self._recorder.announce("versions", what)
+        self._agents.hangs.begin(self.started_at)
+        recorder = self._run.recorder
+        recorder.note_phase("running")
+        recorder.update(state="running", phase="running", started=recorder.status.started or time.time())
+        if what := self._agents.roster.unlike_torch(self.job.torch):
+            recorder.announce("versions", what)
         self._group.tolerate_outage()
 
-    def report_waiting(self) -> None:
-        """Records which tasks or ranks have not started yet, where followers of the run see it."""
-        tasks, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
-        self._recorder.announce("waiting", policy.starting_message(self._roster.num_agents, tasks, ranks))
+    async def _check_run(self, now: float) -> None:
+        """Raises HangError if the ranks wait for each other and always will."""
+        agents, hangs, facts = self._agents, self._agents.hangs, self._facts
+        bound, directory = self.job.hang_timeout, self._run.own.run.directory
 
-    def start_timeout(self) -> StartTimeoutError:
-        """Returns the error of an attempt whose ranks have not started in time."""
-        missing, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
-        return ending.start_timeout(self.job.start_timeout, self._roster.num_agents, missing, ranks)
+        def is_over() -> bool:
+            return ending.cannot_succeed(facts, agents.roster.gone()) or self._run.watch.is_called_off()
 
-    def record(self, verdict: Verdict) -> Future[None]:
-        """Writes the success; returns a future that completes when it is durable."""
-        assert verdict.success is not None
-        recorded = self._recorder.commit(*verdict.success)
-        recorded.add_done_callback(self.mailbox.wake)
-        return recorded
+        if hangs.must_look(now):
+            await agents.request_stacks(is_over, quiet=True)
+            hangs.note_look(time.monotonic())
+            if not hangs.has_reported:
+                self._run.recorder.announce("waiting", hangs.notice(time.monotonic()))
+        if hangs.waits_for_returned(now):
+            await agents.request_stacks(is_over)
+            if hangs.waits_for_returned(time.monotonic()) and not is_over():
+                raise ending.left_waiting(facts.returned, hangs.texts, directory)
+        if bound is not None and hangs.is_hung(now, bound, facts.over):
+            await agents.request_stacks(is_over)
+            if hangs.is_hung(time.monotonic(), bound, facts.over) and not is_over():
+                raise ending.hung(bound, hangs.texts, hangs.silent, directory)
 
-    def cancel(self) -> None:
-        """Ends the agents without their cooperation."""
-        logger.warning("agents did not end in time; cancelling them at the engine")
-        within(bounds.STOP_MARGIN(), self._group.cancel)
-        self._server.close()
-        self._group.wait(bounds.STOP_MARGIN())
+    async def _judge(self) -> Verdict:
+        """Returns how an attempt has ended that cannot succeed: by the first cause, not by its consequences.
 
-    # -- messages ------------------------------------------------------------------------------
-
-    def on(self, received: Received, *, is_stopping: bool = False) -> None:
-        """Applies a message of an agent or of one of its ranks.
-
-        Args:
-            received: The message and its sender.
-            is_stopping: True if the agents were asked to stop before the training had succeeded.
+        A rank that raises breaks the connections of its peers, whose failures may arrive first; so does a host that is
+        lost. The window for the cause does not end by the clock alone: a driver that stood still reads what has arrived
+        before it judges.
         """
-        task, local_rank, message = received
-        if isinstance(message, messages.Join):
-            self._on_join(task, message, is_stopping=is_stopping)
-        elif (member := self._roster.get(task)) is None:
-            return
-        elif local_rank is None:
-            self._on_agent(member, message)
-        elif not (is_stopping and isinstance(message, messages.Returned)):
-            self._on_rank(self._roster.rank(member, local_rank), local_rank, member, message)
+        agents, facts = self._agents, self._facts
+        left = bounds.CAUSE_WINDOW()
+        while left > 0 and not ending.is_certain(facts):
+            began = time.monotonic()
+            await self._run.inbox.wait(WINDOW_STEP)
+            self._note_stored()
+            left -= min(WINDOW_STEP, time.monotonic() - began)
+        gone = agents.roster.gone()
+        if facts.failures and not gone and ending.suspects(facts):
+            await agents.request_stacks(lambda: ending.is_certain(facts) or bool(agents.roster.gone()))
+            # A host that was cut off sends no signs of life.
+            silent = agents.server.silent(bounds.STACKS_WINDOW())
+            gone = agents.roster.gone() or [member for member in agents.roster.numbered() if member.task in silent]
+        assert self._group is not None
+        return ending.judge(facts, gone, self._group.explain, self._run.recorder.tail, agents.hangs.texts)
 
-    def _on_join(self, task: int, message: messages.Join, *, is_stopping: bool) -> None:
-        member = self._roster.join(task, message, time.monotonic())
-        if member is None:
-            return
-        if is_stopping:
-            self._dismiss(task)
-        elif why := member.why_unfit(self.job.python, self.job.use_gpu):
-            self.facts.refusal = EngineError(why)
-        elif chosen := self._roster.choose():
-            self._assign_ranks(chosen)
+    # -- ending --------------------------------------------------------------------------------
 
-    def _dismiss(self, task: int) -> None:
-        self._server.send(task, encode(messages.Stop(grace=0.0)))
+    async def _end(self, verdict: Verdict) -> None:
+        """Ends the agents, after the success was recorded if there is one; cancels those that take too long.
 
-    def _assign_ranks(self, members: list[Member]) -> None:
-        # Computed once: computing it for each agent would be quadratic in their number.
-        same: dict[str, Any] = {
-            "master_addr": self._roster.rendezvous_hosts(members[0])[0],
-            "run_directory": self._own.directory,
-            "run_token": self._token,
-            "files": self.job.files,
-            "beat_interval": policy.beat_interval(self.job.hang_timeout),
-            "context": {
-                "world_size": self.job.num_processes,
-                "run_id": self.job.run_id,
-                "storage_path": self._own.run.directory,
-                "attempt": self._number,
-                "backend": self.job.resolved_backend(),
-                "labels": self.job.labels,
-            },
-        }
-        sampled: set[str] = set()
-        for node_rank, member in enumerate(members):
-            assert member.first_rank is not None
-            # One agent of each host samples the host's use of CPU, memory and GPUs.
-            assign = messages.Assign(
-                **same,
-                first_rank=member.first_rank,
-                node_rank=node_rank,
-                sample_usage=member.host not in sampled,
-                checkpoint=self.resume.for_ranks(member.ranks) if self.resume else None,
-            )
-            sampled.add(member.host)
-            self._server.send(member.task, encode(assign))
+        After a success ranks run their exit handlers, and agents deliver lines that waited for a slow driver: the time
+        limit counts from their last message, and an agent that is lost does not end the others.
+        """
+        agents, facts, watch, server = self._agents, self._facts, self._run.watch, self._agents.server
+        agents.is_leaving = True
+        is_patient = is_released = verdict.success is not None
+        if verdict.success:
+            await self._record(verdict)
+            server.broadcast(messages.End())
+            timeout = self.job.exit_timeout + bounds.SUCCESS_END_TIMEOUT()
+        else:
+            agents.is_stopping = True
+            server.broadcast(messages.Stop(self.job.stop_grace))
+            timeout = self.job.stop_grace + bounds.STOP_MARGIN()
+        asked_at = alone_at = time.monotonic()
+        while not facts.engine_ended:
+            now = time.monotonic()
+            alone_at = now if server.connected else alone_at
+            since = max(asked_at, agents.heard_at) if is_patient else asked_at
+            if now - since > timeout or now - alone_at > bounds.STOP_MARGIN():
+                await self._cancel()
+                return
+            if not is_released and len(facts.over) >= facts.num_processes:
+                # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
+                is_released = True
+                server.broadcast(messages.End())
+            if is_patient and watch.is_called_off():
+                server.broadcast(messages.Stop(self.job.stop_grace))
+                asked_at, timeout, is_patient = now, self.job.stop_grace + bounds.STOP_MARGIN(), False
+            await self._run.inbox.wait(WINDOW_STEP)
+            self._note_stored()
 
-    def _on_agent(self, member: Member, message: Message) -> None:
-        match message:
-            case messages.Uploaded():
-                self.storage.note_upload(member.task, message)
-            case messages.Usage():
-                self._recorder.event({"type": message.kind, **message.sample, "host": member.name})
-            case messages.Leaving():
-                member.leave(message.why, time.monotonic(), message.cause)
-            case messages.Disconnected():
-                member.disconnected_at = time.monotonic()
-            case messages.Reconnected():
-                member.disconnected_at = None
-            case messages.Lost():
-                why = "its connection timed out: its host died or the network to it is cut"
-                member.leave(why, time.monotonic())
-                self.facts.over.update(member.ranks)
+    async def _record(self, verdict: Verdict) -> None:
+        """Makes the success durable: disconnects and exit handlers take time, and the driver may die meanwhile."""
+        assert verdict.success is not None
+        recorded, deadline = self._run.recorder.commit(*verdict.success), time.monotonic() + STORE_OUTAGE()
+        recorded.add_done_callback(self._run.inbox.wake)
+        while not (recorded.done() or time.monotonic() > deadline or self._run.watch.is_called_off()):
+            await self._run.inbox.wait(CHECK_INTERVAL)
 
-    def _on_rank(self, rank: int, local_rank: int, member: Member, message: Message) -> None:
-        now = time.monotonic()
-        match message:
-            case messages.Log():
-                self._recorder.log(rank, message.lines)
-            case messages.Metrics():
-                self._recorder.metrics(rank, message.rows)
-            case messages.Beat():
-                self._hang.on_beat(rank, message.progress, now)
-            case messages.Stack():
-                self._hang.on_stack(rank, message.text)
-            case messages.Position():
-                self._remaining.note(rank, message)
-            case messages.Ready():
-                self._roster.note_ready(member.task, local_rank, message.torch)
-            case messages.Rendezvous():
-                hosts, one_host = self._roster.rendezvous_hosts(member), self._roster.is_on_one_host()
-                self.broadcast(messages.Go(hosts, message.port, one_host))
-                self._has_rendezvous = True
-            case messages.PartKind():
-                self.storage.note_kind(rank, sharded=message.sharded)
-            case messages.Part():
-                self.storage.add_part(rank, member.task, message)
-            case messages.PartFailed():
-                self.committer.drop(message.index)
-            case messages.Damaged():
-                self.committer.do(functools.partial(mark_damaged, self._folder_of(message.id)), as_owner=True)
-            case messages.Entered():
-                self._note_phase(rank, member, message)
-            case messages.Returned() if member.left_at is None:
-                self.facts.returned.add(rank)
-                self._hang.on_return(rank, now)
-                self._note_phase(rank, member, message)
-            case messages.Finished() if rank in self.facts.returned:
-                self.facts.over.add(rank)
-                self.storage.finish(rank, member.task, message, self._recorder.status.metrics)
-            case messages.Finished():
-                # The rank exited cleanly because it was asked to: the training was stopped, not finished.
-                stopped = messages.Failed(message.time, message="ended when it was asked to", exit_code=0)
-                self._on_failure(rank, member, stopped.having(collateral=True))
-            case messages.Failed():
-                self._on_failure(rank, member, message)
-            case messages.Exited():
-                self.facts.over.add(rank)
+    async def _cancel(self) -> None:
+        """Ends the agents without their cooperation."""
+        assert self._group is not None
+        logger.warning("agents did not end in time; cancelling them at the engine")
+        await done_within(bounds.STOP_MARGIN(), self._group.cancel)
+        await self._agents.server.close()
+        await done_within(bounds.STOP_MARGIN() + 1, functools.partial(self._group.wait, bounds.STOP_MARGIN()))
 
-    def _folder_of(self, name: str) -> str:
-        return self.resume.folder if self.resume and self.resume.id == name else self._own.path(FOLDER, name)
+    async def _settle(self, verdict: Verdict) -> Verdict:
+        """Waits for uploads to the store, less long once the run is cancelled; then unfinished ones are deleted.
 
-    def _note_phase(self, rank: int, member: Member, message: messages.Entered | messages.Returned) -> None:
-        """Records when a rank reached a phase, for the report of the run."""
-        of_rank = {"type": message.kind, "rank": rank, "attempt": self._number, "host": member.name}
-        self._recorder.event({**message.facts(), **of_rank})
+        Returns:
+            The verdict, corrected by what was stored or reported while the ranks were stopped.
+        """
+        is_cancelled = isinstance(verdict.error, RunCancelledError)
+        timeout = bounds.STOP_MARGIN() if is_cancelled else bounds.CHECKPOINT_COMMIT_TIMEOUT()
+        deadline = time.monotonic() + timeout
+        self._committer.release()
+        deadline = await self._await_store(deadline)
+        # Only now: until here, a value that was still being stored could have made the attempt a success.
+        if verdict.error and not self._facts.success:
+            self._storage.sweep()
+        else:
+            self._storage.abort_uploads()
+            if self._committer.dropped:
+                self._committer.sweep()
+        await self._await_store(deadline)
+        return ending.settled(verdict, self._facts, self._run.recorder.tail)
 
-    def _on_failure(self, rank: int, member: Member, message: messages.Failed) -> None:
-        found = {**vars(message), "log_tail": [line[:LOG_TAIL_WIDTH] for line in message.log_tail]}
-        # The agent has asked the rank to exit, which may have made it raise.
-        found["collateral"] = message.collateral or member.left_at is not None
-        report = message.having(**self._recorder.mask.facts(found))
-        failure = Failure(rank, member.name, report, self._roster.host_of(rank), len(self.facts.failures))
-        if self.facts.note_failure(failure, time.monotonic()):
-            self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})
+    async def _await_store(self, deadline: float) -> float:
+        """Waits until everything that arrived is stored; returns the deadline, which a cancel brings forward."""
+        while self._committer.is_busy:
+            now = time.monotonic()
+            if self._run.watch.is_called_off():
+                deadline = min(deadline, now + bounds.STOP_MARGIN())
+            if now >= deadline:
+                break
+            await self._run.inbox.wait(CHECK_INTERVAL)
+        self._note_stored()
+        return deadline
+
+    async def _close(self) -> None:
+        """Disconnects the agents and releases what the attempt has opened."""
+        self._run.recorder.note_places(self.job.num_processes, held=False)
+        await self._agents.close()
+        self._committer.close(0.0)
+        if self._scratch:
+            self._scratch.remove()

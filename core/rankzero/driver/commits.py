@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from rankzero import bounds, store
 from rankzero.channel.messages import NEVER
-from rankzero.engines.base import ActionThread
 from rankzero.job import CheckpointConfig
 from rankzero.run.checkpoints import (
     FOLDER,
@@ -30,9 +29,11 @@ from rankzero.run.checkpoints import (
     without_rows,
 )
 from rankzero.run.directory import Submission
+from rankzero.threads import ActionThread
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINT_RETRY_TIMEOUT = bounds.scaled(30.0)  # For the newest checkpoint while the store refuses its commit
 MAX_AHEAD = 3  # Sharded checkpoints of one rank that may wait for their first part of another rank
 
 T = TypeVar("T")
@@ -300,7 +301,7 @@ class Committer:
         try:
             manifest = store.patiently(
                 lambda: self._commit(parts),
-                bounds.CHECKPOINT_RETRY_TIMEOUT(),
+                CHECKPOINT_RETRY_TIMEOUT(),
                 bounds.WRITE_RETRY_INTERVAL(),
                 is_outdated,
             )

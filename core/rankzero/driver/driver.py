@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
-from concurrent.futures import wait
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rankzero import bounds, store
 from rankzero.driver import ending
-from rankzero.driver.attempt import Attempt
+from rankzero.driver.attempt import Attempt, Run
 from rankzero.driver.ending import Verdict
-from rankzero.driver.launched import Final, Starting
-from rankzero.driver.places import Placed, Places, Plan
+from rankzero.driver.places import CHECK_INTERVAL, Places
 from rankzero.driver.policy import FAILURES_OF_A_BAD_HOST, Restarts
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.states import follow
 from rankzero.driver.tables import remove_computed
 from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import Inbox, Watch
-from rankzero.engines.base import ActionThread, Engine, Flag
+from rankzero.engines.base import Engine
 from rankzero.errors import (
     HANG,
     EngineError,
@@ -34,16 +33,13 @@ from rankzero.errors import (
     RunTimeoutError,
     WorkerFailedError,
 )
-from rankzero.host.processes import allow_open_files
 from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.names import REPORT_FILE
+from rankzero.threads import ActionThread, Flag, in_thread, reply_of
 
 logger = logging.getLogger(__name__)
-
-MANY_AGENTS = 256
-"""Number of agents above which the driver raises the limit of open files of its process, which may be the caller's."""
 
 
 class Driver:
@@ -53,6 +49,7 @@ class Driver:
         inbox: Receives what ends the run from outside.
         recorder: Writes the lines of this submission, also while its stage is started.
         places: The engine's session, which may leave a JVM behind.
+        watch: Watches for what ends the run from outside.
     """
 
     def __init__(
@@ -77,134 +74,144 @@ class Driver:
         self._own = own
         self._job = own.job
         self._env = env
-        self._number = self._job.first_attempt
-        self._budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
         secrets = secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {}))
         self.recorder = Recorder(own, Mask(secrets))
-        self._watch = Watch(own, self.recorder, self.inbox, leased=leased, note_cancelling=self._note_cancelling)
+        note = self._note_cancelling
+        self.watch = Watch(own, self.recorder, self.inbox, leased=leased, note_cancelling=note)
         self._trackers = Trackers(own, trackers)
-        self.places = Places(engine, self.inbox)
+        self.places = Places(engine, own, self.recorder, self.inbox, self._check)
         self._started_at: float | None = None
+        self._drives = True
+        """False while another process may drive the run, and write its status."""
 
-    def run(self, refused: Exception | None = None) -> None:
+    def run(self, before: Callable[[], Awaitable[Exception | bool]] | None = None) -> None:
         """Runs the submission until it has ended. A failed run does not raise: its status reports the failure.
 
         Args:
-            refused: An error that counts as the end of the first attempt: a Spark stage should have run this driver in
-                one of its tasks, and failed before.
+            before: Called in the event loop first. It returns True if the run is driven elsewhere. An error that it
+                returns counts as the end of the first attempt.
 
         Raises:
             ResultError: the store does not take the outcome.
         """
+        # A loop of its own kind, whatever policy the caller has set.
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            runner.run(self._drive(before))
+
+    async def _drive(self, before: Callable[[], Awaitable[Exception | bool]] | None) -> None:
+        self.inbox.attach()
+        self._drives = before is None
+        watching = asyncio.create_task(self.watch.follow())
+        try:
+            await self.watch.ready()
+            refused = await before() if before else False
+            if refused is not True:
+                self._drives = True
+                await self._run_to_its_end(refused or None)
+        finally:
+            watching.cancel()
+            self.watch.thread.end()
+
+    async def _run_to_its_end(self, refused: Exception | None) -> None:
         self.recorder.note_thread()
         if self._job.submission:
             # The page of the submission before.
-            self._watch.thread.submit(functools.partial(store.remove, self._own.run.path(REPORT_FILE)))
+            self.watch.thread.submit(functools.partial(store.remove, self._own.run.path(REPORT_FILE)))
         self._trackers.start()
         try:
-            self._run_to_its_end(refused)
-        finally:
-            self._trackers.close()
-            if not self.recorder.superseded:
-                write_report(self._own, self._watch.thread)
-            self._watch.thread.end()
-
-    def _run_to_its_end(self, refused: Exception | None) -> None:
-        try:
-            verdict = self._attempt_until_done(refused)
-        except RunCancelledError as error:
-            self.recorder.finish(state="cancelled", error=error.to_json())
-        except RankZeroError as error:
-            self.recorder.finish(state="failed", error=error.to_json())
-        except BaseException as error:
-            logger.exception("the driver failed")
-            what = EngineError(f"the driver failed: {type(error).__name__}: {error}")
-            self.recorder.finish(state="failed", error=what.to_json())
-        else:
-            assert verdict.success is not None
-            result, value = verdict.success
-            # The end is recorded, so no submission resumes from here and reads these rows.
-            if self.recorder.is_success:
-                remove_computed(self._job)
-            self.recorder.finish(state="succeeded", result=result.to_json(), value=value)
+            outcome = await self._outcome(refused)
+            # The files may be on a disk that hangs.
+            await reply_of(in_thread(functools.partial(self._finish, outcome), "rankzero-finish"))
         finally:
             self._trackers.end()
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
-            self.places.close()
+            await self.places.close()
+            if self._trackers:
+                await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
+            if not self.recorder.superseded:
+                await write_report(self._own, self.watch.thread)
 
-    def _attempt_until_done(self, refused: Exception | None) -> Verdict:
+    def _finish(self, outcome: dict[str, Any]) -> None:
+        # The end is recorded, so no submission resumes from here and reads these rows.
+        if outcome["state"] == "succeeded" and self.recorder.is_success:
+            remove_computed(self._job)
+        self.recorder.finish(**outcome)
+
+    async def _outcome(self, refused: Exception | None) -> dict[str, Any]:
+        """Returns the fields of the final status."""
+        try:
+            verdict = await self._attempt_until_done(refused)
+        except RunCancelledError as error:
+            return {"state": "cancelled", "error": error.to_json()}
+        except RankZeroError as error:
+            return {"state": "failed", "error": error.to_json()}
+        except BaseException as error:
+            logger.exception("the driver failed")
+            what = EngineError(f"the driver failed: {type(error).__name__}: {error}")
+            return {"state": "failed", "error": what.to_json()}
+        assert verdict.success is not None
+        result, value = verdict.success
+        return {"state": "succeeded", "result": result.to_json(), "value": value}
+
+    async def _attempt_until_done(self, refused: Exception | None) -> Verdict:
         """Makes attempts until one succeeds; raises the error of the last one when no further attempt is allowed."""
-        failures, last = Counter[str](), None
+        failures, last, number = Counter[str](), None, self._job.first_attempt
+        budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         try:
             while True:
                 try:
-                    verdict = Verdict(error=refused) if refused else self._attempt()
-                except BaseException as error:
+                    verdict = Verdict(error=refused) if refused else await self._attempt(number, budget.preemptions)
+                except Exception as error:
                     verdict = Verdict(error=error)
                 if verdict.error is None:
                     return verdict
-                after = self._budget.after(_restart_cause(verdict.error))
+                after = budget.after(_restart_cause(verdict.error))
                 if after is None:
                     raise verdict.error
                 before, last = last, verdict.lost_by and (verdict.lost_by, self.recorder.status.checkpoint)
                 if last and last == before:
                     assert isinstance(verdict.error, RankZeroError)
                     raise ending.repeats(verdict.error)
-                (self._budget, pause), refused = after, None
-                self._number += 1
+                (budget, pause), refused, number = after, None, number + 1
                 if (host := verdict.blamed) is not None:
                     failures[host] += 1
                     if failures[host] == FAILURES_OF_A_BAD_HOST:
                         what = f"{host} made {failures[host]} attempts fail: take it out of the cluster"
                         self.recorder.announce("bad-host", what, host=host)
-                self._prepare_restart(verdict.error, pause)
+                await self._pause(number, verdict.error, pause)
         except BaseException:
             # Processes that an attempt left behind end with the session, so it closes before the run has ended.
-            self.places.close()
+            await self.places.close()
             raise
 
-    def _attempt(self) -> Verdict:
+    async def _attempt(self, number: int, preemptions: int) -> Verdict:
         """Makes one attempt and returns how it ended."""
-        number, recorder, mailbox = self._number, self.recorder, self.inbox.renew()
-        recorder.update(state="starting", phase="opening", attempt=number, preemptions=self._budget.preemptions)
-        deadline = time.monotonic() + self._job.start_timeout
-        plan = Plan(self._own, self._job, self.places, recorder, self._check, self._env, deadline)
-        placed = follow(plan.state(), Placed, mailbox, recorder)
-        self._job = placed.plan.job
-        self._note_placement(number, placed)
-        if placed.session.num_agents(placed.num_tasks) > MANY_AGENTS:
-            allow_open_files()
-        attempt = Attempt(self._own, number, placed, self.recorder, mailbox, self._watch, self._env, self._started_at)
+        self.recorder.update(state="starting", phase="opening", attempt=number, preemptions=preemptions)
+        run = Run(self._own, self.places, self.recorder, self.inbox, self.watch, self._env)
+        attempt = Attempt(run, self._job, number, self._started_at)
         try:
-            if (found := attempt.resume and attempt.resume.id) != recorder.status.checkpoint:
-                recorder.update(checkpoint=found)
-            if number > self._job.first_attempt:
-                begin = f"checkpoint {attempt.resume.id}" if attempt.resume else "the beginning"
-                logger.warning("attempt %s begins at %s", number, begin)
-            return follow(Starting(attempt), Final, mailbox, self.recorder).verdict
+            return await attempt.live()
         finally:
-            attempt.close()
-            if self._started_at is None:
-                self._started_at = attempt.started_at
+            # Tables are computed once.
+            self._job = replace(self._job, files=attempt.job.files, queries=attempt.job.queries)
+            self._started_at = self._started_at or attempt.started_at
 
-    def _prepare_restart(self, error: BaseException, pause: float) -> None:
-        """Records the restart, waits for the pause between two attempts, and closes the session if it is broken."""
+    async def _pause(self, number: int, error: BaseException, pause: float) -> None:
+        """Records a restart, waits for the pause between two attempts, and closes the session if it is broken."""
         cause, what = _restart_cause(error), str(error).splitlines()[0]
-        logger.warning("attempt %s follows in %s s, because %s", self._number, pause, what)
-        event = {"type": "restart", "attempt": self._number, "cause": cause, "what": what, "pause": pause}
-        self.recorder.event(event)
+        logger.warning("attempt %s follows in %s s, because %s", number, pause, what)
+        self.recorder.event({"type": "restart", "attempt": number, "cause": cause, "what": what, "pause": pause})
         end = time.monotonic() + pause
         self._check()
         while (left := end - time.monotonic()) > 0:
-            self.inbox.wait(min(left, bounds.TICK))
+            await self.inbox.wait(min(left, CHECK_INTERVAL))
             self._check()
-        if self.places.is_broken():
-            self.places.close()
+        await self.places.drop_broken()
 
     def _check(self) -> None:
         """Raises the typed error if the run must end while no attempt of it is running."""
-        self._watch.check()
+        self.watch.check()
         timeout, started_at = self._job.timeout, self._started_at
         if timeout and started_at is not None and time.monotonic() - started_at > timeout:
             raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended between two attempts")
@@ -212,16 +219,8 @@ class Driver:
     def _note_cancelling(self) -> None:
         """Records that the run is about to be cancelled, so that no other try attaches to it while its ranks stop."""
         # A success stands, whatever the driver is asked for behind it.
-        if not (self.recorder.status.cancelling or self.recorder.status.certain):
+        if self._drives and not (self.recorder.status.cancelling or self.recorder.status.certain):
             self.recorder.update(cancelling=True)
-
-    def _note_placement(self, number: int, placed: Placed) -> None:
-        """Records the world size of an attempt if the job alone does not determine it."""
-        if self._job.min_processes is not None:
-            world_size = self._job.sized(placed.num_tasks).num_processes
-            what = f"attempt {number} starts with {world_size} ranks, of {self._job.world}, on {placed.session.place}"
-            self.recorder.announce("world", what, attempt=number, world_size=world_size)
-            self.recorder.update(world_size=world_size)
 
 
 def _restart_cause(error: BaseException) -> str | None:
@@ -272,7 +271,7 @@ class DriverThread(threading.Thread):
         return b""
 
 
-def write_report(own: Submission, thread: ActionThread) -> None:
+async def write_report(own: Submission, thread: ActionThread) -> None:
     """Writes the page of a run that has ended. An error is only logged, and a silent store is not waited for.
 
     Args:
@@ -291,5 +290,7 @@ def write_report(own: Submission, thread: ActionThread) -> None:
             logger.warning("the report of the run could not be written: %s; `rankzero report` makes it", error)
 
     timeout = bounds.REPORT_TIMEOUT()
-    if not wait([thread.submit(write)], timeout).done:
+    try:
+        await reply_of(thread.submit(write), timeout)
+    except TimeoutError:
         logger.warning("the report of the run takes more than %g s; `rankzero report` makes it", timeout)

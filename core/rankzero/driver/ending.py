@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankzero import bounds
 from rankzero.advice import known
 from rankzero.channel.messages import Failed
 from rankzero.driver import policy
@@ -98,7 +97,6 @@ class Facts:
             more from them.
         over: Ranks that have finished or failed, or whose process or agent is gone: they wait for no other rank.
         failures: The failures of ranks in the order in which they arrived.
-        failed_at: Monotonic time of the first failure.
         stored: Rank 0's value, once it is stored.
         refusal: An error of the driver itself, such as a store that refuses the value; the last one counts.
         is_given_up: True once the stored values are about to be deleted, so that no success is possible any more.
@@ -112,19 +110,16 @@ class Facts:
     finished: set[int] = field(default_factory=set)
     over: set[int] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
-    failed_at: float = 0.0
     stored: Success | None = None
     refusal: RankZeroError | None = None
     is_given_up: bool = False
     engine_ended: bool = False
     engine_error: BaseException | None = None
 
-    def note_failure(self, failure: Failure, now: float) -> bool:
+    def note_failure(self, failure: Failure) -> bool:
         """Adds a failure; returns False for a rank that had finished, since its success stands."""
         if failure.rank in self.finished:
             return False
-        if not self.failures:
-            self.failed_at = now
         self.failures.append(failure)
         self.over.add(failure.rank)
         return True
@@ -164,52 +159,59 @@ Explain = Callable[[BaseException], RankZeroError]
 """Returns the typed error for an error of the engine."""
 
 
-def judge(
-    facts: Facts,
-    gone: Sequence[Member],
-    now: float,
-    explain: Explain,
-    tail: Callable[[int], list[str]],
-    poll_stacks: Callable[[], Mapping[int, str] | None],
-) -> Verdict | None:
-    """Returns how the attempt has ended; None while it may still succeed.
+def cannot_succeed(facts: Facts, gone: Sequence[Member]) -> bool:
+    """Returns True once a report excludes the success of the attempt.
 
     Args:
         facts: The reports so far.
-        gone: Agents that exited or are disconnected.
-        now: Monotonic time.
+        gone: Agents that exited before they were asked to, or are lost.
+    """
+    if facts.success:
+        return False
+    return bool(facts.failures or facts.refusal or facts.engine_ended or _needed(facts, gone))
+
+
+def is_certain(facts: Facts) -> bool:
+    """Returns True if no later report can be the first cause of an attempt that cannot succeed."""
+    return bool(facts.success or facts.engine_ended or (facts.failures and not suspects(facts))) or bool(
+        facts.refusal and not facts.failures
+    )
+
+
+def judge(
+    facts: Facts,
+    gone: Sequence[Member],
+    explain: Explain,
+    tail: Callable[[int], list[str]],
+    stacks: Mapping[int, str],
+) -> Verdict:
+    """Returns how an attempt has ended that has succeeded or cannot succeed.
+
+    Args:
+        facts: The reports.
+        gone: Agents that exited before they were asked to, or are lost, or have been silent for long.
         explain: Returns the typed error for the engine's error.
         tail: Returns the last log lines of a rank, for a rank that could not send them itself.
-        poll_stacks: Requests the stacks of all ranks; returns them, or None while they are awaited.
+        stacks: Stacks of ranks that have not failed, if only consequences are known.
     """
-    failures = facts.failures
     if facts.success:
         return Verdict(success=facts.success)
-    missing = suspects(facts) if failures else []
-    if missing and now - facts.failed_at < bounds.CAUSE_WINDOW():
-        stacks = None
-    else:
-        # An agent's reply follows all that it knew before. One that is gone explains the failures, and may not reply.
-        stacks = poll_stacks() if missing and not gone else {}
-    if failures and stacks is not None:
-        if gone and all(failure.report.collateral for failure in failures):
+    if facts.failures:
+        if gone and all(failure.report.collateral for failure in facts.failures):
             # The peers of a lost host see only broken connections, even if that host had finished its own work.
             return _lost(gone[0], facts, explain)
-        return failed(facts, tail, {rank: stacks[rank] for rank in missing})
+        return failed(facts, tail, {rank: stacks[rank] for rank in suspects(facts) if rank in stacks})
     if facts.refusal:
         return Verdict(error=facts.refusal)
-    # An agent whose ranks have all finished is no longer needed.
-    needed = [member for member in gone if not member.ranks or not facts.finished.issuperset(member.ranks)]
-    left = [(member, member.left_at) for member in needed if member.left_at is not None]
-    if facts.engine_ended and not failures:
-        # An agent that was ended by a signal from outside closes its connection like one that the driver had asked to
-        # exit, but it was still needed.
-        if left:
-            return _lost(left[0][0], facts, explain)
-        error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
-        return Verdict(error=explain(error))
-    overdue = next((member for member, at in left if now - at > bounds.CAUSE_WINDOW()), None)
-    return _lost(overdue, facts, explain) if overdue else None
+    if needed := _needed(facts, gone):
+        return _lost(needed[0], facts, explain)
+    error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
+    return Verdict(error=explain(error))
+
+
+def _needed(facts: Facts, gone: Sequence[Member]) -> list[Member]:
+    """Returns the agents that are gone too early: one whose ranks have all finished is no longer needed."""
+    return [member for member in gone if not member.ranks or not facts.finished.issuperset(member.ranks)]
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
@@ -311,7 +313,7 @@ def _lost(member: Member, facts: Facts, explain: Explain) -> Verdict:
     """Returns the end of an attempt whose agent exited before it was asked to."""
     first, cause = member.first_rank or 0, member.restart_cause
     ranks = name_ranks(range(first, first + member.workers))
-    why = member.why_left or "its connection broke and did not come back"
+    why = member.why_left or "it sends no sign of life: its host died or the network to it is cut"
     text = [f"task {member.task} on {member.name} ({ranks}) was lost: {why}"]
     if facts.engine_ended and facts.engine_error:
         explained = explain(facts.engine_error)

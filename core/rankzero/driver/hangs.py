@@ -1,12 +1,12 @@
-"""`HangWatch` distinguishes a run that hangs from a slow one, `RemainingWatch` ranks that wait for returned peers."""
+"""`HangWatch`: distinguishes a run that hangs from a slow one."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Set
+from collections.abc import Set
 
 from rankzero import bounds
-from rankzero.channel.messages import Dump, Message, Peek, Position
+from rankzero.channel.messages import Stack
 from rankzero.driver import policy
 from rankzero.driver.policy import name_ranks
 
@@ -21,40 +21,45 @@ _NOT_WAITING = "/torch/distributed/checkpoint/"
 
 
 class HangWatch:
-    """Tracks the last progress of every rank, and requests their stacks before it reports a hang."""
+    """Distinguishes a run that hangs from a slow one, by the progress of each rank and, if needed, by their stacks.
 
-    def __init__(
-        self,
-        num_processes: int,
-        broadcast: Callable[[Message], None],
-        disconnected: Callable[[], Collection[object]],
-    ) -> None:
-        """Creates a watch that has not seen any rank yet.
+    A rank may compute alone after others have returned, such as rank 0 when it evaluates or saves a model: that is no
+    hang, however long it takes. A rank counts as waiting only if its innermost call is a collective and its process
+    uses no processor time.
+
+    Attributes:
+        stacks: The replies of ranks to the last request for their stacks.
+        silent: Ranks that have returned and whose heartbeats had stopped at the last call of `is_hung`.
+        has_reported: True once `notice` was called.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        """Creates a watch that has not received anything yet.
 
         Args:
             num_processes: Number of ranks.
-            broadcast: Sends a message to all agents: a request for stacks, which arrive through `on_stack`.
-            disconnected: Returns the agents that may connect again. The heartbeats of their ranks are delayed, and so
-                no run counts as hung while there are any.
         """
-        self._ranks = range(num_processes)
-        self._broadcast = broadcast
-        self._disconnected = disconnected
+        self._ranks = frozenset(range(num_processes))
         self._progress: dict[int, tuple[int, float]] = {}
         self._returned: set[int] = set()
         self._beats: dict[int, float] = {}
         self.silent: list[int] = []
-        """Ranks that have returned and whose heartbeats had stopped at the last poll."""
-        self._began: float | None = None
-        self._stacks: dict[int, str] = {}
-        self._stacks_deadline: float | None = None
+        self.stacks: dict[int, Stack] = {}
+        self._before: dict[int, Stack] = {}
+        self._looked_at = 0.0
+        self._waiting_since: float | None = None
+        self.has_reported = False
+
+    def begin(self, now: float) -> None:
+        """Starts the clocks, since every rank has started. A rank without heartbeats has some time to reach rank 0."""
+        for rank in self._ranks:
+            self._progress.setdefault(rank, (-1, now + bounds.MEET_TIMEOUT()))
 
     def on_beat(self, rank: int, progress: int, now: float) -> None:
         """Records a rank's progress counter. One of a rank that has returned shows only that it is alive."""
         if rank in self._returned:
             self._beats[rank] = now
-            return
-        if rank not in self._progress or self._progress[rank][0] != progress:
+        elif rank not in self._progress or self._progress[rank][0] != progress:
             self._progress[rank] = progress, now
 
     def on_return(self, rank: int, now: float) -> None:
@@ -68,128 +73,71 @@ class HangWatch:
         """Monotonic time of the last progress or return of any rank."""
         return max((when for _, when in self._progress.values()), default=0.0)
 
-    def on_stack(self, rank: int, text: str) -> None:
-        """Records the stack that a rank sent."""
-        self._stacks[rank] = text
+    @property
+    def texts(self) -> dict[int, str]:
+        """The stack of each rank as text, or that its agent did not reply."""
+        return {
+            rank: self.stacks[rank].text if rank in self.stacks else policy.NO_REPLY for rank in sorted(self._ranks)
+        }
 
-    def poll(self, now: float, bound: float, over: Set[int] = frozenset()) -> dict[int, str] | None:
-        """Returns the stack of each rank if the run hangs; None if it does not, or if stacks are still missing.
-
-        The caller polls this from when every rank has started; progress counts from the first call.
+    def is_hung(self, now: float, bound: float, over: Set[int]) -> bool:
+        """Returns True if no rank has progressed or, once all have returned, one of them has sent no heartbeat.
 
         Args:
             now: Monotonic time.
-            bound: Seconds after which a run hangs: without progress of any rank or, once all ranks have returned,
-                without a heartbeat of one.
+            bound: Seconds after which that counts.
             over: Ranks that have sent their last report.
         """
-        if self._began is None:
-            self._began = now
-        for rank in self._ranks:
-            # A rank without any heartbeat may hang, too. It has `MEET_TIMEOUT` more, to reach rank 0.
-            self._progress.setdefault(rank, (-1, self._began + bounds.MEET_TIMEOUT()))
-        if self._returned.issuperset(self._ranks):
-            silent = [rank for rank in self._ranks if rank not in over and now - self._beats[rank] > bound]
-            is_hung = bool(silent)
-        else:
-            silent, is_hung = [], policy.is_hung((when for _, when in self._progress.values()), now, bound)
-        self.silent = silent
-        if not is_hung or self._disconnected():
-            self._stacks_deadline = None
-        elif self._stacks_deadline is None:
-            self._stacks.clear()
-            self._stacks_deadline = now + bounds.STACKS_WINDOW()
-            self._broadcast(Dump())
-        elif now > self._stacks_deadline or len(self._stacks) == len(self._ranks):
-            return {rank: self._stacks.get(rank, policy.NO_REPLY) for rank in self._ranks}
-        return None
+        if not self._returned.issuperset(self._ranks):
+            self.silent = []
+            return policy.is_hung((when for _, when in self._progress.values()), now, bound)
+        self.silent = [rank for rank in sorted(self._ranks - over) if now - self._beats[rank] > bound]
+        return bool(self.silent)
 
-
-class RemainingWatch:
-    """Watches the ranks that remain when others have returned.
-
-    A rank may compute alone, such as rank 0 when it evaluates or saves a model: that is no hang, however long it
-    takes. A rank counts as waiting only if its innermost call is a collective and its process uses no processor time.
-    """
-
-    def __init__(self, num_processes: int, broadcast: Callable[[Message], None]) -> None:
-        """Creates a watch that has not polled any rank yet.
-
-        Args:
-            num_processes: Number of ranks.
-            broadcast: Sends a message to all agents: a request for positions, which arrive through `note`.
-        """
-        self._ranks = frozenset(range(num_processes))
-        self._broadcast = broadcast
-        self._positions: dict[int, Position] = {}
-        self._before: dict[int, Position] = {}
-        self._peeked_at: float | None = None
-        self._before_at = 0.0
-        self._is_open = False
-        self._has_reported = False
-        self._waiting_since: float | None = None
-
-    def note(self, rank: int, position: Position) -> None:
-        """Records the position that a rank sent."""
-        self._positions[rank] = position
-
-    def poll(self, now: float, returned: Set[int], progress_at: float) -> str | None:
-        """Returns a message, once, if some ranks have returned and the others make no progress; else None.
-
-        Args:
-            now: Monotonic time.
-            returned: The ranks that have returned.
-            progress_at: Monotonic time of the last progress or return of any rank.
-        """
-        remaining = self._ranks - returned
-        if not returned or not remaining or now - progress_at < RETURNED_NOTICE():
-            self._peeked_at = self._waiting_since = None
-            self._is_open = False
+    def must_look(self, now: float) -> bool:
+        """Returns True if some ranks have returned without other progress, and stacks show what the others do."""
+        remaining = self._ranks - self._returned
+        if not self._returned or not remaining or now - self.progress_at < RETURNED_NOTICE():
+            self._waiting_since, self._looked_at = None, 0.0
             self._before.clear()
-            return None
-        if self._peeked_at is None or (not self._is_open and now - self._peeked_at >= RETURNED_NOTICE()):
-            self._before, self._before_at = dict(self._positions) if self._peeked_at else {}, self._peeked_at or now
-            self._positions.clear()
-            self._peeked_at, self._is_open = now, True
-            self._broadcast(Peek())
-        elif self._is_open and (remaining <= set(self._positions) or now - self._peeked_at > bounds.STACKS_WINDOW()):
-            self._is_open = False
-            self._judge(now, remaining)
-            if not self._has_reported:
-                self._has_reported = True
-                return self._notice(returned, remaining, now - progress_at)
-        return None
+            return False
+        return now - self._looked_at >= RETURNED_NOTICE()
 
-    def is_hung(self, now: float) -> bool:
-        """True if the remaining ranks have waited in collectives for `RETURNED_HANG`, since the last progress."""
-        since = self._waiting_since
-        return since is not None and now - since >= RETURNED_HANG() - RETURNED_NOTICE()
-
-    def _judge(self, now: float, remaining: frozenset[int]) -> None:
-        elapsed = (self._peeked_at or now) - self._before_at
-        if not all(self._waits(rank, elapsed) for rank in remaining):
+    def note_look(self, now: float) -> None:
+        """Judges the `stacks` that were requested because of `must_look`."""
+        if not all(self._waits(rank, now - self._looked_at) for rank in self._ranks - self._returned):
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
+        self._before, self._looked_at = dict(self.stacks), now
+
+    def waits_for_returned(self, now: float) -> bool:
+        """Returns True if the remaining ranks have waited in collectives for `RETURNED_HANG` without progress."""
+        since = self._waiting_since
+        return since is not None and now - since >= RETURNED_HANG() - RETURNED_NOTICE()
 
     def _waits(self, rank: int, elapsed: float) -> bool:
-        position, before = self._positions.get(rank), self._before.get(rank)
-        if position is None or not is_waiting(position.stack):
+        stack, before = self.stacks.get(rank), self._before.get(rank)
+        if stack is None or not is_waiting(stack.text):
             return False
         if before is None:
             return True
-        if position.cpu is not None and before.cpu is not None:
-            return position.cpu - before.cpu <= IDLE_SHARE * elapsed and position.stack == before.stack
-        return position.stack == before.stack
+        is_idle = stack.cpu is None or before.cpu is None or stack.cpu - before.cpu <= IDLE_SHARE * elapsed
+        return is_idle and stack.text == before.text
 
-    def _notice(self, returned: Set[int], remaining: frozenset[int], seconds: float) -> str:
+    def notice(self, now: float) -> str:
+        """Returns a message about what the ranks do that have not returned."""
+        self.has_reported = True
         groups: dict[str, list[int]] = {}
-        for rank in sorted(remaining):
-            position = self._positions.get(rank)
-            groups.setdefault(describe(position.stack) if position else "did not answer", []).append(rank)
-        have = "has" if len(returned) == 1 else "have"
+        for rank in sorted(self._ranks - self._returned):
+            stack = self.stacks.get(rank)
+            groups.setdefault(describe(stack.text) if stack else "did not answer", []).append(rank)
+        have = "has" if len(self._returned) == 1 else "have"
         places = "; ".join(f"{name_ranks(ranks)} {what}" for what, ranks in groups.items())
-        return f"{name_ranks(sorted(returned))} {have} returned, without other progress for {seconds:.0f} s: {places}"
+        return (
+            f"{name_ranks(sorted(self._returned))} {have} returned, without other progress for "
+            f"{now - self.progress_at:.0f} s: {places}"
+        )
 
 
 def is_waiting(stack: str) -> bool:

@@ -12,25 +12,20 @@ import argparse
 import functools
 import json
 import logging
-import math
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE, STORE_RETRY_INTERVAL
-from rankzero.channel.auth import new_secret
+from rankzero.driver.delegation import Delegation
 from rankzero.driver.driver import Driver
-from rankzero.driver.places import Placed, Places, Plan
-from rankzero.driver.states import follow
-from rankzero.driver.watch import Watch
-from rankzero.engines.base import Engine, within
-from rankzero.errors import InvalidJobError, RankZeroError, RunNotFoundError, StartTimeoutError
+from rankzero.engines.base import Engine
+from rankzero.errors import InvalidJobError, RunNotFoundError
 from rankzero.host import processes
 from rankzero.host.processes import (
     allow_open_files,
@@ -44,12 +39,6 @@ from rankzero.host.processes import (
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import CANCEL
-from rankzero.task.stage import OVER
-
-if TYPE_CHECKING:
-    from rankzero.engines.connect.session import ConnectGroup, ConnectSession
-
-STAGE_END_TIMEOUT = bounds.scaled(5.0)  # For a stage to end after its driver; then it is cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -140,17 +129,7 @@ def drive(
         when_gone(private["retrier"], driver.inbox.note_retrier_gone)
     code = 1
     try:
-        refused = is_delegated = None
-        if may_delegate:
-            delegation = Delegation(own, engine, private, driver)
-            try:
-                is_delegated = delegation.run()
-            except Exception as error:
-                if not delegation.has_claimed:
-                    raise
-                refused = error
-        if not is_delegated:
-            driver.run(refused)
+        driver.run(Delegation(own, engine, private, driver).run if may_delegate else None)
         code = int(driver.recorder.superseded)
     except BaseException:
         logger.exception("the outcome of the run could not be written")
@@ -245,129 +224,3 @@ def main_on_cluster() -> None:
         drive(run, arguments.submission, private)
     except RunNotFoundError as error:
         sys.exit(str(error))
-
-
-class Delegation:
-    """A stage whose task 0 runs the driver of the run.
-
-    The process that claims the submission drives the run. Until then this process writes lines about its waiting, and
-    no status. After the driver in the stage has claimed it, this process only keeps the connection of the stage.
-    """
-
-    def __init__(self, own: Submission, engine: Engine, private: Mapping[str, Any], driver: Driver) -> None:
-        """Prepares the object without opening a session.
-
-        Args:
-            own: The submission.
-            engine: The engine of a stage that may run the driver.
-            private: The result of `Request.private`.
-            driver: The driver of this process. Its inbox reports that this process must exit.
-        """
-        self._own = own
-        self._job = own.job
-        self._private = private
-        self._inbox = driver.inbox
-        self._recorder = driver.recorder
-        self._watch = Watch(own, self._recorder, self._inbox, leased=True)
-        self._places = Places(engine, self._inbox)
-        self._folder = own.path("stage")
-        self._group: ConnectGroup | None = None
-        self.has_claimed = False
-        """True once this process has claimed the submission, and must drive the run."""
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-
-    def run(self) -> bool:
-        """Starts the stage and follows it until it has ended.
-
-        Returns:
-            True if the driver in the stage had the run. False if the stage failed before that driver had claimed the
-            submission: this process has claimed it then, and must drive the run.
-
-        Raises:
-            Exception: the run was cancelled or could not start, if this process `has_claimed` the submission. Else the
-                store failed, and this process must not write.
-        """
-        try:
-            self._start(time.monotonic() + self._job.start_timeout)
-        except Exception:
-            if self._claim():
-                raise
-        if not self._own.has_driver() and self._claim():
-            assert self._group
-            why = str(self._explain(self._group)).splitlines()[0]
-            self._recorder.announce("engine", f"the run is driven from this host, not in its stage: {why}")
-            return False
-        self._follow()
-        return True
-
-    def _claim(self) -> bool:
-        """Claims the submission and ends the stage; returns False if the driver in the stage has claimed it."""
-        self.has_claimed = self._own.claim_driver()
-        if not self.has_claimed:
-            return False
-        if self._group:
-            within(bounds.STOP_MARGIN(), self._group.cancel)
-        self._places.close()
-        return True
-
-    def _start(self, deadline: float) -> None:
-        """Starts the stage, and returns when its driver has claimed the submission or the stage has ended."""
-        job, env, began = self._job, self._private["env"], time.monotonic()
-        plan = Plan(self._own, job, self._places, self._recorder, self._watch.check, env, deadline)
-        placed = follow(plan.state(), Placed, self._inbox.renew(), self._recorder)
-        session, num_tasks = cast("ConnectSession", placed.session), placed.num_tasks
-        store.make_directory(self._folder)
-        stage = {
-            "directory": self._own.run.directory,
-            "nonce": job.nonce,
-            "submission": job.submission,
-            "folder": self._folder,
-            "secret": new_secret(),
-            "num_tasks": num_tasks,
-            "place": session.place,
-            "encrypts": job.encrypts(by_default=session.encrypts),
-            "trackers": self._private["trackers"],
-        }
-        config = {"env": env, "use_gpu": job.use_gpu, "stage": stage}
-        self._group = session.host_driver(num_tasks, config, self._on_end)
-        say_at = began + bounds.WAITING_INTERVAL()
-        while not (self._own.has_driver() or self._ended.wait(bounds.TICK)):
-            self._watch.check()
-            now = time.monotonic()
-            if now > deadline:
-                raise StartTimeoutError(
-                    f"the stage of {num_tasks} tasks did not start within start_timeout={job.start_timeout} s: "
-                    f"{session.place} may have fewer free slots; free some, or give more time",
-                    missing=[f"task {task}" for task in range(num_tasks)],
-                )
-            if now > say_at:
-                say_at = now + bounds.WAITING_INTERVAL()
-                what = f"waiting for {session.place} to begin {num_tasks} tasks, for {now - began:.0f} s"
-                self._recorder.announce("waiting", what)
-
-    def _follow(self) -> None:
-        """Keeps the connection until the stage has ended; this process may exit before that."""
-        if not self._group:
-            return
-        logger.info("the run is driven in its stage; this process keeps the connection to %s", self._job.engine)
-        self._group.tolerate_outage()
-        over_at = math.inf
-        while not self._ended.wait(bounds.TICK):
-            if over_at == math.inf and store.exists(store.join(self._folder, OVER)):
-                over_at = time.monotonic()
-            if time.monotonic() - over_at > STAGE_END_TIMEOUT():
-                within(bounds.STOP_MARGIN(), self._group.cancel)
-                return
-            if self._inbox.interrupted:
-                logger.info("this process exits (%s), and the stage continues", self._inbox.interrupted)
-                return
-        if self._error:
-            logger.warning("the stage has ended, with the driver of the run in it: %s", self._explain(self._group))
-
-    def _on_end(self, error: BaseException | None) -> None:
-        self._error = error
-        self._ended.set()
-
-    def _explain(self, group: ConnectGroup) -> RankZeroError:
-        return group.explain(self._error or RuntimeError("the stage ended before the run did"))

@@ -1,267 +1,214 @@
-"""`Places`: the engine session that the attempts of a run share, and the states in which an attempt gets its slots.
+"""`Places`: the engine session that the attempts of a run share, and the slots of each attempt.
 
 A cluster may take minutes to reply, or never reply. So each request to it runs in a thread, and a cancel ends the wait.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
-import math
 import queue
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 from rankzero import bounds
 from rankzero.driver import policy
 from rankzero.driver.recorder import Recorder
-from rankzero.driver.states import State
 from rankzero.driver.tables import Tables
 from rankzero.driver.watch import Inbox
-from rankzero.engines.base import ActionThread, Engine, EngineSession, in_thread, within, words_of
+from rankzero.engines.base import Engine, EngineSession, words_of
 from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.directory import Submission
+from rankzero.threads import ActionThread, done_within, in_thread, reply_of
 
 SLOTS_TIMEOUT = bounds.stretched(2.0)  # To wait for slots that are asked for as start_timeout ends
+CHECK_INTERVAL = 0.5  # Most seconds between two checks of whether the run must end
 T = TypeVar("T")
 
 
 class Places:
     """Holds the engine session of a run, one at a time, and makes requests to it."""
 
-    def __init__(self, engine: Engine, inbox: Inbox) -> None:
+    def __init__(
+        self, engine: Engine, own: Submission, recorder: Recorder, inbox: Inbox, check: Callable[[], None]
+    ) -> None:
         """Prepares the object without opening a session.
 
         Args:
             engine: The engine to open.
+            own: The submission.
+            recorder: Receives lines about what the run waits for.
             inbox: The driver's inbox, which each reply wakes.
+            check: Raises the typed error if the run must end.
         """
         self._engine = engine
+        self._own = own
+        self._recorder = recorder
         self._inbox = inbox
+        self._check = check
         self._thread = ActionThread()
         self.session: EngineSession | None = None
         self.left_nothing = True
         """False if a session did not close, so a JVM that was stopped may still exist."""
 
-    def open(self, job: Job, env: Mapping[str, str]) -> tuple[EngineSession, str | None]:
-        """Opens a session; returns it with the URL of its user interface, or None if it has none."""
-        self._engine.start_ahead(job, env)
-        session, url = self._engine.open(job), None
-        # A missing link must not fail a run.
-        with contextlib.suppress(Exception):
-            url = session.url
-        return session, url
+    async def open(self, job: Job, env: Mapping[str, str], deadline: float) -> EngineSession:
+        """Returns the run's session, which is opened now if there is none.
 
-    def request(self, action: Callable[[], T]) -> Future[T]:
-        """Runs an action in the engine's thread. The future gets its result, or an error that is a RankZeroError."""
+        Args:
+            job: The job.
+            env: The user's environment for the ranks.
+            deadline: Monotonic time by which every rank must have started.
+
+        Raises:
+            RankZeroError: the engine refuses the job or does not reply in time, or the run must end.
+        """
+        if self.session:
+            return self.session
+
+        def open_it() -> tuple[EngineSession, str | None]:
+            self._engine.start_ahead(job, env)
+            session = self._engine.open(job)
+            # A missing link must not fail a run.
+            with contextlib.suppress(Exception):
+                return session, session.url
+            return session, None
+
+        def close_late(reply: Future[tuple[EngineSession, str | None]]) -> None:
+            if not reply.exception():
+                in_thread(reply.result()[0].close)
+
+        session, url = await self.request(open_it, job, deadline, if_late=close_late)
+        self.session = session
+        for note in session.notes:
+            self._recorder.announce("engine", note)
+        if url:
+            self._recorder.update(engine_url=url)
+        return session
+
+    async def request(
+        self,
+        action: Callable[[], T],
+        job: Job,
+        deadline: float | None,
+        *,
+        if_late: Callable[[Future[T]], None] | None = None,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Returns the engine's reply to a request, unless the run must end before.
+
+        Args:
+            action: The request, which a thread makes.
+            job: The job, for the words of an error.
+            deadline: Monotonic time at which the wait ends; None for a request that reports its own progress.
+            if_late: Called with the reply if it arrives after the wait has ended.
+            while_waiting: Called again and again.
+
+        Raises:
+            RankZeroError: the engine failed or has not replied in time, or the run must end.
+        """
+        began = time.monotonic()
+        say_at, bound = began + bounds.WAITING_INTERVAL(), job.start_timeout
+        name = job.engine.get("master") or job.engine.get("server") or job.engine.get("kind")
         reply = self._thread.submit(functools.partial(_with_typed_error, action))
         reply.add_done_callback(self._inbox.wake)
-        return reply
+        try:
+            while not reply.done():
+                self._check()
+                while_waiting()
+                now = time.monotonic()
+                if deadline is not None and now > say_at:
+                    say_at = now + bounds.WAITING_INTERVAL()
+                    what = f"waiting for the engine {name} to answer, for {now - began:.0f} s"
+                    self._recorder.announce("waiting", what)
+                if deadline is not None and now > deadline:
+                    what = f"the engine {name} did not answer within start_timeout={bound} s"
+                    raise StartTimeoutError(what, missing=["engine"])
+                await self._inbox.wait(CHECK_INTERVAL)
+            while_waiting()
+            return reply.result()
+        except BaseException:
+            # The request may never return, so later ones do not wait for it.
+            self._abandon()
+            if if_late:
+                reply.add_done_callback(if_late)
+            raise
 
-    def abandon(self) -> None:
-        """Makes later requests independent of an earlier one that may never return."""
-        self._thread.end()
-        self._thread = ActionThread()
+    async def read_tables(self, job: Job, session: EngineSession) -> Job:
+        """Computes the tables that ranks read, without a deadline, since that may take longer than any start.
 
-    def is_broken(self) -> bool:
-        """Returns True if the session is unusable, or does not reply, as a JVM that was stopped."""
-        if self.session is None:
-            return False
-        reply = self._thread.submit(self.session.is_usable)
-        if not wait([reply], bounds.SESSION_CLOSE_TIMEOUT()).done:
-            self.abandon()
-            return True
-        return reply.exception() is not None or not reply.result()
+        Returns:
+            The job, with the locations of the tables.
+        """
+        tables, said = Tables(self._own, job, session), queue.SimpleQueue[str]()
 
-    def close(self) -> None:
+        def say() -> None:
+            while not said.empty():
+                self._recorder.announce("engine", said.get())
+
+        try:
+            return await self.request(functools.partial(tables.read, said.put), job, None, while_waiting=say)
+        except BaseException:
+            # Stops the engine's work, too.
+            await done_within(bounds.SESSION_CLOSE_TIMEOUT(), lambda: tables.stop(bounds.SESSION_CLOSE_TIMEOUT()))
+            raise
+
+    async def reserve(self, job: Job, session: EngineSession, deadline: float) -> int:
+        """Waits until enough slots exist and no more of them appear, and reserves them; returns their number.
+
+        Raises:
+            StartTimeoutError: too few exist at the deadline.
+            RankZeroError: the engine failed, or the run must end.
+        """
+        began = changed = time.monotonic()
+        say_at, before, least = began + bounds.WAITING_INTERVAL(), -1, job.least_tasks
+        while True:
+            # The engine's reply is a better reason for an error than that it has not replied yet.
+            limit = max(deadline, time.monotonic() + SLOTS_TIMEOUT())
+            slots, provable = await self.request(functools.partial(_count_slots, session), job, limit)
+            now = time.monotonic()
+            # Slots that exist count more than the most that settings allow.
+            most = max(least, min(job.num_tasks, provable or job.num_tasks))
+            if slots != before:
+                before, changed = slots, now
+            waited = job.start_timeout - (deadline - now)
+            num_tasks = policy.place(slots, least, most, now - changed, waited, job.start_timeout)
+            if num_tasks and await self.request(functools.partial(session.reserve, num_tasks), job, limit):
+                return num_tasks
+            what = policy.waiting_message(session.place, slots, least, most, now - began, job.start_timeout)
+            if now > deadline and slots < least:
+                missing = [f"task {task}" for task in range(slots, least)]
+                raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
+            if now > say_at:
+                say_at = now + bounds.WAITING_INTERVAL()
+                self._recorder.announce("waiting", what)
+            await self._inbox.wait(bounds.POLL_INTERVAL)
+            self._check()
+
+    async def drop_broken(self) -> None:
+        """Closes a session that the next attempt cannot use, or that does not reply, as a JVM that was stopped."""
+        if session := self.session:
+            reply = self._thread.submit(session.is_usable)
+            try:
+                is_usable = await reply_of(reply, bounds.SESSION_CLOSE_TIMEOUT())
+            except Exception:
+                self._abandon()
+                is_usable = False
+            if not is_usable:
+                await self.close()
+
+    async def close(self) -> None:
         """Closes the session, if there is one."""
         session, self.session = self.session, None
         if session:
-            self.left_nothing = within(bounds.SESSION_CLOSE_TIMEOUT(), session.close, self._thread)
-        self.abandon()
+            self.left_nothing = await done_within(bounds.SESSION_CLOSE_TIMEOUT(), session.close, self._thread)
+        self._abandon()
 
-
-@dataclass(frozen=True)
-class Plan:
-    """The conditions under which an attempt gets its slots.
-
-    Attributes:
-        check: Raises the typed error if the run must end.
-        env: The user's environment for the ranks.
-        deadline: Monotonic time by which every rank must have started.
-    """
-
-    own: Submission
-    job: Job
-    places: Places
-    recorder: Recorder
-    check: Callable[[], None]
-    env: Mapping[str, str]
-    deadline: float
-
-    def state(self) -> State:
-        """Returns the state in which the attempt begins, or continues once the session is open."""
-        if self.places.session is None:
-            return Opening(self)
-        kind = Reading if self.job.queries else WaitingForSlots
-        return kind(self, self.places.session)
-
-
-class _Asking(State):
-    """A state that waits for a reply of the engine."""
-
-    phase = "opening"
-
-    def __init__(self, plan: Plan, question: Callable[[], Any], deadline: float) -> None:
-        self._plan = plan
-        self._question = question
-        self._deadline = self._answer_by = deadline
-        self._ask()
-
-    def _ask(self) -> None:
-        self._asked_at = time.monotonic()
-        # A question without a deadline reports its own progress.
-        self._report_at = math.inf if self._deadline == math.inf else self._asked_at + bounds.WAITING_INTERVAL()
-        self._reply = self._plan.places.request(self._question)
-
-    @abc.abstractmethod
-    def on_reply(self, reply: Any, now: float) -> State:
-        """Returns the next state."""
-
-    def tick(self, now: float) -> State:
-        """Ends the wait with the reply, the error of a run that must end, or at the deadline."""
-        if self._reply.done():
-            return self.on_reply(self._reply.result(), now)
-        self._plan.check()
-        spec, bound = self._plan.job.engine, self._plan.job.start_timeout
-        engine = spec.get("master") or spec.get("server") or spec.get("kind")
-        if now > self._report_at:
-            self._report_at = now + bounds.WAITING_INTERVAL()
-            waited = f"{now - self._asked_at:.0f} s"
-            self._plan.recorder.announce("waiting", f"waiting for the engine {engine} to answer, for {waited}")
-        if now > self._answer_by:
-            what = f"the engine {engine} did not answer within start_timeout={bound} s"
-            raise StartTimeoutError(what, missing=["engine"])
-        return self
-
-    def fail(self, error: BaseException) -> State:
-        """Raises the error, and no longer uses the thread of a request that may never return."""
-        self._plan.places.abandon()
-        raise error
-
-
-class Opening(_Asking):
-    """The engine opens a session."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan, functools.partial(plan.places.open, plan.job, plan.env), plan.deadline)
-
-    def fail(self, error: BaseException) -> State:
-        """Closes the session if it opens later, too."""
-        self._reply.add_done_callback(self._close_late)
-        return super().fail(error)
-
-    def _close_late(self, reply: Future[Any]) -> None:
-        if not reply.exception() and (session := reply.result()[0]) is not self._plan.places.session:
-            in_thread(session.close)
-
-    def on_reply(self, reply: Any, now: float) -> State:
-        """Keeps the session for this attempt and later ones."""
-        session, url = reply
-        self._plan.places.session = session
-        for note in session.notes:
-            self._plan.recorder.announce("engine", note)
-        if url:
-            self._plan.recorder.update(engine_url=url)
-        return self._plan.state()
-
-
-class Reading(_Asking):
-    """The engine computes the tables that ranks read, without a deadline, since it may take longer than any start."""
-
-    def __init__(self, plan: Plan, session: EngineSession) -> None:
-        self._session = session
-        self._tables = Tables(plan.own, plan.job, session)
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        super().__init__(plan, functools.partial(self._tables.read, self._said.put), math.inf)
-
-    def tick(self, now: float) -> State:
-        """Reports the progress so far."""
-        while not self._said.empty():
-            self._plan.recorder.announce("engine", self._said.get())
-        return super().tick(now)
-
-    def on_reply(self, reply: Any, now: float) -> State:
-        """Continues with a job that has the locations of its tables."""
-        deadline = now + self._plan.job.start_timeout
-        return WaitingForSlots(replace(self._plan, job=reply, deadline=deadline), self._session)
-
-    def fail(self, error: BaseException) -> State:
-        """Stops the engine's work, too."""
-        self._tables.stop(bounds.SESSION_CLOSE_TIMEOUT())
-        return super().fail(error)
-
-
-class WaitingForSlots(_Asking):
-    """The attempt polls the number of slots until they suffice, or until no more of them appear."""
-
-    phase = "waiting for slots"
-
-    def __init__(self, plan: Plan, session: EngineSession) -> None:
-        self._session = session
-        self._began = self._changed = time.monotonic()
-        self._say_at, self._before, self._ask_at = self._began + bounds.WAITING_INTERVAL(), -1, math.inf
-        super().__init__(plan, functools.partial(_count_slots, session), plan.deadline)
-
-    def tick(self, now: float) -> State:
-        """Polls again after a pause."""
-        if self._ask_at == math.inf:
-            return super().tick(now)
-        self._plan.check()
-        if now >= self._ask_at:
-            self._ask_at = math.inf
-            self._ask()
-            # What the engine says is a better reason than that it has not said it yet.
-            self._answer_by = max(self._deadline, now + SLOTS_TIMEOUT())
-        return self
-
-    def on_reply(self, reply: Any, now: float) -> State:
-        """Decides whether the attempt starts with the slots that exist."""
-        job, session, least = self._plan.job, self._session, self._plan.job.least_tasks
-        slots, provable = reply
-        # Slots that exist count more than the most that settings allow.
-        most = max(least, min(job.num_tasks, provable or job.num_tasks))
-        if slots != self._before:
-            self._before, self._changed = slots, now
-        waited = job.start_timeout - (self._deadline - now)
-        num_tasks = policy.place(slots, least, most, now - self._changed, waited, job.start_timeout)
-        if num_tasks and session.reserve(num_tasks):
-            return Placed(self._plan, session, num_tasks)
-        what = policy.waiting_message(session.place, slots, least, most, now - self._began, job.start_timeout)
-        if now > self._deadline and slots < least:
-            missing = [f"task {task}" for task in range(slots, least)]
-            raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
-        if now > self._say_at:
-            self._say_at = now + bounds.WAITING_INTERVAL()
-            self._plan.recorder.announce("waiting", what)
-        self._ask_at = now + bounds.POLL_INTERVAL
-        return self
-
-
-@dataclass(frozen=True)
-class Placed(State):
-    """The attempt has its slots, and its agents can start; the job of its plan has the locations of its tables."""
-
-    phase = "starting"
-
-    plan: Plan
-    session: EngineSession
-    num_tasks: int
+    def _abandon(self) -> None:
+        self._thread.end()
+        self._thread = ActionThread()
 
 
 def _with_typed_error(action: Callable[[], T]) -> T:

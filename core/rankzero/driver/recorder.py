@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -15,14 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankzero import bounds, store
-from rankzero.bounds import (
-    DRIVER_DEAD_AFTER,
-    HEARTBEAT_INTERVAL,
-    LOG_TAIL,
-    LOG_TAIL_WIDTH,
-    STORE_OUTAGE,
-    WRITE_RETRY_INTERVAL,
-)
+from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.masking import Mask
@@ -32,10 +26,13 @@ from rankzero.run.names import EVENTS, LINES
 from rankzero.run.output import stamped
 from rankzero.run.reports import CHECK_PREFIX, MOST_METRICS
 from rankzero.run.status import RunStatus, pace
+from rankzero.threads import ActionThread
 from rankzero.values.ref import ResultRef
 
 OUTCOME_RETRY_INTERVAL = bounds.scaled(0.25)  # Between two writes of a status whose outcome is certain
 HEARTBEAT_DELAY = 1.0  # Seconds for a write of lines to an object store to carry the heartbeat
+MOST_QUEUED = 32 << 20  # Characters of lines that wait for a disk; later ones are lost
+ROOM_TIMEOUT = 1.0  # Most seconds that an agent's connection is not read while they wait
 logger = logging.getLogger(__name__)
 
 
@@ -63,6 +60,9 @@ class Recorder:
         )
         self._tails: dict[int, deque[str]] = {}
         self._finished = threading.Event()
+        self._thread = ActionThread("rankzero-lines")
+        # Each is changed by one thread alone.
+        self._queued = self._appended = 0
         self._writer = StatusWriter(
             own,
             RunStatus(
@@ -163,8 +163,9 @@ class Recorder:
             # This also writes a heartbeat and the position up to which followers may read.
             self._writer.change(**self._progress())
         try:
+            pause = bounds.WRITE_RETRY_INTERVAL()
             for stream in self._streams.values():
-                store.patiently(stream.flush, STORE_OUTAGE(), WRITE_RETRY_INTERVAL(), lambda _: self.superseded)
+                store.patiently(stream.flush, STORE_OUTAGE(), pause, lambda _: self.superseded)
         except Exception as error:
             logger.warning("lines are lost: %s", error)
 
@@ -178,14 +179,34 @@ class Recorder:
         of_run = {"submission": self.status.submission, "attempt": self.status.attempt}
         self.event({"type": "state", "state": state, **of_run, **self._names})
 
+    async def room(self) -> None:
+        """Waits while many lines wait for a disk. Briefly: one that hangs must not delay what agents report."""
+        deadline = time.monotonic() + ROOM_TIMEOUT
+        while self._queued - self._appended > MOST_QUEUED / 2 and time.monotonic() < deadline:
+            await asyncio.sleep(bounds.POLL_INTERVAL_BRIEF)
+
+    def _append(self, lines: _Lines, texts: list[str]) -> None:
+        """Appends lines in a thread, since a disk may hang. Those that then find no room are lost."""
+        size = sum(map(len, texts))
+        if self._queued - self._appended + size > MOST_QUEUED:
+            logger.warning("%d lines are lost: the disk of the run directory does not take them", len(texts))
+            return
+        self._queued += size
+
+        def append() -> None:
+            lines.append(texts)
+            self._appended += size
+
+        self._thread.submit(append)
+
     def event(self, event: dict[str, Any]) -> None:
         """Appends an event to the event log."""
-        self._events.append([json.dumps({"time": time.time(), **event})])
+        self._append(self._events, [json.dumps({"time": time.time(), **event})])
 
     def metrics(self, rank: int, rows: list[tuple[dict[str, Any], float]]) -> None:
         """Appends a rank's reported metrics with their times; rank 0's last values go into the status."""
         events = [{"time": when, "type": "metric", "rank": rank, "metrics": metrics} for metrics, when in rows]
-        self._events.append([json.dumps(event) for event in events])
+        self._append(self._events, [json.dumps(event) for event in events])
         if rank == 0:
             last = dict(self.status.metrics)
             counts = Counter(name.startswith(CHECK_PREFIX) for name in last)
@@ -200,8 +221,8 @@ class Recorder:
     def log(self, rank: int, lines: list[str]) -> None:
         """Appends lines of a rank, with the current time and the run's secrets masked."""
         lines = self.mask.lines(lines)
-        self._lines.append([f"[{rank}] {line}" for line in stamped(lines, time.time())])
         self._tails.setdefault(rank, deque(maxlen=LOG_TAIL)).extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
+        self._append(self._lines, [f"[{rank}] {line}" for line in stamped(lines, time.time())])
 
     def tail(self, rank: int) -> list[str]:
         """Returns the last log lines of a rank."""
@@ -217,8 +238,13 @@ class Recorder:
         """
         self._note_state(changes["state"])
         self.note_phase("final")
-        for lines in (self._events, self._lines):
-            lines.close()
+
+        def close() -> None:
+            for lines in (self._events, self._lines):
+                lines.close()
+
+        wait([self._thread.submit(close)], STORE_OUTAGE())
+        self._thread.end()
         self._finished.set()
         if self._own.is_remote:
             if not self._flusher.ident:

@@ -25,9 +25,7 @@ class Member:
         workers: Number of its ranks.
         torch: Version of torch in its ranks, once they are ready.
         first_rank: Its first rank; None until all agents have joined.
-        disconnected_at: Monotonic time since which its connection is broken; None if it is connected.
-        left_at: Monotonic time at which it exited before it was asked to; None if it did not.
-        why_left: Text that explains why it exited.
+        why_left: Text that explains why it exited before it was asked to, or is lost; None while it is needed.
         restart_cause: The cause that then decides about a restart.
     """
 
@@ -40,9 +38,7 @@ class Member:
     workers: int
     torch: str = ""
     first_rank: int | None = None
-    disconnected_at: float | None = None
-    left_at: float | None = None
-    why_left: str = ""
+    why_left: str | None = None
     restart_cause: str = LOST
 
     @property
@@ -50,15 +46,10 @@ class Member:
         """The ranks of this agent; empty before all agents have joined."""
         return range(self.first_rank, self.first_rank + self.workers) if self.first_rank is not None else range(0)
 
-    @property
-    def is_gone(self) -> bool:
-        """True if the agent has exited or its connection is broken."""
-        return self.left_at is not None or self.disconnected_at is not None
-
-    def leave(self, why: str, now: float, restart_cause: str = LOST) -> None:
-        """Records that the agent exited before it was asked to; the first reason counts."""
-        if self.left_at is None:
-            self.left_at, self.why_left, self.restart_cause = now, why, restart_cause
+    def leave(self, why: str, restart_cause: str = LOST) -> None:
+        """Records that the agent exited before it was asked to, or is lost; the first reason counts."""
+        if self.why_left is None:
+            self.why_left, self.restart_cause = why, restart_cause
 
     def why_unfit(self, python: str, use_gpu: bool) -> str | None:
         """Returns a message that says why the agent cannot run ranks of this job; None if it can.
@@ -91,18 +82,17 @@ class Roster:
             processes_per_task: Ranks of each task, used until ranks are numbered.
         """
         self.num_agents = num_agents
-        self._is_chosen = False
         self._processes_per_task = processes_per_task
         self._members: dict[int, Member] = {}
         self._ready: set[tuple[int, int]] = set()
 
-    def join(self, task: int, message: Join, now: float) -> Member | None:
+    def join(self, task: int, message: Join) -> Member | None:
         """Adds a member and returns it; returns None if the task already has one, which then counts as lost.
 
         Only the driver decides about restarts, so ranks of two attempts never mix.
         """
         if task in self._members:
-            self._members[task].leave("another agent joined in its place", now)
+            self._members[task].leave("another agent joined in its place")
             return None
         place = message.host, message.address, message.hostname
         member = self._members[task] = Member(task, *place, message.python, message.gpus, message.workers)
@@ -112,15 +102,13 @@ class Roster:
         """Returns the member of a task; None if no agent has joined for it."""
         return self._members.get(task)
 
-    def choose(self) -> list[Member] | None:
-        """Numbers the ranks, once, as soon as all agents have joined; returns None if it is too early.
+    @property
+    def is_complete(self) -> bool:
+        """True once all agents have joined."""
+        return len(self._members) >= self.num_agents
 
-        Returns:
-            The agents, host by host, each with its first rank.
-        """
-        if self._is_chosen or len(self._members) < self.num_agents:
-            return None
-        self._is_chosen = True
+    def number(self) -> list[Member]:
+        """Numbers the ranks; returns the agents, host by host, each with its first rank."""
         members = [self._members[task] for task in sorted(self._members)]
         ordered = [members[index] for index in policy.order_tasks([member.host for member in members])]
         first_rank = 0
@@ -186,12 +174,8 @@ class Roster:
         return [task for task in range(self.num_agents) if task not in self._members]
 
     def gone(self) -> list[Member]:
-        """Returns the members that have exited or are disconnected."""
-        return [member for member in self._members.values() if member.is_gone]
-
-    def disconnected(self) -> list[Member]:
-        """Returns the members that are disconnected and may connect again."""
-        return [member for member in self.gone() if member.left_at is None]
+        """Returns the members that have exited before they were asked to, or are lost."""
+        return [member for member in self._members.values() if member.why_left is not None]
 
     def is_on_one_host(self) -> bool:
         """Returns True if all members run on one host."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -15,7 +14,8 @@ from typing import Any
 
 from rankzero import bounds, store
 from rankzero.bounds import STORE_OUTAGE
-from rankzero.channel.messages import FINISHED, Finished, Part, Uploaded
+from rankzero.channel.messages import Finished, Part
+from rankzero.channel.server import UPLOAD
 from rankzero.driver.commits import Committer, NotOwnerError
 from rankzero.driver.ending import Facts, not_stored
 from rankzero.driver.tables import remove_rows
@@ -23,7 +23,6 @@ from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, Manifest
 from rankzero.run.directory import Submission
 from rankzero.task.scratch import lock_directory, make_scratch, scratch_root
-from rankzero.values.formats import SHARDS
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Storage:
     A rank that does not see the run directory sends its file over the channel before the message about it.
     """
 
-    def __init__(self, own: Submission, number: int, committer: Committer, facts: Facts) -> None:
+    def __init__(self, own: Submission, number: int, committer: Committer, facts: Facts, directory: str) -> None:
         """Creates a storage that has received no files yet.
 
         Args:
@@ -48,23 +47,41 @@ class Storage:
             number: Number of the attempt.
             committer: Commits parts of checkpoints; its thread makes all requests to an object store.
             facts: Receives finished ranks and errors of the store.
+            directory: Local directory of the files that agents send.
         """
         self._own = own
         self._number = number
-        self._committer = committer
-        self._facts = facts
-        self._uploads: dict[tuple[int, str], Uploaded] = {}
+        self.committer = committer
+        self.facts = facts
+        self.directory = directory
+        self.received: dict[str, int | str] = {}
+        """The size of each file that arrived, or a text that says why it did not, by its path (`channel.server`)."""
         self._kinds: dict[bool, int] = {}
         self._storing: Future[ResultRef] | None = None
         self._value: list[Any] = []
 
-    def note_upload(self, task: int, message: Uploaded) -> None:
-        """Records that a file of this task has arrived over the channel, or that it will not."""
-        if message.name.startswith(FINISHED):
-            with contextlib.suppress(OSError):
-                os.unlink(message.path or "")
-            return
-        self._uploads[task, message.name] = message
+    def begin(self, first_attempt: int, is_called_off: Callable[[], bool]) -> tuple[Manifest | None, str]:
+        """Returns the checkpoint to start from and the text by which agents know the folder; removes earlier leftovers.
+
+        Args:
+            first_attempt: The first attempt of this submission.
+            is_called_off: Returns True if the run must end, and so need not wait for a store that is out.
+        """
+
+        def read() -> tuple[Manifest | None, str]:
+            resume = self.committer.newest()
+            remove_leftovers(self._own, range(first_attempt, self._number))
+            return resume, self._own.token()
+
+        def gives_up(error: Exception) -> bool:
+            return isinstance(error, NotOwnerError) or is_called_off()
+
+        return store.patiently(read, STORE_OUTAGE(), bounds.STORE_RETRY_INTERVAL(), gives_up)
+
+    def _take(self, name: str) -> tuple[str, int | str | None]:
+        """Returns the path of a file that an agent has sent, and its size, or why it is not there; None if unknown."""
+        path = os.path.join(self.directory, f"{UPLOAD}{name}")
+        return path, self.received.pop(path, None)
 
     def note_kind(self, rank: int, *, sharded: bool) -> None:
         """Records whether a rank's checkpoints are sharded. Ends the attempt if the ranks do not agree about that."""
@@ -72,7 +89,7 @@ class Storage:
         other = self._kinds.get(not sharded)
         if first == rank and other is not None:
             whole, part = (other, rank) if sharded else (rank, other)
-            self._facts.refusal = ResultError(
+            self.facts.refusal = ResultError(
                 f"rank {whole} has reported a whole checkpoint, and rank {part} a sharded one, so parts would be lost: "
                 "report checkpoints with sharded=True on every rank or on none"
             )
@@ -80,21 +97,21 @@ class Storage:
 
     def _note_last(self) -> None:
         """Notes that no whole checkpoint follows if rank 0 has finished; other ranks may have reported more."""
-        if 0 in self._facts.over and set(self._kinds) == {False}:
-            self._committer.note_last()
+        if 0 in self.facts.over and set(self._kinds) == {False}:
+            self.committer.note_last()
 
-    def add_part(self, rank: int, task: int, message: Part) -> None:
+    def add_part(self, rank: int, message: Part) -> None:
         """Adds a rank's part of a checkpoint."""
         part = message.facts()
         if name := message.upload:
-            uploaded = self._uploads.pop((task, name), None)
-            if uploaded is None or not _is_whole(uploaded, message):
-                what = uploaded.error or "it was damaged on its way" if uploaded else "it did not arrive"
+            path, found = self._take(name)
+            if found != message.size:
+                what = found if isinstance(found, str) else "it did not arrive"
                 logger.error("checkpoint %s: the part of rank %s is lost: %s", message.id, rank, what)
-                self._committer.drop(message.index)
+                self.committer.drop(message.index)
                 return
-            part["uploaded"] = uploaded.path
-        self._committer.add(rank, part)
+            part["uploaded"] = path
+        self.committer.add(rank, part)
 
     def finish(self, rank: int, task: int, message: Finished, metrics: dict[str, Any]) -> None:
         """Records that a rank has finished. Rank 0 has finished when its value is stored, which `poll` notes.
@@ -105,38 +122,34 @@ class Storage:
             message: Its message.
             metrics: Rank 0's last metrics, for the summary of its value.
         """
-        self._committer.note_over(rank)
+        self.committer.note_over(rank)
         result = message.result
         if result is None:
-            self._facts.finished.add(rank)
+            self.facts.finished.add(rank)
             return
         self._note_last()
-        path, is_uploaded = result["path"], False
-        if uploaded := self._uploads.pop((task, "value"), None):
-            if uploaded.digest != result["digest"]:
-                self._facts.refusal = not_stored(uploaded.error or "the upload was damaged on its way")
-                return
-            path, is_uploaded = uploaded.path, True
+        path, is_uploaded = self._take(f"{task}-value")
+        if isinstance(is_uploaded, str):
+            self.facts.refusal = not_stored(is_uploaded)
+            return
+        if is_uploaded is None:
+            path = result["path"]
         uri = self._own.path("result", f"value-{self._number}.{result['format']}")
-        store_it = functools.partial(self._store_value, path, uri, result, dict(metrics), durable=is_uploaded)
+        store_it = functools.partial(
+            self._store_value, path, uri, result, dict(metrics), durable=is_uploaded is not None
+        )
         self._value = [result["value"]] if "value" in result else []
-        if self._own.is_remote or not self._value:
-            # In the committer's thread: the driver continues to check for failures and cancels.
-            self._storing = self._committer.submit(store_it)
-        else:
-            self._note_stored(store_it)
+        # In the committer's thread: a disk may hang, too.
+        self._storing = self.committer.submit(store_it)
 
     def poll(self) -> None:
         """Notes that rank 0's value is stored, or that the store refused it, once that is known."""
         if self._storing and self._storing.done():
-            self._note_stored(self._storing.result)
+            try:
+                self.facts.note_stored(self._storing.result(), self._value)
+            except ResultError as error:
+                self.facts.refusal = error
             self._storing = None
-
-    def _note_stored(self, store_it: Callable[[], ResultRef]) -> None:
-        try:
-            self._facts.note_stored(store_it(), self._value)
-        except ResultError as error:
-            self._facts.refusal = error
 
     def _store_value(
         self, path: str, uri: str, result: dict[str, Any], metrics: dict[str, Any], *, durable: bool
@@ -152,7 +165,7 @@ class Storage:
         """
 
         def place() -> None:
-            self._committer.check_owner()
+            self.committer.check_owner()
             if path != uri:
                 store.upload(path, uri, durable=durable)
             elif (found := store.size(uri)) != result["size"]:
@@ -170,19 +183,19 @@ class Storage:
 
     def sweep(self) -> None:
         """Schedules the deletion of everything that this attempt stored; it counts as failed from now on."""
-        self._facts.is_given_up = True
-        self._committer.sweep()
+        self.facts.is_given_up = True
+        self.committer.sweep()
         attempts = range(self._number, self._number + 1)
         remove = functools.partial(remove_rows, self._own.directory, attempts)
-        self._committer.do(remove, as_owner=True)
+        self.committer.do(remove, as_owner=True)
         if self._own.is_remote:
-            self._committer.do(functools.partial(remove_values, self._own, attempts), as_owner=True)
+            self.committer.do(functools.partial(remove_values, self._own, attempts), as_owner=True)
 
     def abort_uploads(self) -> None:
         """Schedules the abort of uploads that ranks of this attempt began and repeated after an outage of the store."""
         begins = self._own.path(FOLDER, f"{self._number:04d}-"), self._own.path("result", f"value-{self._number}.")
         for begin in begins if self._own.is_remote else ():
-            self._committer.do(functools.partial(store.abort_uploads, begin), as_owner=True)
+            self.committer.do(functools.partial(store.abort_uploads, begin), as_owner=True)
 
 
 def files_of(checkpoint: Manifest | None) -> dict[str, str]:
@@ -213,11 +226,6 @@ def remove_values(own: Submission, attempts: range) -> None:
     for name in store.list_names(own.path("result")) if attempts else []:
         if (value := _VALUE.fullmatch(name)) and int(value[1]) in attempts:
             store.remove(own.path("result", name))
-
-
-def _is_whole(uploaded: Uploaded, part: Part) -> bool:
-    # The index of a sharded checkpoint has checksums of its own, and the channel authenticates its frames.
-    return (part.format == SHARDS or uploaded.digest == part.sha256) and uploaded.size == part.size
 
 
 class Scratch:

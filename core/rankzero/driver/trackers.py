@@ -36,6 +36,10 @@ class Trackers:
         self._ended = threading.Event()
         self._feeds = [_Feed(own, pickled, self._ended) for pickled in (packed or {}).get("pickles", ())]
 
+    def __bool__(self) -> bool:
+        """Returns True if there are any."""
+        return bool(self._feeds)
+
     def start(self) -> None:
         """Starts the threads that call the trackers, if they do not run yet."""
         for feed in self._feeds:

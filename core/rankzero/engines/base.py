@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import abc
-import logging
-import queue
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rankzero import bounds
 from rankzero.advice import require
 from rankzero.data.manifest import Manifest
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
+from rankzero.threads import within
 
 if TYPE_CHECKING:
     from rankzero.run.directory import RunDirectory, Submission
 
 ENGINE_ERROR_TIMEOUT = bounds.scaled(10.0)  # To get the text of an engine's error
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 AgentConfig = dict[str, Any]
 OnEnd = Callable[[BaseException | None], None]
 
@@ -253,98 +248,3 @@ def words_of(error: BaseException) -> str:
     words: list[str] = []
     within(ENGINE_ERROR_TIMEOUT(), lambda: words.append(str(error)))
     return words[0] if words else f"{type(error).__name__}, whose text the JVM did not return: see driver.log"
-
-
-class Flag:
-    """A flag that one thread sets once, and that others wait for, as with `threading.Event`.
-
-    An exception that a signal handler raises, such as KeyboardInterrupt, may leave the lock of an Event held if it
-    arrives inside `Event.wait`: every later `set` and `wait` then blocks without end. (In CPython 3.11, 103 of 29,000
-    interrupts of a thread that waited in a loop did so.) A wait for a plain lock has no such moment.
-    """
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._unset = threading.Lock()
-        self._unset.acquire()
-
-    def is_set(self) -> bool:
-        """Returns True after `set`."""
-        return self._is_set
-
-    def set(self) -> None:
-        """Sets the flag and wakes the threads that wait. To be called once."""
-        self._is_set = True
-        self._unset.release()
-
-    def wait(self, timeout: float) -> bool:
-        """Waits at most ``timeout`` seconds for the flag, and returns whether it is set."""
-        if not self._is_set and self._unset.acquire(timeout=max(0.0, timeout)):
-            # For the next thread that waits. If an exception prevents it, that thread waits for its whole timeout.
-            self._unset.release()
-        return self._is_set
-
-
-class ActionThread:
-    """Runs actions one after the other in one daemon thread. For engines, py4j opens a connection for each thread."""
-
-    def __init__(self, name: str = "rankzero-engine") -> None:
-        self._actions: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-
-    def submit(self, action: Callable[[], T]) -> Future[T]:
-        """Queues an action; the future gets its result or its exception."""
-        future: Future[T] = Future()
-        self._actions.put((future, action))
-        if not self._thread.ident:
-            try:
-                self._thread.start()
-            except RuntimeError:
-                # At the limit of threads, or at the end of the process: the caller waits without a limit.
-                self._actions.put(None)
-                self._work()
-        return future
-
-    def end(self, timeout: float = 0.0) -> None:
-        """Ends the thread after the last action, for which it waits ``timeout`` seconds at most."""
-        if self._thread.ident:
-            self._actions.put(None)
-            self._thread.join(timeout)
-
-    def _work(self) -> None:
-        while item := self._actions.get():
-            future, action = item
-            try:
-                future.set_result(action())
-            except BaseException as error:
-                future.set_exception(error)
-            # Until the next action, this thread keeps no result in memory.
-            del item, future, action
-
-
-def in_thread(action: Callable[[], T], name: str = "rankzero-engine") -> Future[T]:
-    """Calls a function in a daemon thread, so that its caller can wait with a limit.
-
-    A call into a JVM that was stopped, and a request to a store that hangs, never return.
-    """
-    own = ActionThread(name)
-    future = own.submit(action)
-    own.end()
-    return future
-
-
-def within(seconds: float, action: Callable[[], object], thread: ActionThread | None = None) -> bool:
-    """Runs an engine's action in a thread for limited time; returns False if it took longer.
-
-    Args:
-        seconds: The limit.
-        action: The function that the thread calls.
-        thread: The thread; None for a new one.
-    """
-    future = thread.submit(action) if thread else in_thread(action)
-    if not wait([future], seconds).done:
-        logger.warning("the engine did not answer within %s s", seconds)
-        return False
-    if error := future.exception():
-        logger.warning("the engine failed", exc_info=error)
-    return True

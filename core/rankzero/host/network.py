@@ -16,7 +16,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rankzero import bounds
@@ -217,9 +217,6 @@ def address_towards(hosts: Sequence[str], port: int) -> str | None:
                     return str(probe.getsockname()[0])
     return None
 
-
-Wait = Callable[[Any, int, float], None]
-"""Waits until a socket is ready for a selector's event, or raises TimeoutError at a monotonic time."""
 
 BACKLOG = 1024
 """Connections that may wait in a listener's queue."""

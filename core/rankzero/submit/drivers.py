@@ -22,7 +22,6 @@ from typing import IO, Any
 
 from rankzero import bounds
 from rankzero.bounds import CANCEL_TIMEOUT
-from rankzero.engines.base import in_thread
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, located
 from rankzero.host.processes import describe_process, fork_safe, this_process
 from rankzero.job import Job
@@ -33,6 +32,7 @@ from rankzero.run.observer import signal_cancel
 from rankzero.submit.existing import Existing
 from rankzero.submit.prepare import Request, prepare
 from rankzero.submit.submission import recording_end
+from rankzero.threads import in_thread
 
 logger = logging.getLogger(__name__)
 

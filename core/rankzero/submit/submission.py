@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero import store
-from rankzero.engines.base import in_thread
 from rankzero.errors import EngineError, InvalidJobError, RankZeroError, RunCancelledError
 from rankzero.job import Job
 from rankzero.run.checkpoints import Manifest, list_committed, list_folders, without_rows
@@ -26,6 +25,7 @@ from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Decision, describe
 from rankzero.submit.existing import Existing, await_end, changes, check_owner, following
+from rankzero.threads import in_thread
 from rankzero.values.pickled import Part
 
 logger = logging.getLogger(__name__)

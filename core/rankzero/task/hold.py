@@ -14,6 +14,8 @@ from typing import Any
 from rankzero.task.scratch import PREFIX, lock_directory, make_scratch, make_temporary, scratch_root
 from rankzero.task.zygotes import printed, start
 
+AGREED = "agreed"  # File in an agent's directory from when the driver has asked it to end
+
 
 def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) -> None:
     """Runs one agent to its end.
@@ -42,7 +44,8 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         finally:
             # Reached early when this process is interrupted.
             agent.release()
-        if code != 0:
+        # An agent that the driver has asked to end after a success must not fail its task: others still exit.
+        if code != 0 and not os.path.exists(os.path.join(scratch, AGREED)):
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}{printed(log)}")
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import os
 
@@ -62,7 +63,7 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
             mark_damaged(run.path(FOLDER, message.id))
 
     start = messages.Start(run_directory=run.directory, run_token="", shared=True, scratch=run.directory)
-    parts = Parts(start.having(checkpoint=last and {"id": last.id}), _nothing_to_fetch)
+    parts = Parts(dataclasses.replace(start, checkpoint={"id": last.id} if last else None), _nothing_to_fetch)
     writer = CheckpointWriter(parts, attempt, 0, 1, send)
     if last:
         writer.committed(last.for_ranks([0]))

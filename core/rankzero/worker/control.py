@@ -10,12 +10,13 @@ import socket
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from rankzero import bounds
-from rankzero.channel import frames, messages
-from rankzero.channel.messages import Message, decode, encode
+from rankzero.channel import messages
+from rankzero.channel.messages import Decoder, Message, encode
 from rankzero.errors import ResultError
 
 M = TypeVar("M", bound=Message)
@@ -45,8 +46,8 @@ class Control:
         self._pid = os.getpid()
         self._last_words = ""
         os.register_at_fork(after_in_child=self._let_go)
-        self._decoder = frames.Decoder()
-        self._decoder.trust(None)
+        self._decoder = Decoder()
+        self._received: deque[Message] = deque()
         self._outgoing: queue.SimpleQueue[str | bytes | threading.Event] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_called = False
@@ -78,7 +79,7 @@ class Control:
         """Sends a message; safe from any thread, and from a signal handler that interrupts this call."""
         self._require_own()
         self._await_room()
-        self._put(frames.encode(encode(message)))
+        self._put(encode(message))
 
     def report(self, row: str) -> None:
         """Sends a row of metrics, as JSON, in one message with rows that follow shortly; as safe as `send`."""
@@ -177,17 +178,15 @@ class Control:
 
     def _receive(self) -> Message:
         """Waits for the agent's next message; exits this process if the agent is dead."""
-        while True:
-            for message in self._decoder:
-                assert isinstance(message, dict)
-                return decode(message)
+        while not self._received:
             try:
-                data = self._socket.recv(frames.CHUNK)
+                data = self._socket.recv(MESSAGE_SIZE)
             except OSError as error:
                 self._end(error)
             if not data:
                 os._exit(1)
-            self._decoder.feed(data)
+            self._received += (message for message, _ in self._decoder.feed(data))
+        return self._received.popleft()
 
     def listen(self, on_checkpoint: Callable[[Message], None]) -> None:
         """Starts the thread that receives the agent's messages.
@@ -202,7 +201,7 @@ class Control:
                 if isinstance(message, messages.End):
                     self.ended.set()
                 elif isinstance(message, messages.Flush):
-                    self._put(frames.encode(encode(messages.Flushed())))
+                    self._put(encode(messages.Flushed()))
                 elif isinstance(message, messages.Fetched):
                     with self._has_fetched:
                         self._fetched[message.name] = message
@@ -290,8 +289,8 @@ class _Batch:
     def _join_reports(self) -> None:
         if self._rows:
             # The rows are JSON already.
-            body = f'{{"type":"{messages.Metrics.kind}","rows":[' + ",".join(self._rows) + "]}"
-            self._frames.append(frames.pack(b"J" + body.encode()))
+            line = f'["{messages.Metrics.__name__}",null,{{"rows":[' + ",".join(self._rows) + "]}]\n"
+            self._frames.append(line.encode())
             self._rows.clear()
 
 

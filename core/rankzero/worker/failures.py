@@ -6,6 +6,7 @@ function that describes may raise, although the exception's ``__str__`` is user 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import re
@@ -92,7 +93,7 @@ def no_torch(error: ImportError) -> Failed:
         f"{socket.gethostname()}: {error}. Install torch there, or point spark.pyspark.python to a "
         "Python that has it"
     )
-    return describe(error).having(message=encodable(message), cause="no-torch")
+    return dataclasses.replace(describe(error), message=encodable(message), cause="no-torch")
 
 
 def _text_of(error: BaseException) -> str:

@@ -22,20 +22,20 @@ Submit = Callable[..., RunHandle[Any]]
 WAIT = 180.0
 """Seconds for a run to start or to end on a busy machine."""
 
-LOST_WITHIN = 25.0
+LOST_WITHIN = 55.0
 """Seconds after which a host that is cut off has been given up, on both sides of the cut: no rank is left."""
 
-KNOWN_WITHIN = 60.0
-"""Seconds after which the run has ended: its SparkContext, which misses an executor, has stopped before. Half of those
-after which Spark itself notices anything."""
+KNOWN_WITHIN = 90.0
+"""Seconds after which the run has ended: its SparkContext, which misses an executor, has stopped before. Spark itself
+notices anything after 120."""
 
 KILLED_WITHIN = 5.0
 """Seconds after which a death that closes connections has ended the ranks."""
 
-ORPHANED_WITHIN = 20.0
+ORPHANED_WITHIN = 70.0
 """Seconds after which nothing is left of a run without a driver, and others know."""
 
-SHORT_CUT = 8.0
+SHORT_CUT = 20.0
 """Seconds for which a host may be cut off and nothing is lost."""
 
 LARGE = 50_000_000

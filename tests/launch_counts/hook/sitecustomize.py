@@ -68,10 +68,10 @@ def _on_fork():
 
 
 def _before_fork():
-    frames = sys.modules.get("rankzero.channel.frames")
-    if role == "zygote" and frames and frames.pack.__name__ == "pack":
+    found = sys.modules.get("rankzero.channel.messages")
+    if role == "zygote" and found and found._to_json.__name__ == "encode":
         # Messages of two ranks may leave their agent in one call or two. Here, since the pages of a fork are counted.
-        _count_calls(frames, "pack", "messages")
+        _count_calls(found, "_to_json", "messages")
 
 
 def _write_and_exit(code):

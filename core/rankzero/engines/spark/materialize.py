@@ -25,11 +25,11 @@ from rankzero.data import kinds
 from rankzero.data.files import filesystem_of, open_file
 from rankzero.data.kinds import VECTOR
 from rankzero.data.manifest import File, Manifest, encode_schema
-from rankzero.engines.base import Flag, in_thread
 from rankzero.engines.spark import part as part_module
 from rankzero.engines.spark.errors import first_lines, reason
 from rankzero.engines.spark.stage import with_own_python
 from rankzero.errors import EngineError, InvalidJobError
+from rankzero.threads import Flag, in_thread
 
 DATAFRAME_PROGRESS_INTERVAL = bounds.scaled(10.0)  # Between two lines about a DataFrame that Spark is computing
 

@@ -25,8 +25,6 @@ _ROLES = (
     ("/rankzero/train/", "rank"),
     ("/rankzero/agent/", "agent"),
     ("/rankzero/channel/client.py", "agent"),
-    ("/rankzero/channel/exchange.py", "agent"),
-    ("/rankzero/channel/keeper.py", "agent"),
     ("/rankzero/task/zygote.py", "zygote"),
 )
 _real = {"open": io.open, "os.open": os.open, "write": os.write, "kill": os.kill, "close": os.close}

@@ -1,0 +1,153 @@
+"""Daemon threads for calls that may never return, such as one into a JVM that was stopped or a store that hangs.
+
+The default executor of asyncio is not used for them: the interpreter joins its threads when it exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Flag:
+    """A flag that one thread sets once, and that others wait for, as with `threading.Event`.
+
+    An exception that a signal handler raises, such as KeyboardInterrupt, may leave the lock of an Event held if it
+    arrives inside `Event.wait`: every later `set` and `wait` then blocks without end. (In CPython 3.11, 103 of 29,000
+    interrupts of a thread that waited in a loop did so.) A wait for a plain lock has no such moment.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._unset = threading.Lock()
+        self._unset.acquire()
+
+    def is_set(self) -> bool:
+        """Returns True after `set`."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Sets the flag and wakes the threads that wait. To be called once."""
+        self._is_set = True
+        self._unset.release()
+
+    def wait(self, timeout: float) -> bool:
+        """Waits at most ``timeout`` seconds for the flag, and returns whether it is set."""
+        if not self._is_set and self._unset.acquire(timeout=max(0.0, timeout)):
+            # For the next thread that waits. If an exception prevents it, that thread waits for its whole timeout.
+            self._unset.release()
+        return self._is_set
+
+
+class ActionThread:
+    """Runs actions one after the other in one daemon thread. For engines, py4j opens a connection for each thread."""
+
+    def __init__(self, name: str = "rankzero-engine") -> None:
+        self._actions: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def submit(self, action: Callable[[], T]) -> Future[T]:
+        """Queues an action; the future gets its result or its exception."""
+        future: Future[T] = Future()
+        self._actions.put((future, action))
+        if not self._thread.ident:
+            try:
+                self._thread.start()
+            except RuntimeError:
+                # At the limit of threads, or at the end of the process: the caller waits without a limit.
+                self._actions.put(None)
+                self._work()
+        return future
+
+    def end(self, timeout: float = 0.0) -> None:
+        """Ends the thread after the last action, for which it waits ``timeout`` seconds at most."""
+        if self._thread.ident:
+            self._actions.put(None)
+            self._thread.join(timeout)
+
+    def _work(self) -> None:
+        while item := self._actions.get():
+            future, action = item
+            try:
+                future.set_result(action())
+            except BaseException as error:
+                future.set_exception(error)
+            # Until the next action, this thread keeps no result in memory.
+            del item, future, action
+
+
+def in_thread(action: Callable[[], T], name: str = "rankzero-engine") -> Future[T]:
+    """Calls a function in a daemon thread, so that its caller can wait with a limit."""
+    own = ActionThread(name)
+    future = own.submit(action)
+    own.end()
+    return future
+
+
+def within(seconds: float, action: Callable[[], object], thread: ActionThread | None = None) -> bool:
+    """Runs an engine's action in a thread for limited time; returns False if it took longer.
+
+    Args:
+        seconds: The limit.
+        action: The function that the thread calls.
+        thread: The thread; None for a new one.
+    """
+    future = thread.submit(action) if thread else in_thread(action)
+    return _ended_well(future) if wait([future], seconds).done else _ended_late(seconds)
+
+
+async def reply_of(future: Future[T], seconds: float | None = None) -> T:
+    """Returns the result of a thread to a coroutine, or raises its exception.
+
+    Args:
+        future: The future, which no cancellation of the coroutine changes.
+        seconds: The longest wait; None for no limit.
+
+    Raises:
+        TimeoutError: the thread has not finished in time, and continues.
+    """
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: object) -> None:
+        # The loop may be closed by then.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(wake)
+    async with asyncio.timeout(seconds):
+        await done.wait()
+    return future.result()
+
+
+async def done_within(seconds: float, action: Callable[[], object], thread: ActionThread | None = None) -> bool:
+    """Does the same as `within` for a coroutine."""
+    future = thread.submit(action) if thread else in_thread(action)
+    try:
+        await reply_of(future, seconds)
+    except TimeoutError:
+        if not future.done():
+            return _ended_late(seconds)
+    except Exception:
+        return _ended_well(future)
+    return True
+
+
+def _ended_late(seconds: float) -> bool:
+    logger.warning("the engine did not answer within %s s", seconds)
+    return False
+
+
+def _ended_well(future: Future[Any]) -> bool:
+    if error := future.exception():
+        logger.warning("the engine failed", exc_info=error)
+    return True

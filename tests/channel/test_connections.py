@@ -1,0 +1,198 @@
+"""An agent's connection: messages in both directions, its ends, and what a cut of the network does to it."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from tests.channel.conftest import QUICK, proxied, serving, until
+
+from rankzero.channel.connection import ChannelError, Limits
+from rankzero.channel.messages import Beat, Bye, End, Log, Message, Stop
+
+
+def test_messages_go_both_ways_in_order(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agents = [await served.agent(task) for task in range(2)]
+            for number in range(200):
+                agents[0].connection.send(Beat(number), 1)
+                served.server.send(1, Stop(number))
+            served.server.broadcast(End())
+            await until(lambda: len(served.received.messages) == 200 and len(agents[1].messages) == 201)
+            assert served.received.messages == [(0, 1, Beat(number)) for number in range(200)]
+            assert agents[1].messages == [*(Stop(number) for number in range(200)), End()]
+            assert agents[0].messages == [End()]
+            assert served.server.connected == {0, 1}
+
+    asyncio.run(main())
+
+
+def test_an_agent_that_says_goodbye_has_delivered_everything(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+            for number in range(100):
+                agent.connection.send(Log([f"{number}" * 10_000]), 0)
+            agent.connection.send(Bye())
+            await until(lambda: agent.ended)
+            assert len(served.received.messages) == 100
+            assert served.received.ended == {0: None}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_an_agent_that_dies_is_lost_with_the_reason(tmp_path: Path, how: str) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+            agent.connection.close() if how == "close" else agent.connection.abort("")
+            await until(lambda: served.received.ended)
+            assert served.received.ended[0]
+            assert served.server.connected == set()
+
+    asyncio.run(main())
+
+
+def test_a_driver_that_closes_is_noticed_after_its_last_message(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+            served.server.broadcast(Stop(1.0))
+            await served.server.close()
+            await until(lambda: agent.ended)
+            assert agent.messages == [Stop(1.0)]
+
+    asyncio.run(main())
+
+
+def test_a_second_agent_of_one_task_is_refused_and_the_first_continues(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+            with pytest.raises(ChannelError, match="another agent serves this task"):
+                await served.driver().find(0, 5.0)
+            agent.connection.send(Beat(1), 0)
+            await until(lambda: served.received.messages == [(0, 0, Beat(1))])
+
+    asyncio.run(main())
+
+
+def test_a_network_that_is_silent_for_a_while_delays_and_loses_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        patient = Limits(ping=0.1, silence=30.0)
+        async with serving(tmp_path, limits=patient) as served, proxied(served) as (proxy, port):
+            agent = await served.agent(driver=served.driver(port=port, limits=patient))
+            proxy.silence()
+            for number in range(100):
+                agent.connection.send(Beat(number), 0)
+                served.server.send(0, Stop(number))
+            await asyncio.sleep(1.0)
+            assert served.received.messages == agent.messages == []
+            proxy.heal()
+            await until(lambda: len(served.received.messages) == len(agent.messages) == 100)
+            assert [message.facts()["progress"] for *_, message in served.received.messages] == list(range(100))
+
+    asyncio.run(main())
+
+
+def test_silence_that_lasts_is_the_end_for_both(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served, proxied(served) as (proxy, port):
+            agent = await served.agent(driver=served.driver(port=port))
+            proxy.silence()
+            await until(lambda: agent.ended and served.received.ended)
+            assert "nothing was received from the driver for 2 s" in agent.ended
+            assert "nothing was received from it for 2 s" in served.received.ended[0]
+
+    asyncio.run(main())
+
+
+def test_a_reset_connection_is_the_end_for_both(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served, proxied(served) as (proxy, port):
+            agent = await served.agent(driver=served.driver(port=port))
+            proxy.reset()
+            await until(lambda: agent.ended and served.received.ended)
+
+    asyncio.run(main())
+
+
+def test_an_agent_waits_for_a_silent_driver_whose_process_lives(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, limits=Limits(ping=0.1, silence=60.0)) as served, proxied(served) as (proxy, port):
+            lives = True
+            agent = await served.agent(driver=served.driver(port=port), lives=lambda: lives)
+            proxy.silence()
+            await asyncio.sleep(2 * QUICK.silence)
+            assert agent.ended is None
+            lives = False
+            await until(lambda: agent.ended)
+
+    asyncio.run(main())
+
+
+def test_a_driver_that_stood_still_loses_no_agent(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+            # Both ends are in this process, and neither reads or writes meanwhile.
+            time.sleep(2 * QUICK.silence)
+            for _ in range(10):
+                await asyncio.sleep(QUICK.ping)
+            assert agent.ended is None
+            assert served.received.ended == {}
+
+    asyncio.run(main())
+
+
+def test_a_driver_that_fails_on_a_message_gets_the_next(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            got: list[Message] = []
+
+            def on_message(task: int, local_rank: int | None, message: Message) -> None:
+                got.append(message)
+                raise RuntimeError("a fault of the driver")
+
+            served.received.on_message = on_message
+            agent = await served.agent()
+            agent.connection.send(Beat(1), 0)
+            agent.connection.send(Beat(2), 0)
+            await until(lambda: got == [Beat(1), Beat(2)])
+
+    asyncio.run(main())
+
+
+def test_lines_wait_in_the_agent_while_the_driver_takes_none(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, limits=Limits()) as served:
+            agent = await served.agent(driver=served.driver(limits=Limits()))
+            served.received.has_room.clear()
+            for _ in range(64):
+                agent.connection.send(Log(["x" * (1 << 20)]), 0)
+            await asyncio.sleep(0.5)
+            assert len(served.received.messages) == 1
+            assert agent.connection.unsent > 32 << 20
+            served.received.has_room.set()
+            await until(lambda: len(served.received.messages) == 64)
+            await until(lambda: agent.connection.unsent == 0)
+
+    asyncio.run(main())
+
+
+def test_what_agents_sent_before_they_ended_is_read_first(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agents = [await served.agent(task) for task in range(8)]
+            for agent in agents:
+                for number in range(1000):
+                    agent.connection.send(Beat(number), 0)
+                agent.connection.close()
+            await until(lambda: not any(agent.connection.unsent for agent in agents))
+            await served.server.read_rest()
+            assert len(served.received.messages) == 8000
+            assert sorted(served.received.ended) == list(range(8))
+
+    asyncio.run(main())
