@@ -20,6 +20,10 @@ FILE = Path(__file__).with_suffix(".json")
 FAST = 5.0
 """Seconds that a file may take to belong to ``make test-fast``: less than a JVM or a deployment needs to start."""
 
+UNKNOWN = 60.0
+"""Seconds that a file without a measurement counts: it comes early, since all processes wait for a long file that comes
+last."""
+
 SHOWN_EVERY = 60.0
 """Seconds between two lines that say how much is left."""
 
@@ -56,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seconds = known()
         groups: Counter[str] = Counter()
         for path in {file_of(item.nodeid) for item in items}:
-            groups[scope_of(path)] += seconds.get(path, 0.0)
+            groups[scope_of(path)] += seconds.get(path, UNKNOWN)
         items.sort(key=lambda item: (-groups[scope_of(item.nodeid)], scope_of(item.nodeid), file_of(item.nodeid)))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from rankzero import Launcher
 from rankzero.kinds import NumProcesses
 from rankzero.run.identity import Identity
 from rankzero.submit.pack import build
 from rankzero.submit.pack_archive import UserCode
+from rankzero.submit.start import Submitter
 
 
 def identity_of(
@@ -19,5 +21,13 @@ def identity_of(
     user_code: UserCode | None = None,
 ) -> Identity:
     """Returns the identity of a training: that of its payload, which `build` makes of the first three arguments."""
-    packed = build(train, args, kwargs, is_alone=world_size == 1)
-    return packed.identity(world_size, code_version, user_code)
+    return build(train, args, kwargs).identity(world_size, code_version, user_code)
+
+
+def identity_by(
+    launcher: Launcher, train: object, args: tuple[Any, ...], kwargs: dict[str, Any], generation: str = ""
+) -> Identity:
+    """Returns the identity of a training that a launcher submits in a chain of tries."""
+    request = launcher._for(train)._request()
+    submitter = Submitter(request, train, args, kwargs, detached=False)
+    return submitter._asked(submitter._sources.digests({}, generation)).identity

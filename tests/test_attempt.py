@@ -20,7 +20,6 @@ from rankzero.channel.connection import Connection
 from rankzero.channel.messages import Bye, End, Failed, Finished, Join, Message, Ready, Rendezvous, Returned, Stop
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.local import LocalSession
-from rankzero.errors import StartTimeoutError
 from rankzero.job import Job
 from rankzero.values import formats
 
@@ -188,48 +187,6 @@ def test_every_rank_finishes_and_the_value_is_rank_0s(play: Callable[..., Played
     assert (played.value, played.error, played.was_cancelled, played.phases) == (7, None, False, "final")
 
 
-def test_a_rank_that_raises_is_the_cause_though_its_peers_fail_first(play: Callable[..., Played]) -> None:
-    failed = asyncio.Event()
-
-    async def consequence(agent: Agent) -> None:
-        await agent.start()
-        agent.send(Failed(1.0, "ConnectionError", "closed by peer", collateral=True))
-        failed.set()
-        await agent.expect(Stop)
-        await agent.leave()
-
-    async def cause(agent: Agent) -> None:
-        await agent.start()
-        await failed.wait()
-        await asyncio.sleep(0.3)
-        agent.send(Failed(1.0, "ValueError", "the cause"))
-        await agent.expect(Stop)
-        await agent.leave()
-
-    played = play(consequence, cause)
-    assert isinstance(played.error, WorkerFailedError)
-    assert (played.error.rank, played.error.exception_type) == (1, "ValueError")
-    assert "ConnectionError: closed by peer (a consequence)" in str(played.error)
-    assert not played.was_cancelled
-
-
-def test_an_agent_that_dies_is_the_cause_of_what_its_peers_report(play: Callable[..., Played]) -> None:
-    async def die(agent: Agent) -> None:
-        await agent.start()
-        agent.connection.abort("")
-
-    async def consequence(agent: Agent) -> None:
-        await agent.start()
-        agent.send(Failed(1.0, "ConnectionError", "closed by peer", collateral=True))
-        await agent.expect(Stop)
-        await agent.leave()
-
-    played = play(consequence, die)
-    assert isinstance(played.error, EngineError)
-    assert played.error.cause == "lost"
-    assert "task 1 on host-1 (rank 1) was lost" in str(played.error)
-
-
 def test_an_agent_that_dies_after_the_success_does_not_end_the_others(
     play: Callable[..., Played], launcher: Launcher
 ) -> None:
@@ -309,16 +266,6 @@ def test_what_an_agent_sent_before_its_end_counts_before_the_engines_error(play:
     played = play(fail_and_exit, error=RuntimeError("an executor was lost"))
     assert isinstance(played.error, WorkerFailedError)
     assert played.error.exception_type == "ValueError"
-
-
-def test_ranks_that_do_not_start_in_time_are_named(play: Callable[..., Played]) -> None:
-    async def wait(agent: Agent) -> None:
-        await agent.expect(Stop)
-        await agent.leave()
-
-    played = play(wait, wait, start_timeout=2.0)
-    assert isinstance(played.error, StartTimeoutError)
-    assert played.error.missing == ["rank 0", "rank 1"]
 
 
 def test_a_cancel_stops_the_ranks_and_ends_agents_that_do_not_reply(

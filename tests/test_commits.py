@@ -1,6 +1,5 @@
 """Which checkpoint is tried again while the store fails, and which gives way to a newer one."""
 
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -271,26 +270,6 @@ def test_a_commit_that_ends_after_its_attempt_removes_nothing(tmp_path: Path, mo
     assert work.on_disk() == [0, 1]
 
 
-def test_a_commit_reads_no_manifest_of_those_before(work: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    read_bytes = store.read_bytes
-
-    def note(location: str) -> bytes:
-        read.append(location)
-        return read_bytes(location)
-
-    assert work.committer.newest() is None
-    monkeypatch.setattr(store, "read_bytes", note)
-    work.open()
-    for index in range(5):
-        work.add(index)
-        work.await_commit(index)
-    work.finish()
-    assert work.committed[-1] == 4
-    assert [location for location in read if location.endswith("checkpoint.json")] == []
-    assert len(store.list_names(work.own.path("checkpoints"))) == 2, "what is not kept is removed all the same"
-
-
 def test_a_checkpoint_with_damaged_files_is_skipped_and_named(
     work: Commits, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,19 +320,3 @@ def test_files_of_the_user_beside_the_checkpoints_stay_and_are_not_read(work: Co
     assert newest.id == "0000-000001"
     assert [manifest.id for manifest in list_committed([work.own.directory])] == ["0000-000001"]
     assert set(place.rglob("*")) == mine, "one that is not kept, and one that was not committed, are removed"
-
-
-def test_checkpoints_are_ordered_by_number_where_their_names_grow_longer(work: Commits) -> None:
-    work.open()
-    for index in (999_998, 999_999, 1_000_000):
-        work.add(index)
-        work.await_commit(index)
-    work.finish()
-    kept = {"0000-999999", "0000-1000000"}
-    assert set(os.listdir(Path(work.own.directory) / "checkpoints")) == kept
-    assert [manifest.index for manifest in list_committed([work.own.directory])] == [999_999, 1_000_000]
-    later = Committer(work.own, 1, 1, CheckpointConfig(num_to_keep=1))
-    newest = later.newest()
-    later.close(60.0)
-    assert newest
-    assert newest.id == "0000-1000000"

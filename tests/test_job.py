@@ -53,11 +53,6 @@ def test_bad_options_are_named(options: dict[str, object], message: str) -> None
         Launcher(2, **options)  # type: ignore[arg-type]
 
 
-def test_an_engine_must_be_an_engine(tmp_path: object) -> None:
-    with pytest.raises(InvalidJobError, match="engine is 'spark'"):
-        Launcher(1, engine="spark", store=str(tmp_path)).run(print)  # type: ignore[arg-type]
-
-
 def test_options_makes_a_checked_copy() -> None:
     launcher = Launcher(2)
     assert launcher.options(num_processes=4).num_processes == 4

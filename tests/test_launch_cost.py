@@ -5,28 +5,22 @@ Seconds are in `benchmarks/`; here is what must not come back unnoticed.
 
 import contextlib
 import os
-import subprocess
 import sys
-import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import spark_session
+from tests.services import spark_session
 
-import rankzero
-from rankzero import Launcher, RunHandle, SparkEngine
+from rankzero import Launcher, SparkEngine
 from rankzero.engines.spark.context import known
 from rankzero.engines.spark.stage import make_task
-from rankzero.store import waiting
-from rankzero.task.zygote import LATER_AFTER_START, PRELOADED_LATER
+from rankzero.task.zygote import PRELOADED_LATER
 
 pytestmark = pytest.mark.usefixtures("own_zygotes")
 
-PACKAGE = os.path.dirname(os.path.abspath(rankzero.__file__)) + os.sep
 
 NAMED = {"RANKZERO_PRELOAD": "no_such_module, lib2to3.__main__,xmlrpc.server"}
 """Names modules for a zygote to load. The first does not exist, and the second exits."""
@@ -44,70 +38,8 @@ def where_from() -> list[int]:
     return chain
 
 
-def waits_for_nobody(frame: Any) -> bool:
-    """True for the store's own watcher, and the pause of a handle whose driver has ended since its status was read."""
-    if frame.f_code is waiting._watch.__code__:
-        return True
-    if frame.f_code is not RunHandle.pause.__code__:
-        return False
-    driver = frame.f_locals["self"]._driver
-    return driver is not None and driver.poll() is not None
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the processes that rankzero starts from this one, and its sleeps."""
-    count: Counter[str] = Counter()
-
-    def counting(name: str, action: Any) -> Any:
-        def counted_action(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
-            # Threads that other tests' libraries left may do as they like.
-            while frame and not frame.f_code.co_filename.startswith(PACKAGE):
-                frame = frame.f_back  # type: ignore[assignment]
-            count[name] += frame is not None and not waits_for_nobody(frame)
-            return action(*args, **kwargs)
-
-        return counted_action
-
-    monkeypatch.setattr(subprocess.Popen, "__init__", counting("processes", subprocess.Popen.__init__))
-    monkeypatch.setattr(time, "sleep", counting("sleeps", time.sleep))
-    monkeypatch.setattr(os, "fork", counting("forks", os.fork))
-    return count
-
-
-def test_a_warm_launch_starts_no_interpreter_and_sleeps_never(launcher: Launcher, counted: Counter[str]) -> None:
-    launcher.run(where_from)
-    assert counted["processes"] == 1
-    first = launcher.run(where_from)
-    counted.clear()
-    before = set(threading.enumerate())
-    second = launcher.run(where_from)
-    assert counted.total() == 0, counted
-    assert second[2] == first[2]
-    assert second[:2] != first[:2]
-    # A thread says that it is done before it has ended; other tests' libraries start some of their own.
-    deadline = time.monotonic() + 10
-    while left := [new for new in set(threading.enumerate()) - before if new.name.startswith("rankzero")]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.01)
-
-
-@pytest.mark.soak
-def test_torch_is_imported_once_for_all_ranks_and_runs(launcher: Launcher) -> None:
-    def imported_at() -> list[Any]:
-        import sys
-
-        return ["torch" in sys.modules, where_from()[2]]
-
-    used = {launcher.options(num_processes=ranks).run(imported_at)[1] for ranks in (2, 2, 4)}
-    # 2 and 4 ranks differ in nothing that torch reads when it is loaded, where there are so few cores.
-    assert len(used) <= 1 + (len(os.sched_getaffinity(0)) > 2)
-
-
 def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: Launcher) -> None:
     def loaded(names: list[str]) -> list[str]:
-        import sys
 
         return [name for name in names if name in sys.modules]
 
@@ -120,33 +52,11 @@ def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: La
 
 def test_a_zygote_loads_what_its_environment_names(launcher: Launcher) -> None:
     def loaded() -> bool:
-        import sys
 
         return "xmlrpc.server" in sys.modules
 
     assert not launcher.run(loaded)
     assert launcher.options(env=NAMED).run(loaded)
-
-
-@pytest.mark.soak
-def test_a_restart_finds_loaded_what_the_first_optimizer_step_imports(launcher: Launcher) -> None:
-    def loaded(names: list[str], seconds: float) -> list[str]:
-        import os
-        import signal
-        import sys
-        import time
-
-        import rankzero.train as rt
-
-        if rt.get_context().attempt == 0:
-            time.sleep(seconds)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return [name for name in names if name in sys.modules]
-
-    names = list(PRELOADED_LATER)
-    # The zygote has had no pause yet. The restart waits for an import that has begun.
-    trained = launcher.options(max_restarts=1)
-    assert trained.run(loaded, names, LATER_AFTER_START + 1) == names
 
 
 @pytest.fixture(scope="module")
@@ -199,12 +109,6 @@ def test_a_spark_of_the_driver_imports_torch_once_while_its_jvm_starts(
     assert one[0] != other[0]
     assert one[1:] == other[1:]
     assert one[2] == ["of the executor", "7", "3"]
-
-
-def test_barriers_that_cost_a_second_are_not_on_the_way() -> None:
-    package = Path(make_task.__code__.co_filename).parent.parent
-    sources = {path.name: path.read_text() for path in package.rglob("*.py")}
-    assert [name for name, text in sources.items() if "allGather(" in text or "context.barrier(" in text] == []
 
 
 def test_what_spark_sends_with_a_task_does_not_depend_on_the_arguments(launcher: Launcher, spark: Any) -> None:

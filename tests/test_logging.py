@@ -86,25 +86,6 @@ def test_lines_that_propagate_reach_the_root_logger(
     assert caplog.messages == LINES
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="a filter returns no record before Python 3.12")
-def test_a_filter_may_replace_a_line(ranks: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    def replaced(record: logging.LogRecord) -> logging.LogRecord:
-        return logging.makeLogRecord({**vars(record), "msg": record.getMessage().upper()})
-
-    ranks.addFilter(replaced)  # type: ignore[arg-type, unused-ignore]
-    assert printed(capsys) == [line.upper() for line in LINES]
-
-
-def test_a_configuration_of_the_package_leaves_the_lines(
-    ranks: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`logging.config` resets the loggers below the one that it names."""
-    monkeypatch.setattr(logging.getLogger("rankzero"), "level", logging.NOTSET)
-    own = {"rankzero": {"level": "WARNING"}}
-    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "loggers": own})
-    assert printed(capsys) == LINES
-
-
 def test_handlers_from_before_the_import_stay() -> None:
     script = """
         import logging, sys

@@ -6,8 +6,6 @@ import copy
 import os
 import pickle
 import re
-import subprocess
-import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,6 @@ from rankzero import (
     EngineError,
     InvalidJobError,
     Launcher,
-    LocalEngine,
     RankZeroError,
     RunHandle,
     RunNotFoundError,
@@ -132,43 +129,11 @@ def test_a_java_that_cannot_run_spark_is_refused_before_it_starts(
     assert not (tmp_path / "store").exists()
 
 
-def test_a_missing_pyspark_is_named_before_anything_starts(tmp_path: Path) -> None:
-    """In a process of its own, whose search path has no pyspark."""
-    program = """
-import sys
-sys.modules["pyspark"] = None
-import importlib.util
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: None if name == "pyspark" else find(name, *more)
-from rankzero import InvalidJobError, Launcher, SparkEngine
-try:
-    Launcher(engine=SparkEngine(), store=sys.argv[1]).run(print)
-except InvalidJobError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout == "Spark needs pyspark here: pip install pyspark\n"
-
-
 def test_the_reason_of_a_jvm_that_does_not_start_is_in_the_error(tmp_path: Path) -> None:
     engine = SparkEngine("local[1]", {"spark.driver.memory": "lots"})
     with pytest.raises(EngineError, match=r"NumberFormatException|Size must be specified|lots") as raised:
         Launcher(engine=engine, store=tmp_path, run_id="one").run(fail)
     assert raised.value.directory == str(tmp_path / "one")
-
-
-def test_a_local_launcher_is_valid() -> None:
-    assert Launcher(engine=LocalEngine()).engine == LocalEngine()
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    launcher = Launcher(np.int64(2), timeout=np.float64(5.5), max_restarts=np.int32(1))  # type: ignore[arg-type]
-    found = launcher.num_processes, launcher.timeout, launcher.max_restarts
-    assert (found, [type(each) for each in found]) == ((2, 5.5, 1), [int, float, int])
-    with pytest.raises(InvalidJobError, match="num_processes is True"):
-        Launcher(True)
-    with pytest.raises(InvalidJobError, match="max_restarts is 1.0"):
-        Launcher(max_restarts=1.0)  # type: ignore[arg-type]
 
 
 def test_links_that_cannot_be_followed_end_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,19 +39,6 @@ def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure]
     assert ending.first_cause(failures) is cause
 
 
-@pytest.mark.parametrize(
-    ("hosts", "order"),
-    [
-        (["a"], [0]),
-        (["a", "b"], [0, 1]),
-        (["a", "b", "a", "b"], [0, 2, 1, 3]),
-        (["b", "a", "b"], [0, 2, 1]),
-    ],
-)
-def test_ranks_are_numbered_host_by_host(hosts: list[str], order: list[int]) -> None:
-    assert policy.order_tasks(hosts) == order
-
-
 def test_equal_failures_are_grouped_and_consequences_are_marked() -> None:
     echoes = [
         failure(rank, "a", rank, exception_type="E", message=f"peer {rank} is lost", collateral=True)
@@ -123,11 +110,6 @@ def test_restarts_and_preemptions_have_budgets_of_their_own(
         assert (after and after[1]) == expected
         if after:
             budget = after[0]
-
-
-def test_a_run_hangs_when_its_last_progress_is_too_old() -> None:
-    assert not policy.is_hung([10.0, 3.0], 14.0, 5.0)
-    assert policy.is_hung([10.0, 3.0], 15.1, 5.0)
 
 
 COLLECTIVE = 'File "torch/distributed/distributed_c10d.py", line 3000 in all_reduce\nFile "train.py", line 9 in step'

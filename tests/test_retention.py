@@ -15,7 +15,7 @@ from rankzero import InvalidJobError, store
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.retention import ABANDONED, HALF_REMOVED, REMOVAL_CLAIM_TIMEOUT, Age, collect, is_due
 from rankzero.run.status import RunStatus
-from rankzero.submit.submission import claim
+from rankzero.submit.existing import claim
 
 DAY = 86400.0
 MONTH = 30 * DAY

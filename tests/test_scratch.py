@@ -1,20 +1,15 @@
 """The directory in which a driver has what is on its way to an object store."""
 
-import gc
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-from tests.conftest import until
 
-from rankzero import Launcher
 from rankzero.driver.storage import Scratch
 from rankzero.task.scratch import ABANDONED_AFTER, make_scratch, remove_abandoned
-from rankzero.task.zygotes import SHARED
 
 DRIVER = """
 import sys
@@ -32,21 +27,6 @@ def driver() -> tuple[subprocess.Popen[str], Path]:
     path = Path(process.stdout.readline().strip())
     (path / "value").write_text("much")
     return process, path
-
-
-STAGE = """
-import io, sys, zipfile
-from rankzero.task import stage
-code = io.BytesIO()
-with zipfile.ZipFile(code, "w") as archive:
-    for name in ("rankzero/__init__.py", "rankzero/driver/__init__.py"):
-        archive.writestr(name, "")
-    archive.writestr("rankzero/driver/main.py", "import sys\\ndef main_in_stage(): sys.stdin.read()")
-facts = {"folder": sys.argv[1] + "/stage"}
-stage._start_driver({"code_zip": code.getvalue(), "env": {}, "host": ""}, facts)
-print(facts["code"], flush=True)
-sys.stdin.read()
-"""
 
 
 def grow_old(path: Path) -> None:
@@ -74,35 +54,6 @@ def test_what_a_killed_driver_left_goes_with_the_next_one(tmp_path: Path, monkey
             process.communicate()
 
 
-def test_what_a_killed_task_with_a_driver_left_goes_with_a_later_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
-    monkeypatch.setenv("TMPDIR", str(root))
-    tasks = [
-        subprocess.Popen([sys.executable, "-c", STAGE, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    try:
-        left, used = (Path(os.fsdecode(task.stdout.readline().strip())) for task in tasks if task.stdout)
-        tasks[0].kill()
-        for path in (left, used):
-            grow_old(path)
-
-        def is_removed() -> bool:
-            remove_abandoned(str(root), "rankzero-agent-")
-            return not left.exists()
-
-        # Its driver ends a moment later.
-        until(is_removed, 60, "the removal")
-        assert (used / "rankzero.zip").exists()
-    finally:
-        for task in tasks:
-            task.kill()
-            task.communicate(timeout=60)
-
-
 def test_the_directory_of_another_host_stays(tmp_path: Path) -> None:
     """On some file servers the lock of a living process does not hold here."""
     own = Path(make_scratch(str(tmp_path), "rankzero-agent-"))
@@ -117,64 +68,3 @@ def test_the_directory_of_another_host_stays(tmp_path: Path) -> None:
         grow_old(path)
     remove_abandoned(str(tmp_path), "rankzero-agent-")
     assert sorted(tmp_path.iterdir()) == sorted([elsewhere, of_a_user])
-
-
-def test_one_that_nobody_removes_goes_with_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an attempt whose store fails before there is an agent."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    own = Scratch()
-    assert os.path.isdir(own.path)
-    del own
-    gc.collect()
-    assert not os.listdir(tmp_path)
-
-
-def test_a_place_that_cannot_be_listed_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str) -> list[str]:
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(os, "listdir", refuse)
-    own = Scratch()
-    assert os.path.isdir(own.path)
-    own.remove()
-
-
-HOLDER = """
-import sys
-from rankzero import Launcher
-def train(folder):
-    import os, time
-    open(os.path.join(folder, "began"), "w").write(os.environ["RANKZERO_SCRATCH"])
-    time.sleep(600)
-Launcher(1, store=sys.argv[1] + "/store").run(train, sys.argv[1])
-"""
-
-
-@pytest.mark.soak
-def test_what_a_run_left_that_was_killed_as_a_whole_goes_with_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.delenv(SHARED)
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)])
-    try:
-        scratch = Path(until(lambda: (tmp_path / "began").exists() and (tmp_path / "began").read_text(), 60, "a rank"))
-        grow_old(scratch)
-        remove_abandoned(str(temporary), "rankzero-agent-")
-        assert scratch.exists(), "it is used"
-        processes = psutil.Process(process.pid).children(recursive=True)
-        for one in [psutil.Process(process.pid), *processes]:
-            one.suspend()
-        for one in [psutil.Process(process.pid), *processes]:
-            one.kill()
-        psutil.wait_procs(processes, timeout=10)
-    finally:
-        process.kill()
-        process.wait()
-    assert scratch.exists(), "nobody was left to remove it"
-    grow_old(scratch)
-    Launcher(1, store=tmp_path / "store").run(os.getpid)
-    assert [name for name in os.listdir(temporary) if name.startswith("rankzero-agent-")] == []

@@ -21,7 +21,7 @@ from tests.runs import folder_of
 
 from rankzero import InvalidJobError, Launcher, ResultError, ResultRef
 from rankzero.submit import pack
-from rankzero.submit.pack_content import digest_of
+from rankzero.submit.pack_content import Contents
 from rankzero.values import digest, formats
 from rankzero.values.pickled import open_packed
 from rankzero.values.plain import is_json
@@ -52,7 +52,7 @@ def test_it_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
         if ref.format == "torch":
             assert same(torch.load(ref.uri, weights_only=True, mmap=True), each)
     assert same(as_argument(value, tmp_path), value)
-    assert len(digest_of(value)) == 16
+    assert len(Contents().digest_of(value)) == 64
 
 
 def test_the_whole_table_crosses_by_a_launch(launcher: Launcher) -> None:
@@ -285,7 +285,7 @@ def test_containers_that_hold_themselves_come_back(tmp_path: Path) -> None:
     for turn in (back, as_argument):
         loaded = turn(loop, tmp_path)
         assert loaded["a"][1] is loaded
-    assert digest_of(loop)
+    assert Contents().digest_of(loop)
 
 
 def nested(depth: int) -> Any:

@@ -5,6 +5,7 @@ the connection on to a process that has torch loaded with those. That one forks 
 that has connected, as its own zygote would.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -40,20 +41,27 @@ def broker() -> None:
     for descriptor in (listener.fileno(), above):
         poll.register(descriptor, select.POLLIN)
     while above not in {ready for ready, _ in poll.poll()}:
-        with listener.accept()[0] as connection:
-            connection.settimeout(2.0)
-            while not (line := connection.recv(1 << 20, socket.MSG_PEEK)).endswith(b"\n") and line:
-                pass
-            if line and can_share(connection):
-                config = json.loads(line)
-                env = {**config["environ"], **config["env"]}
-                env = {name: value for name, value in env.items() if LOADED.fullmatch(name)}
-                key = json.dumps(env, sort_keys=True)
-                # The most recently used one is the last.
-                templates[key] = templates.pop(key, None) or start_template(env)
-                socket.send_fds(templates[key], [b"."], [connection.fileno()])
+        # A process that is killed while it connects, or a template that was killed, ends no broker.
+        with contextlib.suppress(OSError, ValueError), listener.accept()[0] as connection:
+            serve(connection, templates)
         while len(templates) > MOST:
             templates.pop(next(iter(templates))).close()
+
+
+def serve(connection: socket.socket, templates: dict[str, socket.socket]) -> None:
+    """Passes a connection on to the template of its environment, which is then the last of the templates."""
+    connection.settimeout(10.0)
+    while not (line := connection.recv(1 << 20, socket.MSG_PEEK)).endswith(b"\n") and line:
+        pass
+    if line and can_share(connection):
+        config = json.loads(line)
+        env = {**config["environ"], **config["env"]}
+        env = {name: value for name, value in env.items() if LOADED.fullmatch(name)}
+        key = json.dumps(env, sort_keys=True)
+        template = templates.pop(key, None) or start_template(env)
+        socket.send_fds(template, [b"."], [connection.fileno()])
+        # Not reached if the template was killed, so that the next connection starts another one.
+        templates[key] = template
 
 
 def can_share(connection: socket.socket) -> bool:
@@ -78,7 +86,10 @@ def start_template(env: dict[str, str]) -> socket.socket:
     # The search path of the forks is that of a zygote.
     command = [sys.executable, "-c", BOOTSTRAP, os.path.dirname(os.path.dirname(rankzero.__file__)), __file__]
     with theirs:
-        subprocess.Popen(command, stdin=theirs, env=env, start_new_session=True)
+        process = subprocess.Popen(command, stdin=theirs, env=env, start_new_session=True)
+    # The suite counts these files at its end.
+    with open(os.path.join(os.path.dirname(os.environ["RANKZERO_ZYGOTE"]), str(process.pid)), "w"):
+        pass
     return ours
 
 

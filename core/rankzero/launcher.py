@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from rankzero.engines.base import Engine
     from rankzero.kinds import WorldSize
     from rankzero.run.handle import RunHandle
-    from rankzero.run.identity import Identity
     from rankzero.run.tries import PipelineTry
     from rankzero.submit import durable
-    from rankzero.submit.prepare import Request
+    from rankzero.submit.start import Request
     from rankzero.sweep import Mode, Sweep
 
 P = ParamSpec("P")
@@ -237,9 +236,9 @@ class Launcher(Options):
                 does not start the driver on a cluster.
             EngineError: a run of this ``run_id`` was cancelled and does not end.
         """
-        from rankzero.submit import drivers
+        from rankzero.submit import durable
 
-        return drivers.submit(self._for(train)._request(), train, args, kwargs)
+        return durable.submit(self._for(train)._request(), train, args, kwargs)
 
     def owned(
         self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -257,7 +256,7 @@ class Launcher(Options):
         Raises:
             InvalidJobError: the job was rejected before anything started; raised on entering the block.
         """
-        from rankzero.submit.drivers import open_owned
+        from rankzero.submit.durable import open_owned
 
         return open_owned(self._for(train)._request(), train, args, kwargs)
 
@@ -296,38 +295,6 @@ class Launcher(Options):
         request = self._for(train, named=False)._request()
         return open_durable(request, train, args, kwargs, caller, log)
 
-    def identity(
-        self,
-        train: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: RunHandle[Any] | None = None,
-        generation: str = "",
-    ) -> Identity:
-        """Returns the identity of a training: its code, its arguments, the number of ranks, its datasets.
-
-        Args:
-            train: As for `run`.
-            args: Positional arguments of the function, or the script's command line.
-            kwargs: Keyword arguments of the function.
-            before: A run of an earlier try. If the same chain of automatic tries submitted it, its datasets count as
-                they were then, since `durable` resumes it with their rows.
-            generation: Name of that chain: `PipelineTry.generation`. The rows of a query, which the driver computes,
-                are the same only within a chain.
-
-        Returns:
-            The identity, equal in every process: its ``digest`` identifies the training, its ``parts`` show the
-            differences from another one.
-
-        Raises:
-            InvalidJobError: ``train`` names no script or function.
-        """
-        request = self._for(train)._request()
-        request = replace(request, template=replace(request.template, generation=generation))
-        if before:
-            request = request.repeated(before.own)
-        return request.identity_of(train, args, kwargs)
-
     def _for(self, train: Any, *, named: bool = True) -> Launcher:
         """Returns this launcher with the options of a compatibility layer's trainer.
 
@@ -352,9 +319,10 @@ class Launcher(Options):
 
     def _request(self) -> Request:
         from rankzero.report.summary import prices_from_environment
-        from rankzero.submit import datasets, trackers
+        from rankzero.submit import datasets
+        from rankzero.submit.pack import pack_trackers
         from rankzero.submit.pack_archive import UserCode
-        from rankzero.submit.prepare import Request
+        from rankzero.submit.start import Request
         from rankzero.worker import log_level
 
         if self.restart_on and not self.max_restarts:
@@ -383,8 +351,8 @@ class Launcher(Options):
             env,
             restart_on=self.restart_on,
             sources=datasets.check(self.dataset),
-            code=UserCode.of(self.working_dir, self.py_files, self.excludes),
-            trackers=trackers.pack(self.trackers, engine),
+            code=UserCode(self.working_dir, self.py_files, self.excludes),
+            trackers=pack_trackers(self.trackers, engine),
         )
 
     def _engine(self) -> Engine:

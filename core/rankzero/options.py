@@ -41,12 +41,16 @@ def option(default: T, kind: Kind, *, shown: bool = True, **facts: Any) -> T:
     return field(default=default, repr=shown, metadata={"kind": kind, **facts})
 
 
-def _checked_by(module: str) -> Callable[[str, Any], Any]:
-    def check(name: str, value: Any) -> Any:
-        importlib.import_module(f"rankzero.submit.{module}").check(value)
-        return value
+def _check_dataset(_: str, value: Any) -> Any:
+    importlib.import_module("rankzero.submit.datasets").check(value)
+    return value
 
-    return check
+
+def _check_trackers(name: str, value: Any) -> Any:
+    kind = importlib.import_module("rankzero.tracking.tracker").Tracker
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, kind) for each in value):
+        raise InvalidJobError(f"{name} is {value!r}; give a list of objects of subclasses of rankzero.tracking.Tracker")
+    return value
 
 
 def _check_engine(name: str, value: Any) -> Any:
@@ -143,7 +147,7 @@ class Options:
     restart_on: RestartOn = option((), kinds.RESTART_ON, late=True)
     store: str | os.PathLike[str] | None = option(None, kinds.LOCATION, late=True)
     run_id: str | None = option(None, kinds.RUN_ID, of_step=False)
-    dataset: Any = option(None, Kind(_checked_by("datasets"), "TABLE", str), late=True)
+    dataset: Any = option(None, Kind(_check_dataset, "TABLE", str), late=True)
     max_preemptions: int | None = option(None, kinds.COUNT)
     stop_grace: float = option(STOP_GRACE, kinds.SECONDS)
     exit_timeout: float = option(EXIT_TIMEOUT, kinds.SECONDS)
@@ -156,7 +160,7 @@ class Options:
     working_dir: str | os.PathLike[str] | None = option(None, kinds.PATH, late=True)
     py_files: Sequence[str | os.PathLike[str]] = option((), kinds.PATHS, late=True)
     excludes: Sequence[str] = option((), kinds.PATHS, late=True)
-    trackers: Sequence[Tracker] = option((), Kind(_checked_by("trackers")), shown=False)
+    trackers: Sequence[Tracker] = option((), Kind(_check_trackers), shown=False)
 
     if not TYPE_CHECKING:
 

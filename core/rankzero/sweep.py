@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rankzero.errors import InvalidJobError, ResultError, RunCancelledError
 from rankzero.run.handle import RunHandle
 from rankzero.run.reports import is_number
-from rankzero.submit.pack_content import digest_of
+from rankzero.submit.pack_content import Contents
 from rankzero.values.ref import ResultRef
 
 __all__ = ["Sweep", "Trial"]
@@ -87,7 +87,7 @@ def named(sweep: str | None, params: Iterable[Mapping[str, Any]]) -> list[tuple[
     for each in params:
         if not isinstance(each, Mapping) or not all(isinstance(name, str) for name in each):
             raise InvalidJobError(f"params has {each!r}; each trial is a dict of keyword arguments of the function")
-        name = None if sweep is None else f"{sweep}-{digest_of(dict(each))[:10]}"
+        name = None if sweep is None else f"{sweep}-{Contents().digest_of(dict(each))[:10]}"
         count = sum((other or "").startswith(name) for other, _ in found) if name else 0
         found.append((f"{name}-{count + 1}" if count else name, dict(each)))
     if not found:

@@ -189,14 +189,6 @@ def test_reports_of_many_threads_and_of_signal_handlers_all_arrive(control: tupl
     assert sorted(received) == sorted([-1] * len(handled) + [*range(count)] * (threads + 1))
 
 
-def test_processes_of_a_host_deliver_at_the_same_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = []
-    for now in (10.0, 10.2, 10.2 + bounds.DELIVERY_INTERVAL):
-        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
-        moments.append(controls.next_delivery())
-    assert moments == [10.5, 10.5, 11.0]
-
-
 def test_a_report_too_large_for_a_message_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(ValueError, match="the limit is 1048576"):
         rt.report({"text": "x" * (1 << 20)})

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,16 +15,31 @@ def split(*pieces: bytes) -> list[str]:
     return lines + splitter.finish()
 
 
-def test_lines_end_at_newline_return_or_both() -> None:
-    assert split(b"a\nb\rc\r\nd") == ["a", "b", "c", "d"]
-
-
-def test_a_pair_of_return_and_newline_may_be_split() -> None:
-    assert split(b"a\r", b"\nb\n") == ["a", "b"]
-
-
-def test_a_return_then_text_is_two_lines() -> None:
-    assert split(b"10%\r", b"20%\r", b"\n") == ["10%", "20%"]
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"a\nb\rc\r\nd"], ["a", "b", "c", "d"]),
+        ([b"a\r", b"\nb\n"], ["a", "b"]),
+        ([b"10%\r", b"20%\r", b"\n"], ["10%", "20%"]),
+        ([b"a\n\nb\n"], ["a", "", "b"]),
+        ([b"a\r\n\r\nb\r\n"], ["a", "", "b"]),
+        ([b"caf\xe9\nok\n"], ["caf\ufffd", "ok"]),
+        ([b"\xe2\x82", b"\xac\n"], ["\u20ac"]),
+        ([b"x" * (1 << 20), b"\n"], ["x" * (1 << 20)]),
+    ],
+    ids=[
+        "newline or return",
+        "a split pair",
+        "returns",
+        "empty",
+        "empty pairs",
+        "not UTF-8",
+        "a split character",
+        "long",
+    ],
+)
+def test_lines_of_any_bytes_in_any_pieces(pieces: list[bytes], lines: list[str]) -> None:
+    assert split(*pieces) == lines
 
 
 def test_a_progress_bar_becomes_a_line_in_some_seconds() -> None:
@@ -39,23 +55,6 @@ def test_a_progress_bar_becomes_a_line_in_some_seconds() -> None:
     assert lines[-2:] == ["done", "next"]
     assert splitter.feed(b"1\r2\r3\r") == []
     assert splitter.finish() == ["3"]
-
-
-def test_empty_lines_stay() -> None:
-    assert split(b"a\n\nb\n") == ["a", "", "b"]
-    assert split(b"a\r\n\r\nb\r\n") == ["a", "", "b"]
-
-
-def test_bytes_that_are_not_utf8_do_no_harm() -> None:
-    assert split(b"caf\xe9\nok\n") == ["caf\ufffd", "ok"]
-
-
-def test_a_character_may_be_split() -> None:
-    assert split(b"\xe2\x82", b"\xac\n") == ["\u20ac"]
-
-
-def test_a_megabyte_is_one_line() -> None:
-    assert split(b"x" * (1 << 20), b"\n") == ["x" * (1 << 20)]
 
 
 def test_endless_output_without_newline_is_passed_on_in_pieces() -> None:

@@ -120,27 +120,6 @@ def test_every_address_of_an_interface_is_known(host: str, interface: str | None
     assert in_namespace(f"interface_of({host!r})") == interface
 
 
-def test_a_label_is_the_name_that_gloo_sees() -> None:
-    labelled = {"GLOO_SOCKET_IFNAME": "wire1:rz", "NCCL_SOCKET_IFNAME": "wire1"}
-    assert in_namespace("socket_environment('10.77.1.1')") == labelled
-
-
-def test_a_link_local_address_belongs_to_its_scope() -> None:
-    assert in_namespace("interface_of('fe80::1%wire0')") is None
-    own = "next(line.split()[0] for line in open('/proc/net/if_inet6') if line.endswith('wire1\\n'))"
-    text = f"(lambda raw: ':'.join(raw[i:i+4] for i in range(0, 32, 4)))({own})"
-    assert in_namespace(f"interface_of({text} + '%wire1')") == "wire1"
-    assert in_namespace(f"interface_of({text} + '%wire0')") is None
-
-
-def test_a_system_that_does_not_list_them_has_no_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> socket.socket:
-        raise PermissionError
-
-    monkeypatch.setattr(network.socket, "socket", refuse)
-    assert interface_of("127.0.0.1") is None
-
-
 def test_the_first_host_that_accepts(listener: int) -> None:
     assert first_reachable(["127.0.0.1"], listener, LONG) == "127.0.0.1"
     assert first_reachable(["no-such-host.invalid", "localhost"], listener, LONG) == "localhost"

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,24 +36,6 @@ def zygotes_of(owner: int | None = None) -> set[int]:
             if "rankzero.task.zygote" in " ".join(child.cmdline()):
                 found.add(child.pid)
     return found
-
-
-@pytest.mark.soak
-def test_every_rank_has_the_same_order_of_texts_warm_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else code that walks a set works on one machine, and on several its ranks wait for each other."""
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-
-    def order() -> list[int]:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        found: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(found, hash("token"))
-        return found
-
-    launcher = Launcher(2, store=tmp_path)
-    hashes = {*launcher.run(order), *launcher.options(warm_start=False).run(order)}
-    assert len(hashes) == 1
 
 
 def look_around() -> dict[str, Any]:
@@ -215,29 +196,6 @@ def test_an_agent_that_comes_after_the_cancel_is_ended(tmp_path: Path) -> None:
     assert killed.is_set()
 
 
-@pytest.mark.soak
-@pytest.mark.usefixtures("own_zygotes")
-def test_the_death_of_the_zygote_is_a_lost_host(launcher: Launcher, tmp_path: Path) -> None:
-    def wait(folder: str) -> None:
-        import rankzero.train as rt
-
-        context = rt.get_context()
-        Path(folder, f"up-{context.attempt}-{context.rank}").write_text(str(psutil_free_parent(os.getppid())))
-        time.sleep(600)
-
-    handle = launcher.options(max_restarts=1).submit(wait, str(tmp_path))
-    for attempt in range(2):
-        # A file is there before what is in it.
-        while sum(bool(up.stat().st_size) for up in tmp_path.glob(f"up-{attempt}-*")) < 2:
-            assert not handle.status().final
-            time.sleep(0.02)
-        os.kill(int((tmp_path / f"up-{attempt}-0").read_text()), signal.SIGKILL)
-    with pytest.raises(EngineError) as caught:
-        handle.result(120)
-    assert caught.value.cause == "lost"
-    assert [event["cause"] for event in handle.events() if event["type"] == "restart"] == ["lost"]
-
-
 def test_what_a_killed_agent_left_is_ended_by_the_zygote(launcher: Launcher, tmp_path: Path) -> None:
     def leave_a_stranger(file: str) -> None:
         # No parent, session or environment by which anybody could find it.
@@ -386,34 +344,6 @@ def test_a_wrong_choice_is_refused() -> None:
         Launcher(1, warm_start=1)  # type: ignore[arg-type]
 
 
-def write_module(archive: Path, value: int) -> None:
-    with zipfile.ZipFile(archive, "w") as written:
-        written.writestr("from_a_zip.py", f"VALUE = {value}\n")
-
-
-def value_from_a_zip() -> int:
-    import importlib
-
-    return int(importlib.import_module("from_a_zip").VALUE)
-
-
-@pytest.mark.soak
-def test_an_archive_that_changes_is_read_again(tmp_path: Path) -> None:
-    archive = tmp_path / "user.zip"
-    launcher = Launcher(store=tmp_path / "store", env={"PYTHONPATH": str(archive)})
-    for value in (1, 333):
-        write_module(archive, value)
-        assert launcher.run(value_from_a_zip) == value
-
-
-def run_python(program: str, *arguments: str) -> str:
-    """What a program prints that works on its own process."""
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
-    ).stdout
-
-
 def leave_directories(place: str) -> None:
     """One before the end and one from an exit handler, which still sees the first."""
     import atexit
@@ -434,31 +364,6 @@ def test_what_a_rank_leaves_to_finalizers_is_done_last(tmp_path: Path, warm_star
     (tmp_path / "place").mkdir()
     Launcher(store=tmp_path / "store", warm_start=warm_start).run(leave_directories, str(tmp_path / "place"))
     assert os.listdir(tmp_path / "place") == ["seen-True"]
-
-
-TABLE_AT_EXIT = """
-import atexit, logging, os, sys
-from rankzero.task import zygote
-
-next(zygote.import_rest())
-for level in ("INFO", "WARNING"):
-    sys.stdout.flush()
-    if not (child := os.fork()):
-        logging.getLogger("torch._dynamo.utils").setLevel(level)
-        sys.modules.pop("tabulate", None)
-        atexit._run_exitfuncs()
-        print(level, "tabulate" in sys.modules, flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-os._exit(0)
-"""
-
-
-@pytest.mark.soak
-def test_torchs_table_of_compile_times_is_made_for_who_reads_it() -> None:
-    made, _, rest = run_python(TABLE_AT_EXIT).partition("INFO True")
-    assert "TorchDynamo compilation metrics" in made
-    assert rest.strip() == "WARNING False"
 
 
 @pytest.mark.usefixtures("own_zygotes")

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from tests.airflow import versions
 from tests.airflow.database import migrate
-from tests.conftest import restore_signal_handlers, signal_handlers, until
+from tests.conftest import until
+from tests.handlers import restore_signal_handlers, signal_handlers
 
 from rankzero import Launcher
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from tests.airflow.conftest import register
 from tests.airflow.versions import RunDag
-from tests.conftest import JVM_TIMEOUT, ROOT, restore_signal_handlers, signal_handlers
+from tests.conftest import ROOT
+from tests.handlers import restore_signal_handlers, signal_handlers
+from tests.services import JVM_TIMEOUT
 
 from rankzero import Launcher, ResultRef
 from rankzero.run.directory import RunDirectory

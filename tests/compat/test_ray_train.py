@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tests.identities import identity_by
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import rankzero.train as rt
@@ -239,7 +240,7 @@ def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:
 
     launcher = Launcher(store=tmp_path)
     assert launcher.run(trainer(0.5)) == 1.0
-    one, same, other = (launcher.identity(trainer(lr), (), {}) for lr in (0.5, 0.5, 0.25))
+    one, same, other = (identity_by(launcher, trainer(lr), (), {}) for lr in (0.5, 0.5, 0.25))
     assert one == same != other
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from tests.conftest import spark_session
+from tests.services import spark_session
 from torch.utils.data import DataLoader, TensorDataset
 
 import rankzero.train as rt

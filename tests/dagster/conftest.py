@@ -7,7 +7,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from tests.conftest import restore_signal_handlers, signal_handlers
+from tests.handlers import restore_signal_handlers, signal_handlers
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
 

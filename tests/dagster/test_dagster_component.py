@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import traceback
 from collections.abc import Iterator
@@ -148,7 +149,8 @@ def test_a_resource_of_its_own(sandbox: DefsFolderSandbox, tmp_path: Path) -> No
         assert value_of(job.execute_in_process(), "size") == 2
     (run,) = (tmp_path / "runs").iterdir()
     # Relative paths begin in the component's folder.
-    assert {"working_dir/train.py", "py_files/shapes.py"} <= set((folder_of(run) / "code.txt").read_text().split())
+    with tarfile.open(folder_of(run) / "code.tar.gz") as sent:
+        assert {"working_dir/train.py", "py_files/shapes.py"} <= set(sent.getnames())
 
 
 def test_digits_of_an_environment_variable_are_text(

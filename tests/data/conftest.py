@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.conftest import spark_session
+from tests.services import spark_session
 
 CONF = {
     "spark.sql.shuffle.partitions": "4",

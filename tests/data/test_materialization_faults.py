@@ -13,7 +13,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.conftest import spark_session, until
+from tests.conftest import until
+from tests.services import spark_session
 
 import rankzero.train as rt
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkEngine

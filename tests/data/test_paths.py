@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.identities import identity_by
 from torch.utils.data import DataLoader
 
 import rankzero.train as rt
@@ -613,11 +614,11 @@ def test_a_path_may_have_spaces(parquet: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(place.parent)
     monkeypatch.setenv("HOME", str(place.parent))
     launcher = Launcher(1, engine=SparkEngine(master="local[1]"), store=place.parent)
-    launcher.options(dataset=form.format(place)).identity(list, (), {})
+    identity_by(launcher.options(dataset=form.format(place)), list, (), {})
     with pytest.raises(InvalidJobError, match="the dataset 'train' does not exist"):
-        launcher.options(dataset=form.format(place) + ".lost").identity(list, (), {})
+        identity_by(launcher.options(dataset=form.format(place) + ".lost"), list, (), {})
     # A query, whose tables Spark has: nothing is read before the run.
-    launcher.options(dataset="/* a / b */ SELECT 1").identity(list, (), {})
+    identity_by(launcher.options(dataset="/* a / b */ SELECT 1"), list, (), {})
 
 
 def test_timestamps_that_spark_wrote_are_those_of_its_frame(session: Any, tmp_path: Path) -> None:

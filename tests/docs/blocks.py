@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.conftest import ROOT, restore_signal_handlers, signal_handlers, until
+from tests.conftest import ROOT, until
 from tests.docs.pages import PAGES, Block
 from tests.docs.pages import blocks as blocks_of
+from tests.handlers import restore_signal_handlers, signal_handlers
 
 from rankzero import RunHandle
 from rankzero.cli import main

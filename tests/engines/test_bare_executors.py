@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import spark_session, start_own_jvm
-from tests.engines.bare_trainings import fail_once, hvd_loop, ray_loop, train_digits, what_is_there
+from tests.engines.bare_trainings import what_is_there
 from tests.engines.pythons import TORCH, python_with
+from tests.services import spark_session, start_own_jvm
 
 from rankzero import Launcher, SparkEngine
 
@@ -47,20 +47,6 @@ def test_nothing_but_torch_is_installed_there(on_bare: Launcher, bare_python: st
     assert "rankzero.zip" in found["rankzero"]
 
 
-@pytest.mark.soak
-def test_rankzero_train(on_bare: Launcher) -> None:
-    import torch
-
-    result = on_bare.options(run_id="bare", code_version="1").run(train_digits, 2)
-    assert result["ranks"] == [0, 1]
-    assert torch.is_tensor(result["model"]["weight"])
-
-
-@pytest.mark.soak
-def test_a_restart_from_a_checkpoint(on_bare: Launcher) -> None:
-    assert on_bare.options(max_restarts=1, restart_on=ConnectionError).run(fail_once) == 1
-
-
 def test_a_script_and_its_module(on_bare: Launcher, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 42\n")
     script = tmp_path / "train.py"
@@ -68,20 +54,3 @@ def test_a_script_and_its_module(on_bare: Launcher, tmp_path: Path) -> None:
         "import sys\nimport beside\nimport rankzero.train as rt\nrt.set_result([beside.VALUE, *sys.argv[1:]])\n"
     )
     assert on_bare.run(script, "--lr", "0.1") == [42, "--lr", "0.1"]
-
-
-@pytest.mark.soak
-def test_the_front_door_of_ray_train(on_bare: Launcher) -> None:
-    from rankzero.compat.ray_train import ScalingConfig, TorchTrainer
-
-    trainer = TorchTrainer(
-        ray_loop, train_loop_config={"lr": 0.5}, scaling_config=ScalingConfig(num_workers=2), launcher=on_bare
-    )
-    assert trainer.fit().metrics == {"world": 2, "lr": 0.5}
-
-
-@pytest.mark.soak
-def test_the_front_door_of_horovod(on_bare: Launcher) -> None:
-    from rankzero.compat.horovod import HorovodRunner
-
-    assert HorovodRunner(np=2, launcher=on_bare).run(hvd_loop) == 3.0

@@ -2,13 +2,11 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,9 @@ import pytest
 from tests.conftest import free_port, until
 from tests.engines.connect_server import ConnectServer, connect_server
 from tests.engines.pickled_late import PickledLate
-from tests.engines.pythons import python_with
 
 from rankzero import (
     EngineError,
-    HangError,
     InsufficientSlotsError,
     InvalidJobError,
     Launcher,
@@ -28,7 +24,6 @@ from rankzero import (
     SparkConnectEngine,
     SparkEngine,
     TorchDistributor,
-    WorkerFailedError,
 )
 from rankzero.doctor.examine import examine
 from rankzero.engines.connect.client import CONNECT_SESSION_WINDOW
@@ -36,8 +31,6 @@ from rankzero.job import Job
 
 WAIT = 90.0
 
-ARROW = ("pyarrow", "pandas", "numpy", "dateutil", "pytz", "six")
-"""Of which Spark's own Python parts need some for a stage of Spark Connect."""
 
 MESSAGE_LIMIT = 128 << 20
 """Bytes that one message of Spark Connect can have."""
@@ -58,18 +51,6 @@ def reduce(value: float) -> list[Any]:
     dist.all_reduce(total)
     print(f"this is rank {dist.get_rank()}")
     return [total.sum().item(), os.environ["SPARK_JOB_ARTIFACT_UUID"], os.getppid()]
-
-
-def fail() -> None:
-    if os.environ["RANK"] == "1":
-        raise ValueError("a bad batch")
-    threading.Event().wait()
-
-
-def die() -> None:
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Event().wait()
 
 
 def stand_still(folder: str = "") -> None:
@@ -121,26 +102,6 @@ def test_launches_of_fresh_processes_share_what_is_warm(
     # By this id Spark keeps Python daemons apart, each of which would import everything anew.
     assert len({artifacts for (_, artifacts, _), _ in launches}) < len(launches)
     assert {jvm for _, jvm in launches} == {"no jvm"}
-
-
-@pytest.mark.soak
-def test_first_cause_of_a_failed_rank(on_connect: Launcher) -> None:
-    with pytest.raises(WorkerFailedError, match="a bad batch") as caught:
-        on_connect.run(fail)
-    assert (caught.value.rank, caught.value.exception_type) == (1, "ValueError")
-
-
-@pytest.mark.soak
-def test_a_killed_rank_is_named(on_connect: Launcher) -> None:
-    with pytest.raises(WorkerFailedError) as caught:
-        on_connect.run(die)
-    assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
-
-
-@pytest.mark.soak
-def test_ranks_that_hang_end(on_connect: Launcher) -> None:
-    with pytest.raises(HangError):
-        on_connect.options(hang_timeout=1.0).run(stand_still)
 
 
 @pytest.mark.soak
@@ -210,11 +171,6 @@ def test_torch_distributor_on_an_active_connect_session(connect_session: Any, tm
     assert TorchDistributor(2, local_mode=False, use_gpu=False).run(reduce, 1.0)[0] == 30.0
 
 
-@pytest.mark.soak
-def test_a_session_of_a_jvm_of_our_own_beside_one_of_spark_connect(launcher: Launcher, connect_session: Any) -> None:
-    assert launcher.options(engine=SparkEngine("local[2]")).run(reduce, 1.0)[0] == 30.0
-
-
 # -- refusals ----------------------------------------------------------------------------------
 
 
@@ -254,50 +210,6 @@ def test_a_server_that_is_not_there_is_refused_at_once(launcher: Launcher) -> No
         launcher.options(engine=SparkConnectEngine(url)).run(reduce, 1.0)
 
 
-@pytest.mark.soak
-def test_another_kind_of_server_is_refused(launcher: Launcher) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        threading.Thread(target=answer, daemon=True).start()
-        url = f"sc://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(EngineError, match="does not answer as a Spark Connect server"):
-            launcher.options(engine=SparkConnectEngine(url)).run(reduce, 1.0)
-
-
-@pytest.mark.soak
-def test_a_server_of_a_spark_without_barrier_stages_is_refused(launcher: Launcher) -> None:
-    import grpc
-    from pyspark.sql.connect.proto import AnalyzePlanRequest, AnalyzePlanResponse
-
-    def answer(request: AnalyzePlanRequest, _: Any) -> AnalyzePlanResponse:
-        version = AnalyzePlanResponse.SparkVersion(version="3.4.1")
-        return AnalyzePlanResponse(session_id=request.session_id, spark_version=version)
-
-    method = grpc.unary_unary_rpc_method_handler(
-        answer, AnalyzePlanRequest.FromString, AnalyzePlanResponse.SerializeToString
-    )
-    old = grpc.server(ThreadPoolExecutor(2))
-    old.add_generic_rpc_handlers(
-        [grpc.method_handlers_generic_handler("spark.connect.SparkConnectService", {"AnalyzePlan": method})]
-    )
-    url = f"sc://127.0.0.1:{old.add_insecure_port('127.0.0.1:0')}"
-    old.start()
-    try:
-        with pytest.raises(EngineError, match="runs Spark 3.4.1; barrier stages of Spark Connect need 3.5 or newer"):
-            launcher.options(engine=SparkConnectEngine(url)).run(reduce, 1.0)
-    finally:
-        old.stop(None).wait()
-
-
 @pytest.mark.parametrize(
     "url", ["head:15002", "sc://", "sc://head:0", "sc://head:99999", "sc://head/path", "http://head", 3]
 )
@@ -334,17 +246,6 @@ def test_ranks_get_cores_of_their_own_where_the_cluster_has_profiles(launcher: L
         assert on_cluster.run(threads) == "2"
         with pytest.raises(InsufficientSlotsError, match="needs 3 task slots at the same time"):
             on_cluster.options(num_processes=3).run(threads)
-
-
-@pytest.mark.soak
-def test_executors_without_torch(launcher: Launcher, tmp_path: Path) -> None:
-    python = python_with(tmp_path / "venv", ARROW)
-    with connect_server(tmp_path, python=python) as server:
-        with pytest.raises(EngineError, match=f"torch cannot be imported by {python}"):
-            launcher.options(engine=SparkConnectEngine(server.url)).run(threads)
-        found = examine(SparkConnectEngine(server.url), store=str(tmp_path))
-        assert not found.healthy
-        assert "torch cannot be imported" in str(found.findings)
 
 
 def test_the_doctor_examines_a_server(server: ConnectServer, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import spark_session, until
+from tests.conftest import until
 from tests.runs import lines_of
+from tests.services import spark_session
 
 from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
 from rankzero import Launcher as AnyLauncher

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import spark_session, wait_until_gone
+from tests.conftest import wait_until_gone
 from tests.engines.pickled_late import PickledLate
 from tests.runs import lines_of
+from tests.services import spark_session
 
 from rankzero import (
     EngineError,
@@ -26,7 +27,6 @@ from rankzero import (
     RunCancelledError,
     RunHandle,
     SparkEngine,
-    StartTimeoutError,
     WorkerFailedError,
 )
 from rankzero.engines.base import AgentGroup
@@ -105,18 +105,6 @@ def test_spark_reuses_its_python_workers(on_session: Launcher, session: Any) -> 
     before = python_workers()
     on_session.run(who_am_i)
     assert python_workers() & before
-
-
-def where_much_lies() -> tuple[str, str]:
-    return os.environ["RANKZERO_SCRATCH"], os.environ["SPARK_LOCAL_DIRS"]
-
-
-@pytest.mark.soak
-@pytest.mark.skipif("TMPDIR" in os.environ, reason="the user's choice counts more")
-def test_agents_write_much_where_spark_does(on_session: Launcher) -> None:
-    scratch, local = on_session.run(where_much_lies)
-    assert os.path.dirname(scratch) in local.split(",")
-    assert not os.path.exists(scratch)
 
 
 def test_a_task_runs_several_processes(on_session: Launcher) -> None:
@@ -323,28 +311,6 @@ print("value", launcher.run(train), "pyspark" in sys.modules)
     assert f"value [2.0, '{sys.executable}'] False" in done.stdout, done.stderr
 
 
-@pytest.mark.soak
-def test_the_death_of_the_caller_of_run_ends_the_run(tmp_path: Path, marker: str) -> None:
-    program = f"""
-import time
-from rankzero import Launcher, SparkEngine
-def train():
-    print("asleep", flush=True)
-    while True: time.sleep(0.1)
-Launcher(1, engine=SparkEngine(), store={str(tmp_path)!r}, env={{"MARK": {marker!r}}}, run_id="owned").run(train)
-"""
-    caller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert caller.stdout is not None
-    # A start on a busy machine may say that it waits.
-    assert any(line == "[0] asleep\n" for line in caller.stdout)
-    caller.kill()
-    caller.wait()
-    handle = RunHandle.attach(tmp_path / "owned")
-    assert handle.wait(WAIT)
-    assert handle.status().state == "cancelled"
-    assert wait_until_gone(marker) == []
-
-
 def test_runs_side_by_side_leave_the_python_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
     context = types.SimpleNamespace(master="local[2]", pythonExec="python3")
@@ -378,24 +344,6 @@ def use_python(session: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return use
 
 
-@pytest.mark.soak
-def test_different_python_versions_are_named(on_session: Launcher, use_python: Callable[[str], None]) -> None:
-    other = next((path for path in ("3.12.1", "3.11.7", "3.10.13") if _is_other(path)), None)
-    if other is None:
-        pytest.skip("no Python of another minor version on this machine")
-    use_python(str(_pyenv(other)))
-    with pytest.raises(EngineError, match=f"different Python minor versions.*{other.rpartition('.')[0]}"):
-        on_session.run(who_am_i)
-
-
-def _is_other(version: str) -> bool:
-    return _pyenv(version).exists() and not version.startswith("{}.{}.".format(*sys.version_info))
-
-
-def _pyenv(version: str) -> Path:
-    return Path.home() / ".pyenv" / "versions" / version / "bin" / "python"
-
-
 def test_an_executor_without_torch_is_named(
     on_session: Launcher, use_python: Callable[[str], None], tmp_path: Path
 ) -> None:
@@ -405,20 +353,6 @@ def test_an_executor_without_torch_is_named(
     use_python(str(tmp_path / "bare" / "bin" / "python"))
     with pytest.raises(EngineError, match="torch cannot be imported by .*bare/bin/python.*Install torch there"):
         on_session.run(who_am_i)
-
-
-@pytest.mark.soak
-def test_executors_without_that_python_are_named(launcher: Launcher) -> None:
-    engine = SparkEngine(master="local[2]", conf={"spark.pyspark.python": "/no/such/python"})
-    with pytest.raises(EngineError, match="no Python at '/no/such/python'"):
-        launcher.options(engine=engine).run(who_am_i)
-
-
-@pytest.mark.soak
-def test_a_master_that_does_not_answer_is_bounded_by_start_timeout(launcher: Launcher) -> None:
-    engine = SparkEngine(master="spark://127.0.0.1:9")
-    with pytest.raises((StartTimeoutError, EngineError), match=r"start_timeout=5|no SparkContext"):
-        launcher.options(engine=engine, start_timeout=5.0).run(who_am_i)
 
 
 def test_a_session_that_was_stopped_is_refused(on_session: Launcher, session: Any) -> None:

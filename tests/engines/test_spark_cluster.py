@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from tests import servers
-from tests.conftest import spark_session, until
+from tests.conftest import until
 from tests.engines.conftest import Standalone
+from tests.services import spark_session
 
 from rankzero import InvalidJobError, Launcher, SparkEngine, SparkSubmitEngine, StartTimeoutError
 
@@ -76,20 +77,6 @@ def test_a_task_with_two_gpus_runs_two_ranks(
     run = named.find()
     assert run is not None
     assert str(run.status().engine_url).startswith("http://")
-
-
-@pytest.mark.soak
-def test_gpus_of_a_local_cluster(launcher: Launcher, gpu_script: Path) -> None:
-    spark = engine(
-        "local-cluster[2,1,1024]",
-        spark_executor_resource_gpu_amount="1",
-        spark_task_resource_gpu_amount="1",
-        spark_executor_resource_gpu_discoveryScript=str(gpu_script),
-        spark_worker_resource_gpu_amount="1",
-        spark_worker_resource_gpu_discoveryScript=str(gpu_script),
-    )
-    ranks, _, _ = launcher.options(use_gpu=True, backend="gloo", engine=spark).run(gpus)
-    assert [rank[2] for rank in ranks] == ["3", "3"]
 
 
 def test_gpu_conf_missing_is_refused(launcher: Launcher, standalone: str) -> None:

@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ WEIGHTS = {
     "submit again": 8,
 }
 
-NOT_FOR = {"submit": {"deaf", "silence"}, "run": {"submit again"}}
+NOT_FOR = {"submit": {"cut", "deaf", "silence"}, "run": {"submit again"}}
 """The proxy is for a driver in the process that calls `run`; and `run` refuses a run id that lives."""
 
 MOMENTS = ("start", "training", "end")
@@ -329,9 +328,7 @@ class Round:
         return True
 
     def _hurt_channel(self, fault: Fault) -> bool:
-        if self.proxy is None:
-            agents = self._processes("rankzero.agent.supervise")
-            return bool(agents) and kill_connections(agents[0])
+        assert self.proxy
         if fault.kind == "cut":
             return self.proxy.cut() > 0
         if not self._processes("rankzero.agent.supervise"):
@@ -399,7 +396,6 @@ class Round:
             self.problems.append(f"the newest checkpoint is of step {step}")
         if (count := len(handle.checkpoints())) > 2:
             self.problems.append(f"{count} checkpoints are kept")
-        self.attempts = handle.status().attempt + 1
         self._check_history(value["history"])
         self._check_temp()
 
@@ -436,19 +432,6 @@ class Round:
             submitter.wait()
 
 
-def kill_connections(agent: int) -> bool:
-    """Destroys the agent's connection to its driver in the kernel (needs root and ``ss -K``)."""
-    killed = False
-    for connection in psutil.Process(agent).net_connections("tcp"):
-        if connection.status == psutil.CONN_ESTABLISHED:
-            source, target = connection.laddr, connection.raddr
-            # An agent has one established connection: the channel.
-            filters = ["src", f"{source.ip}:{source.port}", "dst", f"{target.ip}:{target.port}"]
-            done = subprocess.run(["ss", "-K", "-t", *filters], capture_output=True, text=True)
-            killed |= str(target.port) in done.stdout
-    return killed
-
-
 # -- the report --------------------------------------------------------------------------------
 
 
@@ -457,64 +440,35 @@ class Report:
     """What the rounds came to."""
 
     seed: int
-    rounds: int = 0
-    tries: int = 0
-    attempts: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    moments: Counter[str] = field(default_factory=Counter)
-    missed: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
-    violations: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def injected(self) -> int:
-        return sum(self.faults.values())
+    tries: int = 0
+    missed: int = 0
+    violations: int = 0
 
     def add(self, done: Round) -> None:
         """Counts a round."""
-        self.rounds += 1
         self.tries += done.tries
-        self.attempts += getattr(done, "attempts", 0)
-        for fault in done.plan.faults:
-            if fault.at is None:
-                self.missed += 1
-                continue
-            self.faults[f"{fault.kind} of {fault.target}"] += 1
-            self.moments[fault.moment] += 1
+        self.missed += sum(fault.at is None for fault in done.plan.faults)
+        self.faults.update(f"{fault.kind} of {fault.target}" for fault in done.plan.faults if fault.at is not None)
         self.errors.update(done.errors)
-        self.outcomes["violation" if done.problems else "right"] += 1
-        self.seconds.append(round(done.took, 1))
-        if done.problems:
-            self.violations.append({"plan": asdict(done.plan), "problems": done.problems, "at": str(done.directory)})
-
-    def to_json(self) -> dict[str, Any]:
-        # asdict() would count the pairs of a Counter.
-        plain = {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
-        return {**plain, "injected": self.injected}
+        self.seconds.append(done.took)
+        self.violations += bool(done.problems)
 
     def to_markdown(self) -> str:
-        seconds = sorted(self.seconds) or [0.0]
-        rows: Iterator[tuple[str, object]] = iter(
-            [
-                ("seed", self.seed),
-                ("runs", self.rounds),
-                ("runs with the right value and nothing left", self.outcomes["right"]),
-                ("violations", len(self.violations)),
-                ("faults injected", self.injected),
-                ("faults whose moment did not come", self.missed),
-                ("submissions of a run, mean", round(self.tries / max(1, self.rounds), 2)),
-                ("attempts of a run, mean", round(self.attempts / max(1, self.rounds), 2)),
-                ("seconds of a run, median", seconds[len(seconds) // 2]),
-                ("seconds of a run, worst", seconds[-1]),
-            ]
-        )
-        parts = ["| soak | |\n|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-        for title, counts in (("fault", self.faults), ("moment", self.moments), ("error of a try", self.errors)):
-            parts += [f"\n| {title} | times |\n|---|---|"]
-            parts += [f"| {name} | {count} |" for name, count in counts.most_common()]
-        return "\n".join(parts)
+        """Returns the numbers of the whole soak as a table."""
+        rows = {
+            "seed": self.seed,
+            "runs": len(self.seconds),
+            "violations": self.violations,
+            "faults injected": self.faults.total(),
+            "faults whose moment did not come": self.missed,
+            "submissions of all runs": self.tries,
+            "seconds of the slowest run": round(max(self.seconds, default=0.0), 1),
+        }
+        counts = [*rows.items(), *self.faults.most_common(), *self.errors.most_common()]
+        return "\n".join(["| soak | |", "|---|---|", *(f"| {name} | {value} |" for name, value in counts)])
 
 
 def main() -> None:
@@ -523,15 +477,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="or after so many minutes")
     parser.add_argument("--seed", type=int, default=None, help="of the plan; drawn and printed if not given")
     parser.add_argument("--only", type=int, help="one round of the plan, by its number")
-    parser.add_argument("--engine", choices=["local"], default="local", help="where the ranks run")
-    parser.add_argument("--json", type=Path, help="where the report goes as JSON")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 16)
     report = Report(seed)
     end = time.monotonic() + 60 * arguments.minutes
     number = arguments.only or 0
     print(f"seed {seed} on {socket.gethostname()}", flush=True)
-    while report.injected < arguments.faults and time.monotonic() < end:
+    while report.faults.total() < arguments.faults and time.monotonic() < end:
         plan = make_plan(seed, number)
         # Short: torch's sockets lie below it.
         directory = Path(tempfile.mkdtemp(prefix="soak-"))
@@ -552,8 +504,6 @@ def main() -> None:
             break
         number += 1
     print(f"\n{report.to_markdown()}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report.to_json(), indent=2))
     sys.exit(1 if report.violations else 0)
 
 

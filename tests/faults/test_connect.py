@@ -14,13 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import free_port, until, wait_until_gone
+from tests.conftest import free_port, until
 from tests.engines.connect_server import ConnectServer, Link, connect_server
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine
 from rankzero.doctor.examine import examine
 from rankzero.run.status import RunStatus
-from rankzero.task.stage import OVER
 
 WAIT = 120.0
 
@@ -110,90 +109,6 @@ def test_a_run_goes_on_when_every_process_of_its_client_is_killed(
 
 
 @pytest.mark.soak
-def test_ranks_that_die_start_again_within_the_stage(on_connect: Launcher, tmp_path: Path) -> None:
-    handle = on_connect.options(max_restarts=1).submit(train, str(tmp_path), dies=True)
-    await_ranks(tmp_path)
-    driver = driver_of(handle)
-    until(handle.checkpoints, WAIT, "a checkpoint")
-    (tmp_path / "die").touch()
-    await_ranks(tmp_path, attempt=1)
-    assert handle.status().driver_pid == driver
-    assert handle.result(WAIT) == [1, 1]
-
-
-@pytest.mark.soak
-def test_trackers_are_called_by_the_driver_in_the_stage_alone(on_connect: Launcher, tmp_path: Path) -> None:
-    from rankzero.tracking import Tracker
-
-    class Notes(Tracker):
-        def __init__(self, path: Path) -> None:
-            self.path = path
-
-        def note(self, what: str) -> None:
-            with open(self.path, "a") as file:
-                file.write(f"{os.getpid()} {what}\n")
-
-        def begin(self, run: Any) -> None:
-            self.note("begin")
-
-        def end(self, run: Any, status: Any) -> None:
-            self.note(status.state)
-
-    notes = tmp_path / "notes"
-    handle = on_connect.options(trackers=[Notes(notes)], num_processes=1).submit(float, "0.5")
-    assert handle.result(timeout=120) == 0.5
-    until(lambda: notes.exists() and len(notes.read_text().splitlines()) == 2, 60, "the tracker has ended")
-    pid = handle.status().driver_pid
-    assert notes.read_text().splitlines() == [f"{pid} begin", f"{pid} succeeded"]
-
-
-def assert_resumed(launcher: Launcher, lost: RunHandle[Any], folder: Path, marker: str) -> None:
-    """The run has failed, its processes have ended, and the next submission continues from the checkpoint."""
-    with pytest.raises(EngineError, match="died without ending the run"):
-        lost.result(WAIT)
-    assert wait_until_gone(marker) == []
-    again = launcher.submit(train, str(folder), str(folder / "enough"))
-    await_ranks(folder, attempt=1)
-    (folder / "enough").touch()
-    assert again.result(WAIT) == [1, 1]
-
-
-@pytest.mark.soak
-def test_the_next_submission_resumes_a_run_whose_driver_is_killed_in_its_stage(
-    on_connect: Launcher, tmp_path: Path, marker: str
-) -> None:
-    # Restarts are the driver's: no process restarts a run whose stage is lost.
-    launcher = on_connect.options(max_restarts=1)
-    handle = launcher.submit(train, str(tmp_path), str(tmp_path / "enough"))
-    await_ranks(tmp_path)
-    until(handle.checkpoints, WAIT, "a checkpoint")
-    os.kill(driver_of(handle), signal.SIGKILL)
-    assert_resumed(launcher, handle, tmp_path, marker)
-
-
-@pytest.mark.soak
-def test_tasks_of_a_stage_end_when_its_driver_has_ended_the_trackers(on_connect: Launcher, tmp_path: Path) -> None:
-    from rankzero.tracking import Tracker
-
-    class Slow(Tracker):
-        def end(self, run: Any, status: Any) -> None:
-            (tmp_path / "ending").touch()
-            while not (tmp_path / "go").exists():
-                time.sleep(0.02)
-            (tmp_path / "ended").touch()
-
-    handle = on_connect.options(trackers=[Slow()], num_processes=1).submit(float, "0.5")
-    assert handle.result(WAIT) == 0.5
-    until((tmp_path / "ending").exists, WAIT, "the tracker")
-    driver_of(handle)
-    over = Path(handle.own.path("stage"), OVER)
-    assert not over.exists()
-    (tmp_path / "go").touch()
-    until(over.exists, WAIT, "the end of the driver")
-    assert (tmp_path / "ended").exists()
-
-
-@pytest.mark.soak
 def test_a_stage_whose_driver_cannot_listen_is_driven_by_its_submitter(on_connect: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -204,22 +119,6 @@ def test_a_stage_whose_driver_cannot_listen_is_driven_by_its_submitter(on_connec
     assert any("driven from this host, not in its stage: the driver of the run" in line for line in handle.logs(0))
 
 
-@pytest.mark.soak
-def test_a_stopped_agent_is_killed_and_the_stage_goes_on(on_connect: Launcher, tmp_path: Path) -> None:
-    handle = on_connect.options(max_restarts=1).submit(train, str(tmp_path), str(tmp_path / "enough"))
-    await_ranks(tmp_path)
-    driver = driver_of(handle)
-    until(handle.checkpoints, WAIT, "a checkpoint")
-    agent = psutil.Process(int((tmp_path / "up-0-1").read_text())).parent()
-    assert agent
-    agent.suspend()
-    await_ranks(tmp_path, attempt=1)
-    assert driver_of(handle) == driver
-    until(lambda: not agent.is_running(), WAIT, "the end of the agent")
-    (tmp_path / "enough").touch()
-    assert handle.result(WAIT) == [1, 1]
-
-
 def test_a_run_in_its_stage_is_cancelled(on_connect: Launcher, tmp_path: Path) -> None:
     handle = on_connect.submit(train, str(tmp_path), str(tmp_path / "never"))
     await_ranks(tmp_path)
@@ -227,30 +126,6 @@ def test_a_run_in_its_stage_is_cancelled(on_connect: Launcher, tmp_path: Path) -
     handle.cancel()
     with pytest.raises(RunCancelledError):
         handle.result(WAIT)
-
-
-@pytest.mark.soak
-def test_a_run_is_cancelled_while_its_stage_begins(on_connect: Launcher, tmp_path: Path) -> None:
-    handle = on_connect.submit(train, str(tmp_path), str(tmp_path / "never"))
-    handle.cancel()
-    with pytest.raises(RunCancelledError):
-        handle.result(WAIT)
-
-
-@pytest.mark.soak
-def test_the_next_submission_resumes_a_run_one_of_whose_tasks_is_killed(
-    on_connect: Launcher, tmp_path: Path, marker: str
-) -> None:
-    handle = on_connect.submit(train, str(tmp_path), str(tmp_path / "enough"))
-    await_ranks(tmp_path)
-    until(handle.checkpoints, WAIT, "a checkpoint")
-    of_driver = psutil.Process(driver_of(handle)).ppid()
-    daemon = psutil.Process(of_driver).parent()
-    assert daemon
-    for worker in daemon.children():
-        if worker.pid != of_driver:
-            worker.kill()
-    assert_resumed(on_connect, handle, tmp_path, marker)
 
 
 BREAK = 20.0
@@ -280,41 +155,6 @@ def test_a_run_in_its_stage_outlasts_its_clients_network(launcher: Launcher, lin
     assert handle.status().driver_pid == driver
     enough.touch()
     assert handle.result(WAIT) == [0, 0]
-
-
-@pytest.mark.soak
-def test_a_run_of_the_client_outlasts_a_break_of_its_way_to_the_server(
-    launcher: Launcher, link: Link, tmp_path: Path
-) -> None:
-    enough = tmp_path / "enough"
-    results: list[Any] = []
-    on_link = launcher.options(engine=SparkConnectEngine(link.url))
-    running = threading.Thread(target=lambda: results.append(on_link.run(train, str(tmp_path), str(enough))))
-    running.start()
-    await_ranks(tmp_path)
-    link.cut()
-    time.sleep(BREAK)
-    link.mend()
-    enough.touch()
-    running.join(WAIT)
-    assert results == [[0, 0]]
-
-
-@pytest.mark.soak
-def test_the_next_submission_resumes_a_run_whose_server_restarts(
-    launcher: Launcher, tmp_path: Path, marker: str
-) -> None:
-    again, port = tmp_path / "again", free_port()
-    again.mkdir()
-    on_it = launcher.options(engine=SparkConnectEngine(f"sc://127.0.0.1:{port}"), run_id="run")
-    with connect_server(tmp_path, port=port) as first:
-        handle = on_it.submit(train, str(tmp_path), str(tmp_path / "enough"))
-        await_ranks(tmp_path)
-        until(handle.checkpoints, WAIT, "a checkpoint")
-        first.process.kill()
-        assert wait_until_gone(marker) == []
-    with connect_server(again, port=port):
-        assert_resumed(on_it, handle, tmp_path, marker)
 
 
 @pytest.mark.soak

@@ -13,10 +13,10 @@ import psutil
 import pytest
 from tests.conftest import until
 from tests.engines.connect_server import ConnectServer
-from tests.faults.test_connect import WAIT, is_on_executor
+from tests.faults.test_connect import WAIT
 from tests.s3 import S3Server
 
-from rankzero import Launcher, RunCancelledError, RunHandle, SparkConnectEngine, WorkerFailedError
+from rankzero import Launcher, RunHandle, SparkConnectEngine
 
 
 @pytest.fixture
@@ -48,15 +48,6 @@ def await_pids(folder: Path, attempt: int = 0) -> list[int]:
     files = [folder / f"pid-{attempt}-{rank}" for rank in range(2)]
     until(lambda: all(file.exists() for file in files), WAIT, "two ranks")
     return [int(file.read_text()) for file in files]
-
-
-def fail() -> None:
-    import rankzero.train as rt
-
-    rt.barrier()
-    if rt.get_context().rank == 0:
-        raise ValueError("this rank fails")
-    rt.barrier()
 
 
 SUBMIT = """
@@ -94,24 +85,6 @@ def test_the_next_submission_resumes_a_run_on_an_object_store_whose_client_is_ki
     enough.touch()
     assert again.result(WAIT) == [1, 1]
     assert "from step 1" in set(again.logs(0))
-
-
-@pytest.mark.soak
-def test_the_first_cause_of_a_run_on_an_object_store(on_store: Launcher) -> None:
-    handle = on_store.submit(fail)
-    with pytest.raises(WorkerFailedError, match="this rank fails") as caught:
-        handle.result(WAIT)
-    assert caught.value.rank == 0
-
-
-@pytest.mark.soak
-def test_a_run_on_an_object_store_is_cancelled(on_store: Launcher, tmp_path: Path) -> None:
-    handle = on_store.submit(train, str(tmp_path), str(tmp_path / "never"))
-    await_pids(tmp_path)
-    assert not is_on_executor(handle.status())
-    handle.cancel()
-    with pytest.raises(RunCancelledError):
-        handle.result(WAIT)
 
 
 def stale_once(folder: str, enough: str) -> list[Any]:

@@ -1,10 +1,7 @@
 """The process that submits a run to be driven in its own stage: whichever process claims the submission drives it."""
 
 import asyncio
-import contextlib
 import json
-import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -29,8 +26,7 @@ from rankzero.errors import LOST
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.job import Job
 from rankzero.submit import drivers
-from rankzero.submit.prepare import prepare
-from rankzero.submit.submission import Written
+from rankzero.submit.start import Submitter
 from rankzero.task.stage import ATTEMPT, OVER, put, run_task, sealed
 
 WAIT = 30.0
@@ -140,19 +136,6 @@ def test_the_submitter_drives_a_run_whose_stage_fails_before_its_driver_has_clai
     assert run.lines() == ["rankzero: the run is driven from this host, not in its stage: an executor refuses ***"]
 
 
-def test_the_submitter_of_a_removed_run_writes_nothing_into_the_next_one(
-    tmp_path: Path, pool: ThreadPoolExecutor
-) -> None:
-    run = Submitted(tmp_path, pool)
-    shutil.rmtree(run.own.run.directory)
-    new = submitted(run.own.run.directory)
-    run.stage.on_end(RuntimeError("an executor refuses it"))
-    with contextlib.suppress(FileNotFoundError):
-        run.followed.result(WAIT)
-    assert set(new.run.names()) == {"0.json", new.name}
-    assert run.lines() == []
-
-
 def cancel(run: Submitted) -> None:
     run.own.request_cancel()
 
@@ -179,35 +162,6 @@ def test_a_stage_that_does_not_begin_in_time_is_cancelled(tmp_path: Path, pool: 
         run.followed.result(WAIT)
     assert run.stage.is_cancelled
     assert not run.own.claim_driver()
-
-
-# The submitter of a stage that does not begin. The store takes no claim, so whether the stage has the run is unknown.
-UNCLAIMED = """
-import sys
-from rankzero.driver.main import drive
-from rankzero.run.directory import RunDirectory, Submission
-from tests.faults.test_delegation import Cluster
-
-def full(self):
-    raise OSError("no space left on device")
-
-Submission.claim_driver = full
-
-class Engine(Cluster):
-    def can_host_driver(self, run, job):
-        return True
-
-drive(RunDirectory(sys.argv[1]), 0, {"env": {}, "trackers": None, "nonce": "ab"}, engine=Engine())
-"""
-
-
-def test_a_submitter_that_cannot_claim_a_run_does_not_drive_it(tmp_path: Path) -> None:
-    run = submitted(str(tmp_path / "run"), start_timeout=0.2, nonce="ab")
-    before = run.status()
-    submitter = subprocess.run([sys.executable, "-c", UNCLAIMED, run.run.directory], capture_output=True, text=True)
-    assert submitter.returncode == 1
-    assert "no space left on device" in submitter.stderr
-    assert run.status() == before
 
 
 def test_a_submitter_that_must_exit_leaves_the_stage_running(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
@@ -256,29 +210,14 @@ def test_a_task_that_does_not_see_the_run_directory_fails(tmp_path: Path) -> Non
         run_task({"task": 0, "stage": stage})
 
 
-def test_a_task_reads_a_file_of_its_stage_as_a_whole_or_not(tmp_path: Path) -> None:
-    seen, done = set[str](), threading.Event()
-
-    def read() -> None:
-        while not done.is_set():
-            seen.update(name for name in os.listdir(tmp_path) if name.startswith(ATTEMPT))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for number in range(500):
-        put(str(tmp_path), f"{ATTEMPT}{number}", "{}")
-    done.set()
-    reader.join(WAIT)
-    assert [name for name in seen if not name.removeprefix(ATTEMPT).isdecimal()] == []
-
-
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_the_error_of_a_stage_without_a_driver_counts_as_that_of_the_first_attempt(
     launcher: Launcher, restarts: int
 ) -> None:
     request = launcher.options(num_processes=1, max_restarts=restarts, engine=LocalEngine())._request()
-    own = prepare(request, lambda: "done", (), {}, Written(), detached=False).own
-    assert own
+    submitter = Submitter(request, lambda: "done", (), {}, detached=False)
+    submitter.submit()
+    own = submitter.submission
     assert own.claim_driver()
     driver = Driver(own, request.engine, dict(request.env), leased=True)
 
@@ -309,12 +248,13 @@ def test_a_stage_that_waits_for_slots_is_reported_to_followers(
 
 def test_a_reader_detects_the_death_of_a_driver_in_its_stage_while_the_submitter_lives(launcher: Launcher) -> None:
     request = launcher.options(num_processes=1, engine=LocalEngine())._request()
-    own = prepare(request, lambda: "done", (), {}, Written(), detached=False).own
-    assert own
+    submitter = Submitter(request, lambda: "done", (), {}, detached=False)
+    submitter.submit()
+    own = submitter.submission
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with drivers.DriverProcess(command) as submitter, subprocess.Popen(command) as driver:
+    with drivers.DriverProcess(command) as process, subprocess.Popen(command) as driver:
         try:
-            handle = RunHandle[str](own.run.directory, submitter, job=own.job)
+            handle = RunHandle[str](own.run.directory, process, job=own.job)
             facts = {"driver_pid": driver.pid, "driver_start": process_start(driver.pid)}
             status = replace(own.status(), state="running", driver_namespace=process_namespace(), **facts)
             own.write_status(replace(status, heartbeat=time.time(), driver_host="here"))
@@ -323,5 +263,5 @@ def test_a_reader_detects_the_death_of_a_driver_in_its_stage_while_the_submitter
             driver.wait()
             assert handle.status().state == "failed"
         finally:
-            submitter.kill()
+            process.kill()
             driver.kill()

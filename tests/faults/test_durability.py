@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import ROOT, until, wait_until_gone
+from tests.conftest import ROOT, until
 from tests.faults import kit
 
 from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle
-from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.status import RunStatus
 
@@ -47,14 +46,6 @@ def start(launcher: Launcher, directory: Path) -> RunHandle[str]:
     handle = launcher.submit(count_and_wait, str(directory))
     follow_until_started(handle)
     return handle
-
-
-def strike_driver(handle: RunHandle[Any], number: signal.Signals) -> int:
-    """Sends the driver a signal; its process."""
-    driver = handle.status().driver_pid
-    assert driver
-    os.kill(driver, number)
-    return driver
 
 
 @pytest.fixture
@@ -143,26 +134,6 @@ def test_two_processes_follow_one_run(single: Launcher, tmp_path: Path) -> None:
     assert [json.loads(output) for output in outputs] == [[["[0] started"], "attempt 0"]] * 2
 
 
-@pytest.mark.usefixtures("own_zygotes")
-@pytest.mark.soak
-def test_a_driver_that_was_stopped_loses_its_ranks_and_its_run(single: Launcher, tmp_path: Path, marker: str) -> None:
-    handle = start(single, tmp_path)
-    driver = strike_driver(handle, signal.SIGSTOP)
-    try:
-        # Its ranks end when they have not heard of it for so long, whatever it may do later.
-        assert wait_until_gone(f"MARK={marker}", DRIVER_DEAD_AFTER() + 5.0) == []
-        assert handle.wait(DRIVER_DEAD_AFTER())
-        assert handle.status().state == "failed"
-        (tmp_path / "go").touch()
-        heir = single.submit(count_and_wait, str(tmp_path))
-        assert heir.result(WAIT) == "attempt 1"
-    finally:
-        os.kill(driver, signal.SIGCONT)
-    # It wakes up, sees that it was superseded, and does not write over its heir.
-    until(lambda: not handle._driver or handle._driver.poll() is not None, WAIT, "the end of the driver")
-    assert RunHandle.attach(heir.directory).result() == "attempt 1"
-
-
 def test_a_run_that_nobody_follows_ends_itself(single: Launcher, tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
@@ -200,63 +171,30 @@ def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -
         handle.result()
 
 
-SUBMITTING = """
-import sys
+DYING = """
+import os, signal, sys
 from rankzero import Launcher
+from rankzero.submit import drivers
 from tests.faults.test_durability import count_and_wait
 
+drivers.start_driver = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 Launcher(store=sys.argv[2], run_id="one").submit(count_and_wait, sys.argv[1])
 """
 
 
-@pytest.mark.soak
-def test_a_driver_that_just_starts_keeps_its_submission_when_its_submitter_has_exited(
-    single: Launcher, tmp_path: Path
-) -> None:
-    (tmp_path / "go").touch()
-    command = [sys.executable, "-c", SUBMITTING, str(tmp_path), str(single.store)]
-    assert subprocess.run(command, cwd=ROOT, timeout=WAIT).returncode == 0
-    handle = single.submit(count_and_wait, str(tmp_path))
-    assert handle.result(WAIT) == "attempt 0"
-    assert handle.submission == 0
-
-
-DYING = """
-import os, signal, sys
-from rankzero import Launcher
-from rankzero.driver.driver import DriverThread
-from rankzero.run.directory import RunDirectory
-from rankzero.submit import drivers
-from tests.faults.test_durability import count_and_wait
-
-where, _, name = sys.argv[3].rpartition(".")
-setattr(globals()[where], name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-getattr(Launcher(store=sys.argv[2], run_id="one"), sys.argv[4])(count_and_wait, sys.argv[1])
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "how"),
-    [
-        pytest.param("RunDirectory.claim", "submit", marks=pytest.mark.soak),
-        ("drivers.start_driver", "submit"),
-        pytest.param("DriverThread.start", "run", marks=pytest.mark.soak),
-    ],
-)
-def test_the_run_id_of_a_killed_submitter_is_taken_over(
-    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, how: str
+def test_the_run_id_of_a_submitter_that_was_killed_before_its_driver_started_is_taken_over(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_TIME_SCALE", "180")
     (tmp_path / "go").touch()
-    command = [sys.executable, "-c", DYING, str(tmp_path), str(single.store), before, how]
+    command = [sys.executable, "-c", DYING, str(tmp_path), str(single.store)]
     assert subprocess.run(command, cwd=ROOT, timeout=WAIT).returncode == -signal.SIGKILL
     handle = single.submit(count_and_wait, str(tmp_path))
-    assert handle.submission == (0 if before == "RunDirectory.claim" else 1)
-    if before == "drivers.start_driver":
-        # It was not waited for: a driver that started now would exit.
-        job = handle.own.run.job_of(0)
-        assert job
-        assert Submission(handle.own.run, job).is_lost()
+    assert handle.submission == 1
+    # It was not waited for: a driver that started now would exit.
+    job = handle.own.run.job_of(0)
+    assert job
+    assert Submission(handle.own.run, job).is_lost()
     assert handle.result(WAIT).startswith("attempt")
 
 
@@ -409,28 +347,3 @@ def test_cancel_after_success_changes_nothing(single: Launcher, tmp_path: Path) 
     handle.cancel()
     assert handle.status().state == "succeeded"
     assert RunHandle.attach(handle.directory).result() == "attempt 0"
-
-
-@pytest.mark.soak
-def test_a_longer_grace_is_time_to_save(single: Launcher, tmp_path: Path) -> None:
-    def save_late() -> None:
-        import rankzero.train as rt
-
-        def save(*_: object) -> None:
-            time.sleep(3.0)
-            rt.report({}, checkpoint={"saved": True})
-            while rt.get_checkpoint() is None:
-                time.sleep(0.02)
-            os._exit(0)
-
-        signal.signal(signal.SIGTERM, save)
-        print("started", flush=True)
-        while True:
-            time.sleep(0.05)
-
-    handle = single.options(stop_grace=20.0).submit(save_late)
-    follow_until_started(handle)
-    handle.cancel()
-    assert handle.wait(WAIT)
-    assert handle.status().state == "cancelled"
-    assert len(handle.checkpoints()) == 1

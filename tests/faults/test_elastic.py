@@ -1,6 +1,5 @@
 """Attempts start when their cluster has room, and an elastic one with what there is."""
 
-import contextlib
 import os
 import pickle
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 from tests.faults.kit import SlotsEngine, SlotsSession
+from tests.identities import identity_by
 
 from rankzero import (
     EngineError,
@@ -78,19 +78,6 @@ def test_start_timeout_bounds_the_wait_and_says_what_was_missing(growing: Launch
     assert it.value.missing == ["task 1"]
 
 
-def test_an_engine_that_is_asked_as_the_start_timeout_ends_is_waited_for(
-    growing: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answer(_: SlotsSession) -> int:
-        time.sleep(0.5)
-        return 1
-
-    monkeypatch.setattr(SlotsSession, "slots", answer)
-    with pytest.raises(StartTimeoutError, match="offers 1 of the 2") as caught:
-        growing.options(start_timeout=1.4).run(len, "ab")
-    assert caught.value.missing == ["task 1"]
-
-
 def test_a_wait_can_be_cancelled(growing: Launcher, slots: Path) -> None:
     slots.write_text("0")
 
@@ -105,35 +92,6 @@ def test_a_wait_can_be_cancelled(growing: Launcher, slots: Path) -> None:
     with pytest.raises(RunCancelledError):
         growing.run(len, "ab")
     thread.join()
-
-
-@pytest.mark.soak
-def test_what_keeps_a_launched_attempt_from_starting_is_said(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "0.02")
-    block, go = tmp_path / "torch_waits", tmp_path / "go"
-    block.mkdir()
-    (block / "torch.py").write_text(
-        "import os, sys, time\n"
-        f"sys.path.remove({str(block)!r}); del sys.modules['torch']\n"
-        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
-        "import torch\n"
-    )
-    env = {**(launcher.env or {}), "PYTHONPATH": str(block)}
-    slow = launcher.options(env=env, warm_start=False, run_id="slow")
-    values: list[int] = []
-    thread = threading.Thread(target=lambda: values.append(slow.run(len, "ab")))
-    thread.start()
-
-    def waits_for_torch() -> bool:
-        run = slow.find()
-        return bool(run) and any("ranks 0, 1 to import torch" in event.get("what", "") for event in run.events())
-
-    until(waits_for_torch, WAIT, "the message")
-    go.touch()
-    thread.join(WAIT)
-    assert values == [2]
 
 
 def train(slots: str, sizes: list[int]) -> list[list[int]]:
@@ -172,17 +130,6 @@ def test_each_attempt_of_an_elastic_run_takes_what_there_is_and_goes_on(growing:
     assert said == [(0, 3), (1, 2), (2, 4)]
     assert "[0] rankzero: attempt 1 starts with 2 ranks, of 2 to 4, on this machine" in list(run.logs())
     assert run.world_size == run.status().world_size == 4
-
-
-def test_a_world_that_is_large_enough_starts_within_the_bound(
-    growing: Launcher, slots: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "1")
-    slots.write_text("3")
-    # Whether the ranks of a slow machine start in the time that is left is another matter.
-    with contextlib.suppress(StartTimeoutError):
-        growing.options(num_processes=(2, 4), start_timeout=10.0).run(len, "ab")
-    assert await_event(growing, "world")["world_size"] == 3
 
 
 def fail_and_leave(slots: str) -> None:
@@ -235,7 +182,7 @@ def test_an_engine_that_ends_while_it_is_waited_for_is_replaced(growing: Launche
 def test_the_bounds_of_an_elastic_world_are_a_part_of_its_identity(launcher: Launcher) -> None:
     sizes: list[Any] = [2, (2, 2), (2, 4), (4, 2), [2, 4]]
     elastic = [launcher.options(num_processes=size) for size in sizes if size != (4, 2)]
-    names = [one.identity(list, (), {}) for one in elastic]
+    names = [identity_by(one, list, (), {}) for one in elastic]
     assert len(set(names)) == 3
     assert names[2] == names[3]
     with pytest.raises(InvalidJobError, match=r"num_processes is \(4, 2\); an elastic world has"):
@@ -312,20 +259,6 @@ def test_a_class_of_the_callers_own_function_is_found_again(launcher: Launcher) 
         return rt.get_context().attempt
 
     assert launcher.options(num_processes=1, max_restarts=1, restart_on=[LocalError]).run(fail_once) == 1
-
-
-@pytest.mark.soak
-def test_a_script_restarts_on_what_is_named(launcher: Launcher, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import rankzero.train as rt\n"
-        "class Flaky(Exception): pass\n"
-        "if rt.get_context().attempt == 0: raise Flaky('CUDA error 700')\n"
-        "rt.set_result(rt.get_context().attempt)\n"
-    )
-    launcher = launcher.options(num_processes=1, max_restarts=1)
-    assert launcher.options(restart_on=["CUDA error"]).run(script) == 1
-    assert launcher.options(restart_on=[MountLostError, "__main__.Flaky"]).run(script) == 1
 
 
 @pytest.mark.parametrize(

@@ -228,20 +228,6 @@ def test_a_full_scratch_disk_drops_and_counts_lines(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_spool_that_someone_has_cut_ends_the_wait_for_its_lines(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with sending(tmp_path) as (connection, outbox, out):
-            connection.unsent = output.HIGH_WATER + 1
-            out.add(["first"])
-            out.add(["second"])
-            assert outbox._spool is not None
-            os.truncate(outbox._spool.fileno(), 40)
-        assert connection.lines[0] == "first"
-        assert outbox.waiting == 0
-
-    asyncio.run(main())
-
-
 def test_lines_beyond_the_limit_are_counted(tmp_path: Path) -> None:
     async def main() -> None:
         async with sending(tmp_path, limit=1000) as (connection, _, out):

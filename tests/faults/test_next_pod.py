@@ -103,33 +103,6 @@ def test_the_next_pod_resumes_the_run_of_a_pod_that_was_lost(start: Callable[[],
     assert "resumed from 1" in following.lines
 
 
-@pytest.mark.soak
-@on_namespaces
-def test_a_drained_pod_does_not_exit_with_success_and_the_next_one_resumes(
-    start: Callable[[], Pod], tmp_path: Path
-) -> None:
-    drained = start()
-    await_checkpoint(tmp_path)
-    drained.terminate()
-    assert drained.wait() != 0, "Kubernetes starts no other pod after an exit code of 0"
-    (tmp_path / "go").touch()
-    following = start()
-    assert following.wait() == 0, following.lines
-    assert "resumed from 1" in following.lines
-
-
-@pytest.mark.soak
-@on_namespaces
-def test_a_pod_that_starts_while_the_one_before_trains_is_refused(start: Callable[[], Pod], tmp_path: Path) -> None:
-    training = start()
-    await_checkpoint(tmp_path)
-    second = start()
-    assert second.wait() == 2
-    assert "'nightly' is running" in second.lines
-    (tmp_path / "go").touch()
-    assert training.wait() == 0, training.lines
-
-
 def test_the_manifest_of_the_documentation_is_a_command_that_exists() -> None:
     page = (ROOT / "docs" / "clusters.md").read_text()
     [text] = re.findall("```yaml\n(apiVersion: batch/v1\n.*?)```", page, re.DOTALL)

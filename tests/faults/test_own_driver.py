@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -18,10 +17,9 @@ from tests.conftest import ROOT, until
 from rankzero import EngineError, Launcher, LocalEngine, RunHandle
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.run import observer
-from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.observer import process_lives
 from rankzero.run.status import RunStatus
-from rankzero.submit import drivers
+from rankzero.submit import durable
 
 WAIT = 60.0
 
@@ -31,54 +29,6 @@ def wait_for(go: str) -> str:
     while not Path(go).exists():
         time.sleep(0.02)
     return "trained"
-
-
-@pytest.fixture
-def full_store(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A store that takes no status from the moment its list is emptied; limits of time that are soon over."""
-    room = [0.0]
-    refused: list[float] = []
-    write = Submission.write_status
-
-    def write_if_there_is_room(run: Submission, status: RunStatus) -> None:
-        if not room and not status.certain:
-            refused.append(time.time())
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(run, status)
-
-    monkeypatch.setattr(Submission, "write_status", write_if_there_is_room)
-    monkeypatch.setattr(observer, "DRIVER_STALE_AFTER", lambda: 0.5)
-    monkeypatch.setattr(observer, "dead_after", lambda _: 0.5)
-    monkeypatch.setattr(drivers, "CANCEL_TIMEOUT", lambda: 0.5)
-    return room
-
-
-@pytest.mark.soak
-def test_a_store_that_takes_nothing_costs_a_run_neither_its_owner_nor_its_value(
-    launcher: Launcher, tmp_path: Path, full_store: list[float]
-) -> None:
-    values: list[Any] = []
-
-    def call() -> None:
-        try:
-            values.append(launcher.options(run_id="run", stop_grace=0.5).run(wait_for, str(tmp_path / "go")))
-        except Exception as error:
-            values.append(error)
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    directory = RunDirectory(str(tmp_path / "store" / "run"))
-    until(lambda: directory.find_job() and directory.current().status().state == "running", WAIT, "ranks")
-    run = directory.current()
-    full_store.clear()
-    beat = run.status().heartbeat
-    # Another process of this host goes by the driver's thread.
-    reader = RunHandle.attach(directory.directory)
-    assert not reader.wait(4.0)
-    assert (values, run.status().heartbeat) == ([], beat)
-    (tmp_path / "go").touch()
-    caller.join(WAIT)
-    assert values == ["trained"]
 
 
 def status_of(thread: str | None) -> RunStatus:
@@ -166,70 +116,11 @@ def test_a_driver_that_ends_before_its_first_heartbeat_is_dead(
 
 def test_a_driver_that_cannot_start_says_why(launcher: Launcher, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object store cannot append lines to a log, and yet the cause must not be lost."""
-    monkeypatch.setattr("rankzero.submit.prepare.Request.private", lambda _: {})
+    monkeypatch.setattr("rankzero.submit.start.Request.private", lambda _: {})
     for store in (launcher.store, f"{bucket}/runs"):
         handle = launcher.options(run_id="run", store=store).submit(max, 1, 2)
         with pytest.raises(EngineError, match="KeyError: 'engine'"):
             handle.result(WAIT)
-
-
-FLAKY = """
-from rankzero import store
-failing, read, create = {"0.json", "driver"}, store.read_bytes, store.create
-
-def fail_once(location):
-    name = location.rpartition("/")[2]
-    if name in failing:
-        failing.remove(name)
-        raise OSError("for a moment")
-
-def read_if_it_answers(location):
-    fail_once(location)
-    return read(location)
-
-def create_and_lose_the_answer(location, data, **options):
-    made = create(location, data, **options) or read(location) == data
-    fail_once(location)
-    return made
-
-store.read_bytes, store.create = read_if_it_answers, create_and_lose_the_answer
-"""
-
-
-def test_a_store_that_fails_when_the_driver_starts_delays_the_run(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = drivers.DriverProcess
-
-    def with_flaky_store(command: list[str], **options: Any) -> drivers.DriverProcess:
-        program = command.index("-c") + 1
-        begin, end = command[program].split("; import rank")
-        command[program] = f"{begin}\n{FLAKY}\nimport rank{end}"
-        return start(command, **options)
-
-    monkeypatch.setattr(drivers, "DriverProcess", with_flaky_store)
-    assert launcher.options(run_id="run").submit(max, 1, 2).result(WAIT) == 2
-
-
-@pytest.mark.soak
-def test_a_forked_child_of_the_submitter_knows_that_the_driver_lives(launcher: Launcher, tmp_path: Path) -> None:
-    """The driver is no child process of its own."""
-    handle = launcher.options(run_id="run").submit(wait_for, str(tmp_path / "go"))
-    until(lambda: handle.status().state == "running", WAIT, "the training")
-    if not (child := os.fork()):
-        os._exit(0 if handle.status().state == "running" else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    (tmp_path / "go").touch()
-    assert handle.result(WAIT) == "trained"
-
-
-class Elsewhere(LocalEngine):
-    """An engine whose drivers its caller cannot watch, as those of `SparkSubmitEngine`."""
-
-    drives_elsewhere = True
-
-    def start_driver(self, own: Submission, private: dict[str, Any]) -> None:
-        drivers.start_driver(own, private)
 
 
 class Apart(LocalEngine):
@@ -237,15 +128,13 @@ class Apart(LocalEngine):
 
 
 @pytest.mark.parametrize(
-    "engine",
-    [LocalEngine(), *(pytest.param(engine, marks=pytest.mark.soak) for engine in (Apart(), Elsewhere()))],
-    ids=["thread", "process", "leased"],
+    "engine", [LocalEngine(), pytest.param(Apart(), marks=pytest.mark.soak)], ids=["thread", "process"]
 )
 def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp_path: Path, engine: Any) -> None:
     request = launcher.options(run_id="run", engine=engine)._request()
     parent = os.getpid()
     try:
-        with drivers.open_owned(request, wait_for, (str(tmp_path / "go"),), {}) as handle:
+        with durable.open_owned(request, wait_for, (str(tmp_path / "go"),), {}) as handle:
             until(lambda: handle.status().state == "running", WAIT, "the training")
             if not (child := os.fork()):
                 raise SystemExit
@@ -258,7 +147,6 @@ def test_a_forked_child_that_leaves_run_ends_no_training(launcher: Launcher, tmp
             os._exit(0)
 
 
-CLOSED = ["<&-", "<&- >&- 2>&-"]
 RUNS = """
 import sys, time
 from rankzero import Launcher
@@ -267,35 +155,10 @@ value = Launcher(1, store=sys.argv[1], engine=Apart(), start_timeout=240).run(ti
 with open(sys.argv[1] + "/seen", "w") as file:
     print(value, file=file)
 """
-STARTS_ZYGOTE = """
-import os, sys
-from rankzero.task import zygotes
-from tests.conftest import ROOT
-config = {"warm_start": True, "env": {}, "task": 0, "scratch": sys.argv[1]}
-config |= {"code_path": str(ROOT / "core"), "grace": 0, "exit_timeout": 0}
-with open(sys.argv[1] + "/log", "w+b") as log:
-    agent = zygotes.start(config, log)
-    agent.kill()
-    code = agent.wait()
-    agent.release()
-with open(sys.argv[1] + "/seen", "w") as file:
-    # Its configuration lacks so much that it may have ended before.
-    print(code in (-9, 1), file=file)
-"""
 
 
-def run_without_streams(program: str, closed: str, directory: Path) -> str:
-    command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", program, str(directory)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    return (directory / "seen").read_text()
-
-
-@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
 def test_a_caller_without_standard_streams_has_a_driver_of_its_own(tmp_path: Path, closed: str) -> None:
-    assert run_without_streams(RUNS, closed, tmp_path) == "None\n"
-
-
-@pytest.mark.usefixtures("own_zygotes")
-@pytest.mark.parametrize("closed", CLOSED)
-def test_a_process_without_standard_streams_starts_a_zygote(tmp_path: Path, closed: str) -> None:
-    assert run_without_streams(STARTS_ZYGOTE, closed, tmp_path) == "True\n"
+    command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", RUNS, str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert (tmp_path / "seen").read_text() == "None\n"

@@ -74,22 +74,6 @@ def test_a_forked_child_does_not_keep_the_run_of_a_killed_caller(tmp_path: Path,
         assert handle.status().state == ("failed" if driver == "thread" else "cancelled")
 
 
-@pytest.mark.soak
-def test_a_forked_child_does_not_keep_the_run_of_an_interrupted_caller(tmp_path: Path, marker: str) -> None:
-    with caller(tmp_path, marker, "process") as process:
-        process.send_signal(signal.SIGINT)
-        assert wait_until_gone(f"MARK={marker}") == []
-        assert RunHandle.attach(tmp_path / "store" / "one").wait(WAIT)
-
-
-@pytest.mark.soak
-def test_a_caller_whose_run_succeeds_does_not_mind_the_child(launcher: Launcher, tmp_path: Path, marker: str) -> None:
-    with caller(tmp_path, marker, "process") as process:
-        (tmp_path / "go").touch()
-        assert process.wait(WAIT) == 0
-        assert RunHandle.attach(tmp_path / "store" / "one").result(0) == "attempt 0"
-
-
 INTERRUPTED = """
 import os, signal, sys, threading, time
 from pathlib import Path

@@ -192,32 +192,6 @@ def test_a_rank_that_the_store_refuses_sends_its_parts_to_the_driver(
     assert sorted(through_driver) == ["checkpoint-0-0", "checkpoint-0-1", "value"]
 
 
-@pytest.mark.soak
-def test_a_rank_uses_the_store_again_after_a_refusal(
-    launcher: Launcher, bucket: str, through_driver: list[str]
-) -> None:
-    def refused_once() -> None:
-        import torch
-
-        import rankzero.train as rt
-        from rankzero.store import remote
-
-        begin = remote.Upload.__init__
-
-        def refuse(*_: object) -> None:
-            remote.Upload.__init__ = begin  # type: ignore[method-assign]
-            raise PermissionError("the token has expired")
-
-        remote.Upload.__init__ = refuse  # type: ignore[assignment,method-assign]
-        for step in range(3):
-            rt.report({"step": step}, checkpoint={"w": torch.arange(float(NUMBERS))})
-            rt.context.await_checkpoint()
-
-    env = {**(launcher.env or {}), "RANKZERO_TIME_SCALE": "0.0001"}
-    launcher.options(num_processes=1, store=f"{bucket}/runs", run_id="run", env=env).run(refused_once)
-    assert through_driver == ["checkpoint-0-0", "value"]
-
-
 @pytest.mark.parametrize("missing", [["fsspec"], pytest.param(["fsspec", "pyarrow"], marks=pytest.mark.soak)])
 def test_rank_0_writes_its_value_to_the_store(
     launcher: Launcher, bucket: str, without: Without, through_driver: list[str], missing: list[str]
@@ -233,30 +207,6 @@ def test_rank_0_writes_its_value_to_the_store(
     assert found["w"][-1].item() == NUMBERS - 1
     assert through_driver == (["value"] if len(missing) > 1 else [])
     assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-0.torch"]
-
-
-@pytest.mark.soak
-def test_the_value_of_an_attempt_that_fails_is_deleted(launcher: Launcher, bucket: str) -> None:
-    def train() -> Any:
-        import time
-
-        import torch
-
-        import rankzero.train as rt
-        from rankzero import RetryableError
-
-        context = rt.get_context()
-        if context.rank == 0:
-            return {"w": torch.full((NUMBERS,), float(context.attempt))}
-        # Not before the value is there.
-        while not any("/result/" in key for key in keys(bucket)):
-            time.sleep(0.05)
-        if context.attempt == 0:
-            raise RetryableError("again")
-
-    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
-    assert launcher.run(train)["w"][0].item() == 1.0
-    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-1.torch"]
 
 
 def half(folder: str, how: str, bucket: str) -> list[Any]:
@@ -309,61 +259,6 @@ def test_a_rank_that_dies_in_its_upload_costs_that_checkpoint_and_leaves_nothing
     assert launcher.run(half, str(tmp_path), "die", bucket) == [1, 0]
     folders = {key.split("/")[6] for key in keys(bucket) if "/checkpoints/" in key}
     assert folders == {"0000-000000"}
-    assert unfinished(bucket) == []
-
-
-@pytest.mark.soak
-def test_a_driver_that_dies_between_parts_and_manifest_has_committed_nothing(
-    launcher: Launcher, bucket: str, tmp_path: Path
-) -> None:
-    launcher = launcher.options(store=f"{bucket}/runs", run_id="run")
-    handle = launcher.submit(half, str(tmp_path), "wait", bucket)
-    until(lambda: (tmp_path / "half").exists(), WAIT, "the half of an upload")
-    until(lambda: any("0000-000001/rank-0." in key for key in keys(bucket)), WAIT, "a part")
-    driver = handle.status().driver_pid
-    assert driver
-    os.kill(driver, signal.SIGKILL)
-    assert handle.wait(WAIT)
-    assert launcher.submit(half, str(tmp_path), "wait", bucket).result(WAIT) == [1, 0]
-    folders = {key.split("/")[6] for key in keys(bucket) if "/checkpoints/" in key}
-    assert folders == {"0000-000000"}
-    assert unfinished(bucket) == []
-
-
-@pytest.mark.soak
-def test_an_upload_that_a_rank_began_anew_leaves_nothing(launcher: Launcher, bucket: str) -> None:
-    def train() -> None:
-        import io
-        import time
-
-        import torch
-
-        import rankzero.train as rt
-        from rankzero.store import remote
-
-        write, left = remote.Upload.write, list[Any]()
-
-        def fail(upload: remote.Upload, data: Any) -> int:
-            written = write(upload, data)
-            if not left and written >= 1 << 20:
-                # The store is away, for whoever would abort this, too.
-                upload._file.flush()
-                left.append(upload._file)
-                upload._file = io.BytesIO()
-                raise ConnectionResetError("the store cannot be reached")
-            return written
-
-        remote.Upload.write = fail  # type: ignore[method-assign]
-        # As long as this process: to be forgotten would close it.
-        remote.left = left  # type: ignore[attr-defined]
-        rt.report({}, checkpoint={"numbers": torch.ones(NUMBERS)})
-        while rt.get_checkpoint() is None:
-            time.sleep(0.01)
-        assert left
-
-    launcher = launcher.options(num_processes=1, store=f"{bucket}/runs", run_id="run")
-    launcher.run(train)
-    assert [manifest.index for manifest in RunHandle.attach(f"{bucket}/runs/run").checkpoints()] == [0]
     assert unfinished(bucket) == []
 
 

@@ -1,6 +1,6 @@
 """The run directory as pure steps: generators that yield file operations and receive their answers.
 
-They take the steps of `rankzero.submit.prepare`, `rankzero.submit.submission`, `rankzero.run.directory`,
+They take the steps of `rankzero.submit.start`, `rankzero.submit.existing`, `rankzero.run.directory`,
 `rankzero.driver` and `rankzero.run.retention`, in short names:
 
     N.json              the claim of number N and the job, one file: created once, never changed

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.conftest import until
+from tests.identities import identity_by
 
 from rankzero import InvalidJobError, Launcher, RunCancelledError, RunHandle
 
@@ -95,28 +96,6 @@ def leave(
     return opened.handle
 
 
-def test_a_deployment_between_two_tries_ends_no_training(
-    durable: Launcher, script: Path, helper: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    end = str(tmp_path / "end")
-    leave(durable, script, (end,), "scheduled")
-    until(Path(f"{end}-awaited").exists, 60, "a training that has imported the module")
-    edit(helper, "RATE = 2\n")
-
-    with durable.durable(str(script), (end,), {}, Try("scheduled"), LOG) as opened:
-        assert opened.attached
-        Path(end).touch()
-        assert opened.handle.result(60) == 1
-    assert f"changed since: module {helper.stem}" in caplog.text
-
-    # A user who runs it again wants the new code.
-    with durable.durable(str(script), (end,), {}, Try("cleared"), LOG) as opened:
-        assert not opened.attached
-        assert opened.handle.result(60) == 2
-    assert f"from scratch: other than before: module {helper.stem}" in caplog.text
-
-
 def test_a_run_to_which_no_try_can_come_back_is_not_left_to_its_lease(
     durable: Launcher, script: Path, tmp_path: Path
 ) -> None:
@@ -155,37 +134,6 @@ def test_arguments_count_for_every_try_of_a_training_that_has_ended(
         assert not opened.attached
         assert opened.handle.result(60) == 1
     assert "from scratch: other than before: argument #2" in caplog.text
-
-
-def test_an_automatic_try_attaches_to_a_living_training_and_takes_its_result_whatever_differs(
-    durable: Launcher, script: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    end = tmp_path / "end"
-    run = leave(durable, script, (str(end), "0.1"), "scheduled")
-    leave(durable, script, (str(end), "0.2"), "scheduled")
-    assert f"attached to the run in {run.directory}" in caplog.text
-    assert "changed since: argument #2" in caplog.text
-    end.touch()
-    assert run.wait(60)
-    caplog.clear()
-    with durable.durable(str(script), (str(end), "0.3"), {}, Try("scheduled"), LOG) as opened:
-        assert opened.attached
-        assert opened.handle.result(60) == 1
-    assert f"delivered: the run in {run.directory}" in caplog.text
-
-
-def test_a_living_run_of_another_training_ends_with_that_reason(
-    durable: Launcher, script: Path, tmp_path: Path
-) -> None:
-    end = str(tmp_path / "end")
-    run = leave(durable, script, (end, "0.1"), "scheduled")
-    with durable.durable(str(script), (end, "0.2"), {}, Try("cleared"), LOG) as opened:
-        assert not opened.attached
-        (tmp_path / "end").touch()
-        assert opened.handle.result(60) == 1
-    request = run.own.cancel_request()
-    assert request == {"receiver": {}, "reason": "another training was submitted in its place"}
 
 
 def count_starts() -> int:
@@ -296,7 +244,7 @@ def test_the_identity_is_that_of_the_code_that_is_sent(
     pq.write_table(pa.table({"x": [1, 2]}), rows)
     go.touch()
     launcher = launcher.options(num_processes=1, dataset=str(rows), run_id="one")
-    sent = launcher.identity(script, (str(go),), {})
+    sent = identity_by(launcher, script, (str(go),), {})
     read = pq.ParquetFile
 
     def read_for_long(*args: Any, **kwargs: Any) -> Any:
@@ -308,7 +256,7 @@ def test_the_identity_is_that_of_the_code_that_is_sent(
     assert handle.result(60) == 1
     assert handle.identity == sent.digest
     monkeypatch.undo()
-    assert launcher.identity(script, (str(go),), {}) != sent
+    assert identity_by(launcher, script, (str(go),), {}) != sent
 
 
 def test_environment_variables_that_differ_are_named_and_count_for_nothing(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import until
+from tests.identities import identity_by
 from tests.runs import submitted
 from tests.submit.test_durable import Try
 
@@ -24,8 +25,7 @@ from rankzero.run.directory import RunDirectory, Submission
 from rankzero.run.identity import Identity
 from rankzero.run.observer import CANCEL
 from rankzero.run.status import RunStatus
-from rankzero.submit.existing import Existing
-from rankzero.submit.submission import Step, next_step
+from rankzero.submit import existing
 
 LOG = logging.getLogger(__name__)
 OLD = EngineError("the old failure").to_json()
@@ -51,7 +51,7 @@ def single(launcher: Launcher) -> Launcher:
 def run(single: Launcher) -> RunDirectory:
     """The directory of a run whose submission 0, of the training `len` of `Slow`, has failed."""
     run = RunDirectory(f"{single.store}/one")
-    submit(run, single.identity(len, (Slow(),), {}), 0, RunStatus("failed", error=OLD, ended=time.time()))
+    submit(run, identity_by(single, len, (Slow(),), {}), 0, RunStatus("failed", error=OLD, ended=time.time()))
     return run
 
 
@@ -92,7 +92,7 @@ def test_a_try_follows_the_submission_that_came_while_it_computed_a_checksum(
     path.write_text("7")
     value: dict[str, Any] = {"value": [7], "result": {"uri": str(path)}}
     status = of_driver(state, os.getpid(), **(value if state == "succeeded" else {}))
-    meanwhile = Meanwhile(run, single.identity(len, (Slow(),), {}), status)
+    meanwhile = Meanwhile(run, identity_by(single, len, (Slow(),), {}), status)
     with single.durable(len, (Slow(meanwhile),), {}, Try("scheduled"), LOG) as opened:
         assert opened.attached
         assert opened.handle.status().state == state
@@ -151,13 +151,13 @@ def test_a_try_that_comes_while_a_run_cancels_itself_waits_and_resumes_it(
     os.kill(driver, signal.SIGTERM)
     until(lambda: handle.own.status().cancelling, 60, "the driver's decision")
 
-    def end_when_awaited(existing: Existing | None, *, replaces: bool) -> Step:
-        step = next_step(existing, replaces=replaces)
-        if step is Step.AWAIT_END:
-            (tmp_path / "end").touch()
-        return step
+    await_end = existing.await_end
 
-    monkeypatch.setattr("rankzero.submit.submission.next_step", end_when_awaited)
+    def end_when_awaited(own: Submission) -> None:
+        (tmp_path / "end").touch()
+        await_end(own)
+
+    monkeypatch.setattr(existing, "await_end", end_when_awaited)
     with single.durable(end_late, (str(tmp_path),), {}, Try("scheduled"), LOG) as opened:
         assert not opened.attached
         assert opened.handle.result(60) == "resumed"

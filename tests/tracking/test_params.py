@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from rankzero.submit.pack_params import MAX_PARAMS, MAX_TEXT, params_of
+from rankzero.submit.training import MAX_PARAMS, MAX_TEXT, Program, params_of
 
 
 def train(lr: float, *layers: int, model: dict[str, Any] | None = None, **more: Any) -> None: ...
@@ -66,7 +65,7 @@ def test_short_numbers_are_no_secrets() -> None:
     secrets = {"token": 84930218, "max_token": "geheim", "id_password": 84930218}
     assert params_of(train, (1,), secrets, {}) == {"lr": 1, "model": None, **dict.fromkeys(secrets, "***")}
     line = ("--max_tokens", "4096", "--url", "http://h/?token=geheim&max_tokens=4096")
-    assert params_of(Path(__file__), line, {}, {}) == {
+    assert params_of(Program("script", __file__), line, {}, {}) == {
         "max_tokens": "4096", "url": "http://h/?token=***&max_tokens=4096",
     }  # fmt: skip
 
@@ -86,7 +85,7 @@ def test_no_password_of_an_address_and_no_secret_of_another_argument_is_shown() 
 
 def test_a_command_line() -> None:
     line = ("--lr", 0.1, "--size=3", "--fast", "--out", "there", "more")
-    assert params_of(Path(__file__), line, {}, {}) == {
+    assert params_of(Program("script", __file__), line, {}, {}) == {
         "lr": "0.1", "size": "3", "fast": True, "out": "there", "args.0": "more",
     }  # fmt: skip
 
@@ -117,7 +116,7 @@ def test_a_command_line_as_hydra_has_it_and_urls_show_no_secrets() -> None:
         "--",
         "http://ann:geheim@h/x",
     )
-    assert params_of(Path(__file__), line, {}, {}) == {
+    assert params_of(Program("script", __file__), line, {}, {}) == {
         "db.password": "***", "model.lr": "0.1", "day": "1/part-0", "Dfs.secret.key": "***",
         "args.0": "--", "args.1": "http://ann:***@h/x",
     }  # fmt: skip

@@ -21,7 +21,7 @@ from rankzero.driver.recorder import Recorder
 from rankzero.driver.trackers import Trackers
 from rankzero.masking import Mask
 from rankzero.run.status import RunStatus
-from rankzero.submit.trackers import pack
+from rankzero.submit.pack import pack_trackers
 from rankzero.threads import ActionThread
 from rankzero.tracking import Tracker
 from rankzero.tracking.mlflow import training_of
@@ -162,7 +162,7 @@ def test_a_tracker_that_is_late_gets_the_events_of_its_own_submission(
 ) -> None:
     root = tmp_path if place == "disk" else request.getfixturevalue("bucket")
     first, notes = submitted(f"{root}/one"), tmp_path / "notes"
-    trackers, recorder = Trackers(first, pack([Notes(notes)], LocalEngine())), Recorder(first, Mask())
+    trackers, recorder = Trackers(first, pack_trackers([Notes(notes)], LocalEngine())), Recorder(first, Mask())
     recorder.update(state="starting")
     recorder.event({"type": "failure", "what": "no luck"})
     recorder.finish(state="failed")
@@ -189,7 +189,7 @@ def test_a_tracker_that_hangs_does_not_hold_the_result(
 
 
 def test_what_is_no_tracker_or_cannot_travel_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidJobError, match="trackers has 'mlflow'; give objects of subclasses"):
+    with pytest.raises(InvalidJobError, match=r"trackers is \['mlflow'\]; give a list of objects of subclasses"):
         Launcher(1, trackers=["mlflow"])  # type: ignore[list-item]
     lock = Notes(tmp_path)
     lock.token = threading.Lock()  # type: ignore[assignment]

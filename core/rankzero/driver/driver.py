@@ -69,7 +69,7 @@ class Driver:
             env: The user's environment for the ranks.
             leased: True if the run outlives its caller, and cancels itself when no process follows it
                 (`Job.orphan_timeout`).
-            trackers: The result of `rankzero.submit.trackers.pack`, or None.
+            trackers: The result of `rankzero.submit.pack.pack_trackers`, or None.
         """
         self._own = own
         self._job = own.job

@@ -31,7 +31,7 @@ class Trackers:
 
         Args:
             own: The submission, whose events trackers get.
-            packed: The result of `rankzero.submit.trackers.pack`; None for no trackers.
+            packed: The result of `rankzero.submit.pack.pack_trackers`; None for no trackers.
         """
         self._ended = threading.Event()
         self._feeds = [_Feed(own, pickled, self._ended) for pickled in (packed or {}).get("pickles", ())]

@@ -21,17 +21,18 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any, NamedTuple
 
 from rankzero.errors import InvalidJobError
 from rankzero.store import fingerprint
 from rankzero.submit.code_modules import NEVER_SHIPPED, package_of, parents_of, spec_of, top_level_names
-from rankzero.submit.code_source import IMPORTERS, Source, source_of_file
+from rankzero.submit.code_source import Source, source_of_file
 
 logger = logging.getLogger(__name__)
 
-MODULES_LIMIT = 64 << 20
-"""Most bytes of user modules that are shipped with a job."""
+LIMIT = 64 << 20
+"""Most bytes of user modules, and of a working directory, that are shipped with a job."""
 
 IGNORE_FILE = ".rankzeroignore"
 """File in a working directory or a package with patterns of files that are not shipped, in the format of .gitignore."""
@@ -47,9 +48,6 @@ _SECRETS = re.compile(
     re.IGNORECASE,
 )
 """Names of data files, or folders of them, that may hold keys or passwords. Sources are shipped: they are imported."""
-
-_SEARCHED = re.compile("|".join(IMPORTERS).encode())
-_ROOTS = re.compile(rb"(?:\bfrom|\bimport|,)[\s\\]+([A-Za-z_]\w*)")
 
 
 class _File(NamedTuple):
@@ -99,29 +97,32 @@ class Files:
         self._first = needs.first
         self._roots: dict[str, bool] = {}
         self._sent: dict[str, _File] = {}
-        self._left_out: set[str] = set()
+        self._missed: set[str] = set()
+        self._seen: set[str] = set()
         self.counted: dict[str, str] = {}
-        self._count(needs.modules | self._named_by(needs))
+        self._follow(needs.modules | self._named_by(needs), counts=True)
         for package in needs.packages:
             below = self._modules_below(package)
-            self._count({name for name in below if needs.words.issuperset(name[len(package) + 1 :].split("."))})
-        self.send(())
-        if needs.computes:
-            self._count(self._modules_below(""))
+            reached = {name for name in below if needs.words.issuperset(name[len(package) + 1 :].split("."))}
+            self._follow(reached, counts=True)
+        while needs.computes and (others := self._modules_below("") - self._seen):
+            self._follow(others, counts=True)
 
-    def _count(self, names: set[str]) -> None:
-        """Counts modules, and those that they import in turn."""
-        waiting, seen = set(names), set(self.counted)
+    def send(self, names: Iterable[str]) -> None:
+        """Sends modules, and those that they import in turn, which do not count unless the code needs them."""
+        self._follow({*names}, counts=False)
+
+    def _follow(self, waiting: set[str], *, counts: bool) -> None:
         while waiting:
             # Importing a.b.c imports a and a.b first.
-            for part in set(parents_of(waiting.pop())) - seen:
-                seen.add(part)
+            for part in set(parents_of(waiting.pop())) - self._seen:
+                self._seen.add(part)
                 if self._send(root := part.partition(".")[0]) and (file := self._file_of(part)):
                     with contextlib.suppress(OSError):
                         found = source_of_file(file.path, package_of(part, file.path))
-                        self.counted[part] = found.digest
                         waiting |= found.imports | self._named_by(found)
                         waiting |= self._modules_below(root) if found.computes else set()
+                        self.counted |= {part: found.digest} if counts else {}
 
     def _named_by(self, found: Needs | Source) -> set[str]:
         """Returns all modules of the packages that texts name, as "acme.models.Net" does, and "train.csv" does not."""
@@ -150,17 +151,7 @@ class Files:
     def _file_of(self, name: str) -> _File | None:
         """Returns the file of a module that is sent; None if a pattern leaves it out, or it is no module."""
         place = name.replace(".", os.sep)
-        places = [os.path.join(place, "__init__.py"), f"{place}.py"]
-        if self._sent.keys().isdisjoint(places) and (spec := spec_of(name, self._first)) and spec.origin:
-            bases = spec_of(name.partition(".")[0], self._first).submodule_search_locations or ()
-            if not any(spec.origin.startswith(base + os.sep) for base in bases):
-                # An editable install has it elsewhere than the rest of its package.
-                for base in spec.submodule_search_locations or ():
-                    self._send_folder(place, base, is_package=True)
-                # An extension module has a suffix of its own.
-                own = os.path.join(os.path.dirname(place), os.path.basename(spec.origin))
-                places.append(places[0] if spec.submodule_search_locations else own)
-                self._add(places[-1], spec.origin)
+        places = [os.path.join(place, "__init__.py"), *(place + suffix for suffix in (".py", *EXTENSION_SUFFIXES))]
         return next((self._sent[each] for each in places if each in self._sent), None)
 
     def data_files(self) -> dict[str, str]:
@@ -173,40 +164,18 @@ class Files:
                 digests[root] = hashlib.sha256(repr(contents).encode(errors="surrogateescape")).hexdigest()
         return digests
 
-    def send(self, names: Iterable[str]) -> None:
-        """Sends modules that do not count, and all that the files import that are sent: a computed name may need it."""
-        for name in names:
-            self._send(name.partition(".")[0])
-        seen: set[str] = set()
-        while waiting := [name for name in self._sent if name.endswith(".py") and name not in seen]:
-            for name in waiting:
-                seen.add(name)
-                with contextlib.suppress(OSError):
-                    self._follow(self._sent[name], os.path.dirname(name).replace(os.sep, "."))
-
-    def _follow(self, file: _File, package: str) -> None:
-        roots = _roots_of_file(file)
-        # Most files import what is installed or sent already. They are not read by their tokens, which takes
-        # milliseconds for each.
-        if roots is None or any(root not in self._roots and spec_of(root, self._first) for root in roots):
-            found = source_of_file(file.path, package)
-            for name in found.imports | (self._named_by(found) if found.computes else set()):
-                self._send(name.partition(".")[0])
-
     def _send(self, root: str) -> bool:
         """Sends a top-level module or package as a whole; returns False for one that is not the user's."""
         if root not in self._roots:
             spec = spec_of(root, self._first)
             self._roots[root] = spec is not None
             for base in spec.submodule_search_locations or () if spec else ():
-                self._send_folder(root, base, is_package=spec.origin is not None)
+                ignored = matcher((), os.path.join(base, IGNORE_FILE))
+                for name, path in walk(base, ignored, self._missed, root, spec.origin is not None):
+                    self._add(name, path)
             if spec and not spec.submodule_search_locations:
                 self._add(os.path.basename(spec.origin), spec.origin)
         return self._roots[root]
-
-    def _send_folder(self, prefix: str, base: str, *, is_package: bool) -> None:
-        for name, path in walk(base, matcher((), os.path.join(base, IGNORE_FILE)), self._left_out, prefix, is_package):
-            self._add(name, path)
 
     def _add(self, name: str, path: str) -> None:
         """Sends a regular file, unless one of this name comes first on the path of its package."""
@@ -214,40 +183,19 @@ class Files:
             if name not in self._sent and stat.S_ISREG((found := os.stat(path)).st_mode):
                 self._sent[name] = _File(path, found.st_size, fingerprint(found))
 
-    def zipped(self) -> Shipped | None:
+    def zipped(self) -> bytes | None:
         """Returns the zip of the files; None if there are none.
 
         Raises:
-            InvalidJobError: the files are larger than `MODULES_LIMIT`.
+            InvalidJobError: the files are larger than `LIMIT`.
         """
         if not self._sent:
             return None
-        if named := sorted(name for name in self._left_out if is_secret(os.path.basename(name.rstrip(os.sep)))):
-            logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(named))
         sizes = {name: file.size for name, file in self._sent.items()}
-        if (total := sum(sizes.values())) > MODULES_LIMIT:
-            shipped = ", ".join(sorted(root for root, is_user_s in self._roots.items() if is_user_s))
-            raise InvalidJobError(
-                f"the user modules {shipped} hold {total >> 20} MiB, over the limit of {MODULES_LIMIT >> 20} MiB that "
-                f"travel with a job; the largest are {largest(sizes)}: name what stays in {IGNORE_FILE} in the "
-                "package's folder, or install them where the ranks run"
-            )
-        lines = [f"{sizes[name]:>12}  {name}" for name in sorted(sizes)]
-        lines += [f"{'left out':>12}  {name}" for name in sorted(self._left_out)]
-        return Shipped(_zip(tuple(sorted(self._sent.items()))), "\n".join(lines) + "\n")
-
-
-@dataclass(frozen=True)
-class Shipped:
-    """User modules that are shipped with a job.
-
-    Attributes:
-        data: A zip of their sources, and of the other files in their packages.
-        listing: Readable text: a line for each file with its size, and for each that was left out.
-    """
-
-    data: bytes
-    listing: str
+        names = ", ".join(sorted(root for root, is_user_s in self._roots.items() if is_user_s))
+        check_size(f"the user modules {names}", sizes, f"{IGNORE_FILE} in the package's folder")
+        warn_of(self._missed)
+        return _zip(tuple(sorted(self._sent.items())))
 
 
 def _names_in(spec: Any) -> set[str]:
@@ -256,14 +204,6 @@ def _names_in(spec: Any) -> set[str]:
     with contextlib.suppress(OSError), open(spec.origin or "", encoding="utf-8", errors="replace") as file:
         found.update(re.findall(r"\w+", file.read()))
     return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _roots_of_file(file: _File) -> frozenset[str] | None:
-    """Returns the first words of all names that a source may import; None if it may import by a text."""
-    with open(file.path, "rb") as opened:
-        source = opened.read()
-    return None if _SEARCHED.search(source) else frozenset(root.decode() for root in _ROOTS.findall(source))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -292,15 +232,15 @@ def _zip(files: tuple[tuple[str, _File], ...]) -> bytes:
 
 
 def walk(
-    base: str, ignored: Callable[[str], bool], left_out: set[str], prefix: str = "", is_package: bool = True
+    base: str, ignored: Callable[[str], bool], missed: set[str], prefix: str = "", is_package: bool = True
 ) -> Iterator[tuple[str, str]]:
     """Yields the files of a folder that may be sent, in order: their names below ``prefix``, and their paths.
 
     Args:
         base: The folder.
         ignored: True for a path, relative to the folder, that is not sent: `matcher`.
-        left_out: Receives the names of files and folders that a pattern or their own name keeps here, and of links to
-            folders, which may lead to large datasets, or back here.
+        missed: Receives the names of what their own name keeps here, and of links to folders, which may lead to large
+            datasets, or back here.
         prefix: First part of all names.
         is_package: False for a folder of which only packages have other files than sources.
     """
@@ -310,23 +250,33 @@ def walk(
         below = directory[len(base) :].strip(os.sep)
         if is_package or "__init__.py" in names or os.path.dirname(directory) in packages:
             packages.add(directory)
-        found = sorted(name for name in children if not (name.startswith(".") or name in _SKIPPED_DIRECTORIES))
-        sent = [name for name in found if not ignored(os.path.join(below, name, ""))]
-        children[:] = [name for name in sent if not _is_of_secrets(os.path.join(directory, name))]
-        links = (name for name in children if os.path.islink(os.path.join(directory, name)))
-        out = [*links, *(os.path.join(name, "") for name in found if name not in children)]
+        seen = sorted(name for name in children if not (name.startswith(".") or name in _SKIPPED_DIRECTORIES))
+        seen = [name for name in seen if not ignored(os.path.join(below, name, ""))]
+        children[:] = [name for name in seen if not _is_of_secrets(os.path.join(directory, name))]
+        out = [name for name in seen if name not in children or os.path.islink(os.path.join(directory, name))]
         for name in sorted(names if directory in packages else (name for name in names if name.endswith(".py"))):
-            if name.startswith(".") or is_secret(name) or ignored(os.path.join(below, name)):
+            if is_secret(name):
                 out.append(name)
-            else:
+            elif not (name.startswith(".") or ignored(os.path.join(below, name))):
                 yield os.path.join(prefix, below, name), os.path.join(directory, name)
-        left_out |= {os.path.join(prefix, below, name) for name in out}
+        missed |= {os.path.join(prefix, below, name) for name in out if not ignored(os.path.join(below, name))}
 
 
-def largest(sizes: Mapping[str, int]) -> str:
-    """Returns the names and sizes of the largest files, as text."""
-    found = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_LARGEST]
-    return ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in found)
+def warn_of(missed: set[str]) -> None:
+    """Logs the names of files and folders that do not travel, since ranks may miss them."""
+    if named := sorted(name for name in missed if not os.path.basename(name).startswith(".")):
+        logger.warning("%s do not travel with the job: links to folders, or they may hold secrets", ", ".join(named))
+
+
+def check_size(what: str, sizes: Mapping[str, int], place: str) -> None:
+    """Raises InvalidJobError if files, given by name and size, are larger than `LIMIT`."""
+    if (total := sum(sizes.values())) > LIMIT:
+        found = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_LARGEST]
+        named = ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in found)
+        raise InvalidJobError(
+            f"{what} hold {total >> 20} MiB, over the limit of {LIMIT >> 20} MiB that travel with a job; the largest "
+            f"are {named}: name what stays in {place}, or put it where the ranks run"
+        )
 
 
 def matcher(excludes: Sequence[str], ignore_file: str | None = None) -> Callable[[str], bool]:

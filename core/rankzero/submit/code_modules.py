@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import itertools
 import os
 import site
@@ -42,26 +43,21 @@ def _is_user_file(path: str) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _is_install_target(directory: str) -> bool:
     """Returns True for a folder that a package installer filled (``pip install --target``)."""
-    with contextlib.suppress(OSError):
-        return any(name.endswith(".dist-info") for name in os.listdir(directory or "."))
-    return False
+    return bool(glob.glob(os.path.join(glob.escape(directory or "."), "*.dist-info")))
 
 
 def is_user_module(name: str) -> bool:
-    """Returns True for the name of a loaded module of the user: one that no package installer put where it is."""
-    root = name.partition(".")[0]
-    if not isinstance(sys.modules.get(name), types.ModuleType) or root in NEVER_SHIPPED:
-        return False
-    file = getattr(sys.modules[name], "__file__", None)
-    return is_made_by_hand(root) if file is None else isinstance(file, str) and _is_user_file(file)
+    """Returns True for the name of a loaded module of the user: one that no package installer put where it is.
 
-
-def is_made_by_hand(name: str) -> bool:
-    """Returns True for a loaded top-level module without a file, which user code has put into ``sys.modules``."""
-    module = sys.modules.get(name)
-    if not isinstance(module, types.ModuleType) or name in NEVER_SHIPPED:
+    A module that user code has made and put into ``sys.modules`` has no file, and none of the facts of an import.
+    """
+    root, module = name.partition(".")[0], sys.modules.get(name)
+    if not isinstance(module, types.ModuleType) or root in NEVER_SHIPPED:
         return False
-    return not any(getattr(module, fact, None) for fact in ("__spec__", "__file__", "__path__", "__loader__"))
+    if isinstance(file := getattr(module, "__file__", None), str):
+        return _is_user_file(file)
+    made = sys.modules.get(root)
+    return not any(getattr(made, fact, None) for fact in ("__spec__", "__file__", "__path__", "__loader__"))
 
 
 def stable_name(name: str) -> str:
@@ -72,29 +68,20 @@ def stable_name(name: str) -> str:
     return os.path.splitext(os.path.basename(file))[0]
 
 
-def spec_of(name: str, first: str | None = None) -> Any:
-    """Returns the spec of a user module that can be found by its name, else None. Imports nothing.
+def spec_of(root: str, first: str | None = None) -> Any:
+    """Returns the spec of a user's top-level module that can be found by its name, else None. Imports nothing.
 
     Args:
-        name: Absolute name of the module.
+        root: Name of the module.
         first: A directory that is searched before `sys.path`, such as that of a script. `sys.path` itself is not
             changed, since other threads import meanwhile.
     """
-    root, *rest = name.split(".")
-    if root in NEVER_SHIPPED:
-        return None
-    spec = _find(root, None if first is None else (first, *sys.path))
+    spec = None if root in NEVER_SHIPPED else _find(root, None if first is None else (first, *sys.path))
     if spec is None:
         return None
     places = list(spec.submodule_search_locations or []) or [spec.origin or ""]
-    if not all(place and _is_user_file(place) for place in places) or _is_install_target(os.path.dirname(places[0])):
-        return None
-    for part in rest:
-        if not spec or not spec.submodule_search_locations:
-            return None
-        # An editable install may have put a module elsewhere than its parent.
-        spec = _find(f"{spec.name}.{part}", tuple(spec.submodule_search_locations))
-    return spec
+    is_user_s = all(place and _is_user_file(place) for place in places)
+    return spec if is_user_s and not _is_install_target(os.path.dirname(places[0])) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -174,20 +161,14 @@ def is_sent_by_name(value: Any) -> bool:
     if not isinstance(module, str) or module in ("__main__", "__mp_main__") or "<locals>" in name:
         # A function that `exec` made in a namespace without a name has no module.
         return False
-    if isinstance(value, type) and not _is_written_in_python(value):
-        # A class of the interpreter or an installed package, whatever its name: Cython's classes name a module
-        # without a file, as the classes of a module that a user made by hand do.
+    if isinstance(value, type) and value.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE:
+        # No `class` statement has made it: a class of the interpreter or an installed package, whatever its name.
         return True
     if wrapper_of(value):
         # Its name belongs to the wrapper, from which ranks take it.
         return travels(module)
     # An installed package may also have made a class for the user, which cannot be imported from the package.
     return named_like(value, module) is value and not is_sent_by_value(module)
-
-
-def _is_written_in_python(cls: type) -> bool:
-    """Returns True for a class that a ``class`` statement or a call of `type` has made."""
-    return bool(cls.__flags__ & _HEAP_TYPE) and not cls.__flags__ & _IMMUTABLE_TYPE
 
 
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8

@@ -1,7 +1,8 @@
 """Reads Python code without running it: what it imports, and the text that counts when two versions are compared.
 
-A file is read by its tokens, so that comments and layout do not count, and a checksum is the same in every version of
-Python. A function counts by the tokens of its source if that compiles to the function's code, else by its code.
+The code that Python compiles shows the imports, of a file as of a function. A file counts by its tokens, so that
+comments and layout do not count, and a checksum is the same in every version of Python. A function counts by the tokens
+of its source if that compiles to the function's code, else by its instructions.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import functools
 import hashlib
 import inspect
 import io
-import itertools
 import linecache
 import re
 import token
@@ -26,29 +26,27 @@ IMPORTERS = frozenset(
     {"import_module", "__import__", "iter_modules", "walk_packages", "locate", "resolve_name", "instantiate"}
 )
 """Functions of importlib, pkgutil, pydoc and Hydra by which code reaches modules that no statement names."""
-_LAZY = frozenset({"_LazyModule", "attach", "attach_stub"})
-"""What a package calls that imports its modules once they are asked for, as one with a ``__getattr__`` does."""
+_LAZY = frozenset({"_LazyModule", "attach", "attach_stub", "__getattr__"})
+"""Names in a package that imports its modules once they are asked for."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*\.?")
 """The name of a module or of something in it, also the begin of one: ``acme.models.Net``, ``acme.``"""
 _ABSOLUTE = re.compile(r"[A-Za-z_]\w*(?:[.:]\w+)+")
-_STRING = re.compile(r"\w*(\"\"\"|'''|\"|')")
 _LAYOUT = frozenset({tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
 _MARKS = {tokenize.NEWLINE: "\n", tokenize.INDENT: "\t", tokenize.DEDENT: "\b"}
 _OPENED = tuple(getattr(token, name, -1) for name in ("FSTRING_START", "TSTRING_START"))
 _CLOSED = tuple(getattr(token, name, -1) for name in ("FSTRING_END", "TSTRING_END"))
-_STARTS = frozenset({"", "\n", "\t", "\b", ";", ":"})
-"""Tokens behind which a statement may begin."""
 
 
 class Source(NamedTuple):
-    """The facts about a source that decide what ships with it and what counts.
+    """The facts about code that decide what ships with it and what counts.
 
     Attributes:
-        digest: Checksum of its tokens.
+        digest: Checksum of a file's tokens.
         imports: Absolute names that it imports anywhere; some may be no modules.
-        early: Those of them that are imported when it is imported itself.
+        early: Those of them that are imported when the file is imported itself.
         texts: Texts in it that may name a module, or the begin of such a name.
+        words: The names and the parts of the texts in it, by which it may reach modules below a package.
         computes: True if it names one of `IMPORTERS`, or imports its modules lazily, and so may import by any text.
     """
 
@@ -56,6 +54,7 @@ class Source(NamedTuple):
     imports: frozenset[str] = frozenset()
     early: frozenset[str] = frozenset()
     texts: frozenset[str] = frozenset()
+    words: frozenset[str] = frozenset()
     computes: bool = False
 
 
@@ -72,42 +71,22 @@ def source_of_file(path: str, package: str = "") -> Source:
 @functools.lru_cache(maxsize=4096)
 def _of_file(path: str, _fingerprint: str, package: str) -> Source:
     with open(path, "rb") as file:
-        return read(file.read(), package)
-
-
-def read(source: bytes, package: str = "") -> Source:
-    """Returns the facts about a source; of one that is not Python, only the checksum of its bytes."""
+        source = file.read()
     try:
-        words = list(_words(source))
+        # Not kept beside the facts.
+        found = source_of_code.__wrapped__(compile(source, path, "exec", dont_inherit=True, optimize=0), package)
+    except (SyntaxError, ValueError):
+        found = Source("")
+    return found._replace(digest=digest_of_source(source))
+
+
+def digest_of_source(source: bytes) -> str:
+    """Returns the checksum of the tokens of a source; of one that is not Python, of its bytes."""
+    try:
+        data = "\0".join(_words(source)).encode(errors="surrogateescape")
     except (SyntaxError, ValueError, tokenize.TokenError):
-        return Source(hashlib.sha256(source).hexdigest())
-    imports: set[str] = set()
-    early: set[str] = set()
-    texts: set[str] = set()
-    computes = not (IMPORTERS | _LAZY).isdisjoint(words)
-    depth, previous = 0, ""
-    # Depth of a block that does not run when the source is imported: a function, or for type checkers alone.
-    late: int | None = None
-    for index, word in enumerate(words):
-        if previous in _STARTS:
-            if previous in ("\n", "\b") and word not in ("\t", "\b") and late is not None and depth <= late:
-                late = None
-            if word in ("import", "from"):
-                statement = itertools.takewhile(lambda each: each not in ("\n", ";"), words[index:])
-                found = set(_imported([*statement], package))
-                imports |= found
-                early |= found if late is None else set()
-            elif late is None and (word in ("def", "async") or _is_for_checkers(words[index : index + 5])):
-                late = depth
-        computes |= word == "__getattr__" and not depth
-        if word in ("\t", "\b"):
-            depth += 1 if word == "\t" else -1
-        elif word.endswith(("'", '"')) and (opened := _STRING.match(word)):
-            texts.add(word[opened.end() : -len(opened[1])])
-        previous = word
-    names = [names_in_text(text) for text in texts if computes or _ABSOLUTE.fullmatch(text)]
-    digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()
-    return Source(digest, frozenset(imports), frozenset(early), frozenset().union(*names), computes)
+        data = source
+    return hashlib.sha256(data).hexdigest()
 
 
 def _words(source: bytes) -> Iterator[str]:
@@ -129,79 +108,85 @@ def _words(source: bytes) -> Iterator[str]:
             yield _MARKS.get(kind, text)
 
 
+@functools.lru_cache(maxsize=1024)
+def source_of_code(code: types.CodeType, package: str | None, computes: bool = False) -> Source:
+    """Returns the facts about the code of a file or function and of the functions and classes in it.
+
+    Args:
+        code: The code.
+        package: Name of the package that its relative imports begin at.
+        computes: True if it is known to import by a text.
+    """
+    nested = list(_nested(code))
+    texts = {text for each, _ in nested for text in _texts(each.co_consts)}
+    names = {name for each, _ in nested for name in each.co_names}
+    computes |= not IMPORTERS.isdisjoint(names)
+    computes |= not code.co_flags & inspect.CO_OPTIMIZED and not _LAZY.isdisjoint(code.co_names)
+    found = [(name, is_early) for each, is_run in nested for name, is_early in _imported(each, package or "", is_run)]
+    named = (names_in_text(text) for text in texts if computes or _ABSOLUTE.fullmatch(text))
+    return Source(
+        "",
+        imports=frozenset(name for name, _ in found),
+        early=frozenset(name for name, is_early in found if is_early),
+        texts=frozenset().union(*named),
+        words=frozenset(names.union(*(text.split(".") for text in texts))),
+        computes=computes,
+    )
+
+
+def _texts(constants: Iterable[object]) -> Iterator[str]:
+    """Yields the texts among the constants of code, of which the compiler makes tuples, too."""
+    for const in constants:
+        if isinstance(const, str):
+            yield const
+        elif isinstance(const, (tuple, frozenset)):
+            yield from _texts(const)
+
+
+def _nested(code: types.CodeType, is_run: bool = True) -> Iterator[tuple[types.CodeType, bool]]:
+    """Yields a code and the codes in it, and whether each runs when the first one, of a file, is imported."""
+    is_run = is_run and not code.co_flags & inspect.CO_OPTIMIZED
+    yield code, is_run
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _nested(const, is_run)
+
+
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
+
+
+def _imported(code: types.CodeType, package: str, is_run: bool) -> Iterator[tuple[str, bool]]:
+    """Yields the names that a code imports: also ``module.name`` of ``from module import name``, which may be a module.
+
+    The second value is False for an import that only type checkers make.
+    """
+    if _IMPORT_NAME not in code.co_code[::2]:
+        # Instructions take long to list.
+        return
+    constants: tuple[Any, Any] = (None, None)
+    checked, checked_until = False, 0
+    for instruction in dis.get_instructions(code):
+        kind, value = instruction.opname, instruction.argval
+        if "IF_FALSE" in kind and checked:
+            checked_until = value
+        checked = value == "TYPE_CHECKING" or (checked and kind == "TO_BOOL")
+        if kind in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            # The compiler pushes the level (0 for absolute imports), then the names, then imports.
+            constants = (constants[1], value)
+        elif kind == "IMPORT_NAME":
+            level, chosen = constants
+            if level and not package:
+                continue
+            base = package.rsplit(".", level - 1)[0] if level > 1 else package
+            module = ".".join(filter(None, (base if level else "", value)))
+            for name in (module, *(f"{module}.{name}" for name in chosen or () if name != "*")):
+                yield name, is_run and instruction.offset >= checked_until
+
+
 def names_in_text(text: str) -> set[str]:
     """Returns what a text may name, up to its first placeholder: "acme.%s" the begin of the name of a module."""
     begin = re.split("[%{]", text)[0].replace(":", ".")
     return {begin} if _NAME.fullmatch(begin) else set()
-
-
-def _is_for_checkers(words: list[str]) -> bool:
-    return words[:1] == ["if"] and "".join(words[1:]).partition(":")[0] in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def _imported(words: list[str], package: str) -> Iterator[str]:
-    """Yields the names that the words of an import statement import."""
-    first, *rest = words
-    origin, names = rest, rest
-    if first == "from" and "import" in rest:
-        origin, names = rest[: rest.index("import")], rest[rest.index("import") + 1 :]
-    every = " ".join(name for name in names if name not in "()").replace(" . ", ".").split(",")
-    plain = [name.split(" as ")[0].strip() for name in every]
-    if first == "import":
-        yield from plain
-    else:
-        base = "".join(origin)
-        module = base.lstrip(".")
-        yield from names_of_import(package, len(base) - len(module), module, plain)
-
-
-def names_of_import(package: str, level: int, module: str, names: Iterable[str]) -> set[str]:
-    """Returns the module of ``from module import names``, and each ``module.name``, which may be a module, too."""
-    if level:
-        if not package:
-            return set()
-        base = package.rsplit(".", level - 1)[0] if level > 1 else package
-        module = f"{base}.{module}" if module else base
-    return {module, *(f"{module}.{name}" for name in names if name and name != "*")}
-
-
-# -- functions ---------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1024)
-def source_of_code(code: types.CodeType, package: str | None, computes: bool = False) -> Source:
-    """Returns the facts about the code of a function and of those in it. Its checksum is `digest_of_code`."""
-    found: set[str] = set()
-    texts: set[str] = set()
-    names: set[str] = set()
-    for each in _nested(code):
-        names |= {*each.co_names}
-        texts = texts.union(*(names_in_text(const) for const in each.co_consts if isinstance(const, str)))
-        constants: tuple[Any, Any] = (None, None)
-        for instruction in dis.get_instructions(each):
-            # The compiler pushes the level (0 for absolute imports), then the names, then imports.
-            if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-                constants = (constants[1], instruction.argval)
-            elif instruction.opname == "IMPORT_NAME":
-                level = constants[0] if isinstance(constants[0], int) else 0
-                chosen = constants[1] if isinstance(constants[1], tuple) else ()
-                found |= names_of_import(package or "", level, instruction.argval, chosen)
-    computes |= bool(IMPORTERS & names)
-    return Source("", frozenset(found), frozenset(), frozenset(texts if computes else ()), computes)
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _nested(const)
-
-
-@functools.lru_cache(maxsize=1024)
-def words_of_code(code: types.CodeType) -> frozenset[str]:
-    """Returns the names and the parts of the texts in code, by which it may reach modules below a package."""
-    texts = [const for each in _nested(code) for const in each.co_consts if isinstance(const, str)]
-    return frozenset({part for text in texts for part in text.split(".")}.union(*(c.co_names for c in _nested(code))))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -211,7 +196,7 @@ def globals_of_classes(code: types.CodeType) -> frozenset[str]:
     cloudpickle 3.1 finds only those that functions read.
     """
     found: set[str] = set()
-    for each in _nested(code):
+    for each, _ in _nested(code):
         own = {"__name__"}
         for instruction in dis.get_instructions(each):
             if instruction.opname == "STORE_NAME":
@@ -244,9 +229,10 @@ _FUTURES = annotations.compiler_flag
 def _compiled(source: str, path: str, flags: int) -> frozenset[types.CodeType]:
     """Returns the code of all functions of a source; empty for one that is not Python, such as a notebook's magics."""
     try:
-        return frozenset(_nested(compile(source, path, "exec", flags, dont_inherit=True)))
+        code = compile(source, path, "exec", flags, dont_inherit=True)
     except (SyntaxError, ValueError):
         return frozenset()
+    return frozenset(each for each, _ in _nested(code))
 
 
 def _facts(code: types.CodeType) -> tuple[object, ...]:

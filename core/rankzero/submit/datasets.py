@@ -13,19 +13,20 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from rankzero import store
 from rankzero.advice import require
-from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
+from rankzero.data.files import is_changed
+from rankzero.data.manifest import FILE, Manifest, from_bytes
 from rankzero.data.table import Table
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import qualified_name
 from rankzero.run.directory import Submission
+from rankzero.submit.paths import manifest_of_path
 from rankzero.train.dataset import DEFAULT
-from rankzero.values.pickled import Part
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
@@ -35,38 +36,6 @@ _TABLE = re.compile(r"[A-Za-z_`][\w`-]*(\.[\w`-]+){0,3}")
 _PATH = re.compile(r".*(/|\\|\.parquet$)")
 _BEGIN_OF_PATH = re.compile(r"[A-Za-z][\w+.-]*:/|~|\.{0,2}/(?!\*)")
 """URLs, and paths from the root, the home or the working directory; a comment of SQL begins with a slash, too."""
-
-
-@dataclass(frozen=True)
-class Datasets:
-    """The datasets of one run.
-
-    Attributes:
-        manifests: By name, the datasets that are known before the run is submitted.
-        queries: By name, the tables and queries that the run's driver has Spark compute.
-    """
-
-    manifests: Mapping[str, Manifest] = field(default_factory=dict)
-    queries: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def digests(self) -> list[tuple[str, str]]:
-        """Names and checksums of the datasets, for the identity of a training."""
-        known = {name: manifest.digest for name, manifest in self.manifests.items()}
-        return sorted({**known, **self.queries}.items())
-
-    def files(self) -> dict[str, list[Part]]:
-        """Returns the file with the manifests, which is sent to the ranks; empty if there are none."""
-        if not self.manifests:
-            return {}
-        return {FILE: [to_bytes(self.manifests)]}
-
-    def discard(self, before: Mapping[str, Manifest]) -> None:
-        """Removes the rows that were written for a run that is not started, except those of an earlier submission."""
-        kept = {manifest.folder for manifest in before.values()}
-        for manifest in self.manifests.values():
-            if manifest.folder and manifest.folder not in kept:
-                store.remove(manifest.folder)
 
 
 def check(given: object) -> dict[str, Any]:
@@ -93,94 +62,95 @@ def check(given: object) -> dict[str, Any]:
     return named
 
 
-def read_paths(sources: Mapping[str, Any], engine: Engine, read: dict[str, Manifest]) -> dict[str, Any]:
-    """Returns the sources, each path replaced by the manifest of its files.
+class Sources:
+    """The datasets that a user gave for one run. Each path is read once, and each query opened once.
 
-    Args:
-        sources: The result of `check`.
-        engine: The engine of the run.
-        read: The manifests that were read before, by name, to which this call adds.
+    Attributes:
+        given: The result of `check`.
     """
-    found = {}
-    for name, source in sources.items():
-        opened = _opened(source, engine)
-        if not isinstance(opened, Manifest) and not is_frame(opened) and is_path(opened):
-            read[name] = read.get(name) or replace(_of_path(opened, name), source=_source_of(source))
-            opened = read[name]
-        found[name] = source if opened is source else opened
-    return found
 
+    def __init__(self, given: Mapping[str, Any], engine: Engine) -> None:
+        self.given = given
+        self._engine = engine
+        self._opened: dict[str, Any] = {}
 
-def digests_of(
-    sources: Mapping[str, Any], engine: Engine, assumed: Mapping[str, str] | None = None
-) -> list[tuple[str, str]]:
-    """Returns names and checksums of the datasets for the identity of a training; writes nothing.
+    def _open(self, name: str) -> Any:
+        """Returns a manifest, a DataFrame, or the text of a query that the driver has Spark compute."""
+        if name not in self._opened:
+            found = _opened(self.given[name], self._engine)
+            if not isinstance(found, Manifest) and not is_frame(found) and is_path(found):
+                require("a dataset needs", "pyarrow", "pyarrow")
+                found = manifest_of_path(os.fspath(found), name)
+            self._opened[name] = found
+        return self._opened[name]
 
-    Args:
-        sources: The result of `check`.
-        engine: The engine of the run.
-        assumed: Checksums of DataFrames, by name, which Spark then does not compute.
-    """
-    found = {}
-    for name, source in sources.items():
-        source = _opened(source, engine)
-        if isinstance(source, Manifest):
-            found[name] = source.digest
-        elif is_frame(source):
-            from rankzero.engines.spark.materialize import content_of
+    def digests(
+        self, kept: Mapping[str, Manifest], generation: str, assumed: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        """Returns checksums of the datasets by name, for the identity of a training; writes nothing.
 
-            found[name] = content_of(source) if assumed is None else assumed.get(name, "")
-        elif is_path(source):
-            found[name] = _of_path(source, name).digest
-        else:
-            found[name] = source
-    return sorted(found.items())
-
-
-def collect(sources: Mapping[str, Any], engine: Engine, own: Submission, before: Mapping[str, Manifest]) -> Datasets:
-    """Computes or reads the datasets of a run, except queries, which are left to the driver.
-
-    Args:
-        sources: The result of `check`.
-        engine: The engine of the run.
-        own: The submission that is being written.
-        before: The datasets of an earlier submission of the run. One with the same rows is reused, so that resumed
-            ranks find the same order, and Spark writes nothing.
-
-    Raises:
-        InvalidJobError: there is no such table, too few rows, or a column that no tensor can represent.
-        EngineError: Spark failed.
-    """
-    manifests: dict[str, Manifest] = {}
-    queries: dict[str, str] = {}
-    try:
-        for name, source in sources.items():
-            source = _opened(source, engine)
+        Args:
+            kept: Datasets that are those of an earlier try.
+            generation: Name of the chain of tries. The driver computes the rows of a query, so only its text is known
+                here, which counts for one chain: a user's clear reads the rows again.
+            assumed: Checksums of DataFrames, by name, which Spark then does not compute.
+        """
+        found = {}
+        for name in self.given:
+            source = kept.get(name) or self._open(name)
             if isinstance(source, Manifest):
-                manifests[name] = source
+                found[name] = source.digest
             elif is_frame(source):
-                manifests[name] = _of_frame(source, name, own, before.get(name))
-            elif is_path(source):
-                manifests[name] = _of_path(source, name)
+                found[name] = _content_of(source) if assumed is None else assumed.get(name, "")
+            else:
+                found[name] = f"{source} {generation}".strip()
+        return found
+
+    def has_frames(self, kept: Mapping[str, Manifest]) -> bool:
+        """Returns True if Spark must compute the checksum of a DataFrame to know the identity."""
+        return any(is_frame(self._open(name)) for name in self.given.keys() - kept.keys())
+
+    def collect(
+        self, own: Submission, kept: Mapping[str, Manifest], before: Mapping[str, Manifest]
+    ) -> tuple[dict[str, Manifest], dict[str, str]]:
+        """Computes or reads the datasets of a run. Returns the manifests, and the queries that are left to the driver.
+
+        Args:
+            own: The submission that is being written.
+            kept: Datasets that are those of an earlier try.
+            before: The datasets of an earlier submission of the run. One with the same rows is reused, so that resumed
+                ranks find the same order, and Spark writes nothing.
+
+        Raises:
+            InvalidJobError: there is no such table, too few rows, or a column that no tensor can represent.
+            EngineError: Spark failed.
+        """
+        manifests: dict[str, Manifest] = {}
+        queries: dict[str, str] = {}
+        for name, given in self.given.items():
+            source = kept.get(name) or self._open(name)
+            if is_frame(source):
+                source = _of_frame(source, name, own, before.get(name))
+            if isinstance(source, Manifest):
+                source.check_rows(name, own.job.num_processes)
+                manifests[name] = replace(source, source=source.source or _source_of(given))
             else:
                 queries[name] = source
-                _check_query(name, source, engine)
-        for name, manifest in manifests.items():
-            manifest.check_rows(name, own.job.num_processes)
-            if (groups := sum(len(file.rows) for file in manifest.files)) < own.job.num_processes:
-                logger.info("dataset %r has %d row groups: ranks decode the same ones; write more", name, groups)
-            manifests[name] = replace(manifest, source=manifest.source or _source_of(sources[name]))
-    except BaseException:
-        Datasets(manifests).discard(before)
-        raise
-    return Datasets(manifests, queries)
+                _check_query(name, source, self._engine)
+        return manifests, queries
+
+
+def _content_of(frame: Any) -> str:
+    from rankzero.engines.spark.materialize import content_of
+
+    return content_of(frame)
 
 
 def _of_frame(frame: Any, name: str, own: Submission, before: Manifest | None) -> Manifest:
-    from rankzero.engines.spark.materialize import content_of, materialize
+    from rankzero.engines.spark.materialize import materialize
 
     if before and before.folder and store.exists(before.files[0].location):
-        if content_of(frame) == before.digest:
+        if _content_of(frame) == before.digest:
             return before
         logger.info("dataset %r has other rows than in the submission of %s before", name, own.run.directory)
     own.make()
@@ -195,54 +165,35 @@ def earlier(before: Submission) -> dict[str, Manifest]:
         return {}
 
 
-def of_earlier_try(before: Submission, sources: Mapping[str, Any], generation: str) -> dict[str, Manifest]:
+def of_earlier_try(before: Submission, given: Mapping[str, Any], generation: str) -> dict[str, Manifest]:
     """Returns the datasets that a submission has if an earlier try of the same chain made it with the same sources.
+
+    A dataset that has changed since does not make an automatic try another training.
 
     Args:
         before: The submission.
-        sources: The result of `check`.
+        given: The result of `check`.
         generation: Name of the chain of tries that an orchestrator starts by itself; empty without an orchestrator.
     """
     job = before.job
-    if not sources or not generation or job.generation != generation:
+    if not given or not generation or job.generation != generation:
         return {}
     return {
         name: manifest
         for name, manifest in earlier(before).items()
         # The identity has the text of a query that the driver computes.
-        if name in sources and name not in job.queries and manifest.source in (None, _source_of(sources[name]))
+        if name in given and name not in job.queries and manifest.source in (None, _source_of(given[name]))
     }
 
 
-def are_readable(manifests: Mapping[str, Manifest], sources: Mapping[str, Any], engine: Engine) -> bool:
-    """Returns True if every file of these datasets still has the rows that its manifest describes.
-
-    Args:
-        manifests: The datasets, by name.
-        sources: The result of `check`.
-        engine: The engine of the run.
-    """
+def are_readable(manifests: Mapping[str, Manifest]) -> bool:
+    """Returns True if every file of these datasets still has the rows that its manifest describes."""
     for name, manifest in manifests.items():
-        if manifest.folder is not None:
-            is_readable = store.exists(manifest.files[0].location)
-        else:
-            from rankzero.submit.paths import is_unchanged
-
-            source = _opened(sources[name], engine)
-            is_path_of_rows = not is_frame(source) and not isinstance(source, Manifest)
-            is_readable = not is_path_of_rows or is_unchanged(manifest, os.fspath(source), name)
-        if not is_readable:
-            logger.warning("dataset %r has other rows than in the try before", name)
-            return False
+        for file in manifest.files if manifest.folder is None else manifest.files[:1]:
+            if not store.exists(file.location) or is_changed(file.location, file.stamp, file.content):
+                logger.warning("dataset %r has other rows than in the try before", name)
+                return False
     return True
-
-
-def remove_replaced(before: Mapping[str, Manifest], now: Datasets) -> None:
-    """Removes rows of an earlier submission that this one does not read; the driver does so for queries."""
-    kept = {manifest.folder for manifest in now.manifests.values()}
-    for name, manifest in before.items():
-        if manifest.folder and manifest.folder not in kept and name not in now.queries:
-            store.remove(manifest.folder)
 
 
 def _source_of(source: Any) -> str:
@@ -272,8 +223,8 @@ def _opened(source: Any, engine: Engine) -> Any:
         InvalidJobError: the name of a table is that of a folder, too.
     """
     session = getattr(engine, "session", None)
-    if isinstance(source, ResultRef):
-        source = _table_of(source)
+    if isinstance(source, ResultRef) and not isinstance(source := source.load(), Table):
+        raise InvalidJobError(f"a dataset is a result of type {type(source).__name__}, which is no table: write_rows")
     if engine.has_tables and isinstance(source, str) and _TABLE.fullmatch(source) and os.path.exists(source):
         raise InvalidJobError(
             f'dataset "{source}" may be a table of Spark, and is a path here: give "./{source}" for the path, or '
@@ -286,17 +237,6 @@ def _opened(source: Any, engine: Engine) -> Any:
     from rankzero.engines.spark.materialize import open_query
 
     return open_query(session, source)
-
-
-def _table_of(ref: ResultRef) -> Table:
-    """Loads the table that a run's function returned. Raises InvalidJobError if the result is no table."""
-    value = ref.load()
-    if not isinstance(value, Table):
-        raise InvalidJobError(
-            f"the dataset {ref.uri} is a result of type {type(value).__name__}; what rankzero.train.write_rows returns "
-            "is a table, give it to the function as an argument otherwise"
-        )
-    return value
 
 
 def _check_query(name: str, query: str, engine: Engine) -> None:
@@ -315,10 +255,3 @@ def _require_arrow(name: str) -> None:
     from rankzero.engines.spark.materialize import require_arrow
 
     require_arrow(f"the dataset {name!r}")
-
-
-def _of_path(source: Any, name: str) -> Manifest:
-    require("a dataset needs", "pyarrow", "pyarrow")
-    from rankzero.submit.paths import manifest_of_path
-
-    return manifest_of_path(os.fspath(source), name)

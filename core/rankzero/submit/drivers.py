@@ -1,7 +1,4 @@
-"""Starts drivers: on the cluster if the engine can, else as processes of this machine or a thread of this process.
-
-`started` is for a run that outlives this process, `opened` for one that ends with it.
-"""
+"""Starts drivers: on the cluster if the engine can, else as processes of this machine or a thread of this process."""
 
 from __future__ import annotations
 
@@ -17,21 +14,18 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import IO, Any
 
-from rankzero import bounds
 from rankzero.bounds import CANCEL_TIMEOUT
-from rankzero.errors import EngineError, InvalidJobError, RankZeroError, located
-from rankzero.host.processes import describe_process, fork_safe, this_process
+from rankzero.errors import EngineError, RankZeroError, located
+from rankzero.host.processes import describe_process, fork_safe
 from rankzero.job import Job
 from rankzero.run.directory import Submission
 from rankzero.run.handle import RunHandle
 from rankzero.run.names import DRIVER_LOG
 from rankzero.run.observer import signal_cancel
-from rankzero.submit.existing import Existing
-from rankzero.submit.prepare import Request, prepare
-from rankzero.submit.submission import recording_end
+from rankzero.submit.start import Request, record_end
 from rankzero.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -72,58 +66,10 @@ _drivers: list[DriverProcess] = []
 _drivers_lock = fork_safe(threading.Lock())
 
 
-def submit(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunHandle[Any]:
-    """Starts a run that outlives this process, or attaches to the run that is there.
-
-    Raises:
-        InvalidJobError: the job was rejected before anything started, as in a rank: all its processes end with it.
-    """
-    if "RANKZERO_SCRATCH" in os.environ and not request.engine.drives_elsewhere:
-        raise InvalidJobError(
-            "submit() was called in a rank, and the run would end with it: call run(), choose SparkSubmitEngine, whose "
-            "driver is on the cluster, or return a value with which the pipeline submits the run"
-        )
-    with started(request, train, args, kwargs) as run:
-        return run.handle
-
-
-@dataclass(frozen=True)
-class Started:
-    """A run that was started or found.
-
-    Attributes:
-        handle: The run.
-        existing: The run that was found; None if this process has started it.
-    """
-
-    handle: RunHandle[Any]
-    existing: Existing | None = None
-
-
-@contextlib.contextmanager
-def started(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Started]:
-    """Starts a run that outlives this process, or attaches to the run that is there.
-
-    Raises:
-        InvalidJobError: the job was rejected before anything started.
-        EngineError: the cluster does not accept the driver, or an earlier run was asked to stop and does not end.
-    """
-    with recording_end() as written:
-        prepared = prepare(request, train, args, kwargs, written, detached=True)
-        own, found = prepared.own, prepared.existing
-        if own is None:
-            assert found
-            run = Started(RunHandle(request.directory, job=found.job), found)
-        elif request.engine.drives_elsewhere:
-            run = Started(_start_elsewhere(own, request))
-        else:
-            driver = start_driver(own, request.private())
-            run = Started(RunHandle(own.run.directory, driver, job=own.job))
-    yield run
-
-
-def _start_elsewhere(own: Submission, request: Request) -> RunHandle[Any]:
-    """Starts the driver of a run on the cluster. Raises EngineError if the cluster does not accept it."""
+def start(own: Submission, request: Request) -> RunHandle[Any]:
+    """Starts the driver of a run that outlives this process. Raises EngineError if a cluster does not accept it."""
+    if not request.engine.drives_elsewhere:
+        return RunHandle(own.run.directory, start_driver(own, request.private()), job=own.job)
     handle = RunHandle[Any](own.run.directory, job=own.job)
     try:
         with located(own.run.directory):
@@ -160,8 +106,8 @@ def start_driver(own: Submission, private: dict[str, Any], owner: int | None = N
         command += ["--owner", str(owner)]
     # An object store cannot append: the starter of the driver can read a file without a name.
     output: IO[bytes] = tempfile.TemporaryFile() if own.is_remote else open(own.path(DRIVER_LOG), "a+b")
-    # A file without a name: it disappears whichever process dies, and unlike a pipe it never blocks.
-    with output as log, _open_private() as private_file:
+    # In memory, without a name: it disappears whichever process dies, and unlike a pipe it never blocks.
+    with output as log, open(os.memfd_create("rankzero-private"), "w+b") as private_file:
         private_file.write(json.dumps({**private, "nonce": own.job.nonce}).encode())
         private_file.seek(0)
         driver = DriverProcess(
@@ -182,13 +128,6 @@ def start_driver(own: Submission, private: dict[str, Any], owner: int | None = N
     return driver
 
 
-def _open_private() -> IO[bytes]:
-    """Opens an unnamed file, in memory where the system can, which needs no writable directory."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("rankzero-private"), "w+b")
-    return tempfile.TemporaryFile()
-
-
 def _open_pipe() -> list[int]:
     """Opens a pipe with descriptors above those of the standard streams, which may be closed in this process."""
     ends = os.pipe()
@@ -199,60 +138,13 @@ def _open_pipe() -> list[int]:
             os.close(end)
 
 
-@contextlib.contextmanager
-def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[RunHandle[Any]]:
-    """Opens a run that ends with the block, whatever ends the block, and with this process.
-
-    Yields:
-        The handle, to be followed until the run has ended.
-
-    Raises:
-        InvalidJobError: the job was rejected before anything started, or the run is running already.
-    """
-    with opened(request, train, args, kwargs) as run:
-        if run.existing and not run.handle.status().final:
-            raise InvalidJobError(
-                f"run_id {run.handle.id!r} is running: attach to it with "
-                f"RunHandle.attach({run.handle.directory!r}), or choose another run_id"
-            ).locate(run.handle.directory)
-        # Of one that was there, the caller died before the result was delivered.
-        yield run.handle
-
-
-@contextlib.contextmanager
-def opened(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Started]:
-    """Opens a run that ends with the block and with this process, or attaches to the run that is there.
-
-    Raises:
-        InvalidJobError: the job was rejected before anything started.
-        EngineError: an earlier run was asked to stop and does not end.
-    """
-    engine = request.engine
-    stop_timeout = request.template.stop_grace + CANCEL_TIMEOUT()
-    template = replace(request.template, owner=this_process())
-    if engine.drives_elsewhere:
-        lease = min(bounds.OWNER_LEASE(), template.orphan_timeout or bounds.OWNER_LEASE())
-        template = replace(template, orphan_timeout=lease)
-    request = replace(request, template=template)
-    with recording_end() as written:
-        prepared = prepare(request, train, args, kwargs, written, detached=engine.prefers_own_process)
-        own, found = prepared.own, prepared.existing
-        if own is None:
-            assert found
-            written.own = None
-            yield Started(RunHandle(request.directory, job=found.job), found)
-            return
-        if engine.drives_elsewhere:
-            driver = _leased_driver(own, request, stop_timeout)
-        elif engine.prefers_own_process:
-            driver = _process_driver(own, request.private(), stop_timeout)
-        else:
-            driver = _thread_driver(own, request, stop_timeout)
-        with located(own.run.directory), driver as handle:
-            yield Started(handle)
-            if request.trackers:
-                # The container may be removed when this process exits.
-                handle.await_driver(bounds.TRACKERS_TIMEOUT())
+def driving(own: Submission, request: Request) -> contextlib.AbstractContextManager[RunHandle[Any]]:
+    """Returns a context manager that starts the driver of a run, which ends with the block."""
+    if request.engine.drives_elsewhere:
+        drive = _leased_driver
+    else:
+        drive = _process_driver if request.engine.prefers_own_process else _thread_driver
+    return drive(own, request, request.template.stop_grace + CANCEL_TIMEOUT())
 
 
 @contextlib.contextmanager
@@ -260,10 +152,12 @@ def _leased_driver(own: Submission, request: Request, stop_timeout: float) -> It
     """Starts a driver on the cluster, which ends its run with the block, or when no process follows the run."""
     owner = os.getpid()
     try:
-        # Here, since the cancel below would hide why the driver did not start.
-        with recording_end() as written:
-            written.own = own
-            handle = _start_elsewhere(own, request)
+        try:
+            handle = start(own, request)
+        except BaseException as error:
+            # Here, since the cancel below would hide why the driver did not start.
+            record_end(own, error)
+            raise
         yield handle
     finally:
         # The driver's own status decides: this process may only have counted the driver as dead. A forked child that
@@ -272,15 +166,22 @@ def _leased_driver(own: Submission, request: Request, stop_timeout: float) -> It
             _await(stop_timeout, functools.partial(_cancel, own, stop_timeout))
 
 
+def _cancel(own: Submission, stop_timeout: float) -> None:
+    if not own.status().final:
+        handle = RunHandle[Any](own.run.directory, job=own.job)
+        handle.cancel()
+        handle.wait(stop_timeout)
+
+
 @contextlib.contextmanager
-def _process_driver(own: Submission, private: dict[str, Any], stop_timeout: float) -> Iterator[RunHandle[Any]]:
+def _process_driver(own: Submission, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver process, which ends its run with the block or with this process."""
     theirs, ours = _open_pipe()
     owner = os.getpid()
     handle: RunHandle[Any] | None = None
     try:
         try:
-            handle = RunHandle(own.run.directory, start_driver(own, private, theirs), job=own.job)
+            handle = RunHandle(own.run.directory, start_driver(own, request.private(), theirs), job=own.job)
         finally:
             os.close(theirs)
         yield handle
@@ -294,13 +195,6 @@ def _process_driver(own: Submission, private: dict[str, Any], stop_timeout: floa
         os.close(ours)
         if handle and is_owner:
             _await(stop_timeout, functools.partial(handle.wait, stop_timeout))
-
-
-def _cancel(own: Submission, stop_timeout: float) -> None:
-    if not own.status().final:
-        handle = RunHandle[Any](own.run.directory, job=own.job)
-        handle.cancel()
-        handle.wait(stop_timeout)
 
 
 def _await(seconds: float, action: Callable[[], object]) -> None:

@@ -1,43 +1,116 @@
-"""Opens the durable run of a pipeline step: a try of the step starts the run, or attaches to that of an earlier try."""
+"""Opens runs: one that ends with this process, one that outlives it, and the durable run of a pipeline step."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero import bounds
+from rankzero.errors import InvalidJobError, located
+from rankzero.host.processes import this_process
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.tries import PipelineTry, attempt, detaching
 from rankzero.submit import drivers, existing
-from rankzero.submit.prepare import Request
+from rankzero.submit.existing import Existing
+from rankzero.submit.start import Request, Submitter
 
 
 @dataclass(frozen=True)
 class Opened:
-    """The run that a try of a step follows.
+    """A run that was started or found.
 
     Attributes:
         handle: The run.
-        attached: True if another try has started the run.
+        existing: The run that was found; None if this process has started it.
     """
 
     handle: RunHandle[Any]
-    attached: bool = False
+    existing: Existing | None = None
+
+    @property
+    def attached(self) -> bool:
+        """True if another process, or another try of a step, has started the run."""
+        return self.existing is not None
+
+
+def submit(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunHandle[Any]:
+    """Starts a run that outlives this process, or attaches to the run that is there.
+
+    Raises:
+        InvalidJobError: the job was rejected before anything started, as in a rank: all its processes end with it.
+    """
+    if "RANKZERO_SCRATCH" in os.environ and not request.engine.drives_elsewhere:
+        raise InvalidJobError(
+            "submit() was called in a rank, and the run would end with it: call run(), choose SparkSubmitEngine, whose "
+            "driver is on the cluster, or return a value with which the pipeline submits the run"
+        )
+    with _detached(request, train, args, kwargs) as run:
+        return run.handle
+
+
+@contextlib.contextmanager
+def _detached(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Opened]:
+    """Opens a run that outlives this process, or attaches to the run that is there. Raises like `open_durable`."""
+    submitter = Submitter(request, train, args, kwargs, detached=True)
+    with submitter.recording_end():
+        submitter.submit()
+        run = _found(submitter) or Opened(drivers.start(submitter.submission, request))
+    yield run
+
+
+@contextlib.contextmanager
+def _owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Opened]:
+    """Opens a run that ends with the block and this process, or attaches to one. Raises like `open_durable`."""
+    engine, template = request.engine, replace(request.template, owner=this_process())
+    if engine.drives_elsewhere:
+        lease = min(bounds.OWNER_LEASE(), template.orphan_timeout or bounds.OWNER_LEASE())
+        template = replace(template, orphan_timeout=lease)
+    request = replace(request, template=template)
+    submitter = Submitter(request, train, args, kwargs, detached=engine.prefers_own_process)
+    with submitter.recording_end():
+        submitter.submit()
+        if run := _found(submitter):
+            yield run
+            return
+        own = submitter.submission
+        with located(own.run.directory), drivers.driving(own, request) as handle:
+            yield Opened(handle)
+            if request.trackers:
+                # The container may be removed when this process exits.
+                handle.await_driver(bounds.TRACKERS_TIMEOUT())
+
+
+def _found(submitter: Submitter) -> Opened | None:
+    found = submitter.existing
+    return Opened(RunHandle(submitter.run.directory, job=found.job), found) if found else None
+
+
+@contextlib.contextmanager
+def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[RunHandle[Any]]:
+    """Yields the handle of a run that ends with the block, whatever ends the block, and with this process.
+
+    Raises:
+        InvalidJobError: the job was rejected before anything started, or the run is running already.
+    """
+    with _owned(request, train, args, kwargs) as run:
+        if run.attached and not run.handle.status().final:
+            raise InvalidJobError(
+                f"run_id {run.handle.id!r} is running: attach to it with "
+                f"RunHandle.attach({run.handle.directory!r}), or choose another run_id"
+            ).locate(run.handle.directory)
+        # Of one that was there, the caller died before the result was delivered.
+        yield run.handle
 
 
 @contextlib.contextmanager
 def open_durable(
-    request: Request,
-    train: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    caller: PipelineTry,
-    log: Any,
+    request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: PipelineTry, log: Any
 ) -> Iterator[Opened]:
     """Yields the run of a step's training, which is a new one or the run that an earlier try has left.
 
@@ -47,15 +120,15 @@ def open_durable(
 
     Args:
         request: The launcher's request, with a run id.
-        train: As for `Launcher.run`.
-        args: As for `Launcher.run`.
-        kwargs: As for `Launcher.run`.
+        train: As for `Launcher.run`, as are the arguments.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
         caller: The step.
         log: The step's logger.
 
     Raises:
         InvalidJobError: the job cannot be run as described, or the store cannot be used.
-        EngineError: an earlier run was asked to stop and does not end.
+        EngineError: a cluster does not accept the driver, or an earlier run was asked to stop and does not end.
     """
     run = RunDirectory(request.directory)
     request = replace(request, template=replace(request.template, generation=caller.generation), caller=caller)
@@ -64,13 +137,13 @@ def open_durable(
     # The handle, once there is one: under the same id there may be a later submission by then. A run that ends with
     # the block needs nothing.
     find = lambda: None if is_owned else handle or existing.find(run)  # noqa: E731
-    opens = drivers.started if caller.is_followed_by_another else drivers.opened
-    with detaching(find, caller, request.template.stop_grace, log), opens(request, train, args, kwargs) as started:
-        handle, found = started.handle, started.existing
+    opens = _detached if caller.is_followed_by_another else _owned
+    with detaching(find, caller, request.template.stop_grace, log), opens(request, train, args, kwargs) as opened:
+        handle, found = opened.handle, opened.existing
         is_owned = found is None and not caller.is_followed_by_another
         if found:
-            has_changed = bool(existing.changes(found))
-            log.log(logging.WARNING if has_changed else logging.INFO, "%s", existing.following(found, run.directory))
+            level = logging.WARNING if existing.changes(found) else logging.INFO
+            log.log(level, "%s", existing.following(found, run.directory))
             # An earlier try may have been the last one, and have shortened the lease.
             lease = caller.lease_when_attached or found.job.orphan_timeout
             if lease is not None and not handle.status().final:
@@ -78,7 +151,7 @@ def open_durable(
         else:
             how = "ends with" if is_owned else "outlives"
             log.info("started the run in %s, which %s this process: %s", run.directory, how, handle.beginning)
-        yield Opened(handle, attached=found is not None)
+        yield opened
         if not (found or is_owned) and request.trackers:
             attempt(log, "the wait for its trackers", functools.partial(_await_trackers, handle), None)
 

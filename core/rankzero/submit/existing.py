@@ -1,10 +1,12 @@
-"""Compares the run that a directory holds with a new request under its id, and waits until its state is certain."""
+"""Compares the run that a directory holds with a new request under its id, and writes the next submission into it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +16,14 @@ from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run import delivery
+from rankzero.run.checkpoints import list_committed, list_folders, without_rows
 from rankzero.run.directory import RunDirectory, Submission, compare_job
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, Comparison, Decision, decide, describe
 from rankzero.run.observer import dead_after
 from rankzero.run.status import SHORTEST_PACE, RunStatus
 from rankzero.run.tries import PipelineTry
+from rankzero.values.pickled import Part
 
 logger = logging.getLogger(__name__)
 
@@ -50,55 +54,45 @@ def check_owner(run: RunDirectory) -> None:
         raise InvalidJobError(f"the run directory {run.directory} {why}", code="RZ-1010")
 
 
-def find(run: RunDirectory) -> RunHandle[Any] | None:
-    """Returns a handle of the run in this directory, or None if there is none yet. Starts nothing.
+def newest(run: RunDirectory) -> tuple[int, Job | None]:
+    """Returns number and job of the run's last submission; the job is None if there is no run. Starts nothing.
 
     Raises:
         InvalidJobError: the store cannot be read, or the directory belongs to another user.
     """
-    job = find_newest(run)[1]
-    return RunHandle(run.directory, job=job) if job else None
-
-
-def find_newest(run: RunDirectory) -> tuple[int, Job | None]:
-    """Returns number and job of the run's last submission; the job is None if there is no run. Raises like `find`."""
     check_owner(run)
     try:
         return run.newest()
     except RunNotFoundError as error:
-        raise _unreadable(run, error) from error
+        raise unreadable(run, error) from error
     except OSError as error:
         raise InvalidJobError(f"the store cannot be read: {run.directory}: {error}") from error
 
 
-def check_removed(run: RunDirectory, job: Job, error: RunNotFoundError) -> None:
-    """Raises InvalidJobError if a submission that could not be read was not removed."""
-    if Submission(run, job).is_there():
-        raise _unreadable(run, error) from error
+def find(run: RunDirectory) -> RunHandle[Any] | None:
+    """Returns a handle of the run in this directory, or None if there is none yet. Raises like `newest`."""
+    job = newest(run)[1]
+    return RunHandle(run.directory, job=job) if job else None
 
 
-def _unreadable(run: RunDirectory, error: RunNotFoundError) -> InvalidJobError:
+def unreadable(run: RunDirectory, error: RunNotFoundError) -> InvalidJobError:
+    """Returns the error for a run whose files cannot be read."""
     return InvalidJobError(
         f"a run is in {run.directory} and cannot be read ({error}): it may be running or hold a result, so it is not "
         "replaced: remove its directory, or choose another run_id"
     )
 
 
-def assess(run: RunDirectory, job: Job, asked: Asked, caller: PipelineTry | None = None) -> Existing:
+def assess(own: Submission, asked: Asked, caller: PipelineTry | None = None) -> Existing:
     """Returns what submitting a training under this run id would mean now.
 
-    A driver on another host is polled until it shows a heartbeat or counts as dead.
-
-    Args:
-        run: The run's directory.
-        job: The job of its last submission.
-        asked: The requested training.
-        caller: A pipeline step. If its orchestrator has stored the result, the result is acknowledged.
+    A driver on another host is polled until it shows a heartbeat or counts as dead. If the orchestrator of the caller,
+    a pipeline step, has stored the result, the result is acknowledged.
 
     Raises:
         RunNotFoundError: the run was removed meanwhile.
     """
-    own = Submission(run, job)
+    job = own.job
     status, ending = _state(own)
     delivered = delivery.read(own.directory)
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
@@ -115,7 +109,7 @@ def assess(run: RunDirectory, job: Job, asked: Asked, caller: PipelineTry | None
         automatic=asked.repeats(job.generation),
     )
     if decision is Decision.DELIVER and status.result and not store.exists(own.result_path(status.result["uri"])):
-        logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", run.directory)
+        logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", own.run.directory)
         decision = Decision.RESUME
     return Existing(job, status, decision, ending, comparison)
 
@@ -165,17 +159,16 @@ def _await_certainty(own: Submission, owner_is_gone: bool) -> RunStatus:
     return status
 
 
-def await_end(run: RunDirectory, job: Job) -> None:
+def await_end(own: Submission) -> None:
     """Waits for the end of a submission that was asked to stop. Raises EngineError if it does not end in time."""
-    bound = job.stop_grace + CANCEL_TIMEOUT()
+    bound = own.job.stop_grace + CANCEL_TIMEOUT()
     deadline = time.monotonic() + bound
-    own = Submission(run, job)
     # It is over, too, once the run is removed.
     with contextlib.suppress(RunNotFoundError):
         while _state(own)[1]:
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"the run in {run.directory} was asked to stop and is still running after {bound:g} s"
+                    f"the run in {own.run.directory} was asked to stop and is still running after {bound:g} s"
                 )
             time.sleep(_pause(own))
 
@@ -183,3 +176,73 @@ def await_end(run: RunDirectory, job: Job) -> None:
 def _pause(own: Submission) -> float:
     # On an object store each look is a request.
     return SHORTEST_PACE if own.is_remote else bounds.POLL_INTERVAL_SHORT
+
+
+# -- the next submission -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def storing(run: RunDirectory) -> Iterator[None]:
+    """Turns errors of the store in the block into InvalidJobError."""
+    try:
+        yield
+    except InvalidJobError:
+        raise
+    except (OSError, ImportError, ValueError) as error:
+        raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}", code="RZ-1008") from error
+
+
+def check_writable(run: RunDirectory) -> None:
+    """Raises InvalidJobError if the store cannot be written, or the directory holds files of others."""
+    with storing(run):
+        if store.exists(run.directory) and not run.is_own() and (found := run.strangers()):
+            raise InvalidJobError(
+                f"{run.directory} holds files of others ({', '.join(sorted(found)[:5])}), so it cannot "
+                "become a run directory: choose another run_id or another store"
+            )
+        store.prove(os.path.dirname(run.directory))
+
+
+def claim(own: Submission, files: Mapping[str, list[Part]]) -> bool:
+    """Writes the files of a submission and then claims its number; False if another process was faster.
+
+    Raises:
+        InvalidJobError: the store cannot be written.
+    """
+    with storing(own.run):
+        try:
+            own.write_files(files)
+            # Another user may have created the directory meanwhile.
+            check_owner(own.run)
+            if own.run.claim(own.job):
+                store.remove_unfinished(own.run.directory)
+                return True
+        except FileNotFoundError:
+            # The run was removed meanwhile.
+            if own.run.is_own() and store.exists(own.directory):
+                raise
+        store.remove(own.directory)
+        return False
+
+
+def behind(run: RunDirectory, found: Existing | None, job: Job) -> Job:
+    """Returns the job of the next submission, which continues the training of the existing run if that is decided."""
+    if found is None:
+        return replace(job, beginning="from scratch: it is the first submission under this id")
+    before = Submission(run, found.job)
+    places = [*before.earlier(), before.directory]
+    attempts = [int(name.partition("-")[0]) for place in places for name in list_folders(place)]
+    job = replace(job, first_attempt=1 + max([found.status.attempt, *attempts]))
+    if found.decision is not Decision.RESUME:
+        if found.comparison.differing:
+            return replace(job, beginning=f"from scratch: other than before: {describe(found.comparison.differing)}")
+        return replace(job, beginning="from scratch: its result was delivered")
+    usable = without_rows(committed := list_committed(places))
+    place = f"checkpoint {usable[-1].id}" if usable else "its beginning, since no checkpoint counts"
+    return replace(
+        job,
+        beginning=f"resumed from {place}; to start over, change code_version{changes(found)}",
+        earlier=[*before.job.earlier, before.name],
+        # A driver that was killed may not have written its last status.
+        metrics={**found.status.metrics, **(committed[-1].metrics if committed else {})},
+    )

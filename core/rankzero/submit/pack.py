@@ -13,18 +13,20 @@ Inodes, times, retries, the location of a value, comments and the layout of sour
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import inspect
-import io
 import logging
-import pickle
+import os
 import re
 import secrets
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.kinds import NumProcesses
 from rankzero.run.identity import (
@@ -38,14 +40,14 @@ from rankzero.run.identity import (
     TRAIN,
     Identity,
 )
-from rankzero.submit.code_files import Files, Shipped
+from rankzero.submit.code_files import Files, Needs
 from rankzero.submit.code_modules import stable_name
-from rankzero.submit.code_source import source_of_file
+from rankzero.submit.code_source import digest_of_source
 from rankzero.submit.pack_archive import UserCode
 from rankzero.submit.pack_content import Contents
-from rankzero.submit.pack_params import bind
 from rankzero.submit.pack_pickler import TrainingPickler
-from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
+from rankzero.submit.training import Program, bind, check_callable, name_of, resolve
+from rankzero.tracking.tracker import Tracker
 from rankzero.values.digest import digest_of
 from rankzero.values.pickled import Part, beside, pack
 from rankzero.values.ref import ResultRef, map_refs
@@ -63,7 +65,7 @@ class Payload:
     Attributes:
         name: Display name of the function or script.
         data: The pickle of function or script and arguments, made by `rankzero.values.pickled.pack`.
-        modules: The user modules that are shipped with it, or None.
+        modules: A zip of the user modules that are shipped with it, or None.
         refs: The `ResultRef` objects among the arguments and in a trainer's configuration.
         files: The files of these modules, and which of them count.
         training: What `rankzero.submit.training.resolve` has made of the function or script.
@@ -72,7 +74,7 @@ class Payload:
 
     name: str
     data: list[Part]
-    modules: Shipped | None
+    modules: bytes | None
     refs: list[ResultRef]
     files: Files
     training: Any
@@ -81,17 +83,11 @@ class Payload:
     def identity(
         self, world_size: NumProcesses, code_version: str | None = None, user_code: UserCode | None = None
     ) -> Identity:
-        """Returns the identity of the training, equal in every process for the same code, arguments and world size.
-
-        Args:
-            world_size: Number of ranks; for an elastic job the smallest and the largest; or ``"auto"``.
-            code_version: Replaces the checksums of all code.
-            user_code: The user's ``working_dir`` and ``py_files``; counts by content.
-        """
+        """Returns the identity of the training, equal in every process; ``code_version`` replaces all code in it."""
         contents = Contents()
         parts = {NUM_PROCESSES: repr(world_size)}
         for name, value in self.arguments.items():
-            make = functools.partial(contents.digest_of, value, with_code=True)
+            make = functools.partial(contents.digest_of, value)
             parts[f"{ARGUMENT}{name}"] = _compared(f"the argument {name}", make)
         if code_version is not None:
             return Identity.of(parts, **{CODE_VERSION: _short(repr(code_version))})
@@ -110,14 +106,13 @@ class Payload:
         Code that is sent by value counts for the module that has it, which is added.
         """
         train = self.training
-        if isinstance(train, Script):
-            return "script", source_of_file(train.path).digest
-        if isinstance(train, Module):
-            return "module", train.name, [modules.pop(name, None) for name in sorted(train.needs().modules)]
-        if isinstance(train, Command):
+        if isinstance(train, Program):
+            if train.kind == "script":
+                return "script", digest_of_source(train.source())
             # Files count by content, and not by path.
             files = {position: digest_of([file["data"]]) for position, file in train.files().items()}
-            return "command", [files.get(n, word) for n, word in enumerate(train.line)]
+            words = [files.get(number, word) for number, word in enumerate(train.line)]
+            return train.kind, words, [(name, modules.pop(name, None)) for name in sorted(train.needs().modules)]
         entry_point = train
         while isinstance(entry_point, functools.partial):
             entry_point = entry_point.func
@@ -172,66 +167,70 @@ def build(
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs), getattr(train, "launch_config", None)], refs.append)
     training = resolve(train)
-    arguments = bind(training, args, kwargs)
-    extra, other = _pickle_restart_on(restart_on)
-    named, sent_too = other.by_value | other.needs.modules, {*other.needs.modules}
-    buffers: list[memoryview] = []
-    if isinstance(training, (Script, Module, Command)):
-        name, needs = training.name, training.needs()
-        pickled = _pickle_program(training, args, kwargs, extra)
+    if is_program := isinstance(training, Program):
+        name, needs, parts = training.name, training.needs(), _parts_of_program(training, args, kwargs)
     else:
         check_callable(training, args, kwargs)
-        name = name_of(training)
-        parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs, **extra}
-        buffer = io.BytesIO()
-        pickler = TrainingPickler(buffer, beside(buffers), is_alone=is_alone)
+        name, needs = name_of(training), Needs()
+        parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
+    arguments = bind(training, args, kwargs)
+    buffers: list[memoryview] = []
+    pickler, other = TrainingPickler(beside(buffers), is_alone=is_alone), TrainingPickler()
+    if restart_on:
         try:
-            # Pickled last, when it is complete.
-            pickler.dump(parts | {"loaded": pickler.loaded})
+            parts["restart_on"] = other.dumps(restart_on)
         except Exception as error:
-            culprit = _find_culprit(training, arguments, is_alone)
-            raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
-        pickled, needs = buffer.getvalue(), pickler.needs
-        sent_too |= {*pickler.loaded}
-        named |= pickler.by_value
+            raise InvalidJobError(f"restart_on={restart_on!r} cannot be pickled: {error}") from error
+    try:
+        # Pickled last, when it is complete.
+        pickled = pickler.dumps(parts if is_program else parts | {"loaded": pickler.loaded})
+    except Exception as error:
+        culprit = _find_culprit(name, arguments, is_alone)
+        raise InvalidJobError(f"{culprit} cannot be pickled: {error}", code="RZ-1004") from error
+    needs = needs if is_program else pickler.needs
     texts = {text.decode().replace(":", ".") for length, text in _TEXT.findall(pickled) if length[0] == len(text)}
-    needs.texts |= texts - needs.modules - named
+    needs.texts |= texts - needs.modules - pickler.by_value - other.by_value - other.needs.modules
     files = Files(needs)
-    files.send(sent_too)
+    files.send({*pickler.loaded, *other.needs.modules})
     return Payload(name, pack(pickled, buffers), files.zipped(), refs, files, training, arguments)
 
 
-def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], TrainingPickler]:
-    """Returns the part of the payload with ``restart_on``, and the pickler that has written it."""
-    buffer = io.BytesIO()
-    pickler = TrainingPickler(buffer)
-    try:
-        if restart_on:
-            pickler.dump(restart_on)
-    except Exception as error:
-        raise InvalidJobError(f"restart_on={restart_on!r} cannot be pickled: {error}") from error
-    return {"restart_on": buffer.getvalue()} if restart_on else {}, pickler
-
-
-def _pickle_program(
-    program: Script | Module | Command, args: tuple[Any, ...], kwargs: dict[str, Any], extra: dict[str, bytes]
-) -> bytes:
-    """Returns the pickle of a script, module or command, which take a command line."""
+def _parts_of_program(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the payload of a program, which takes a command line."""
     if kwargs:
         raise InvalidJobError(
-            f"a {type(program).__name__.lower()} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
+            f"a {program.kind} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
             f"write '--{next(iter(kwargs))}', value"
         )
     line = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
-    parts = {**program.parts(), "args": (*program.line, *line), **extra}
-    return pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL)
+    return {**program.parts(), "args": (*program.line, *line)}
 
 
-def _find_culprit(function: Callable[..., Any], arguments: dict[str, Any], is_alone: bool) -> str:
+def _find_culprit(name: str, arguments: dict[str, Any], is_alone: bool) -> str:
     """Returns the name of the argument or function that cannot be pickled."""
-    for name, value in arguments.items():
+    for argument, value in arguments.items():
         try:
-            TrainingPickler(io.BytesIO(), is_alone=is_alone).dump(value)
+            TrainingPickler(is_alone=is_alone).dumps(value)
         except Exception:
-            return f"argument {name!r} (a {type(value).__name__})"
-    return f"train={name_of(function)}, or something it refers to,"
+            return f"argument {argument!r} (a {type(value).__name__})"
+    return f"train={name}, or something it refers to,"
+
+
+def pack_trackers(trackers: Sequence[Tracker], engine: Engine) -> dict[str, Any] | None:
+    """Packs the trackers' pickles and the search path for their modules as JSON for the driver; None without trackers.
+
+    Raises:
+        InvalidJobError: a tracker cannot be pickled, or cannot work on this machine, where the driver will run.
+    """
+    pickles = []
+    for tracker in trackers:
+        if not engine.drives_elsewhere:
+            tracker.check()
+        try:
+            pickles.append(base64.b64encode(TrainingPickler().dumps(tracker)).decode())
+        except Exception as error:
+            raise InvalidJobError(
+                f"trackers has {type(tracker).__name__}, which cannot be pickled: {error}; make clients in begin()"
+            ) from error
+    path = [] if engine.drives_elsewhere else [os.path.abspath(entry) for entry in sys.path]
+    return {"pickles": pickles, "path": path} if pickles else None

@@ -7,37 +7,23 @@ it, for the module that has it, so that an edited class leaves the arguments of 
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 import hashlib
 import marshal
 import pickle
+import sys
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cloudpickle
 
-from rankzero.run.identity import DIGITS
 from rankzero.submit.code_modules import is_sent_by_name, is_sent_by_value, is_user_module, stable_name
 from rankzero.submit.code_source import digest_of_code, globals_of_classes
-from rankzero.submit.pack_arrays import facts_of_data, without_numbers
 from rankzero.submit.pack_pickler import reduce_wrapper
-from rankzero.values.digest import digest_of as digest_of_bytes
+from rankzero.values.digest import digest_of
 from rankzero.values.ref import ResultRef
-
-
-def digest_of(*values: Any) -> str:
-    """Returns a checksum of plain values and of objects by their attributes, the same in every process.
-
-    Example:
-        >>> digest_of({"lr": 0.1, "epochs": 3}) == digest_of({"epochs": 3, "lr": 0.1})
-        True
-    """
-    contents = Contents()
-    return contents.digest_of([*map(contents.digest_of, values), sorted(contents.code().items())])[:DIGITS]
 
 
 class _Parts(typing.NamedTuple):
@@ -49,46 +35,49 @@ class _Parts(typing.NamedTuple):
 
 
 class Contents:
-    """Computes checksums of values, and collects the code that they refer to."""
+    """Computes checksums of values, and collects the code that they refer to.
+
+    Example:
+        >>> Contents().digest_of({"lr": 0.1, "epochs": 3}) == Contents().digest_of({"epochs": 3, "lr": 0.1})
+        True
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, bool], tuple[bytes, object]] = {}
+        self._known: dict[int, tuple[bytes, object]] = {}
         """Checksums of objects by their id. The objects are kept, so that no other one gets their id."""
         self._waiting: list[tuple[str, _Parts]] = []
         self._noted: dict[int, object] = {}
         self._name_of = functools.cache(stable_name)
 
-    def digest_of(self, value: object, *, with_code: bool = False) -> str:
-        """Returns the checksum of a value.
-
-        Args:
-            value: Any value. Raises what its pickling raises.
-            with_code: True if the code of lambdas and of functions that functions have made counts for the value.
-        """
-        return hashlib.sha256(self._visit(value, with_code)).hexdigest()
+    def digest_of(self, value: object) -> str:
+        """Returns the checksum of a value. Raises what its pickling raises."""
+        return hashlib.sha256(self._visit(value)).hexdigest()
 
     def code(self) -> dict[str, str]:
         """Returns a checksum of the code of each module that is sent by value, as far as the values refer to it."""
         found: dict[str, set[bytes]] = {}
         while self._waiting:
             module, parts = self._waiting.pop()
-            found.setdefault(module, set()).add(self._visit(parts, False))
+            found.setdefault(module, set()).add(self._visit(parts))
         return {module: hashlib.sha256(b"".join(sorted(each))).hexdigest() for module, each in found.items()}
 
-    def _visit(self, value: object, with_code: bool) -> bytes:
-        """Returns the checksum of a value. It does not recurse, since values may nest deeply."""
+    def _visit(self, value: object) -> bytes:
+        """Returns the checksum of a value. It does not recurse, since values may nest deeply.
+
+        Objects in a set that refer to each other have another checksum in another order.
+        """
         stack: list[tuple[object, _Parts, Any, list[bytes]]] = []
         # Values that are being visited, with their depth: one may refer to itself.
         open_at: dict[int, int] = {}
         while True:
             if (plain := _plain(value)) is not None:
                 digest = plain
-            elif (key := (id(value), with_code)) in self._known:
-                digest = self._known[key][0]
+            elif id(value) in self._known:
+                digest = self._known[id(value)][0]
             elif id(value) in open_at:
                 digest = b"loop %d" % (len(stack) - open_at[id(value)])
             else:
-                parts = value if isinstance(value, _Parts) else self._parts(value, with_code)
+                parts = value if isinstance(value, _Parts) else self._parts(value)
                 open_at[id(value)] = len(stack)
                 stack.append((value, parts, iter(parts.parts), []))
                 digest = b""
@@ -101,11 +90,11 @@ class Contents:
                 del open_at[id(top)]
                 found = [repr(parts.label), *(done if parts.is_ordered else sorted(done))]
                 digest = hashlib.sha256(marshal.dumps(found, 2)).digest()
-                self._known[id(top), with_code] = digest, top
+                self._known[id(top)] = digest, top
             else:
                 return digest
 
-    def _parts(self, value: Any, with_code: bool) -> _Parts:
+    def _parts(self, value: Any) -> _Parts:
         cls = type(value)
         if cls is ResultRef:
             return _Parts(("result", value.format, value.digest))
@@ -116,32 +105,33 @@ class Contents:
         if isinstance(value, (set, frozenset)):
             return _Parts("set", [cls, _Parts("items", list(value), is_ordered=False), getattr(value, "__dict__", {})])
         if isinstance(value, typing.TypeVar):
-            variance = value.__covariant__, value.__contravariant__
-            return _Parts("TypeVar", [value.__name__, value.__bound__, value.__constraints__, variance])
+            return _Parts("TypeVar", [value.__name__, value.__bound__, value.__constraints__])
         if isinstance(value, pickle.PickleBuffer):
-            return _Parts(digest_of_bytes([value.raw()]))
+            return _Parts(digest_of([value.raw()]))
         if isinstance(value, types.FunctionType):
-            return self._function(value, with_code)
+            return self._function(value)
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, types.ModuleType):
             return self._module(value)
-        if isinstance(value, enum.Enum):
-            return _Parts("enum", [cls, value.value])
-        if (facts := facts_of_data(value)) is not None:
-            return _Parts("data", [facts])
+        for package, name, facts in _DATA:
+            kind = getattr(sys.modules.get(package), name, None)
+            if kind is not None and isinstance(value, kind) and (found := facts(value)) is not None:
+                return _Parts("data", [found])
         reducer = cloudpickle.Pickler.dispatch_table.get(cls)
         reduced = reduce_wrapper(value) or (reducer(value) if reducer else value.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
         if isinstance(reduced, str):
             return _Parts(("global", str(getattr(value, "__module__", "")), reduced), [cls])
         # Items come as iterators.
         make, arguments, *rest = (list(part) if hasattr(part, "__next__") else part for part in reduced)
-        state = [without_numbers(value, part) for part in rest]
-        return _Parts("object", [cls, make, [without_numbers(value, part) for part in arguments], state])
+        return _Parts("object", [cls, make, *([_without_numbers(each) for each in part] for part in (arguments, rest))])
 
     def _note(self, module: object, name: str, key: object, parts: _Parts) -> _Parts | None:
-        """Notes code that counts for a module of the user, and returns its name; None if it counts where it is."""
-        if not isinstance(module, str) or not (module == "__main__" or is_user_module(module)):
+        """Notes code that counts for a module of the user, and returns its name; None if it counts where it is.
+
+        A lambda, and what a function has made, counts where it is.
+        """
+        if "<" in name or not isinstance(module, str) or not (module == "__main__" or is_user_module(module)):
             return None
         if id(key) not in self._noted:
             # Kept, so that its id stays its own.
@@ -149,14 +139,13 @@ class Contents:
             self._waiting.append((module, parts))
         return _Parts(("code", self._name_of(module), name))
 
-    def _function(self, function: types.FunctionType, with_code: bool) -> _Parts:
+    def _function(self, function: types.FunctionType) -> _Parts:
         if is_sent_by_name(function):
             return _Parts(("name", function.__module__, function.__qualname__))
         code, names = function.__code__, function.__globals__
         used = {*cloudpickle.cloudpickle._extract_code_globals(code), *globals_of_classes(code)} & names.keys()
         body = _Parts(("body", digest_of_code(code)), [(name, names[name]) for name in sorted(used)])
-        is_made = "<" in code.co_qualname
-        noted = None if is_made and with_code else self._note(names.get("__name__"), code.co_qualname, code, body)
+        noted = self._note(names.get("__name__"), code.co_qualname, code, body)
         cells = [_content(cell) for cell in function.__closure__ or ()]
         values = [function.__defaults__, function.__kwdefaults__, vars(function), cells]
         return _Parts(("function", function.__qualname__), [noted or body, *values])
@@ -166,14 +155,12 @@ class Contents:
         if is_sent_by_name(cls):
             return _Parts(("name", module, name))
         members = [
-            (name, _of_pydantic(name, member) if name in _MADE_BY_PYDANTIC else _unwrapped(member))
+            (name, _unwrapped(member))
             for name, member in sorted(vars(cls).items())
-            if name in _MADE_BY_PYDANTIC or (name not in _NOT_OF_A_CLASS and not name.startswith(_DERIVED))
+            if name == "__pydantic_fields__" or not (name in _NOT_OF_A_CLASS or name.startswith(_DERIVED))
         ]
-        descriptors = (types.GetSetDescriptorType, types.MemberDescriptorType)
-        told = [(name, member) for name, member in members if not isinstance(member, descriptors)]
-        body = _Parts(("class", name), [type(cls), cls.__bases__, told])
-        return (None if "<" in name else self._note(module, name, cls, body)) or body
+        body = _Parts(("class", name), [type(cls), cls.__bases__, members])
+        return self._note(module, name, cls, body) or body
 
     def _module(self, module: types.ModuleType) -> _Parts:
         name = module.__name__
@@ -190,35 +177,21 @@ _NOT_OF_A_CLASS = frozenset(
     {
         *("__dict__", "__weakref__", "__module__", "__doc__", "__annotations__"),
         *("__static_attributes__", "__firstlineno__", "__annotate_func__", "__annotations_cache__"),
-        # Made when an object is pickled for the first time.
-        "__slotnames__",
-        # torch makes it of a subclass of `torch.autograd.Function`, with a number of this process.
-        "_backward_cls",
+        # Made when an object is pickled for the first time, and by torch for a subclass of `torch.autograd.Function`.
+        *("__slotnames__", "_backward_cls"),
     }
 )
 
-_DERIVED = ("_abc_", "__signature__", "__pydantic_")
+_DERIVED = ("_abc_", "__signature__", "__pydantic_", "__private_attributes__")
 """Beginnings of the names of members that are made of others, with addresses of this process in them."""
-
-_MADE_BY_PYDANTIC = ("__pydantic_fields__", "__pydantic_decorators__", "__private_attributes__")
-"""Members with the parts that pydantic has taken out of the body of a class."""
-
-
-def _of_pydantic(name: str, member: Any) -> Any:
-    """Returns the part of a member that is neither an address of this process nor made when the class is used."""
-    if name == "__private_attributes__":
-        return {key: (each.default, each.default_factory) for key, each in member.items()}
-    if name == "__pydantic_decorators__":
-        # The functions are members of the class, too.
-        kinds = {each.name: getattr(member, each.name) for each in dataclasses.fields(member)}
-        return {kind: {key: each.info for key, each in found.items()} for kind, found in kinds.items()}
-    return member
 
 
 def _unwrapped(member: Any) -> Any:
     """Returns the functions in a static method, class method or property; any other member unchanged."""
     if isinstance(member, (staticmethod, classmethod)):
         return type(member).__name__, member.__func__
+    if isinstance(member, (types.GetSetDescriptorType, types.MemberDescriptorType)):
+        return type(member).__name__
     return (member.fget, member.fset, member.fdel) if isinstance(member, property) else member
 
 
@@ -246,3 +219,87 @@ def _content(cell: types.CellType) -> Any:
         return [cell.cell_contents]
     except ValueError:
         return []
+
+
+def _without_numbers(state: Any) -> Any:
+    """Returns the state of an object, of a module of torch without the numbers of its hooks.
+
+    torch numbers all hooks that a process makes.
+    """
+    if type(state) is not dict:
+        return state
+    return {
+        name: [*each.values()] if "_hooks" in str(name) and isinstance(each, dict) else each
+        for name, each in state.items()
+    }
+
+
+# -- data --------------------------------------------------------------------------------------
+
+
+def _array(value: Any) -> Any:
+    """Returns type, shape and bytes of an array: its pickle also depends on strides."""
+    import numpy
+
+    if value.dtype.hasobject or type(value) is not numpy.ndarray:
+        return None
+    data = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+    return "array", value.dtype, value.shape, digest_of([data.data])
+
+
+def _frame(value: Any) -> Any:
+    """Returns the columns of a DataFrame: its pickle also depends on what was read from it, which joins its blocks."""
+    import pandas
+
+    if type(value) is not pandas.DataFrame:
+        return None
+    columns = [value.iloc[:, number].array for number in range(value.shape[1])]
+    return "frame", value.columns, value.index, columns, value.attrs
+
+
+def _extension_array(value: Any) -> Any:
+    """Returns the parts of an array of pandas: its pickle also depends on the properties that were read from it.
+
+    An index or a Series of pandas consists of such arrays, too. The frequency of dates follows from the dates.
+    """
+
+    def counted(part: Any) -> Any:
+        if type(part) is tuple:
+            return tuple(map(counted, part))
+        if type(part) is dict:
+            return {name: member for name, member in part.items() if name not in ("_cache", "_freq")}
+        return part
+
+    return "extension array", type(value), [counted(part) for part in value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[1:]]
+
+
+def _tensor(value: Any) -> Any:
+    """Returns a tensor's type, shape, numbers and attributes: its pickle also depends on strides and shared memory."""
+    import torch
+
+    cls = type(value)
+    reduce: Any = cls.__reduce_ex__
+    if reduce not in (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__):
+        # A subclass with its own pickling.
+        return None
+    try:
+        plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+        # Not `reshape`, which keeps any stride of a single element.
+        data = pickle.PickleBuffer(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
+    except (RuntimeError, TypeError):
+        # Some kinds of tensors lack these operations.
+        return None
+    facts = (str(value.dtype), tuple(value.shape), value.requires_grad, digest_of([data.raw()]))
+    return "tensor", cls, vars(value), *facts
+
+
+_DATA: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("torch", "Tensor", _tensor),
+    ("torch", "UntypedStorage", lambda storage: ("storage", digest_of([bytes(storage)]))),
+    ("torch", "TypedStorage", lambda storage: (str(storage.dtype), storage._untyped_storage)),
+    ("torch.utils.hooks", "RemovableHandle", type),
+    ("numpy", "ndarray", _array),
+    ("pandas.api.extensions", "ExtensionArray", _extension_array),
+    ("pandas", "DataFrame", _frame),
+)
+"""Package and name of each class whose objects count by other facts than their pickle, and these facts."""

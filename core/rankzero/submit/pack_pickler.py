@@ -18,18 +18,16 @@ from rankzero.submit.code_files import Needs
 from rankzero.submit.code_modules import (
     forget_places,
     is_distributed,
-    is_made_by_hand,
     is_sent_by_name,
     is_sent_by_value,
     named_like,
     travels,
     wrapper_of,
 )
-from rankzero.submit.code_source import IMPORTERS, globals_of_classes, source_of_code, words_of_code
+from rankzero.submit.code_source import IMPORTERS, globals_of_classes, source_of_code
 from rankzero.values import tensors
 from rankzero.values.pickled import with_qualname
 
-_WORLD_OF_ACCELERATE = "accelerate.state"
 _OF_THE_DRIVER = ("DataFrame", "SparkSession", "SparkContext", "RDD")
 
 
@@ -51,22 +49,20 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        file: io.BytesIO,
-        on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
-        *,
-        is_alone: bool = True,
+        self, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None, *, is_alone: bool = True
     ) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
+        self._stream = io.BytesIO()
         self._is_alone = is_alone
+        super().__init__(self._stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.needs = Needs()
         self.by_value: set[object] = set()
         self.loaded = _Loaded()
 
-    def dump(self, obj: object) -> None:
+    def dumps(self, obj: object) -> bytes:
         """Pickles an object and collects what it needs of the user's modules."""
         forget_places()
-        super().dump(obj)
+        self.dump(obj)
+        return self._stream.getvalue()
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces an object like cloudpickle, and collects the modules that it needs."""
@@ -75,7 +71,16 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType):
             return self._module(obj)
-        self._refuse(obj)
+        if type(obj).__module__.startswith("pyspark.") and type(obj).__name__ in _OF_THE_DRIVER:
+            raise pickle.PicklingError(
+                f"ranks have no Spark, and so no {type(obj).__name__}: give a DataFrame as Launcher(dataset=df), and "
+                "read it in the function with rankzero.train.get_dataset_shard()"
+            )
+        if type(obj).__module__ == "accelerate.state" and not self._is_alone:
+            raise pickle.PicklingError(
+                f"it holds accelerate's {type(obj).__name__}, the world of this process, and every rank would train "
+                "alone in it: make TrainingArguments or Accelerator inside of the training function"
+            )
         module = getattr(obj, "__module__", None)
         is_by_name = not isinstance(obj, (type, types.FunctionType)) or is_sent_by_name(obj)
         is_shipped = isinstance(module, str) and travels(module)
@@ -112,39 +117,12 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return dynamic_subimport, (name, {key: each for key, each in vars(module).items() if key != "__builtins__"})
         return NotImplemented
 
-    def _refuse(self, obj: Any) -> None:
-        """Raises PicklingError for an object that could be pickled and would not work in ranks."""
-        cls = type(obj)
-        if cls.__module__ == _WORLD_OF_ACCELERATE and not self._is_alone:
-            raise pickle.PicklingError(
-                f"it holds accelerate's {cls.__name__}, the world of this process, and every rank would train "
-                "alone in it: make TrainingArguments or Accelerator inside of the training function"
-            )
-        if cls.__module__.startswith("pyspark.") and cls.__name__ in _OF_THE_DRIVER:
-            raise pickle.PicklingError(
-                f"ranks have no Spark, and so no {cls.__name__}: give a DataFrame as Launcher(dataset=df), and "
-                "read it in the function with rankzero.train.get_dataset_shard()"
-            )
-        is_compiled = isinstance(obj, types.FunctionType) and hasattr(obj, "_torchdynamo_orig_callable")
-        if is_compiled and named_like(obj, obj.__module__) is not obj:
-            raise pickle.PicklingError(
-                f"{obj.__qualname__} was compiled by torch.compile, and what that made belongs to this process: "
-                "call torch.compile inside of the training function"
-            )
-
     def _note_imports(self, function: types.FunctionType, is_by_name: bool) -> None:
         code, names = function.__code__, function.__globals__
         used = [names.get(name) for name in _extract_code_globals(code)]
         # Under whatever name it was imported.
-        called = {
-            value.__name__ for value in used if isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
-        }
+        called = {each.__name__ for each in used if isinstance(each, (types.FunctionType, types.BuiltinFunctionType))}
         source = source_of_code(code, names.get("__package__"), not IMPORTERS.isdisjoint(called))
-        if by_hand := sorted(filter(is_made_by_hand, source.imports)):
-            raise pickle.PicklingError(
-                f"{function.__qualname__} imports {by_hand[0]}, a module that was made by hand and has no file: import "
-                "it outside of the function, from where it travels by value, or make it a file"
-            )
         if not is_by_name:
             self.needs.add(source)
         # `import acme.models` makes the name acme.
@@ -152,7 +130,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         modules = {value.__name__ for value in used if isinstance(value, types.ModuleType)}
         if packages := [*filter(travels, {*source.imports, *roots, *modules})]:
             self.needs.packages.update(packages)
-            self.needs.words |= words_of_code(code)
+            self.needs.words |= source.words
             self._note_loaded(packages)
 
     def _note_loaded(self, packages: Iterable[str]) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import hashlib
 import re
-from collections.abc import Collection
 from typing import Any
 
 from rankzero import store
@@ -34,43 +32,25 @@ _SAMPLED_BYTES = 16 << 20
 _PAGES = 64 << 10
 
 
-def is_unchanged(manifest: Manifest, location: str, name: str) -> bool:
-    """Returns True if the files of an earlier manifest still have their content, whatever was added to the table.
-
-    Args:
-        manifest: The earlier manifest.
-        location: The path of the table, as for `manifest_of_path`.
-        name: The dataset's name.
-    """
-    files = [file.location for file in manifest.files]
-    with contextlib.suppress(InvalidJobError):
-        if manifest_of_path(location, name, only=files).digest == manifest.digest:
-            return True
-        # The digest of a Delta table is that of its version. Its files have unique names and never change.
-        return _is_delta(_version_of(_absolute(location))[0]) and all(map(store.exists, files))
-    return False
-
-
-def manifest_of_path(location: str, name: str, only: Collection[str] | None = None) -> Manifest:
+def manifest_of_path(location: str, name: str) -> Manifest:
     """Returns the manifest, for ranks, of the table at a path.
 
     Args:
         location: A file or a directory, as a path or a URL. Directories ``column=value`` below it are columns. For a
             Delta table, ``@v3`` at the end selects a version.
         name: The dataset's name for errors.
-        only: The files that are read, except of a Delta table; None for all.
 
     Raises:
         InvalidJobError: there is no table, it cannot be read, or a column cannot be represented by a tensor.
     """
-    location = _absolute(location)
+    location = location.rstrip("/") if store.is_url(location) else store.normalize(location)
     where = f"the dataset {name!r}"
     try:
         location, version = _version_of(location)
         if _is_delta(location):
             data, digest = _delta(location, version)
         else:
-            data, digest = _directory(location, where, only), None
+            data, digest = _directory(location, where), None
         return _manifest(data, location, digest, where)
     except InvalidJobError:
         raise
@@ -81,10 +61,6 @@ def manifest_of_path(location: str, name: str, only: Collection[str] | None = No
             f"{where} cannot be read from {location}: {type(error).__name__}: {reason}. Ranks read Parquet and Delta "
             "files; have Spark read others, or from where this host cannot: dataset=a DataFrame or a query"
         ) from error
-
-
-def _absolute(location: str) -> str:
-    return location.rstrip("/") if store.is_url(location) else store.normalize(location)
 
 
 def _is_delta(location: str) -> bool:
@@ -99,7 +75,7 @@ def _version_of(location: str) -> tuple[str, int | None]:
     return location, None
 
 
-def _directory(location: str, where: str, only: Collection[str] | None) -> Any:
+def _directory(location: str, where: str) -> Any:
     from pyarrow import dataset, fs
 
     filesystem, path = filesystem_of(location)
@@ -114,8 +90,6 @@ def _directory(location: str, where: str, only: Collection[str] | None) -> Any:
         every = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
         below = {info.path: info.path[len(path.rstrip("/")) + 1 :] for info in every if info.type == fs.FileType.File}
         names = sorted(name for name, short in below.items() if not _is_hidden(short))
-    if only is not None:
-        names = [name for name in names if _place(name, location, path)[0] in only]
     if not names:
         raise InvalidJobError(f"{where} has no files: {location}")
     kind = dataset.ParquetFileFormat(**PARQUET_OPTIONS)
@@ -184,7 +158,7 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
     return Manifest(
         schema=encode_schema(schema),
         files=tuple(with_nulls(file, inside, schema, where) for file, inside in zip(files, schemas, strict=True)),
-        size=size + sum(sum(file.rows) * _partition_row(file) for file in files),
+        size=size,
         digest=hashlib.sha256(content.encode()).hexdigest(),
     )
 
@@ -199,50 +173,35 @@ def _place(path: str, location: str, base: str) -> tuple[str, str]:
 
 
 def _facts(fragment: Any) -> tuple[tuple[int, ...], int, Counts]:
-    groups = range(fragment.metadata.num_row_groups)
-    facts = [_group_facts(fragment, number) for number in groups]
-    counts: Counts = collections.Counter()
-    for number in groups:
-        counts.update(_null_counts(fragment.metadata, number))
-    return tuple(rows for rows, _ in facts), sum(size for _, size in facts), counts
+    """Returns the rows of each row group of a file, their encoded bytes, and the nulls of its columns.
 
-
-def _null_counts(metadata: Any, group: int) -> Counts:
-    """Returns the nulls of a row group from its footer, except those of arrays, whose counts include empty arrays."""
-    counts: Counts = collections.Counter()
-    for number in range(metadata.num_columns):
-        column = metadata.row_group(group).column(number)
-        statistics = column.statistics
-        if statistics and statistics.has_null_count and not metadata.schema.column(number).max_repetition_level:
-            counts[column.path_in_schema] = statistics.null_count
-    return counts
+    The nulls of arrays are not counted, since those in a footer include empty arrays.
+    """
+    metadata, nulls = fragment.metadata, Counts()
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    for column in (group.column(number) for group in groups for number in range(metadata.num_columns)):
+        if column.statistics and column.statistics.has_null_count:
+            nulls[column.path_in_schema] += column.statistics.null_count
+    for column in map(metadata.schema.column, range(metadata.num_columns)):
+        if column.max_repetition_level:
+            nulls.pop(column.path, None)
+    return tuple(group.num_rows for group in groups), sum(group.total_byte_size for group in groups), nulls
 
 
 def _decoded_row(fragments: list[Any]) -> float:
     """Returns the bytes of a decoded row, estimated from the first rows of the largest row group."""
     import pyarrow.parquet as pq
 
-    groups = [(fragment, number) for fragment in fragments for number in range(fragment.metadata.num_row_groups)]
+    groups = [(each.metadata.row_group(n), each, n) for each in fragments for n in range(each.metadata.num_row_groups)]
     if not groups:
         return 0.0
-    fragment, number = max(groups, key=lambda group: _group_facts(*group))
-    rows, size = _group_facts(fragment, number)
-    if not rows:
+    group, fragment, number = max(groups, key=lambda each: each[0].total_byte_size)
+    if not group.num_rows:
         return 0.0
-    count = max(1, min(_SAMPLED_ROWS, _SAMPLED_BYTES * rows // max(1, size)))
+    count = max(1, min(_SAMPLED_ROWS, _SAMPLED_BYTES * group.num_rows // max(1, group.total_byte_size)))
     with fragment.open() as source:
         file = pq.ParquetFile(source, buffer_size=_PAGES, pre_buffer=False)
         batch = next(file.iter_batches(count, row_groups=[number]))
     # A dictionary counts once for any number of rows, so columns are decoded first.
     columns = (column.dictionary_decode() if hasattr(column, "dictionary") else column for column in batch.columns)
     return float(sum(column.nbytes for column in columns) / batch.num_rows)
-
-
-def _group_facts(fragment: Any, number: int) -> tuple[int, int]:
-    group = fragment.metadata.row_group(number)
-    return group.num_rows, group.total_byte_size
-
-
-def _partition_row(file: File) -> int:
-    """Returns the approximate bytes in memory of a row's partition columns, which are not in the file."""
-    return sum(8 + len(value or "") for value in file.partition.values())

@@ -1,21 +1,24 @@
-"""Resolves ``train`` to a function, a script, a module or a command, and checks it before anything starts."""
+"""Resolves ``train`` to a function, a script, a module or a command, checks it, and names its arguments."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import importlib
-import importlib.machinery
 import importlib.util
 import inspect
+import itertools
 import os
+import re
 import stat
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rankzero.errors import InvalidJobError
+from rankzero.masking import MASK, Mask, hides, secrets_of, without_credentials
 from rankzero.submit.code_files import Needs
 from rankzero.submit.code_modules import forget_places, spec_of
 from rankzero.submit.code_source import source_of_file
+from rankzero.values.ref import ResultRef
 
 MODULE = "-m "
 """Prefix of a ``train`` that names a module to run, as for ``python`` and ``torchrun``."""
@@ -24,124 +27,90 @@ COMMAND_FILES_LIMIT = 64 << 20
 """Most bytes of a file that a command names and that is shipped with it."""
 
 
-@dataclass(frozen=True)
-class Script:
-    """A Python file that is run as a script.
+MAX_PARAMS = 200
+"""Most arguments of a training that are shown."""
+
+MAX_TEXT = 500
+"""Characters to which a value is cut."""
+
+_DEPTH = 4
+
+_BITS = 1024
+"""Most bits of an integer that is written out: more digits than Python writes would fail the submission."""
+
+_NAMESPACES = frozenset({"types.SimpleNamespace", "argparse.Namespace", "pydantic.main.BaseModel"})
+"""Classes whose instances, also those of subclasses, keep their settings in ``__dict__``."""
+
+_ASSIGNED = re.compile(r"(?:--(?P<long>[^=]+)|[-+~]*(?P<name>\w[\w.@-]*))=(?P<value>.*)", re.DOTALL)
+"""A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A script, a module or a command, which ranks run in place of a function.
 
     Attributes:
-        path: Absolute path of the file.
-        line: First words of its command line.
+        kind: ``"script"`` for a Python file, ``"module"`` as for ``python -m``, ``"command"`` as for torchrun's
+            ``--no-python``.
+        target: Absolute path of the script, name of the module, or the program.
+        line: The first words of the command line, of which the first is a command's program. Files that they name by
+            relative paths are shipped with a command.
     """
 
-    path: str
+    kind: str
+    target: str
     line: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """Display name: the file's base name."""
-        return os.path.basename(self.path)
+        """Returns the name that people see."""
+        return self.target if self.kind == "module" else os.path.basename(self.target)
 
-    @property
-    def directory(self) -> str:
-        """Directory of the script, in which its modules are searched first."""
-        return os.path.dirname(self.path)
-
-    def _source(self) -> bytes:
-        with open(self.path, "rb") as file:
+    def source(self) -> bytes:
+        """Returns the text of a script."""
+        with open(self.target, "rb") as file:
             return file.read()
 
     def needs(self) -> Needs:
-        """Returns what the script needs of the user's modules. Raises InvalidJobError if it is not Python."""
+        """Returns what the program needs of the user's modules. Raises InvalidJobError for a script with an error."""
+        if self.kind != "script":
+            # A package is run by its module `__main__`. The needs of a command are unknown.
+            names = {self.target, f"{self.target}.__main__"} if self.kind == "module" else set[str]()
+            return Needs(names, first=os.getcwd())
         try:
-            compile(self._source(), self.path, "exec", dont_inherit=True)
+            compile(self.source(), self.target, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
-            raise InvalidJobError(f"train={self.path!r} is not Python: {error}") from None
-        needs = Needs(first=self.directory)
-        needs.add(source_of_file(self.path))
+            raise InvalidJobError(f"train={self.target!r} is not Python: {error}") from None
+        needs = Needs(first=os.path.dirname(self.target))
+        needs.add(source_of_file(self.target))
         return needs
 
     def parts(self) -> dict[str, Any]:
-        """Returns the payload's fields for ranks: the source and the path."""
-        return {"kind": "script", "path": self.path, "source": self._source()}
-
-
-@dataclass(frozen=True)
-class Module:
-    """A module or package that is run as with ``python -m``.
-
-    Attributes:
-        name: Absolute name of the module.
-        line: First words of its command line.
-    """
-
-    name: str
-    line: tuple[str, ...] = ()
-
-    @property
-    def directory(self) -> str:
-        """The working directory, which ``python -m`` searches first."""
-        return os.getcwd()
-
-    def needs(self) -> Needs:
-        """Returns that ranks need the module, and its ``__main__``, which runs a package."""
-        return Needs({self.name, f"{self.name}.__main__"}, first=self.directory)
-
-    def parts(self) -> dict[str, Any]:
-        """Returns the payload's fields for ranks: the module's name."""
-        return {"kind": "module", "name": self.name}
-
-
-@dataclass(frozen=True)
-class Command:
-    """A program with its arguments, as for torchrun's ``--no-python``.
-
-    Attributes:
-        line: The program, searched on the ranks' ``PATH``, and its arguments. Files that are named by a relative
-            path are shipped, too.
-    """
-
-    line: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """Display name: the program's base name."""
-        return os.path.basename(self.line[0])
-
-    @property
-    def directory(self) -> str:
-        """The working directory, to which the paths of files are relative."""
-        return os.getcwd()
-
-    def needs(self) -> Needs:
-        """Returns no needs, since those of a program are unknown."""
-        return Needs(first=self.directory)
-
-    def parts(self) -> dict[str, Any]:
-        """Returns the payload's fields for ranks: the shipped files."""
-        return {"kind": "command", "files": self.files()}
+        """Returns the payload's fields for ranks."""
+        if self.kind == "script":
+            return {"kind": self.kind, "path": self.target, "source": self.source()}
+        return {"kind": self.kind} | ({"name": self.target} if self.kind == "module" else {"files": self.files()})
 
     def files(self) -> dict[int, dict[str, Any]]:
-        """Returns the files to ship, by their position in the line. Raises InvalidJobError if one is too large."""
+        """Returns the files of a command, by their position. Raises InvalidJobError if one is too large."""
         found = {}
         for position, word in enumerate(self.line):
             # Like a shell, which searches a program without a slash only on PATH.
             is_path = not os.path.isabs(word) and (position > 0 or os.sep in word)
             if is_path and os.path.isfile(word):
-                path = os.path.abspath(word)
-                size = os.path.getsize(path)
-                if size > COMMAND_FILES_LIMIT:
+                if (size := os.path.getsize(word)) > COMMAND_FILES_LIMIT:
                     raise InvalidJobError(
                         f"{word} holds {size >> 20} MiB, over the limit of {COMMAND_FILES_LIMIT >> 20} MiB "
                         "for a file that travels with a command: name it by an absolute path that the ranks see"
                     )
-                with open(path, "rb") as file:
+                with open(word, "rb") as file:
                     mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-                    found[position] = {"path": path, "data": file.read(), "mode": mode}
+                    found[position] = {"path": os.path.abspath(word), "data": file.read(), "mode": mode}
         return found
 
 
 def resolve(train: object) -> Any:
-    """Resolves ``train`` to a `Script`, `Module` or `Command`, or to the object that ranks call.
+    """Resolves ``train`` to a `Program`, or to the object that ranks call.
 
     Args:
         train: A callable, ``"path/to/script.py"``, a path object, ``"package.module:function"``,
@@ -158,11 +127,9 @@ def resolve(train: object) -> Any:
     if isinstance(train, os.PathLike) or (isinstance(train, str) and not is_module_reference(train)):
         path = os.fspath(train)
         absolute = os.path.abspath(os.path.expanduser(path))
-        if os.path.isdir(absolute):
-            raise InvalidJobError(f"train={path!r} is a directory; give the script in it")
         if not os.path.isfile(absolute):
             raise InvalidJobError(f"train={path!r}: there is no such script (looked at {absolute})", code="RZ-1005")
-        return Script(absolute)
+        return Program("script", absolute)
     found: Any = _function(train) if isinstance(train, str) else train
     # The plain function of `rankzero.distributed`: the launcher that was asked runs it.
     return found.launch_function if hasattr(type(found), "launch_function") else found
@@ -173,42 +140,23 @@ def is_module_reference(text: str) -> bool:
     return text.startswith(MODULE) or (":" in text and os.sep not in text and not text.endswith(".py"))
 
 
-def _command(words: list[Any] | tuple[Any, ...]) -> Command:
+def _command(words: list[Any] | tuple[Any, ...]) -> Program:
     if not words or not all(isinstance(word, (str, os.PathLike)) for word in words):
         raise InvalidJobError(f"train is {words!r}; a command is a list of strings, such as ['bash', 'train.sh']")
     line = tuple(os.fspath(word) for word in words)
-    program = line[0]
-    if os.sep in program and not os.path.isabs(program) and not os.access(program, os.X_OK):
-        raise InvalidJobError(
-            f"train={[*line]}: there is no program {program} that may be executed (looked in {os.getcwd()})"
-        )
-    return Command(line)
+    if os.sep in line[0] and not os.path.isabs(line[0]) and not os.access(line[0], os.X_OK):
+        raise InvalidJobError(f"train={[*line]}: there is no program {line[0]} in {os.getcwd()} that may be executed")
+    return Program("command", line[0], line)
 
 
-def _module(train: str) -> Module:
+def _module(train: str) -> Program:
     name = train.removeprefix(MODULE).strip()
     if not all(part.isidentifier() for part in name.split(".")):
         raise InvalidJobError(f"train={train!r} names no module; write '-m package.module', and its arguments apart")
-    root, first = name.partition(".")[0], os.getcwd()
-    spec = spec_of(root, first)
-    if spec is None and not _is_installed(root, first):
+    root = name.partition(".")[0]
+    if not (spec_of(root, os.getcwd()) or importlib.util.find_spec(root)):
         raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
-    if spec is not None and not any(_is_source(part, first) for part in (name, f"{name}.__main__")):
-        raise InvalidJobError(f"train={train!r}: there is no module {name!r}, nor {name}.__main__")
-    return Module(name)
-
-
-def _is_installed(root: str, first: str) -> bool:
-    try:
-        return bool(importlib.machinery.PathFinder.find_spec(root, [first]) or importlib.util.find_spec(root))
-    except (ImportError, ValueError):
-        return False
-
-
-def _is_source(name: str, first: str) -> bool:
-    """Returns True for a user's module that is no package, which ``python -m`` can run."""
-    spec = spec_of(name, first)
-    return spec is not None and not spec.submodule_search_locations
+    return Program("module", name)
 
 
 def _function(reference: str) -> object:
@@ -227,21 +175,12 @@ def _function(reference: str) -> object:
 
 
 def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_all: bool = True) -> None:
-    """Raises InvalidJobError unless ranks can call the object with these arguments.
-
-    Args:
-        function: The object.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        are_all: False if further arguments may follow.
-    """
+    """Raises InvalidJobError unless ranks can call the object with these arguments; False: further ones may follow."""
     if not callable(function):
         raise InvalidJobError(
             f"train is {function!r}; give a function, 'path/to/script.py', 'package.module:function', "
             "'-m package.module' or a list of words that are a command"
         )
-    if kind := _kind_of_call(function):
-        raise InvalidJobError(f"train={name_of(function)} is {kind} function; ranks call plain functions")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -254,20 +193,123 @@ def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, An
         ) from None
 
 
-def _kind_of_call(function: Any) -> str | None:
-    """Returns "an async" or "a generator" for a function of that kind; None for a plain function."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    for called in (function, type(function).__call__):
-        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-            return "an async"
-        if inspect.isgeneratorfunction(called):
-            return "a generator"
-    return None
-
-
 def name_of(function: object) -> str:
     """Returns the display name of a function."""
     inner = getattr(function, "func", function)
     name = getattr(inner, "__name__", type(inner).__name__)
     return "lambda" if name == "<lambda>" else str(name)
+
+
+# -- arguments by name --------------------------------------------------------------------------
+
+
+def params_of(
+    training: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the arguments of a call as short plain values, with the defaults of those that were not given.
+
+    Args:
+        training: The result of `resolve`.
+        args: Positional arguments, or the rest of the command line.
+        kwargs: Keyword arguments.
+        env: The ranks' variables. Their secrets are masked, and those of the arguments and of URLs in them.
+
+    Returns:
+        Values by name; for a dict, namespace, dataclass or pydantic model among the arguments, each of its values by
+        ``argument.key``.
+
+    Example:
+        >>> def train(lr, *, model, token=""): ...
+        >>> params_of(train, (0.1,), {"model": {"layers": 2, "weights": object()}, "token": "geheim"}, {})
+        {'lr': 0.1, 'model.layers': 2, 'model.weights': 'object', 'token': '***'}
+    """
+    if isinstance(training, Program):
+        named = dict(_of_line([str(word) for word in (*training.line, *args)]))
+    else:
+        named = bind(training, args, kwargs, all_of=True)
+    flat = dict(_flat(named, "", _DEPTH))
+    # A secret of one argument may be part of another.
+    mask = Mask(secrets_of(env) + secrets_of(flat))
+    return {name: _plain(name, value, mask) for name, value in itertools.islice(flat.items(), MAX_PARAMS)}
+
+
+def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, all_of: bool = False) -> dict[str, Any]:
+    """Returns the arguments of a call by name; one without a name, as of a command line, has its position.
+
+    Args:
+        function: The function or `Program`.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        all_of: True for the defaults of those that were not given, too.
+
+    Example:
+        >>> def train(lr, *layers, epochs): ...
+        >>> bind(train, (0.1, 8, 8), {"epochs": 3})
+        {'lr': 0.1, 'layers.0': 8, 'layers.1': 8, 'epochs': 3}
+    """
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        # Some functions written in C have no signature.
+        return {**{f"#{number}": value for number, value in enumerate(args, 1)}, **kwargs}
+    if all_of:
+        bound.apply_defaults()
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            # The name of a positional-only parameter may also be that of an option.
+            named |= {f"{name}.{key}" if key in named else key: each for key, each in value.items()}
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            named |= {f"{name}.{number}": each for number, each in enumerate(value)}
+        else:
+            named[name] = value
+    return named
+
+
+def _of_line(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yields ``--name value``, ``--name=value``, ``name=value`` and ``--flag`` by name, other words by position."""
+    number, rest = 0, [*words]
+    while rest:
+        word = rest.pop(0)
+        if assigned := _ASSIGNED.fullmatch(word):
+            yield assigned["long"] or assigned["name"], assigned["value"]
+        elif not word.startswith("--") or word == "--":
+            yield f"args.{number}", word
+            number += 1
+        else:
+            yield word[2:], rest.pop(0) if rest and not rest[0].startswith("--") else True
+
+
+def _flat(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if depth and (entries := _entries_of(value)):
+            yield from _flat(entries, f"{name}.", depth - 1)
+        else:
+            yield name, value
+
+
+def _entries_of(value: Any) -> Mapping[Any, Any]:
+    """Returns the settings in a value by name; empty for a value of another kind."""
+    if type(value) is dict:
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, ResultRef)):
+        # A field that its class leaves out of its representation may be a secret.
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.repr}
+    is_namespace = any(f"{cls.__module__}.{cls.__qualname__}" in _NAMESPACES for cls in type(value).__mro__)
+    return dict(vars(value)) if is_namespace else {}
+
+
+def _plain(name: str, value: Any, mask: Mask) -> Any:
+    if isinstance(value, int) and value.bit_length() > _BITS:
+        return f"an integer of {value.bit_length()} bits"
+    if hides(name, value):
+        return MASK
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, ResultRef):
+        return value.uri
+    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, bool, int, float)) for item in value[:MAX_TEXT]):
+        value = str([_plain("", item, mask) for item in value[:MAX_TEXT]])
+    return without_credentials(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__

@@ -215,8 +215,10 @@ def _connect(config: dict[str, Any]) -> Zygote | None:
 def start_ahead(config: dict[str, Any]) -> str | None:
     """Starts a zygote that forks one for each process that connects to a socket, and ends with this process.
 
-    Returns the socket's path, in a directory of this user alone; None if none can be made.
+    Returns the socket's path, in a directory of this user alone; None if none can be made, or `SHARED` names one.
     """
+    if SHARED in os.environ:
+        return None
     directory = make_scratch(tempfile.gettempdir(), PREFIX)
     with socket.socket(socket.AF_UNIX) as listener:
         try:

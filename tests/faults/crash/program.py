@@ -25,8 +25,7 @@ IMPORTED = (
     "rankzero.report.card",
     "rankzero.report.page",
     "rankzero.report.summary",
-    "rankzero.submit.drivers",
-    "rankzero.submit.trackers",
+    "rankzero.submit.durable",
     "s3fs",
 )
 """The modules that an action would import: imports are no points, and no action pays for them again."""

@@ -173,23 +173,14 @@ class Network:
     def _port(self, host: Host) -> str:
         return f"port{self.hosts.index(host)}"
 
-    def cut(self, host: Host) -> float:
-        """Loses every packet to and from a host from now on, silently; the Unix time."""
-        self._ip("link", "set", self._port(host), "nomaster")
-        return time.time()
-
-    def heal(self, host: Host) -> None:
-        """The end of a cut."""
-        self._ip("link", "set", self._port(host), "master", "bridge")
-
     @contextlib.contextmanager
     def without(self, host: Host) -> Iterator[float]:
-        """A cut that lasts as long as the block."""
-        at = self.cut(host)
+        """Loses every packet to and from a host, silently, as long as the block lasts; yields the Unix time."""
+        self._ip("link", "set", self._port(host), "nomaster")
         try:
-            yield at
+            yield time.time()
         finally:
-            self.heal(host)
+            self._ip("link", "set", self._port(host), "master", "bridge")
 
     def close(self) -> None:
         """Ends all hosts."""
@@ -224,8 +215,8 @@ class Cluster:
     def hidden(self) -> Path:
         return self.directory / "hidden"
 
-    def engine(self, **conf: str) -> SparkEngine:
-        """One executor with one core on each host, unless ``conf`` says otherwise (``_`` for ``.``)."""
+    def engine(self) -> SparkEngine:
+        """Returns an engine with one executor of one core on each host."""
         small = {
             "spark.executor.memory": "512m",
             "spark.driver.memory": "512m",
@@ -235,8 +226,7 @@ class Cluster:
             "spark.executor.extraJavaOptions": JAVA_OPTIONS,
             "spark.driver.extraJavaOptions": JAVA_OPTIONS,
         }
-        named = {f"spark.{key.replace('_', '.')}": value for key, value in conf.items()}
-        return SparkEngine(master=self.master, conf={**small, **named})
+        return SparkEngine(master=self.master, conf=small)
 
     def submit(self, launcher: Launcher, function: Callable[..., Any], *args: Any) -> RunHandle[Any]:
         """Submits on host ``a``; the handle is that of a reader on a third host."""

@@ -1,0 +1,347 @@
+"""Submits a run id: exactly one submitter starts the run, and others attach to it.
+
+Code and arguments are packed first, since files may change meanwhile. Then it is decided what becomes of an existing
+run; rows of DataFrames are computed only if the training starts or resumes. A submitter writes the files of its
+submission into a folder that no other one has, then creates the job, which is the claim of its number: of two
+submitters one wins, and the other looks again. One that dies before that leaves garbage. After it and before the
+driver's first heartbeat, the run counts as one whose driver died, and the next submission continues it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import logging
+import multiprocessing
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rankzero import job as jobs
+from rankzero import store
+from rankzero.data.manifest import FILE, to_bytes
+from rankzero.engines.base import Engine
+from rankzero.errors import (
+    EngineError,
+    InvalidJobError,
+    RankZeroError,
+    RunCancelledError,
+    RunNotFoundError,
+    located,
+)
+from rankzero.host.processes import describe_process, this_process
+from rankzero.job import Job
+from rankzero.kinds import NumProcesses
+from rankzero.masking import is_secret
+from rankzero.run.directory import RunDirectory, Submission, compare_job
+from rankzero.run.handle import RunHandle
+from rankzero.run.identity import DATASET, VARIABLE, Asked, Decision, Identity, describe
+from rankzero.run.tries import PipelineTry
+from rankzero.submit import datasets, existing, pack
+from rankzero.submit.existing import Existing
+from rankzero.submit.pack_archive import ARCHIVE, UserCode
+from rankzero.submit.training import params_of
+from rankzero.threads import in_thread
+from rankzero.values.digest import digest_of
+from rankzero.values.pickled import Part
+
+logger = logging.getLogger(__name__)
+
+_RECORD_TIMEOUT = 4.0
+"""Seconds in which a caller that was interrupted before its driver has begun records this in the store."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The configuration of a launcher, independent of the training function.
+
+    Attributes:
+        engine: The engine that runs the ranks.
+        root: The directory or URL of the run directories.
+        template: The job, without the fields that depend on function and arguments; an empty ``run_id`` becomes a
+            random one.
+        num_processes: World size as the launcher was given it, which is a part of the identity: the value of ``"auto"``
+            differs between machines, and the training does not.
+        env: Environment variables for the ranks. May hold secrets.
+        restart_on: Exceptions after which the user wants another attempt.
+        sources: The datasets by name, as `rankzero.submit.datasets.check` returns them.
+        code: What travels because the user says so.
+        trackers: What `rankzero.submit.pack.pack_trackers` has made of them. May hold secrets.
+        caller: The try of a pipeline step that makes the request; None outside of one.
+    """
+
+    engine: Engine
+    root: str
+    template: Job
+    num_processes: NumProcesses
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    restart_on: object = ()
+    sources: Mapping[str, Any] = field(default_factory=dict)
+    code: UserCode = field(default_factory=UserCode)
+    trackers: Mapping[str, Any] | None = field(default=None, repr=False)
+    caller: PipelineTry | None = None
+
+    @property
+    def directory(self) -> str:
+        """Directory or URL of the run with the template's id."""
+        return store.join(self.root, self.template.run_id)
+
+    def private(self) -> dict[str, Any]:
+        """Returns the values that may hold secrets, which are sent to the driver and written into no file."""
+        spec, pid = self.engine.to_spec()[1], self.caller.retrier if self.caller else None
+        retrier = None if pid is None else describe_process(pid)
+        return {"env": dict(self.env), "engine": spec, "trackers": self.trackers, "retrier": retrier}
+
+
+class Submitter:
+    """Makes the submission of a request, or finds the run to follow. Starts no process.
+
+    Attributes:
+        own: The submission that is made, whose driver the caller must start; set before it is claimed.
+        existing: The run to follow instead of that.
+        run: The run directory.
+    """
+
+    def __init__(
+        self, request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool
+    ) -> None:
+        """Checks the whole request and packs code and arguments; ``detached`` if the driver is in another process.
+
+        Raises:
+            InvalidJobError: the request was rejected before anything started.
+        """
+        # In a child that multiprocessing is spawning; it rejects new processes itself by this attribute.
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise InvalidJobError(
+                "a process that multiprocessing spawned (of a DataLoader, perhaps) runs this script again, and with it "
+                "the launcher: put the call below `if __name__ == '__main__':`"
+            )
+        engine, template = request.engine, request.template
+        if detached and not engine.can_detach:
+            raise InvalidJobError(
+                "a run that outlives this process cannot use this process's SparkSession: "
+                "give SparkEngine(master=...) or SparkConnectEngine(url) to submit(), or use run()"
+            )
+        self.own: Submission | None = None
+        self.existing: Existing | None = None
+        self._request = request
+        self._payload = payload = pack.build(
+            train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1
+        )
+        self._identity = dict(payload.identity(request.num_processes, template.code_version, request.code).parts)
+        self._identity |= {
+            f"{VARIABLE}{name}": digest_of([value.encode(errors="surrogateescape")])
+            for name, value in request.env.items()
+            if not (name.startswith("RANKZERO_") or is_secret(name))
+        }
+        # The trainer of a compatibility layer may continue runs by their names. That of a step is named by the step.
+        self._by_name = bool(getattr(train, "resumes_by_name", False)) and not template.generation
+        self._sources = datasets.Sources(request.sources, engine)
+        if isinstance(train, (list, tuple)) and template.hang_timeout:
+            raise InvalidJobError(
+                "hang_timeout needs a function or a script: a command reports no progress; use timeout="
+            )
+        job = replace(
+            template,
+            run_id=template.run_id or jobs.new_run_id(payload.name),
+            name=payload.name,
+            engine=engine.to_spec()[0],
+            params=params_of(payload.training, args, kwargs, request.env),
+            submitter=this_process(),
+            torch=_torch(),
+        )
+        engine.check(job)
+        engine.check_store(request.root)
+        self.run = RunDirectory(store.join(request.root, job.run_id))
+        is_elsewhere = engine.drives_elsewhere or engine.can_host_driver(self.run, job)
+        self._job = replace(job, queue_time=job.start_timeout if is_elsewhere else 0.0)
+
+    def submit(self) -> None:
+        """Looks at the run under the id until it is decided what becomes of it, and sets ``own`` or ``existing``.
+
+        Raises:
+            InvalidJobError: another training is live under this id, or the store cannot be used.
+            EngineError: an earlier run was asked to stop and does not end, or Spark failed.
+        """
+        with located(self.run.directory):
+            while not self._settle():
+                pass
+
+    def _settle(self) -> bool:
+        """Takes the next step about the run under the id; False if it must be looked at again."""
+        run, found = self.run, None
+        with existing.storing(run):
+            number, job = existing.newest(run)
+            if job:
+                before = Submission(run, job)
+                try:
+                    found = self._assess(before)
+                except RunNotFoundError as error:
+                    if before.is_there():
+                        raise existing.unreadable(run, error) from error
+                    return False
+                if found.ending:
+                    existing.await_end(before)
+                    return False
+                if found.decision in (Decision.ATTACH, Decision.DELIVER):
+                    if self._request.caller is None:
+                        logger.warning("%s", existing.following(found, run.directory))
+                    self.existing = found
+                    return True
+                if not found.status.final:
+                    self._replace(before, found)
+                    return False
+                try:
+                    # Its driver may live although it seems dead. From here on it stops as soon as it looks.
+                    if before.finish(found.status).state != found.status.state:
+                        return False
+                except FileNotFoundError:
+                    return False
+        return self._start(number + 1, found)
+
+    def _replace(self, before: Submission, found: Existing) -> None:
+        """Ends a living run of another training for a pipeline step. Raises InvalidJobError for another caller."""
+        what, directory = describe(found.comparison.differing), self.run.directory
+        if self._request.caller is None:
+            raise InvalidJobError(
+                f"run_id {found.job.run_id!r} is running another training (different: {what}): cancel it with "
+                f"RunHandle.attach({directory!r}).cancel(), or choose another run_id",
+                code="RZ-1009",
+            )
+        RunHandle[Any](directory, job=found.job).cancel(reason="another training was submitted in its place")
+        existing.await_end(before)
+        logger.warning("ended the run in %s: changed since: %s", directory, what)
+
+    def _asked(self, digests: Mapping[str, str]) -> Asked:
+        """Returns the facts that decide about an existing run, given the checksums of the datasets."""
+        parts = {**self._identity, **{f"{DATASET}{name}": digest for name, digest in digests.items()}}
+        return Asked(Identity.of(parts), self._request.template.generation, self._by_name)
+
+    def _kept(self, before: Submission) -> dict[str, Any]:
+        return datasets.of_earlier_try(before, self._request.sources, self._request.template.generation)
+
+    def _assess(self, before: Submission) -> Existing:
+        """Returns the existing run. Spark computes checksums of DataFrames only if the run would be followed."""
+        kept, generation = self._kept(before), self._request.template.generation
+
+        def assess(assumed: Mapping[str, str] | None) -> Existing:
+            asked = self._asked(self._sources.digests(kept, generation, assumed))
+            return existing.assess(before, asked, self._request.caller)
+
+        parts = before.job.identity_parts.items()
+        found = assess({name.removeprefix(DATASET): digest for name, digest in parts if name.startswith(DATASET)})
+        is_followed = found.decision in (Decision.ATTACH, Decision.DELIVER) and not found.ending
+        return assess(None) if is_followed and self._sources.has_frames(kept) else found
+
+    def _start(self, number: int, found: Existing | None) -> bool:
+        """Computes the rows and makes the submission; False if another process was faster."""
+        request, run = self._request, self.run
+        existing.check_writable(run)
+        earlier, kept = dict[str, Any](), dict[str, Any]()
+        if found and request.sources:
+            before = Submission(run, found.job)
+            earlier = datasets.earlier(before)
+            if found.decision is Decision.RESUME and datasets.are_readable(same := self._kept(before)):
+                kept = same
+        job = replace(self._job, submission=number, nonce=secrets.token_hex(8))
+        own = Submission(run, job)
+        try:
+            manifests, queries = self._sources.collect(own, kept, earlier)
+            generation = request.template.generation
+            texts = {name: f"{query} {generation}".strip() for name, query in queries.items()}
+            asked = self._asked({name: manifest.digest for name, manifest in manifests.items()} | texts)
+            if found and found.decision is Decision.RESUME and not asked.by_name:
+                # Only now all rows are known.
+                comparison = compare_job(found.job, asked)
+                decision = Decision.RESUME if comparison.same else Decision.FRESH
+                found = replace(found, decision=decision, comparison=comparison)
+            identity = asked.identity
+            job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=queries)
+            files = {"payload.pkl": self._payload.data}
+            modules, code = self._payload.modules, request.code.archive
+            manifest = to_bytes(manifests) if manifests else None
+            for name, content in (("modules.zip", modules), (ARCHIVE, code), (FILE, manifest)):
+                files |= {name: [content]} if content is not None else {}
+            described = {name: _described(own.path(name), content) for name, content in files.items()}
+            job = replace(existing.behind(run, found, job), files={**described, **_describe_arguments(self._payload)})
+            self.own = own = Submission(run, job)
+            if not existing.claim(own, files):
+                self.own = None
+                return False
+        except BaseException:
+            with contextlib.suppress(Exception):
+                # An exception of a signal handler may come behind the claim: the submission gets its end then.
+                if not own.is_there():
+                    store.remove(own.directory)
+            raise
+        if found and request.caller is None:
+            logger.warning("run %s: %s", run.directory, own.job.beginning)
+        return True
+
+    @property
+    def submission(self) -> Submission:
+        """The submission that was made, behind `submit` that has found no run to follow."""
+        assert self.own
+        return self.own
+
+    @contextlib.contextmanager
+    def recording_end(self) -> Iterator[None]:
+        """Records the end of the submission if the block ends before a driver has begun.
+
+        Until its driver's first status, a run counts as living for as long as the process that has submitted it.
+        """
+        owner = os.getpid()
+        try:
+            yield
+        except BaseException as error:
+            # A forked child that leaves the block has submitted nothing.
+            if self.own and os.getpid() == owner:
+                record_end(self.own, error)
+            raise
+
+
+def record_end(own: Submission, error: BaseException) -> None:
+    """Records that a submission has ended by an exception of its caller, unless a driver has begun."""
+
+    def record() -> None:
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        end: RankZeroError = EngineError(f"the driver could not be started: {what}")
+        if not isinstance(error, Exception):
+            end = RunCancelledError(f"the caller was interrupted by {what} before the driver started")
+        if own.is_there() and (status := own.status()).driver_pid is None and not status.final:
+            # A driver process that has started nevertheless finds the end, and exits.
+            state = "failed" if isinstance(end, EngineError) else "cancelled"
+            own.finish(replace(status, state=state, error=end.to_json()))
+
+    # A store may raise anything, which must not replace the exception, and one that does not answer must not keep a
+    # caller that was interrupted.
+    with contextlib.suppress(Exception):
+        in_thread(record).result(_RECORD_TIMEOUT)
+
+
+@functools.cache
+def _torch() -> str | None:
+    """Returns the version of the installed torch, without importing it; None if there is none."""
+    # Parsing torch's metadata takes 3 ms.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("torch")
+    return None
+
+
+def _described(location: str, parts: list[Part]) -> dict[str, Any]:
+    return {"location": location, "size": sum(map(len, parts)), "absolute": False, "digest": digest_of(parts)}
+
+
+def _describe_arguments(payload: pack.Payload) -> dict[str, dict[str, Any]]:
+    """Describes the files that arguments refer to. Raises InvalidJobError if one does not exist."""
+    described: dict[str, dict[str, Any]] = {}
+    for number, ref in enumerate(payload.refs):
+        # Workers read files on an object store directly; if a worker cannot, the driver does.
+        if not (store.is_url(ref.uri) or (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size)):
+            raise InvalidJobError(f"the argument {ref.uri} does not exist or is not the {ref.size} bytes stored")
+        facts = {"location": ref.uri, "size": ref.size, "digest": ref.digest, "absolute": True}
+        described[f"ref-{number}"] = {**facts, "uri": ref.uri}
+    return described
