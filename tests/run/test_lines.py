@@ -12,8 +12,8 @@ from tests.runs import submitted
 from rankzero import RunHandle, store
 from rankzero.driver.recorder import Recorder
 from rankzero.masking import Mask
-from rankzero.pipeline import level_of
 from rankzero.run.directory import Submission
+from rankzero.run.output import level_of
 
 HOUR = 3600.0
 BEGIN = 1_800_000_000.0

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rankzero import store as stores
 from rankzero.cli import words
-from rankzero.errors import RankZeroError
 from rankzero.job import Job
 from rankzero.options import TABLE
-from rankzero.report import cost
 from rankzero.report import serve as served
 from rankzero.report.card import duration
-from rankzero.run.directory import RunDirectory, Submission
+from rankzero.report.summary import usage
+from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.listing import UNKNOWN, Listed, find_run, list_runs
 from rankzero.run.output import Line
@@ -35,8 +33,6 @@ WATCH_INTERVAL = 2.0  # Seconds between two listings of a store with --watch
 
 COLORS = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "blue", "starting": "cyan"}
 
-_LISTINGS = {"modules.zip": "modules.txt", "code.tar.gz": "code.txt"}  # Lists of what is in the files of a job
-MOST_FILES = 20  # Most files of one archive that are listed
 _HEADS = ("run", "state", "ranks", "submitted", "took", "used", "metrics")
 _METRICS = 4
 _LINES_OF_RUN = 2
@@ -104,7 +100,7 @@ def status(run: str, as_json: bool) -> None:
         "engine": None if found.final else found.engine_url,
         "started": words.moment(found.started),
         "ended": words.moment(found.ended),
-        "used": str(cost.usage(job, found, time.time()) or ""),
+        "used": usage(job, found, time.time()),
         "checkpoint": found.checkpoint,
         "metrics": ", ".join(f"{name}={value}" for name, value in found.metrics.items()),
     }
@@ -210,8 +206,8 @@ def _as_json(one: Listed) -> dict[str, Any]:
     job = one.job
     own = {"id": job.run_id, "directory": one.directory, "name": job.name, "world": job.world, "created": job.created}
     facts = {"problem": one.problem} if one.problem else {}
-    used = cost.usage(job, one.status, time.time())
-    return {**facts, **own, "labels": job.labels, **asdict(one.status), "used": used and asdict(used)}
+    used = usage(job, one.status, time.time())
+    return {**facts, **own, "labels": job.labels, **asdict(one.status), "used": used}
 
 
 def _cells(one: Listed) -> tuple[str, ...]:
@@ -221,9 +217,6 @@ def _cells(one: Listed) -> tuple[str, ...]:
         return job.run_id, *[status.state] * 5, one.problem
     now = time.time()
     took = "" if status.started is None else duration(round(max(0.0, (status.ended or now) - status.started), 1))
-    used = cost.usage(job, status, now)
-    # Two spaces before the price, if it is known.
-    price = "" if used is None else "  ".join(filter(None, (used.amount, used.price)))
     numbers = {name: value for name, value in status.metrics.items() if type(value) in (int, float)}
     shown = [f"{name}={_short(value)}" for name, value in numbers.items() if not name.startswith("total_")]
     cells = (
@@ -232,7 +225,7 @@ def _cells(one: Listed) -> tuple[str, ...]:
         job.world,
         words.moment(job.created) or "",
         took,
-        price,
+        usage(job, status, now),
         " ".join(shown[:_METRICS]),
     )
     return tuple("".join(char if char.isprintable() else repr(char)[1:-1] for char in cell) for cell in cells)
@@ -295,7 +288,7 @@ def explain(run: str, as_json: bool) -> None:
     directory.job()
     for job in filter(None, map(directory.job_of, directory.numbers())):
         sentences = [job.beginning or "where it began is not recorded", *_changes(before, job)]
-        sentences += _shipped(Submission(directory, job))
+        sentences += [f"shipped: {name}, {facts.get('size')} bytes" for name, facts in job.files.items()]
         before = job
         if as_json:
             words.print_json({"submission": job.submission, "created": job.created, "explanation": sentences})
@@ -316,14 +309,3 @@ def _changes(before: Job | None, job: Job) -> Iterator[str]:
     parts = [name for name in job.identity_parts if name not in TABLE]
     if parts:
         yield f"another training if one of these changes: {', '.join(parts)}"
-
-
-def _shipped(own: Submission) -> Iterator[str]:
-    for name, facts in own.job.files.items():
-        yield f"shipped: {name}, {facts.get('size')} bytes"
-        with contextlib.suppress(OSError, RankZeroError):
-            lists = [_LISTINGS[name]] if name in _LISTINGS else []
-            files = [line for path in lists for line in stores.read_bytes(own.path(path)).decode().splitlines()]
-            yield from (f"  {line}" for line in files[:MOST_FILES])
-            if len(files) > MOST_FILES:
-                yield f"  and {len(files) - MOST_FILES} more"

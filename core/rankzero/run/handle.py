@@ -112,10 +112,10 @@ class RunHandle(Observer, Generic[R]):
 
     def _repr_html_(self) -> str | None:
         """The run in a notebook: its state, progress and curves."""
-        from rankzero.report.card import Card
+        from rankzero.report.card import draw
 
         with contextlib.suppress(RankZeroError, OSError):
-            return Card(self).html()
+            return draw(self)
         return None
 
     # -- the end of the run ----------------------------------------------------------------------

@@ -35,8 +35,8 @@ class PipelineTry(Protocol):
         """Seconds without a follower after which an attached run ends; None keeps the run's lease."""
 
     @property
-    def retrier(self) -> Mapping[str, Any] | None:
-        """The only process that starts the next try (`describe_process`), if it is on this machine; else None.
+    def retrier(self) -> int | None:
+        """The id of the only process that starts the next try, if it is on this machine; else None.
 
         After it has exited there is no further try, so a run without a follower ends soon.
         """

@@ -78,8 +78,20 @@ class SparkEngine(Engine):
     conf: Mapping[str, str] = field(default_factory=dict, repr=False)
     session: SparkSession | None = field(default=None, repr=False)
 
+    @staticmethod
+    def embedded(conf: Mapping[str, str]) -> Engine:
+        """Returns the engine of a pipeline step that names no cluster: a Spark on this machine, or its processes.
+
+        With a configuration Spark is needed, so a run without pyspark is refused.
+        """
+        if conf or importlib.util.find_spec("pyspark"):
+            return SparkEngine(conf=conf)
+        logger.info("pyspark is not installed here, so the ranks are processes of this machine")
+        return LocalEngine()
+
     def __post_init__(self) -> None:
-        cpus = STRINGS.check("conf", self.conf).get(TASK_CPUS, "1")
+        object.__setattr__(self, "conf", STRINGS.check("conf", self.conf))
+        cpus = self.conf.get(TASK_CPUS, "1")
         if not cpus.isdecimal() or int(cpus) < 1:
             raise InvalidJobError(f"{TASK_CPUS} is {cpus!r}; it must be a positive whole number")
         if self.session is not None and (self.master is not None or self.conf):
@@ -368,15 +380,3 @@ class SparkEngineSession(EngineSession):
             self._context.stop()
         if not alive:
             jvm.forget()
-
-
-def embedded_engine(conf: Mapping[str, str]) -> Engine:
-    """Returns the engine of a pipeline step that names no cluster: a Spark on this machine, or its processes.
-
-    Args:
-        conf: Spark configuration of the step. With one, Spark is needed, so that a run without pyspark is refused.
-    """
-    if conf or importlib.util.find_spec("pyspark"):
-        return SparkEngine(conf=conf)
-    logger.info("pyspark is not installed here, so the ranks are processes of this machine")
-    return LocalEngine()
