@@ -139,7 +139,7 @@ def test_a_driver_that_creates_without_a_condition_is_refused_before_anything_st
 def test_a_mount_that_cannot_append_is_refused_before_anything_starts(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a bucket behind FUSE; `docs/stores.md` says which were tried."""
+    """As a bucket behind FUSE; `docs/values.md` says which were tried."""
     real = open
 
     def open_(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:

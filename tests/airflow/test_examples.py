@@ -1,9 +1,7 @@
 """Every example pipeline, as its DAG file defines it."""
 
-import ast
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,15 +11,13 @@ from typing import Any
 import pytest
 from tests.airflow.conftest import register
 from tests.airflow.versions import RunDag
-from tests.conftest import JVM_TIMEOUT, ROOT, restore_signal_handlers, signal_handlers, until
+from tests.conftest import JVM_TIMEOUT, ROOT, restore_signal_handlers, signal_handlers
 
 from rankzero import Launcher, ResultRef
 from rankzero.run.directory import RunDirectory
 
 EXAMPLES = ROOT / "example_dags"
 DAY = 86400.0
-
-ANSWER_TIMEOUT = 240.0
 
 LoadDag = Callable[[str], Any]
 LoadDags = Callable[[str], dict[str, Any]]
@@ -146,88 +142,6 @@ def test_deferred_training_gives_its_result_to_the_next_task(load_dag: LoadDag, 
     assert outcome.xcom("train").format == "torch"
 
 
-class Person(threading.Thread):
-    """Answers the question of a task, through what the API does with an answer, as soon as it is asked."""
-
-    def __init__(self, dag_id: str, task_id: str, choice: str) -> None:
-        super().__init__(daemon=True)
-        self._dag_id, self._task_id, self._choice = dag_id, task_id, choice
-        self.question: Any = None
-
-    def run(self) -> None:
-        from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
-        from airflow.api_fastapi.core_api.datamodels.hitl import UpdateHITLDetailPayload
-        from airflow.api_fastapi.core_api.routes.public.hitl import update_hitl_detail
-        from airflow.utils.session import create_session
-
-        run_id = until(self._asked_in, ANSWER_TIMEOUT, "the question", pause=0.2)
-        with create_session() as session:
-            self.question = update_hitl_detail(
-                dag_id=self._dag_id,
-                dag_run_id=run_id,
-                task_id=self._task_id,
-                update_hitl_detail_payload=UpdateHITLDetailPayload(chosen_options=[self._choice], params_input={}),
-                user=SimpleAuthManagerUser(username="ada", role="admin"),
-                session=session,
-            )
-
-    def _asked_in(self) -> str | None:
-        from airflow.models.taskinstance import TaskInstance
-        from airflow.utils.session import create_session
-        from sqlalchemy import select
-
-        asked = select(TaskInstance.run_id).where(
-            TaskInstance.dag_id == self._dag_id,
-            TaskInstance.task_id == self._task_id,
-            TaskInstance.state == "awaiting_input",
-        )
-        with create_session() as session:
-            return session.scalar(asked)
-
-
-# By default: the rejection below, and the promotion of the nightly pipeline.
-@pytest.mark.soak
-def test_approved_model_is_promoted(load_dag: LoadDag, run_dag: RunDag, tmp_path: Path) -> None:
-    person = Person("digits_approval", "approve", "Approve")
-    person.start()
-    outcome = run_dag(load_dag("approval.py"), run_conf={"epochs": 2})
-    assert outcome.state == "success", outcome.errors
-    person.join(10)
-    body = outcome.xcom("describe")
-    assert f"{outcome.xcom('evaluate'):.4f}" in body
-    assert "champion: there is none" in body
-    champion = json.loads((tmp_path / "digits" / "champion.json").read_text())
-    assert champion["accuracy"] == outcome.xcom("evaluate")
-    assert ResultRef.from_json(champion["model"]).digest == outcome.xcom("train").digest
-    assert Path(champion["model"]["uri"]).is_relative_to(tmp_path / "digits")
-
-
-def test_rejected_model_is_not_promoted(load_dag: LoadDag, run_dag: RunDag, tmp_path: Path) -> None:
-    Person("digits_approval", "approve", "Reject").start()
-    outcome = run_dag(load_dag("approval.py"), mark_success_pattern="prepare|train|evaluate|describe")
-    assert outcome.state == "success", outcome.errors
-    assert outcome.task_state("promote") == "skipped"
-    assert not (tmp_path / "digits").exists()
-
-
-# By default: the same example in Dagster.
-@pytest.mark.soak
-def test_a_training_of_horovods_is_a_task(load_dag: LoadDag, run_dag: RunDag) -> None:
-    outcome = run_dag(load_dag("horovod_training.py"), run_conf={"epochs": 5})
-    assert outcome.state == "success", outcome.errors
-    assert outcome.xcom("evaluate") > 0.8
-
-
-def test_trainings_of_other_launchers_are_tasks(
-    load_dag: LoadDag, run_dag: RunDag, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DIGITS_EPOCHS", "1")
-    outcome = run_dag(load_dag("front_doors.py"))
-    assert outcome.state == "success", outcome.errors
-    for task_id in ("ray_train", "decorated"):
-        assert 0.3 < outcome.xcom(task_id) <= 1, task_id
-
-
 # By default: Spark's tables in `tests/data`.
 @pytest.mark.soak
 @pytest.mark.usefixtures("own_jvm")
@@ -235,13 +149,6 @@ def test_a_spark_table_becomes_a_scored_table(load_dag: LoadDag, run_dag: RunDag
     outcome = run_dag(load_dag("table_training.py"))
     assert outcome.state == "success", outcome.errors
     assert outcome.xcom("promote")["accuracy"] > 0.8
-
-
-def train_function(name: str) -> str:
-    """The source of the function ``train`` of an example, wherever in the file it stands."""
-    tree = ast.parse((EXAMPLES / "airflow" / name).read_text())
-    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "train")
-    return ast.unparse(found)
 
 
 @pytest.fixture
@@ -257,22 +164,6 @@ def own_jvm() -> Iterator[None]:
         gateway.proc.stdin.close()
         gateway.proc.wait(JVM_TIMEOUT)
         SparkContext._gateway = SparkContext._jvm = None
-
-
-@pytest.mark.soak
-def test_migration_changes_neither_the_training_nor_its_result(
-    load_dag: LoadDag, run_dag: RunDag, own_jvm: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SPARK_MASTER", raising=False)
-    monkeypatch.delenv("SPARK_CONN_ID", raising=False)
-    # pyspark's own executors are started with whatever `python3` means, unless they are told.
-    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
-    assert train_function("migration_before.py") == train_function("migration_after.py")
-    outcomes = [run_dag(load_dag(f"migration_{when}.py")) for when in ("before", "after")]
-    assert [outcome.state for outcome in outcomes] == ["success"] * 2, [outcome.errors for outcome in outcomes]
-    before, after = (outcome.xcom("train") for outcome in outcomes)
-    assert 0 < after < 0.1
-    assert after == pytest.approx(before, rel=1e-6)
 
 
 # -- the nightly pipeline ----------------------------------------------------------------------

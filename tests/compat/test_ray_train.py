@@ -247,7 +247,7 @@ def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: TorchTrainer("train.py"), "must be a function"),  # type: ignore[arg-type]
-        (lambda: TorchTrainer(print, metadata={}), r"no TorchTrainer\(metadata\): see docs/migrate-ray-train.md"),
+        (lambda: TorchTrainer(print, metadata={}), r"no TorchTrainer\(metadata\): see docs/migrate.md#ray-train"),
         (lambda: TorchTrainer(print, scaling_config={"num_workers": 2}), "scaling_config is a dict"),  # type: ignore[arg-type]
         (lambda: ScalingConfig(num_workers=0), "num_workers is 0; it must be a positive integer"),
         (lambda: ScalingConfig(num_workers=(3, 1)), "num_workers is \\(3, 1\\)"),
@@ -256,7 +256,7 @@ def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:
         (lambda: ScalingConfig(resources_per_worker={"TPU": 1}), r"no resources_per_worker\(TPU\)"),
         (lambda: RunConfig(failure_config={"max_failures": 3}), "failure_config is a dict; give .*FailureConfig"),
         (lambda: RunConfig(worker_runtime_env={"pip": []}), r"no worker_runtime_env\(pip\)"),
-        (lambda: Checkpoint("s3://bucket/state"), "a URL: see docs/migrate-ray-train.md"),
+        (lambda: Checkpoint("s3://bucket/state"), "a URL: see docs/migrate.md#ray-train"),
         (lambda: train.report({}, validation=True), r"no report\(validation\)"),
         (lambda: TorchTrainer(print, torch_config=TorchConfig("nccl")).fit(), 'backend="nccl" needs use_gpu=True'),
     ],

@@ -12,7 +12,6 @@ from tests.conftest import ROOT
 from tests.dagster.dagster_events import metadata_of
 
 from dagster_rankzero import TorchDistributorResource
-from rankzero import ResultRef
 
 EXAMPLES = ROOT / "example_dags"
 
@@ -89,28 +88,6 @@ def test_a_script_is_an_asset(load: Load, instance: dg.DagsterInstance, monkeypa
     event = instance.get_latest_materialization_event(dg.AssetKey("script_scores"))
     shown = metadata_of(result, "script_scores")
     assert event.asset_materialization.tags["dagster/data_version"] == shown["sha256"]
-
-
-def test_a_training_of_horovods_is_an_asset(load: Load, instance: dg.DagsterInstance) -> None:
-    _, defs = load("horovod_training")
-    run(defs, "horovod_scans", instance)
-    run(defs, "horovod_model", instance)
-    accuracy = run(defs, "horovod_accuracy", instance).output_for_node("horovod_accuracy")
-    assert accuracy > 0.8
-
-
-# By default: the same example in Airflow.
-@pytest.mark.soak
-def test_trainings_of_other_launchers_are_assets(
-    load: Load, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DIGITS_EPOCHS", "1")
-    monkeypatch.setenv("RANKZERO_STORE", str(tmp_path / "own runs"))
-    module, defs = load("front_doors")
-    result = dg.materialize([module.door_scans, *module.TRAININGS], resources=defs.resources, instance=instance)
-    for each in module.TRAININGS:
-        value = result.output_for_node(each.op.name)
-        assert 0.3 < (value.load() if isinstance(value, ResultRef) else value) <= 1, each.op.name
 
 
 # By default: Spark's tables in `tests/data`, and the examples above.

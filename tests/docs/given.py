@@ -37,7 +37,7 @@ def clusters() -> dict[str, Any]:
     return {**PUBLIC, "train": training, "errno": errno}
 
 
-def torchrun() -> dict[str, Any]:
+def migrate() -> dict[str, Any]:
     Path("train.py").write_text(SCRIPT)
     Path("train.sh").write_text('test -n "$RANK"\n')
     os.makedirs("acme")
@@ -114,16 +114,11 @@ def data(session: Any) -> dict[str, Any]:
     return {"spark": Warehouse(session), "step": step, "score": score}
 
 
-def public() -> dict[str, Any]:
-    return dict(PUBLIC)
-
-
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/clusters.md": clusters,
+    "docs/migrate.md": migrate,
     "docs/operations.md": operations,
     "docs/python.md": python,
-    "docs/torchrun.md": torchrun,
-    "docs/tracking.md": public,
     "docs/training.md": training_page,
     "docs/reports.md": reports,
 }

@@ -224,7 +224,7 @@ def test_a_server_that_is_away_costs_the_run_nothing(tmp_path: Path, monkeypatch
 
 def test_the_documentations_pipeline_registers_a_model(tmp_path: Path) -> None:
     """The step behind the training logs a model of MLflow into a file store, which any reader of MLflow opens."""
-    (block,) = [block for block in blocks("docs/tracking.md") if block.mark == "mlflow"]
+    (block,) = [block for block in blocks("docs/reports.md") if block.mark == "mlflow"]
     program = tmp_path / "pipeline.py"
     program.write_text(
         block.text + "\nprint(mlflow.pyfunc.load_model('models:/digits@champion').predict(rows).shape)\n"

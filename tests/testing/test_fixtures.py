@@ -69,7 +69,7 @@ def test_the_gate(fake_trainings, tmp_path):
     ("tests", "passed"),
     [
         pytest.param(LAUNCHER, 3, id="launcher"),
-        # By default: the pipeline of `docs/testing.md`, in `tests/docs/test_blocks.py`.
+        # By default: the pipeline of `docs/python.md`, in `tests/docs/test_blocks.py`.
         pytest.param(DAGSTER, 1, id="dagster", marks=pytest.mark.soak),
     ],
 )

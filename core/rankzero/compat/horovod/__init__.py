@@ -62,7 +62,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name = module.__name__
         found = _MODULES.get(name.replace(__name__, "horovod", 1))
         if found is None:
-            raise ImportError(f"{name} is not part of rankzero: docs/migrate-horovod.md has what is, and what to use")
+            raise ImportError(f"{name} is not part of rankzero: docs/migrate.md#horovod has what is, and what to use")
         # The import system returns the module that is registered here.
         sys.modules[name] = importlib.import_module(__name__ + found)
 

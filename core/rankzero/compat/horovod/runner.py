@@ -128,7 +128,7 @@ def run(
         if name not in _IGNORED and value not in (None, False):
             raise InvalidJobError(
                 f"{name}={value!r} is not supported: give rankzero's own options by launcher=Launcher(...), and see "
-                "docs/migrate-horovod.md"
+                "docs/migrate.md#horovod"
             )
     if not callable(fn):
         raise InvalidJobError(f"fn is {fn!r}; give a function. Launcher runs scripts, too")

@@ -28,7 +28,7 @@ _NAMES = (
     "runtime_env shutdown tensorflow tune v2 xgboost"
 )
 ABSENT = frozenset(_NAMES.split())
-"""Public names of Ray 2.40 and 2.60 for which docs/migrate-ray-train.md says what to use instead."""
+"""Public names of Ray 2.40 and 2.60 for which docs/migrate.md#ray-train says what to use instead."""
 
 
 class UnsupportedError(InvalidJobError, ImportError):
@@ -37,7 +37,7 @@ class UnsupportedError(InvalidJobError, ImportError):
 
 def unsupported(what: str) -> UnsupportedError:
     """Returns the error for a name or an option, which names the page."""
-    return UnsupportedError(f"rankzero.compat.ray_train has no {what}: see docs/migrate-ray-train.md")
+    return UnsupportedError(f"rankzero.compat.ray_train has no {what}: see docs/migrate.md#ray-train")
 
 
 class _Finder(importlib.abc.MetaPathFinder):
