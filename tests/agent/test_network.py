@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
@@ -76,7 +75,7 @@ def closed_port() -> int:
     return free_port()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost"])
 def test_loopback_is_lo(host: str) -> None:
     assert interface_of(host) == "lo"
     assert socket_environment(host) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
@@ -125,14 +124,6 @@ def test_a_label_is_the_name_that_gloo_sees() -> None:
     assert in_namespace("socket_environment('10.77.1.1')") == labelled
 
 
-def test_a_link_local_address_belongs_to_its_scope() -> None:
-    assert in_namespace("interface_of('fe80::1%wire0')") is None
-    own = "next(line.split()[0] for line in open('/proc/net/if_inet6') if line.endswith('wire1\\n'))"
-    text = f"(lambda raw: ':'.join(raw[i:i+4] for i in range(0, 32, 4)))({own})"
-    assert in_namespace(f"interface_of({text} + '%wire1')") == "wire1"
-    assert in_namespace(f"interface_of({text} + '%wire0')") is None
-
-
 def test_a_system_that_does_not_list_them_has_no_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> socket.socket:
         raise PermissionError
@@ -144,15 +135,6 @@ def test_a_system_that_does_not_list_them_has_no_interfaces(monkeypatch: pytest.
 def test_the_first_host_that_accepts(listener: int) -> None:
     assert first_reachable(["127.0.0.1"], listener, LONG) == "127.0.0.1"
     assert first_reachable(["no-such-host.invalid", "localhost"], listener, LONG) == "localhost"
-
-
-def test_the_order_is_a_preference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANKZERO_TIME_SCALE", "40")
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        hosts = [f"127.0.0.{number}" for number in range(1, 6)]
-        assert first_reachable(hosts, port, 20 * LONG) == "127.0.0.1"
-        assert first_reachable(hosts[::-1], port, 20 * LONG) == "127.0.0.5"
 
 
 def test_nobody_listens(closed_port: int) -> None:
@@ -172,29 +154,12 @@ def test_a_black_hole_alone_ends_by_the_bound() -> None:
     assert in_namespace(f"first_reachable([{BLACK_HOLE!r}], 7000, {BOUND})") is None
 
 
-def test_a_name_server_that_hangs_ends_by_the_bound(monkeypatch: pytest.MonkeyPatch, listener: int) -> None:
-    look_up = socket.getaddrinfo
-    released = threading.Event()
-
-    def hang(host: str, *rest: object, **options: object) -> object:
-        if host == "slow.invalid":
-            released.wait(LONG)
-        return look_up(host, *rest, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(network.socket, "getaddrinfo", hang)
-    started = time.monotonic()
-    assert first_reachable(["slow.invalid"], listener, BOUND) is None
-    assert BOUND <= time.monotonic() - started < BOUND + MARGIN
-    assert first_reachable(["slow.invalid", "127.0.0.1"], listener, LONG) == "127.0.0.1"
-    released.set()
-
-
 def test_a_name_whose_first_address_is_dead(monkeypatch: pytest.MonkeyPatch, listener: int) -> None:
     look_up = socket.getaddrinfo
 
-    def two(host: str, port: int, **options: object) -> object:
+    def two(host: str, *rest: object) -> object:
         # 127.0.0.2 refuses: the listener has 127.0.0.1 alone.
-        return [*look_up("127.0.0.2", port, **options), *look_up("127.0.0.1", port, **options)]  # type: ignore[arg-type]
+        return [*look_up("127.0.0.2", *rest), *look_up("127.0.0.1", *rest)]  # type: ignore[arg-type]
 
     monkeypatch.setattr(network.socket, "getaddrinfo", two)
     assert first_reachable(["driver"], listener, LONG) == "driver"
