@@ -372,12 +372,11 @@ def test_a_driver_that_comes_too_late_leaves_the_run_alone(single: Launcher, tmp
     assert handle.result(WAIT) == "attempt 0"
     command = [sys.executable, "-c", "from rankzero.driver.main import main; main()", handle.directory, "--submission"]
     private = json.dumps({"env": {}, "engine": {}, "nonce": handle.nonce})
-    again = subprocess.run([*command, "0"], input=private, capture_output=True, text=True, timeout=WAIT)
-    assert "has a driver already" in again.stderr
-    handle.acknowledge()
-    single.submit(count_and_wait, str(tmp_path)).result(WAIT)
-    late = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=WAIT)
-    assert "was submitted again" in late.stderr
+    for _ in range(2):
+        late = subprocess.run([*command, "0"], input=private, capture_output=True, text=True, timeout=WAIT)
+        assert "has a driver already" in late.stderr
+        handle.acknowledge()
+        single.submit(count_and_wait, str(tmp_path)).result(WAIT)
     assert starts(tmp_path) == 2
 
 
