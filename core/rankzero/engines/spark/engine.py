@@ -243,10 +243,6 @@ class SparkEngineSession(EngineSession):
         most = most_slots(self._master, self._settings)
         return most if self._gpus is None else min(most or 0, len(self._gpus) // self._job.processes_per_task)
 
-    def num_agents(self, num_tasks: int) -> int:
-        """Returns one agent for each task."""
-        return num_tasks
-
     def reserve(self, num_tasks: int) -> bool:
         """Locks local GPUs for ranks that run on this machine; Spark reserves those of a cluster."""
         count = num_tasks * self._job.processes_per_task
