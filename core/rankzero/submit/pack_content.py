@@ -229,7 +229,9 @@ def _without_numbers(state: Any) -> Any:
     if type(state) is not dict:
         return state
     return {
-        name: [*each.values()] if "_hooks" in str(name) and isinstance(each, dict) else each
+        name: [*each.values()]
+        if "_hooks" in str(name) and isinstance(each, dict) and {*map(type, each)} <= {int}
+        else each
         for name, each in state.items()
     }
 
