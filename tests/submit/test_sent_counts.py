@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,14 @@ def test_a_file_in_another_encoding_counts_by_its_bytes(package: Path) -> None:
     assert f"module {package.name}.models" in dict(identity_of(train, (), {}, 1).parts)
 
 
+def test_a_source_that_python_warns_of_counts_with_what_it_imports(package: Path) -> None:
+    write(package / "models.py", "from . import other\nif 1 is 1:\n    pass\n")
+    script = write(package.parent / "train.py", f"import {package.name}.models\nif 1 is 1:\n    pass\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert f"module {package.name}.other" in dict(identity_of(str(script), (), {}, 1).parts)
+
+
 def test_a_text_that_is_the_name_of_a_folder_sends_no_folder(package: Path) -> None:
     write(package.parent / "data" / "tool.py", "")
     write(
@@ -272,7 +281,8 @@ def test_a_function_of_a_dag_file_counts_by_its_source_and_what_it_refers_to(
 
 
 def test_a_function_counts_by_its_source_whatever_python_makes_of_it(dag: Callable[[str], Any]) -> None:
-    module = dag(TASK.replace("return x * RATE", '"""Scales."""\n    assert x\n    return x * RATE'))
+    with pytest.warns(SyntaxWarning):
+        module = dag(TASK.replace("return x * RATE", '"""Scales."""\n    assert x is not 9\n    return x * RATE'))
     program = "from tests.identities import identity_of\n"
     program += f"import {module.__name__} as dag\nprint(identity_of(dag.train, (1,), {{}}, 1).digest)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -283,7 +293,9 @@ def test_a_function_counts_by_its_source_whatever_python_makes_of_it(dag: Callab
         # Without assertions and texts: like another version of Python, it makes other instructions of the source.
         for flags in ([], ["-OO"])
     }
-    assert digests == {identity_of(module.train, (1,), {}, 1).digest + "\n"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert digests == {identity_of(module.train, (1,), {}, 1).digest + "\n"}
 
 
 def test_code_counts_that_its_file_no_longer_has(dag: Callable[[str], Any], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import re
 import token
 import tokenize
 import types
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -74,10 +75,17 @@ def _of_file(path: str, _fingerprint: str, package: str) -> Source:
         source = file.read()
     try:
         # Not kept beside the facts.
-        found = source_of_code.__wrapped__(compile(source, path, "exec", dont_inherit=True, optimize=0), package)
+        found = source_of_code.__wrapped__(to_code(source, path, optimize=0), package)
     except (SyntaxError, ValueError):
         found = Source("")
     return found._replace(digest=digest_of_source(source))
+
+
+def to_code(source: str | bytes, path: str, flags: int = 0, *, optimize: int = -1) -> types.CodeType:
+    """Compiles a file. What Python warns of is shown, or an error, where it runs. Raises SyntaxError or ValueError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compile(source, path, "exec", flags, dont_inherit=True, optimize=optimize)
 
 
 def digest_of_source(source: bytes) -> str:
@@ -229,7 +237,7 @@ _FUTURES = annotations.compiler_flag
 def _compiled(source: str, path: str, flags: int) -> frozenset[types.CodeType]:
     """Returns the code of all functions of a source; empty for one that is not Python, such as a notebook's magics."""
     try:
-        code = compile(source, path, "exec", flags, dont_inherit=True)
+        code = to_code(source, path, flags)
     except (SyntaxError, ValueError):
         return frozenset()
     return frozenset(each for each, _ in _nested(code))
