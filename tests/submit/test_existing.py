@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +100,14 @@ def test_a_try_follows_the_submission_that_came_while_it_computed_a_checksum(
         own = opened.handle.own
         own.write_status(replace(own.status(), state="succeeded", **value))
         assert opened.handle.result() == 7
+
+
+def test_a_run_whose_newest_folder_was_deleted_goes_on(single: Launcher, run: RunDirectory) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
+        gone = describe_process(owner.pid)
+    submit(run, identity_by(single, len, (Slow(),), {}), 1, RunStatus("running"), gone)
+    shutil.rmtree(run.current().directory)
+    assert single.submit(len, Slow()).result() == 4
 
 
 @pytest.fixture

@@ -191,12 +191,11 @@ class Submitter:
                 if not found.status.final:
                     self._replace(before, found)
                     return False
-                try:
+                # Its folder may have been deleted. If the whole run was, no claim of the next number succeeds.
+                with contextlib.suppress(FileNotFoundError):
                     # Its driver may live although it seems dead. From here on it stops as soon as it looks.
                     if before.finish(found.status).state != found.status.state:
                         return False
-                except FileNotFoundError:
-                    return False
         return self._start(number + 1, found)
 
     def _replace(self, before: Submission, found: Existing) -> None:
