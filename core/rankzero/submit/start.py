@@ -235,13 +235,14 @@ class Submitter:
     def _start(self, number: int, found: Existing | None) -> bool:
         """Computes the rows and makes the submission; False if another process was faster."""
         request, run = self._request, self.run
-        existing.check_writable(run)
         earlier, kept = dict[str, Any](), dict[str, Any]()
-        if found and request.sources:
-            before = Submission(run, found.job)
-            earlier = datasets.earlier(before)
-            if found.decision is Decision.RESUME and datasets.are_readable(same := self._kept(before)):
-                kept = same
+        with existing.storing(run):
+            existing.check_writable(run)
+            if found and request.sources:
+                before = Submission(run, found.job)
+                earlier = datasets.earlier(before)
+                if found.decision is Decision.RESUME and datasets.are_readable(same := self._kept(before)):
+                    kept = same
         job = replace(self._job, submission=number, nonce=secrets.token_hex(8))
         own = Submission(run, job)
         try:
@@ -262,7 +263,9 @@ class Submitter:
             for name, content in (("modules.zip", modules), (ARCHIVE, code), (FILE, manifest)):
                 files |= {name: [content]} if content is not None else {}
             described = {name: _described(own.path(name), content) for name, content in files.items()}
-            job = replace(existing.behind(run, found, job), files={**described, **_describe_arguments(self._payload)})
+            with existing.storing(run):
+                job = existing.behind(run, found, job)
+            job = replace(job, files={**described, **_describe_arguments(self._payload)})
             self.own = own = Submission(run, job)
             if not existing.claim(own, files):
                 self.own = None
