@@ -121,6 +121,15 @@ def test_a_text_that_names_a_module_counts_with_its_package(package: Path, text:
     assert compare(before, after).differing == (f"module {package.name}.other",)
 
 
+def test_a_module_of_one_word_counts_that_an_argument_names(package: Path) -> None:
+    text = "import importlib\ndef train(name):\n    return importlib.import_module(name).VERSION\n"
+    own, job = (write(package.parent / f"{package.name}_{name}.py", text) for name in ("own", "job"))
+    for number, train in enumerate((defined(text), load_module(job.stem).train)):
+        before = identity_of(train, (own.stem,), {}, 1)
+        write(own, f"VERSION = {number}\n")
+        assert compare(before, identity_of(train, (own.stem,), {}, 1)).differing == (f"module {own.stem}",)
+
+
 def test_names_in_a_pickle_that_no_user_has_written_name_no_package(package: Path) -> None:
     load_module(f"{package.name}.models")
     write(package / "errors.py", "class Flaky(Exception):\n    pass\n")

@@ -26,7 +26,6 @@ MODULE = "-m "
 COMMAND_FILES_LIMIT = 64 << 20
 """Most bytes of a file that a command names and that is shipped with it."""
 
-
 MAX_PARAMS = 200
 """Most arguments of a training that are shown."""
 
