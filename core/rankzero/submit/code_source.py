@@ -85,7 +85,8 @@ def to_code(source: str | bytes, path: str, flags: int = 0, *, optimize: int = -
     """Compiles a file. What Python warns of is shown, or an error, where it runs. Raises SyntaxError or ValueError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return compile(source, path, "exec", flags, dont_inherit=True, optimize=optimize)
+        code: types.CodeType = compile(source, path, "exec", flags, dont_inherit=True, optimize=optimize)
+    return code
 
 
 def digest_of_source(source: bytes) -> str:
@@ -237,10 +238,9 @@ _FUTURES = annotations.compiler_flag
 def _compiled(source: str, path: str, flags: int) -> frozenset[types.CodeType]:
     """Returns the code of all functions of a source; empty for one that is not Python, such as a notebook's magics."""
     try:
-        code = to_code(source, path, flags)
+        return frozenset(each for each, _ in _nested(to_code(source, path, flags)))
     except (SyntaxError, ValueError):
         return frozenset()
-    return frozenset(each for each, _ in _nested(code))
 
 
 def _facts(code: types.CodeType) -> tuple[object, ...]:

@@ -247,8 +247,7 @@ class Submitter:
         own = Submission(run, job)
         try:
             manifests, queries = self._sources.collect(own, kept, earlier)
-            generation = request.template.generation
-            texts = {name: f"{query} {generation}".strip() for name, query in queries.items()}
+            texts = {name: f"{query} {request.template.generation}".strip() for name, query in queries.items()}
             asked = self._asked({name: manifest.digest for name, manifest in manifests.items()} | texts)
             if found and found.decision is Decision.RESUME and not asked.by_name:
                 # Only now all rows are known.
