@@ -650,6 +650,7 @@ def test_the_data_files_of_a_package_count(package: Path) -> None:
         "for name in ALL:\n    importlib.import_module(name)\n",
         "for name in ALL:\n    importlib.import_module('.' + name, __package__)\n",
         "def get(name):\n    return pydoc.locate(name)\n",
+        "__all__ = ['small']\nfrom . import *\n",
     ],
 )
 def test_modules_count_that_a_registry_imports_by_a_computed_name(package: Path, registry: str) -> None:

@@ -44,7 +44,7 @@ class Source(NamedTuple):
 
     Attributes:
         digest: Checksum of a file's tokens.
-        imports: Absolute names that it imports anywhere; some may be no modules.
+        imports: Absolute names that it imports anywhere; some may be no modules. ``acme.*`` is all that acme names.
         early: Those of them that are imported when the file is imported itself.
         texts: Texts in it that may name a module, or the begin of such a name.
         words: The names and the parts of the texts in it, by which it may reach modules below a package.
@@ -188,7 +188,7 @@ def _imported(code: types.CodeType, package: str, is_run: bool) -> Iterator[tupl
                 continue
             base = package.rsplit(".", level - 1)[0] if level > 1 else package
             module = ".".join(filter(None, (base if level else "", value)))
-            for name in (module, *(f"{module}.{name}" for name in chosen or () if name != "*")):
+            for name in (module, *(f"{module}.{name}" for name in chosen or ())):
                 yield name, is_run and instruction.offset >= checked_until
 
 

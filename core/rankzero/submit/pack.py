@@ -95,8 +95,7 @@ class Payload:
             parts[SENT_CODE] = _short(digest_of([archive]))
         modules = dict(self.files.counted)
         parts[TRAIN] = _compared("the function", lambda: _short(repr(self._own(contents, modules))))
-        data = self.files.data_files()
-        modules |= {f"{name} (data files)": digest for name, digest in data.items()}
+        modules |= {f"{name} (data files)": digest for name, digest in self.files.data_files().items()}
         parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in modules.items()}
         return Identity.of(parts)
 

@@ -228,11 +228,10 @@ def _without_numbers(state: Any) -> Any:
     """
     if type(state) is not dict:
         return state
-    return {
+    return state | {
         name: [*each.values()]
-        if "_hooks" in str(name) and isinstance(each, dict) and {*map(type, each)} <= {int}
-        else each
         for name, each in state.items()
+        if "_hooks" in str(name) and isinstance(each, dict) and {*map(type, each)} <= {int}
     }
 
 

@@ -257,14 +257,13 @@ class Submitter:
             identity = asked.identity
             job = replace(job, identity=identity.digest, identity_parts=dict(identity.parts), queries=queries)
             files = {"payload.pkl": self._payload.data}
-            modules, code = self._payload.modules, request.code.archive
-            manifest = to_bytes(manifests) if manifests else None
-            for name, content in (("modules.zip", modules), (ARCHIVE, code), (FILE, manifest)):
-                files |= {name: [content]} if content is not None else {}
+            parts = {"modules.zip": self._payload.modules}
+            parts |= {ARCHIVE: request.code.archive, FILE: to_bytes(manifests) if manifests else None}
+            files |= {name: [part] for name, part in parts.items() if part is not None}
             described = {name: _described(own.path(name), content) for name, content in files.items()}
+            described |= _describe_arguments(self._payload)
             with existing.storing(run):
-                job = existing.behind(run, found, job)
-            job = replace(job, files={**described, **_describe_arguments(self._payload)})
+                job = replace(existing.behind(run, found, job), files=described)
             self.own = own = Submission(run, job)
             if not existing.claim(own, files):
                 self.own = None
