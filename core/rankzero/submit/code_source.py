@@ -178,7 +178,7 @@ def _imported(code: types.CodeType, package: str, is_run: bool) -> Iterator[tupl
         kind, value = instruction.opname, instruction.argval
         if "IF_FALSE" in kind and checked:
             checked_until = value
-        checked = value == "TYPE_CHECKING" or (checked and kind == "TO_BOOL")
+        checked = value == "TYPE_CHECKING" or (checked and kind in ("TO_BOOL", "EXTENDED_ARG"))
         if kind in ("LOAD_CONST", "LOAD_SMALL_INT"):
             # The compiler pushes the level (0 for absolute imports), then the names, then imports.
             constants = (constants[1], value)
