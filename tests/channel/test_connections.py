@@ -173,11 +173,30 @@ def test_lines_wait_in_the_agent_while_the_driver_takes_none(tmp_path: Path) -> 
             for _ in range(64):
                 agent.connection.send(Log(["x" * (1 << 20)]), 0)
             await asyncio.sleep(0.5)
-            assert len(served.received.messages) == 1
+            assert served.received.messages == []
             assert agent.connection.unsent > 32 << 20
             served.received.has_room.set()
             await until(lambda: len(served.received.messages) == 64)
             await until(lambda: agent.connection.unsent == 0)
+
+    asyncio.run(main())
+
+
+def test_a_driver_that_takes_lines_slowly_loses_no_agent(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            agent = await served.agent()
+
+            async def room() -> None:
+                await asyncio.sleep(QUICK.silence / 4)
+
+            served.received.room = room
+            # More in one read than the driver can wait for one by one.
+            for _ in range(20):
+                agent.connection.send(Log(["x"]), 0)
+            agent.connection.send(Beat(1), 0)
+            await until(lambda: (0, 0, Beat(1)) in served.received.messages or served.received.ended)
+            assert served.received.ended == {}
 
     asyncio.run(main())
 

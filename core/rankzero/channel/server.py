@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rankzero import bounds, store
 from rankzero.channel.connection import CHUNK, READ_SIZE, ChannelError, Connection, Limits, write_all
-from rankzero.channel.messages import Bye, Log, Message, MessageError, Ping
+from rankzero.channel.messages import Bye, Message, MessageError, Ping
 from rankzero.host.network import BACKLOG
 from rankzero.threads import ActionThread, reply_of
 
@@ -183,7 +183,7 @@ class Server:
         self._agents[task] = connection
         why: str | None = "its connection was closed"
         try:
-            async for message, local_rank in connection.messages():
+            async for message, local_rank in connection.messages(self._receiver.room):
                 if isinstance(message, Bye):
                     why = None
                     break
@@ -191,8 +191,6 @@ class Server:
                     self._receiver.on_message(task, local_rank, message)
                 except Exception:
                     logger.exception("the driver failed on %s of the agent of task %d", message, task)
-                if isinstance(message, Log):
-                    await self._receiver.room()
         except (OSError, MessageError) as error:
             why = str(error) or type(error).__name__
         finally:
