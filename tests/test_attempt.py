@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 from tests.runs import folder_of
 
-from rankzero import EngineError, Launcher, LocalEngine, RankZeroError, RunCancelledError, RunHandle, WorkerFailedError
+from rankzero import (
+    EngineError,
+    Launcher,
+    LocalEngine,
+    RankZeroError,
+    RunCancelledError,
+    RunHandle,
+    WorkerFailedError,
+    bounds,
+)
 from rankzero.channel import messages
 from rankzero.channel.client import Driver
 from rankzero.channel.connection import Connection
@@ -207,6 +216,15 @@ def test_an_agent_that_dies_after_the_success_does_not_end_the_others(
     played = play(print_late, die, error=RuntimeError("an executor was lost"))
     assert (played.value, played.was_cancelled) == (7, False)
     assert list(RunHandle.attach(played.directory).logs(rank=0))[-1] == "the last line"
+
+
+def test_a_task_that_cleans_up_after_the_success_is_not_cancelled(play: Callable[..., Played]) -> None:
+    async def clean_up(agent: Agent) -> None:
+        await succeed(agent)
+        await asyncio.sleep(2 * bounds.STOP_MARGIN())
+
+    played = play(clean_up)
+    assert (played.value, played.was_cancelled) == (7, False)
 
 
 def test_samples_of_a_host_do_not_delay_the_end_of_a_run_whose_rank_cannot_be_reaped(

@@ -248,11 +248,8 @@ class Attempt:
 
         if hangs.must_look(now):
             await agents.request_stacks(is_over, quiet=True)
-            hangs.note_look(time.monotonic())
-            if not hangs.has_reported:
+            if hangs.note_look(time.monotonic()) and not hangs.has_reported:
                 self._run.recorder.announce("waiting", hangs.notice(time.monotonic()))
-        if hangs.waits_for_returned(now):
-            await agents.request_stacks(is_over)
             if hangs.waits_for_returned(time.monotonic()) and not is_over():
                 raise ending.left_waiting(facts.returned, hangs.texts, directory)
         if bound is not None and hangs.is_hung(now, bound, facts.over):
@@ -307,7 +304,8 @@ class Attempt:
             now = time.monotonic()
             alone_at = now if server.connected else alone_at
             since = max(asked_at, agents.heard_at) if is_patient else asked_at
-            if now - since > timeout or now - alone_at > bounds.STOP_MARGIN():
+            # After a success, the processes that held agents may still remove files.
+            if now - since > timeout or (not is_patient and now - alone_at > bounds.STOP_MARGIN()):
                 await self._cancel()
                 return
             if not is_released and len(facts.over) >= facts.num_processes:
@@ -316,7 +314,8 @@ class Attempt:
                 server.broadcast(messages.End())
             if is_patient and watch.is_called_off():
                 server.broadcast(messages.Stop(self.job.stop_grace))
-                asked_at, timeout, is_patient = now, self.job.stop_grace + bounds.STOP_MARGIN(), False
+                asked_at = alone_at = now
+                timeout, is_patient = self.job.stop_grace + bounds.STOP_MARGIN(), False
             await self._run.inbox.wait(WINDOW_STEP)
             self._note_stored()
 
