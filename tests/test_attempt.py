@@ -35,6 +35,10 @@ from rankzero.values import formats
 WAIT = 60.0
 
 
+async def driver_lives() -> bool:
+    return False
+
+
 class Agent:
     """The agent of one rank, which says what its script says."""
 
@@ -131,7 +135,7 @@ class Group(AgentGroup):
         hosts, port = config["driver"]
         driver = Driver(hosts, port, config["secret"])
         connection = await driver.find(task, WAIT)
-        keeping = asyncio.create_task(driver.keep(connection, lambda: False))
+        keeping = asyncio.create_task(driver.keep(connection, driver_lives))
         version = platform.python_version()
         connection.send(Join("127.0.0.1", "127.0.0.1", f"host-{task}", pid=1, python=version, gpus=[], workers=1))
         try:

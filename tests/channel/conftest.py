@@ -82,6 +82,10 @@ class Serving:
     async def agent(self, task: int = 0, driver: Driver | None = None, *, lives: Any = lambda: False) -> Agent:
         """Connects an agent, which reads until its connection ends."""
         driver = driver or self.driver()
+
+        async def driver_lives() -> bool:
+            return bool(lives())
+
         agent = Agent(driver, await driver.find(task, TIMEOUT))
 
         async def read() -> None:
@@ -93,7 +97,7 @@ class Serving:
                 why = str(error)
             agent.ended = agent.connection.reason or why
 
-        self._tasks += [asyncio.create_task(read()), asyncio.create_task(driver.keep(agent.connection, lives))]
+        self._tasks += [asyncio.create_task(read()), asyncio.create_task(driver.keep(agent.connection, driver_lives))]
         return agent
 
     async def close(self) -> None:

@@ -19,7 +19,9 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from rankzero import bounds
@@ -40,6 +42,7 @@ from rankzero.host.processes import (
     watcher_of,
 )
 from rankzero.host.usage import UsageSampler
+from rankzero.threads import in_thread, reply_of
 
 
 class Agent:
@@ -89,7 +92,14 @@ class Agent:
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        """Ends the agent with the error of a task that failed."""
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            traceback.print_exception(error)
+            sys.exit(f"on {socket.gethostname()}: {type(error).__name__}: {error}")
 
     # -- the driver ----------------------------------------------------------------------------
 
@@ -123,9 +133,9 @@ class Agent:
         self._ending.stop()
         self._ending.release()
 
-    def _driver_lives(self) -> bool:
+    async def _driver_lives(self) -> bool:
         """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
-        return self._caller_lives() and not (self._inputs and self._inputs.is_ended())
+        return self._caller_lives() and not (self._inputs and await reply_of(in_thread(self._inputs.is_ended)))
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, messages.Assign):
@@ -150,8 +160,9 @@ class Agent:
             self._ending.await_exits()
 
     async def _start(self, assigned: messages.Assign) -> None:
-        """Gets the files of the ranks, and gives the ranks their work."""
-        inputs = self._inputs = Inputs(assigned, self._driver.digests, self._config["scratch"])
+        """Gets the files of the ranks, and gives the ranks their work. A thread reads large files, and disks that hang."""
+        make = partial(Inputs, assigned, self._driver.digests, self._config["scratch"])
+        inputs = self._inputs = await reply_of(in_thread(make, "rankzero-inputs"))
         for name, path in inputs.missing.items():
             try:
                 await self._driver.fetch(name, path)
@@ -161,7 +172,7 @@ class Agent:
                 self._ranks[0].send(messages.Failed(time.time(), exception_type=kind, message=text, exit_code=1))
                 return
         try:
-            common = inputs.message(self._config["ports"])
+            common = await reply_of(in_thread(partial(inputs.message, self._config["ports"]), "rankzero-inputs"))
         except InputError as error:
             sys.exit(f"on {socket.gethostname()}: {error}")
         self._ranks[0].output.add(self._config["notes"])
