@@ -160,7 +160,7 @@ class Agent:
             self._ending.await_exits()
 
     async def _start(self, assigned: messages.Assign) -> None:
-        """Gets the files of the ranks, and gives the ranks their work. A thread reads large files, and disks that hang."""
+        """Gets the files of the ranks, and gives the ranks their work. Threads read files, which may be large."""
         make = partial(Inputs, assigned, self._driver.digests, self._config["scratch"])
         inputs = self._inputs = await reply_of(in_thread(make, "rankzero-inputs"))
         for name, path in inputs.missing.items():
