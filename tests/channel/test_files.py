@@ -46,6 +46,16 @@ def test_a_file_that_cannot_be_had_is_refused_with_the_reason(tmp_path: Path, na
     asyncio.run(main())
 
 
+def test_a_reason_that_is_longer_than_an_answer_is_cut(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, served={"payload": "/long" * 2000}) as served:
+            agent = await served.agent()
+            with pytest.raises(ChannelError, match="^/long/long"):
+                await agent.driver.fetch("payload", str(tmp_path / "here"))
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("name", ["", "../escape", "a/b", ".hidden", "nul\0"])
 def test_an_upload_cannot_leave_its_directory(tmp_path: Path, name: str) -> None:
     async def main() -> None:
