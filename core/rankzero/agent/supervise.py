@@ -135,7 +135,9 @@ class Agent:
 
     async def _driver_lives(self) -> bool:
         """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
-        return self._caller_lives() and not (self._inputs and await reply_of(in_thread(self._inputs.is_ended)))
+        if not self._caller_lives():
+            return False
+        return self._inputs is None or not await reply_of(in_thread(self._inputs.is_ended))
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, messages.Assign):
@@ -162,7 +164,8 @@ class Agent:
     async def _start(self, assigned: messages.Assign) -> None:
         """Gets the files of the ranks, and gives the ranks their work. Threads read files, which may be large."""
         make = partial(Inputs, assigned, self._driver.digests, self._config["scratch"])
-        inputs = self._inputs = await reply_of(in_thread(make, "rankzero-inputs"))
+        inputs = await reply_of(in_thread(make, "rankzero-inputs"))
+        self._inputs = inputs
         for name, path in inputs.missing.items():
             try:
                 await self._driver.fetch(name, path)
