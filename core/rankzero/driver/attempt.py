@@ -28,10 +28,10 @@ from rankzero.driver import ending, policy
 from rankzero.driver.agents import Agents, Run
 from rankzero.driver.commits import Committer
 from rankzero.driver.ending import Facts, Verdict
-from rankzero.driver.places import CHECK_INTERVAL
 from rankzero.driver.storage import Scratch, Storage, files_of
+from rankzero.driver.watch import CHECK_INTERVAL
 from rankzero.engines.base import AgentGroup, EngineSession
-from rankzero.errors import EngineError, RankZeroError, RunCancelledError, RunTimeoutError
+from rankzero.errors import EngineError, RankZeroError, ResultError, RunCancelledError, RunTimeoutError
 from rankzero.host.network import listen
 from rankzero.host.processes import allow_open_files, caller_process
 from rankzero.job import CheckpointConfig, Job
@@ -158,14 +158,18 @@ class Attempt:
         """Returns the checkpoint to start from, and the text by which agents recognize the folder."""
         watch, recorder, began = self._run.watch, self._run.recorder, time.monotonic()
         read = functools.partial(self._storage.begin, self.job.first_attempt, watch.is_called_off)
-        reply = self._committer.submit(read)
-        while not reply.done():
-            watch.check()
-            await self._run.inbox.wait(CHECK_INTERVAL)
+        # It tries again for as long by itself, if the store replies.
+        deadline = began + 2 * STORE_OUTAGE()
+
+        def check() -> None:
+            self._check_end()
+            if time.monotonic() > deadline:
+                raise ResultError(f"the store of {self._run.own.run.directory} does not answer")
+
+        resume, token = await self._run.inbox.reply_of(self._committer.submit(read), check)
         watch.check()
         # An outage of the store takes no time from the ranks' start.
         self._deadline += time.monotonic() - began
-        resume, token = reply.result()
         if (found := resume and resume.id) != recorder.status.checkpoint:
             recorder.update(checkpoint=found)
         if self._number > self.job.first_attempt:
@@ -204,13 +208,17 @@ class Attempt:
         while not goal():
             if ending.cannot_succeed(self._facts, self._agents.roster.gone()):
                 raise _TroubleError
-            self._run.watch.check()
-            timeout, began = self.job.timeout, self._run_started_at or self.started_at
-            if timeout and began is not None and time.monotonic() - began > timeout:
-                raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
+            self._check_end()
             await check(time.monotonic())
             await self._run.inbox.wait(CHECK_INTERVAL)
             self._note_stored()
+
+    def _check_end(self) -> None:
+        """Raises RunCancelledError or RunTimeoutError if the run must end."""
+        self._run.watch.check()
+        timeout, began = self.job.timeout, self._run_started_at or self.started_at
+        if timeout and began is not None and time.monotonic() - began > timeout:
+            raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
 
     def _note_stored(self) -> None:
         """Notes what the store has taken, or refused: checkpoints and rank 0's value."""

@@ -17,12 +17,12 @@ from rankzero import bounds, store
 from rankzero.driver.agents import Run
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.ending import Verdict
-from rankzero.driver.places import CHECK_INTERVAL, Places
+from rankzero.driver.places import Places
 from rankzero.driver.policy import FAILURES_OF_A_BAD_HOST, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.tables import remove_computed
 from rankzero.driver.trackers import Trackers
-from rankzero.driver.watch import Inbox, Watch
+from rankzero.driver.watch import CHECK_INTERVAL, Inbox, Watch
 from rankzero.engines.base import Engine
 from rankzero.errors import (
     HANG,

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from rankzero import bounds
 from rankzero.driver.recorder import Recorder
@@ -22,7 +23,10 @@ READ_INTERVAL = 0.25  # Seconds between two reads of a run directory on a disk, 
 REASON_TIMEOUT = bounds.stretched(0.9)  # To read the reason of a cancel, which its process writes after the signal
 LEASE_POLL_INTERVAL_MAX = 30.0  # Most seconds between two reads of a lease on an object store
 LEASE_SHARE = 0.1  # Share of the lease's time between two of them, where each is a request
+CHECK_INTERVAL = 0.5  # Most seconds between two checks of whether the run must end
 MISSED_RENEWALS = 3  # Renewals that the last follower may miss: half a minute, three minutes on an object store
+
+T = TypeVar("T")
 
 
 class Inbox:
@@ -84,6 +88,19 @@ class Inbox:
             async with asyncio.timeout(max(0.0, seconds)):
                 await self._changed.wait()
         self._changed.clear()
+
+    async def reply_of(self, future: Future[T], check: Callable[[], None]) -> T:
+        """Returns the result of a thread, or raises its exception, unless ``check`` raises one before.
+
+        Args:
+            future: The result, which may never come.
+            check: Called at least every `CHECK_INTERVAL` seconds.
+        """
+        future.add_done_callback(self.wake)
+        while not future.done():
+            check()
+            await self.wait(CHECK_INTERVAL)
+        return future.result()
 
 
 class Watch:
