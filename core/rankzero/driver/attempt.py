@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import functools
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -113,7 +114,7 @@ class Attempt:
         if num_agents > MANY_AGENTS:
             allow_open_files()
         self._secret, self._identity = new_secret(), None
-        if job.encrypts(by_default=session.encrypts):
+        if await run.places.request(lambda: job.encrypts(by_default=session.encrypts), job, self._deadline):
             # Imported here, so that most drivers do not load TLS.
             from rankzero.channel.tls import make_identity
 
@@ -134,13 +135,22 @@ class Attempt:
         job = self.job
         self._resume, self._token = await self._read_store()
         self._agents.served |= files_of(self._resume)
-        try:
-            port = await self._agents.server.start(listen(session.bind_host, job.ports))
-        except OSError as error:
-            raise EngineError(f"the driver cannot listen for the agents: {error}") from error
+
+        def bind() -> tuple[socket.socket, list[str]]:
+            try:
+                return listen(session.bind_host, job.ports), session.driver_hosts
+            except OSError as error:
+                raise EngineError(f"the driver cannot listen for the agents: {error}") from error
+
+        def close(reply: Future[tuple[socket.socket, list[str]]]) -> None:
+            if not reply.exception():
+                reply.result()[0].close()
+
+        listener, hosts = await self._run.places.request(bind, job, self._deadline, if_late=close)
+        port = await self._agents.server.start(listener)
         config = {
             **policy.agent_config(job, self._number, self._run.env, self._deadline - time.monotonic()),
-            "driver": [session.driver_hosts, port],
+            "driver": [hosts, port],
             "secret": self._secret,
             "caller": caller_process(),
             "certificate": base64.b64encode(self._identity.certificate).decode() if self._identity else None,
@@ -286,7 +296,10 @@ class Attempt:
             silent = agents.server.silent(bounds.STACKS_WINDOW())
             gone = agents.roster.gone() or [member for member in agents.roster.numbered() if member.task in silent]
         assert self._group is not None
-        return ending.judge(facts, gone, self._group.explain, agents.hangs.texts)
+        explain, error = self._group.explain, facts.engine_error
+        # In a thread: the JVM has the text, and may hang.
+        explained = await reply_of(in_thread(functools.partial(explain, error))) if error else None
+        return ending.judge(facts, gone, lambda found: explained or explain(found), agents.hangs.texts)
 
     # -- ending --------------------------------------------------------------------------------
 

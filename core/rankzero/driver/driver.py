@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -122,7 +123,12 @@ class Driver:
         try:
             outcome = await self._outcome(refused)
             # The files may be on a disk that hangs.
-            await reply_of(in_thread(functools.partial(self._finish, outcome), "rankzero-finish"))
+            await reply_of(in_thread(functools.partial(self.recorder.finish, **outcome), "rankzero-finish"))
+            if outcome["state"] == "succeeded" and self.recorder.is_success:
+                # The end is recorded, so no submission resumes from here and reads these rows.
+                removed = self.watch.thread.submit(functools.partial(remove_computed, self._job))
+                with contextlib.suppress(TimeoutError):
+                    await reply_of(removed, bounds.REPORT_TIMEOUT())
         finally:
             self._trackers.end()
             # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
@@ -131,12 +137,6 @@ class Driver:
                 await reply_of(in_thread(self._trackers.close, "rankzero-trackers"))
             if not self.recorder.superseded:
                 await write_report(self._own, self.watch.thread)
-
-    def _finish(self, outcome: dict[str, Any]) -> None:
-        # The end is recorded, so no submission resumes from here and reads these rows.
-        if outcome["state"] == "succeeded" and self.recorder.is_success:
-            remove_computed(self._job)
-        self.recorder.finish(**outcome)
 
     async def _outcome(self, refused: Exception | None) -> dict[str, Any]:
         """Returns the fields of the final status."""
