@@ -42,7 +42,7 @@ from rankzero.host.processes import (
     watcher_of,
 )
 from rankzero.host.usage import UsageSampler
-from rankzero.threads import in_thread, reply_of
+from rankzero.threads import ActionThread, reply_of
 
 
 class Agent:
@@ -58,6 +58,8 @@ class Agent:
         self._ranks = [Rank(local_rank, config, self._outbox) for local_rank in range(config["workers"])]
         self._caller_lives = watcher_of(config.get("caller"))
         self._inputs: Inputs | None = None
+        # The run directory may be on a disk that hangs.
+        self._reader = ActionThread("rankzero-inputs")
         self._tasks: set[asyncio.Task[None]] = set()
         self.lost: str | None = None
         """The reason for which the connection to the driver has ended."""
@@ -137,7 +139,7 @@ class Agent:
         """Returns True while a silent driver lives and has the run: it may have been stopped, and another submitted."""
         if not self._caller_lives():
             return False
-        return self._inputs is None or not await reply_of(in_thread(self._inputs.is_ended))
+        return self._inputs is None or not await reply_of(self._reader.submit(self._inputs.is_ended))
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, messages.Assign):
@@ -162,9 +164,9 @@ class Agent:
             self._ending.await_exits()
 
     async def _start(self, assigned: messages.Assign) -> None:
-        """Gets the files of the ranks, and gives the ranks their work. Threads read files, which may be large."""
+        """Gets the files of the ranks, and gives the ranks their work. A thread reads files, which may be large."""
         make = partial(Inputs, assigned, self._driver.digests, self._config["scratch"])
-        inputs = await reply_of(in_thread(make, "rankzero-inputs"))
+        inputs = await reply_of(self._reader.submit(make))
         self._inputs = inputs
         for name, path in inputs.missing.items():
             try:
@@ -175,7 +177,7 @@ class Agent:
                 self._ranks[0].send(messages.Failed(time.time(), exception_type=kind, message=text, exit_code=1))
                 return
         try:
-            common = await reply_of(in_thread(partial(inputs.message, self._config["ports"]), "rankzero-inputs"))
+            common = await reply_of(self._reader.submit(partial(inputs.message, self._config["ports"])))
         except InputError as error:
             sys.exit(f"on {socket.gethostname()}: {error}")
         self._ranks[0].output.add(self._config["notes"])
